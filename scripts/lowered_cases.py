@@ -116,7 +116,8 @@ def turbo_unpack(dim: int, page: int, preset: str) -> Launch:
     form = TurboFormat(preset=preset, head_dim=dim)
     cache = x(4, 512, 8, page * form.slot_bytes, dtype=jnp.uint8)
     op = partial(turbo_unpack_mosaic, form=form)
-    return op, (cache, ints(2, 40), ints(2, 2), ints(1))
+    common = f32(2, 8, dim) if form.rotated else None
+    return op, (cache, ints(2, 40), ints(2, 2), ints(1), common)
 
 
 def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str) -> Launch:
@@ -422,6 +423,7 @@ EXTRA: dict[str, Launch] = {
     "turbo_prefill_4bit_nc": turbo(1, (32, 8, 128), 64, 2048, "4bit_nc"),
     "turbo_prefill_gate": turbo(2, (16, 2, 256), 64, 300, "k3v4_nc"),
     "turbo_prefill_sinks": turbo(2, (64, 8, 64), 64, 300, "3bit_nc", window=128),
+    "turbo_prefill_soft_cap": turbo(1, (32, 8, 128), 64, 512, "4bit_nc", soft_cap=30.0),
     "turbo_unpack_4bit_nc": turbo_unpack(128, 64, "4bit_nc"),
     "turbo_unpack_k8v4": turbo_unpack(64, 64, "k8v4"),
     "turbo_unpack_3bit_nc": turbo_unpack(256, 128, "3bit_nc"),

@@ -1,4 +1,4 @@
-"""TurboQuant caches of which one dim of every key, and of every query, is far from 0."""
+"""TurboQuant caches of which some dims of every key, and of every query, are far from 0."""
 
 import dataclasses
 from typing import Any
@@ -6,28 +6,57 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxattn.ops.gqa.scores import Scores, window_begins
+from jaxattn.ops.gqa.turbo_common import common_key
 from tests.helpers.turbo_cases import TurboCase, hadamard64, read_page, turbo_case
 from tests.helpers.turbo_compiled import pack, page_slots, quantize, slot_pages
 
 ROUNDING = 2.0**-11  # of float16, relative
 
 
-def outlier_case(lens: list[int], preset: str, size: float, **options: Any) -> TurboCase:
-    """As `turbo_case` with normal keys, values and queries, and `size` added to a dim of each."""
+def outlier_case(
+    lens: list[int],
+    preset: str,
+    size: float,
+    *,
+    dims: int = 1,
+    share: float = 1.0,
+    **options: Any,
+) -> TurboCase:
+    """As `turbo_case` with normal keys, values and queries, and `size` added to some dims of each,
+    or less it; of keys, to those of a `share` of the tokens."""
     case = turbo_case(lens, preset, **options)
     rng = np.random.default_rng(1)
     form, dim = case.form, case.q.shape[-1]
-    page, at = form.page_size(case.kv_cache), int(rng.integers(dim))
+    page = form.page_size(case.kv_cache)
+    added = np.zeros(dim, np.float32)
+    added[rng.permutation(dim)[:dims]] = size * (-1.0) ** np.arange(dims)
     slots = np.array(page_slots(form, case.kv_cache))
     for row, length in enumerate(lens):
         for j in range(-(-length // page)):
+            number = int(case.block_tables[row, j])
+            if number >= slots.shape[1]:
+                continue  # left of a window
             k, v = rng.normal(size=(2, slots.shape[2], page, dim)).astype(np.float32)
-            k[..., at] += size
-            number, held = int(case.block_tables[row, j]), min(page, length - j * page)
-            some = np.asarray(pack(form, quantize(form, k, v)))
-            slots[case.layer, number, :, :held] = some[:, :held]
-    q = case.q.at[..., at].add(size)
+            k += np.where(rng.random((page, 1)) < share, added, 0)
+            some, kept = np.asarray(pack(form, quantize(form, k, v))), slots[case.layer, number]
+            poison = (kept == 0xFF).all(axis=-1, keepdims=True)
+            slots[case.layer, number] = np.where(poison, kept, some)
+    q = (case.q.astype(jnp.float32) + added).astype(case.q.dtype)
     return dataclasses.replace(case, q=q, kv_cache=slot_pages(form, jnp.asarray(slots)))
+
+
+def common64(case: TurboCase) -> np.ndarray:
+    """[B, Hk, D], what the op takes off the keys of each row."""
+    new = case.options.get("query_lens")
+    new = jnp.full_like(case.seq_lens, case.q.shape[1]) if new is None else new
+    begins = window_begins(
+        Scores(scale=1.0, window=case.options["window"]),
+        jnp.maximum(case.seq_lens - new, 0), case.seq_lens,
+    )  # fmt: skip
+    at = jnp.full(1, case.layer, jnp.int32)
+    found = common_key(case.form, case.kv_cache, case.block_tables, case.seq_lens, begins, at)
+    return np.asarray(found, np.float64)
 
 
 def bounds_of_rounded_keys(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
@@ -36,18 +65,20 @@ def bounds_of_rounded_keys(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
     q = np.asarray(case.q, np.float64)
     (batch, q_len, heads, dim), kv_heads = q.shape, case.kv_cache.shape[2]
     turn = np.eye(dim) if case.form.preset == "k8v4" else hadamard64(dim)
+    common = common64(case) if case.form.rotated else None
     kept = np.asarray(case.kv_cache)[case.layer]
     page = case.form.page_size(case.kv_cache)
     scores, results = np.zeros(q.shape[:3]), np.zeros(q.shape)
     for b, s, h in np.ndindex(batch, q_len, heads):
-        length = int(case.seq_lens[b])
+        length, n = int(case.seq_lens[b]), h // (heads // kv_heads)
         owned = np.asarray(case.block_tables)[b, : -(-length // page)]
-        held = [read_page(case.form, kept[n, h // (heads // kv_heads)]) for n in owned]
+        held = [read_page(case.form, kept[number, n]) for number in owned]
         k, v = (np.concatenate(x)[: length - q_len + s + 1] for x in zip(*held, strict=True))
         k = k @ turn
         p = np.exp(k @ q[b, s, h] * dim**-0.5)
-        if case.form.rotated:  # float16 has every e4m3 number
-            scores[b, s, h] = ROUNDING * (abs(k) @ abs(q[b, s, h])).max() * dim**-0.5
+        if common is not None:  # float16 has every e4m3 number
+            rounded = ROUNDING * (abs(k - common[b, n]) @ abs(q[b, s, h])).max() * dim**-0.5
+            scores[b, s, h] = rounded
         # A score counts in the weight and in the sum of weights.
         share = np.expm1(2 * scores[b, s, h]) + 2 * ROUNDING
         results[b, s, h] = share * (p / p.sum()) @ abs(v)

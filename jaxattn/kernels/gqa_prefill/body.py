@@ -76,12 +76,21 @@ class Scores:
         """Of `capped`."""
         return self.scale * LOG2E if self.soft_cap is None else self.soft_cap * LOG2E
 
-    def capped(self, scores: jax.Array) -> jax.Array:
+    @property
+    def power(self) -> float:
+        """Of 2 and a number: exp(2 number / soft_cap)."""
+        assert self.soft_cap is not None
+        return 2 * LOG2E / self.soft_cap
+
+    def capped(self, scores: jax.Array, shift: jax.Array | None) -> jax.Array:
+        """`shift`, times `power`, is what each row's scores lack."""
         if self.soft_cap is None:
             return scores
         # tanh, whose approximate instruction is off by 2**-11 of the cap.
-        power = jnp.exp2(scores * (2 * LOG2E * self.scale / self.soft_cap))
-        return 1.0 - 2.0 / (power + 1.0)
+        powers = scores * (self.power * self.scale)
+        if shift is not None:
+            powers += over(shift, scores.shape[1])
+        return 1.0 - 2.0 / (jnp.exp2(powers) + 1.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +101,7 @@ class Computer:
         wg: its number.
         sinks: float32 [heads, rows], of the packed rows of a head, or of 64 that are alike; or
             None.
+        shift: float32 [B, heads, rows] as `Scores.capped` takes it, or None.
         gate: [B, R, heads, D], or None.
         out, lse: [B, R, heads, D] and float32 [B, heads, whole tiles].
     """
@@ -104,6 +114,7 @@ class Computer:
     dtype: Any
     wg: jax.Array
     sinks: Any
+    shift: Any
     gate: Any
     out: Any
     lse: Any
@@ -174,11 +185,12 @@ class Computer:
         top: jax.Array,
         total: jax.Array,
         *,
+        shift: jax.Array | None,
         seen: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """(weights float32, references, sums, what rescales the output) with step i's scores. If
         they are `seen`, all of them count."""
-        scores, keys = self.scores.capped(scores), self.config.keys
+        scores, keys = self.scores.capped(scores, shift), self.config.keys
         if not seen:
             step = self.tiles.step(tile, i)
             whole = self.tiles.all_seen(tile, step, self.first_row(tile), ROWS)
@@ -215,7 +227,14 @@ class Computer:
             plgpu.barrier_wait(memory.cleared)
 
     def step(
-        self, tile: Tile, done: jax.Array, i: jax.Array, state: State, *, seen: bool = False
+        self,
+        tile: Tile,
+        done: jax.Array,
+        shift: jax.Array | None,
+        i: jax.Array,
+        state: State,
+        *,
+        seen: bool = False,
     ) -> State:
         """Adds step i's values, and takes the softmax of step i + 1; all of both are `seen`, or
         that is found out."""
@@ -225,7 +244,9 @@ class Computer:
             self.clear(tile, i, number)
         plgpu.barrier_wait(memory.keys_loaded.at[self.slot(number + 1)])
         plgpu.barrier_wait(memory.turn.at[self.wg])
-        following = functools.partial(self.softmax, tile=tile, i=i + 1, top=state.top, seen=seen)
+        following = functools.partial(
+            self.softmax, tile=tile, i=i + 1, top=state.top, shift=shift, seen=seen
+        )
         if self.interpret:
             out = self.with_values(state, number)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
@@ -332,10 +353,16 @@ class Computer:
             plgpu.barrier_wait(memory.turn.at[self.wg])
             scores = self.first_scores(done)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(done)])
-            first = jnp.int32(0)
-            p, top, total, _ = self.softmax(scores, tile, first, nothing + EMPTY, nothing)
+            first, shift = jnp.int32(0), None
+            if self.shift is not None:
+                mine = pl.ds(self.first_row(tile), ROWS)
+                place = self.shift.at[tile.row, tile.head, mine]
+                shift = plgpu.load(place, layout=ROW, optimized=False)
+            p, top, total, _ = self.softmax(
+                scores, tile, first, nothing + EMPTY, nothing, shift=shift
+            )
             state = State(p.astype(self.dtype), top, total, zeros(ROWS, self.head_dim))
-            step = functools.partial(self.step, tile, done)
+            step = functools.partial(self.step, tile, done, shift)
             if self.tiles.window is None:
                 seen = self.tiles.seen_first(tile, self.first_row(tile))
                 first = jnp.clip(seen - 1, 0, tile.steps - 1)
@@ -390,7 +417,7 @@ class Block:
         config, wg = self.config, lax.axis_index("wg")
         memory = Memory(**{name: refs.pop(name) for name in Memory._fields})
         bounds, drawn = refs.pop("bounds"), refs.pop("drawn")
-        results = {name: refs.pop(name) for name in ("sinks", "gate", "out", "lse")}
+        results = {name: refs.pop(name) for name in ("sinks", "shift", "gate", "out", "lse")}
         each = functools.partial(self.each_tile, bounds, drawn, memory)
 
         @pl.when(wg < config.warpgroups)

@@ -99,6 +99,7 @@ def gqa_prefill_mosaic(
     window: int | None = None,
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
+    shift: jax.Array | None = None,
     gate: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -116,6 +117,8 @@ def gqa_prefill_mosaic(
             to, and without, min(keys, t + 1 + offset), less what is left of its window. With a
             prefix `first` must be 0. Anything else may hold NaN.
         window, sinks, soft_cap, gate: as for `jaxattn.gqa.gqa_decode`.
+        shift: float32 [B, T, H], what is added to each of a query's scores before the soft cap,
+            or None. Without a cap it would change nothing but the LSE.
 
     Returns:
         out [B, T, H, D] and lse float32 [B, T, H], natural logarithm, the sink included: 0 and -inf
@@ -157,6 +160,11 @@ def gqa_prefill_mosaic(
         sinks = jnp.tile(sinks, (1, tokens if packed > 1 else ROWS))
         whole = tiles.count * config.rows if packed > 1 else ROWS  # the last tile's rows too
         sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
+    scores = Scores(scale=scale, soft_cap=soft_cap)
+    if shift is not None:
+        shift = (shift * scores.power).reshape(batch, tokens, tiles.heads, packed)
+        shift = shift.transpose(0, 2, 1, 3).reshape(batch, tiles.heads, rows)
+        shift = jnp.pad(shift, ((0, 0), (0, 0), (0, tiles.count * config.rows - rows)))
     cache = None
     if paged is not None:
         layers, pages, _, size, _, _ = paged.cache.shape
@@ -164,7 +172,7 @@ def gqa_prefill_mosaic(
     pieces = (dim,) if k_rest is None else (k.shape[-1], k_rest.shape[-1])
     copies = copies_of(config, None if paged is None else paged.cache.shape[3])
     block = Block(
-        config=config, tiles=tiles, scores=Scores(scale=scale, soft_cap=soft_cap),
+        config=config, tiles=tiles, scores=scores,
         sharing=sharing, copies=copies, head_dim=dim, dtype=dtype, blocks=blocks, items=items,
         interpret=interpret,
     )  # fmt: skip
@@ -184,6 +192,7 @@ def gqa_prefill_mosaic(
             "layer": None if paged is None else paged.layer.astype(jnp.int32).reshape(1),
             "bounds": bounds.astype(jnp.int32),
             "sinks": sinks,
+            "shift": shift,
             "gate": None if gate is None else pack(gate.astype(dtype)),
             "drawn": drawn,
         },

@@ -3,8 +3,8 @@
 A block is a warpgroup with 64 tokens of a KV head. Codes come to registers as in turbo_decode, each
 thread's by the order of the cache; e4m3 numbers become float32, are multiplied, and are stored as
 float16. Keys are rotated back before: rotated ones have so few sizes that many would be rounded to
-float16 alike, and such errors add up in a score. Values come with a token a byte, so that a warp
-turns blocks of eight by eight round.
+float16 alike, and such errors add up in a score. What a row's keys have in common is taken off them
+first. Values come with a token a byte, so that a warp turns blocks of eight by eight round.
 
 Limits: D 64, 128 or 256, any preset, pages of whole 64 tokens.
 Reference: `jaxattn.core.turbo_reads.page_codes`; tests: tests/kernels/gqa_turbo/test_unpack.py.
@@ -33,6 +33,7 @@ from jaxattn.kernels.hopper.registers import (
     f32,
     i32,
     joined,
+    load,
     number,
     plus,
     pointer,
@@ -63,6 +64,7 @@ def turbo_unpack_mosaic(
     pages: jax.Array,
     held: jax.Array,
     layer: jax.Array,
+    common: jax.Array | None = None,
     *,
     form: TurboFormat,
     interpret: bool = False,
@@ -76,6 +78,7 @@ def turbo_unpack_mosaic(
         held: int32 [2, B]: of a row's tokens here the first, and the one behind the last, that are
             its own. The others are 0.
         layer: int32 [1].
+        common: float32 [B, Hk, D], what is taken off each key of a row, or None.
         form: the cache's format, of pages that `takes` takes.
     """
     require_hopper("turbo_unpack", interpret=interpret)
@@ -85,8 +88,9 @@ def turbo_unpack_mosaic(
     steps = size // PAGE
 
     def body(
-        kv_ref: Any, pages_ref: Any, held_ref: Any, layer_ref: Any, k_ref: Any, v_ref: Any
-    ) -> None:
+        kv_ref: Any, pages_ref: Any, held_ref: Any, layer_ref: Any, common_ref: Any, k_ref: Any,
+        v_ref: Any,
+    ) -> None:  # fmt: skip
         block = lax.axis_index("block")
         step, head = lax.div(block, kv_heads), lax.rem(block, kv_heads)
         row, first = lax.div(step, count * steps), lax.rem(step, count * steps)
@@ -97,14 +101,20 @@ def turbo_unpack_mosaic(
             page=jnp.where(there, page, 0), inside=inside, head=head, there=there,
             begin=held_ref[0, row], end=held_ref[1, row],
         )  # fmt: skip
-        (_plain if interpret else _write)(form, place, kv_ref, k_ref, v_ref)
+        (_plain if interpret else _write)(form, place, kv_ref, common_ref, k_ref, v_ref)
 
     written = launch(
         body,
         name=f"turbo_unpack_{form.preset}",
         # One axis, for all but the last have at most 65,535 blocks.
         grid={"block": batch * count * steps * kv_heads},
-        inputs={"kv_ref": kv_cache, "pages_ref": pages, "held_ref": held, "layer_ref": layer},
+        inputs={
+            "kv_ref": kv_cache,
+            "pages_ref": pages,
+            "held_ref": held,
+            "layer_ref": layer,
+            "common_ref": common,
+        },
         outputs={"k_ref": out, "v_ref": out},
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
@@ -140,7 +150,9 @@ class Place:
     end: Any
 
 
-def _plain(form: TurboFormat, place: Place, kv_ref: Any, k_ref: Any, v_ref: Any) -> None:
+def _plain(
+    form: TurboFormat, place: Place, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+) -> None:
     """The interpreter's way."""
     nbytes = PAGE * form.slot_bytes
     some = kv_ref[place.layer, place.page, place.head, pl.ds(place.inside * nbytes, nbytes)]
@@ -148,21 +160,29 @@ def _plain(form: TurboFormat, place: Place, kv_ref: Any, k_ref: Any, v_ref: Any)
     token = place.first + lax.broadcasted_iota(jnp.int32, (PAGE, 1), 0)
     own = (token >= place.begin) & (token < place.end)
     codes = unpack(form, slots)
-    for ref, x in ((k_ref, plain_keys(form, codes)), (v_ref, dequantize(form, codes)[1])):
+    keys = plain_keys(form, codes)
+    if common_ref is not None:
+        keys -= common_ref[place.row, place.head]
+    for ref, x in ((k_ref, keys), (v_ref, dequantize(form, codes)[1])):
         x = jnp.where(place.there, x, jnp.nan)
         x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -LARGEST_F16, LARGEST_F16))
         ref[place.row, pl.ds(place.first, PAGE), place.head] = jnp.where(own, x, 0).astype(HALF)
 
 
-def _write(form: TurboFormat, place: Place, kv_ref: Any, k_ref: Any, v_ref: Any) -> None:
-    def run(ctx: Any, kv: Any, k: Any, v: Any, *numbers: Any) -> None:
+def _write(
+    form: TurboFormat, place: Place, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+) -> None:
+    refs = [kv_ref, k_ref, v_ref] + ([] if common_ref is None else [common_ref])
+
+    def run(ctx: Any, *args: Any) -> None:
         del ctx
         names = [field.name for field in dataclasses.fields(Place)]
-        Writer(form, Place(**dict(zip(names, map(single, numbers), strict=True))), kv, k, v).run()
+        here = Place(**dict(zip(names, map(single, args[len(refs) :]), strict=True)))
+        Writer(form, here, *args[: len(refs)]).run()
 
     numbers = [jnp.int32(getattr(place, field.name)) for field in dataclasses.fields(Place)]
-    types = (PLAIN, PLAIN, PLAIN, *[SPLAT] * len(numbers))
-    plgpu.inline_mgpu(arg_types=types)(run)(kv_ref, k_ref, v_ref, *numbers)
+    types = (*[PLAIN] * len(refs), *[SPLAT] * len(numbers))
+    plgpu.inline_mgpu(arg_types=types)(run)(*refs, *numbers)
 
 
 class Codes(Registers):
@@ -188,8 +208,10 @@ class Codes(Registers):
 class Writer:
     """One thread's share of a block."""
 
-    def __init__(self, form: TurboFormat, place: Place, kv: Any, k: Any, v: Any):
-        self.form, self.place, self.k, self.v = form, place, k, v
+    def __init__(
+        self, form: TurboFormat, place: Place, kv: Any, k: Any, v: Any, common: Any = None
+    ):
+        self.form, self.place, self.k, self.v, self.common = form, place, k, v, common
         _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
         begin = _row(_row(place.layer, pages, place.page), heads, place.head)
         begin = arith.muli(begin, mgpu.c(nbytes, _long()))
@@ -211,6 +233,8 @@ class Writer:
             for c in range(blocks):
                 some = [arith.mulf(x, by) for x in mine[4 * c : 4 * c + 4]]
                 dim = plus(times(on.t, 4), word(16 * c))
+                if self.common is not None:
+                    some = list(map(arith.subf, some, self._shared(dim)))
                 self._store(self.k, token, dim, some)
         values = value_registers(on, form, self.pitch)
         kinds = form.meta_bytes // 2
@@ -234,6 +258,14 @@ class Writer:
         first = GROUP * (form.key_bytes + form.value_bytes + 2 * kind)
         at = plus(times(on.right(token, 4), self.pitch), times(on.both(token, GROUP - 1), 2))
         return self._there(on.halves(at, first))
+
+    def _shared(self, dim: Any) -> list[Any]:
+        """Four dims of what the row's keys have in common."""
+        place = self.place
+        _, heads, dims = ir.MemRefType(self.common.type).shape
+        row = _row(place.row, heads, place.head)
+        offset = arith.addi(arith.muli(row, mgpu.c(dims, _long())), _wide(dim))
+        return load(self.common, arith.muli(offset, mgpu.c(4, _long())), 0, 4, f32())
 
     def _there(self, x: Any) -> Any:
         """NaN where the page does not exist."""

@@ -4,7 +4,9 @@ A block of cached tokens becomes float16 keys and values, the keys rotated back.
 to it, and the results of all blocks are merged by log-sum-exp. A block is bounded, so the memory
 does not grow with the context. Norms, scales and minima are float16 numbers in the cache too, and
 bfloat16 would be an eighth as exact. A rotated key has few sizes, which float16 would round alike
-in many dims: such errors add up in a score, and those of the key itself do not.
+in many dims: such errors add up in a score, and those of the key itself do not. What a row's keys
+have in common is taken off before they are rounded. A query's scores then lack one number, which
+log-sum-exps and soft caps get back.
 """
 
 import functools
@@ -23,6 +25,7 @@ from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
 from jaxattn.kernels.gqa_turbo.unpack import takes, turbo_unpack_mosaic
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import Scores, window_begins
+from jaxattn.ops.gqa.turbo_common import common_key
 
 # Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
 # values of all rows, and at least LEAST_BLOCK.
@@ -58,10 +61,21 @@ def turbo_prefill_mosaic(
     zero = jnp.zeros_like(lengths)
     begins = window_begins(scores, jnp.maximum(lengths - query_lens, 0), lengths)
 
+    stack, at = (kv_cache[None], 0) if layer is None else (kv_cache, layer)
+    at = jnp.asarray(at, jnp.int32).reshape(1)
+    queries, common, lacks = _half(q), None, None
+    if form.rotated:  # other keys are float16 numbers
+        common = common_key(form, stack, block_tables, lengths, begins, at)
+        each = jnp.repeat(common, q.shape[2] // kv_heads, axis=1)[:, None]  # [B, 1, H, D]
+        lacks = jnp.sum(queries.astype(jnp.float32) * each, axis=-1) * scores.scale
+
     def tokens(pages: jax.Array) -> jax.Array:
         """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
         codes = page_codes(form, pages)
-        halves = [_half(x) for x in (plain_keys(form, codes, _turned), dequantize(form, codes)[1])]
+        keys, values = plain_keys(form, codes, _turned), dequantize(form, codes)[1]
+        if common is not None:
+            keys -= common[:, None, :, None]
+        halves = [_half(x) for x in (keys, values)]
         both = jnp.stack(halves, axis=3)  # [B, n, Hk, 2, C, D]
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, form.head_dim)
 
@@ -72,9 +86,8 @@ def turbo_prefill_mosaic(
         block=max(LEAST_BLOCK, UNPACKED_BYTES // of_token), begins=begins,
         unfold=Unfold(page, tokens),
     )  # fmt: skip
-    queries, size = _half(q), pages.shape[-1] * page
-    stack, at = (kv_cache[None], 0) if layer is None else (kv_cache, layer)
-    at = jnp.asarray(at, jnp.int32).reshape(1)
+    size = pages.shape[-1] * page
+    shift = None if scores.soft_cap is None else lacks
 
     def unpacked(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         """A block's keys and values."""
@@ -82,14 +95,16 @@ def turbo_prefill_mosaic(
             kv = read(pages[i], firsts[i])[0]
             return kv[:, :, 0], kv[:, :, 1]
         held = jnp.stack([zero if begins is None else begins, lengths]) - firsts[i]
-        return turbo_unpack_mosaic(stack, pages[i], held, at, form=form, interpret=interpret)
+        return turbo_unpack_mosaic(
+            stack, pages[i], held, at, common, form=form, interpret=interpret
+        )
 
     def add_block(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         there = jnp.clip(lengths - firsts[i], 0, size)
         bounds = zero, query_lens, zero, there, lengths - query_lens - firsts[i]
         found = gqa_prefill_mosaic(
             queries, *unpacked(i), jnp.stack(bounds, axis=1), scale=scores.scale,
-            window=scores.window, soft_cap=scores.soft_cap, interpret=interpret,
+            window=scores.window, soft_cap=scores.soft_cap, shift=shift, interpret=interpret,
         )  # fmt: skip
         return merged(*state, *found)
 
@@ -99,6 +114,8 @@ def turbo_prefill_mosaic(
     reached = jnp.sum(firsts < lengths.max(), dtype=jnp.int32)
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     out, lse = lax.fori_loop(start, reached, add_block, nothing)
+    if lacks is not None and shift is None:
+        lse = jnp.where(jnp.isneginf(lse), lse, lse + lacks)  # padding may be NaN
     return _finished(out, lse, sinks, gate, q.dtype)
 
 
