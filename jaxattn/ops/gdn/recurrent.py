@@ -62,7 +62,8 @@ def recurrent_gated_delta_rule(
 
     For a few tokens, and to compare with. Arguments, results and errors are those of
     `chunk_gated_delta_rule`; `scale` may be traced. Differentiable in both modes; in reverse at the
-    cost of one saved state per token. It has no kernel: "mosaic_gpu" is refused, as by an op whose kernel does not serve.
+    cost of one saved state per token. It has no kernel: "mosaic_gpu" is
+    refused, as by an op whose kernel does not serve.
     """
     return recurrent_rule(
         "recurrent_gated_delta_rule",
