@@ -466,6 +466,20 @@ def test_json_has_every_line_in_bytes(capsys):
     assert result["notes"]
 
 
+def test_a_layout_compares_what_one_of_its_gpus_has(capsys):
+    """16 heads of 512 numbers in 27 layers, over 2 GPUs; 8 rows in 2 data groups."""
+    command = "DeepSeek-V2-Lite --tensor 2 --data 2 --batch 8 --json --compare naive"
+    assert main([*command.split(), "--gpus", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)["naive"][0]
+    assert found["nbytes"] == 27 * 4 * 8 * 512 * 2
+
+
+@pytest.mark.parametrize("more", ["--gpus 2", "--attention tensor", "--cache-dtype uint8"])
+def test_what_a_layout_would_not_obey_is_refused(more, capsys):
+    assert main(["DeepSeek-V2-Lite", "--tensor", "4", *more.split()]) == 2
+    assert f"leave {more.split()[0]} out" in capsys.readouterr().err
+
+
 def test_a_model_that_does_not_fit_prints_the_table_the_line_and_what_would_help(capsys):
     assert main(["DeepSeek-R1", "--gpus", "4"]) == 2
     printed = capsys.readouterr()
