@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.monitoring
 
-
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
