@@ -84,6 +84,32 @@ def test_masks_and_epilogues(options, implementation):
 
 
 @both_devices
+@pytest.mark.parametrize("dim, tokens, group", [(64, 20, 3), slow(128, 300, 1), slow(256, 9, 5)])
+def test_what_all_scores_lack_before_the_soft_cap(dim, tokens, group, implementation):
+    """One vector is taken off all keys, and its products with the queries are given beside."""
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, tokens, 2 * group, dim)).astype(np.float16)
+    k, v = rng.normal(size=(2, 2, tokens, 2, dim)).astype(np.float16)
+    common = np.round(3 * rng.normal(size=(2, 1, 2, dim)))
+    lacks = np.einsum("bthd,bhd->bth", q, np.repeat(common[:, 0], group, axis=1)) * dim**-0.5
+    counts = [tokens, tokens - 3]
+    bounds = jnp.asarray([[0, n, 0, n, 0] for n in counts], jnp.int32)
+    attend = functools.partial(
+        launch.gqa_prefill_mosaic, scale=dim**-0.5, soft_cap=4.0,
+        interpret=implementation == "mosaic_gpu_interpret",
+    )  # fmt: skip
+    found, lse = jax.jit(attend)(q, k, v, bounds, shift=jnp.asarray(lacks, jnp.float32))
+    for b, n in enumerate(counts):
+        for h in range(2 * group):
+            keys = k[b, :n, h // group].astype(np.float64) + common[b, 0, h // group]
+            scores = 4 * np.tanh(q[b, :n, h].astype(np.float64) @ keys.T * dim**-0.5 / 4)
+            p = np.where(np.tri(n, dtype=bool), np.exp(scores), 0)
+            wanted = p @ v[b, :n, h // group].astype(np.float64) / p.sum(axis=1, keepdims=True)
+            assert relative(found[b, :n, h], wanted) < 2e-3
+            np.testing.assert_allclose(lse[b, :n, h], np.log(p.sum(axis=1)), atol=5e-4)
+
+
+@both_devices
 @pytest.mark.parametrize("dim, window", [slow(64, None), (128, 100), slow(256, None)])
 def test_heads_are_not_packed_where_tokens_are_many(
     dim, window, implementation, traced_anew, monkeypatch
