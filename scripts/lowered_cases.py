@@ -17,9 +17,11 @@ from jaxattn.arena import Arena
 from jaxattn.core.layers import LayerOf
 from jaxattn.core.rope import RopeConfig, Rotation
 from jaxattn.core.turboquant import TurboFormat
+from jaxattn.kernels.gqa_turbo.common import turbo_common_mosaic
 from jaxattn.kernels.gqa_turbo.unpack import turbo_unpack_mosaic
 from jaxattn.kernels.hopper.normed import Normed
 from jaxattn.kernels.linear_fp8 import linears_fp8_mosaic
+from jaxattn.ops.gqa.turbo_common import MOST, SAMPLES
 from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
 from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
 from jaxattn.ops.moe_route import Router, route
@@ -118,6 +120,14 @@ def turbo_unpack(dim: int, page: int, preset: str) -> Launch:
     op = partial(turbo_unpack_mosaic, form=form)
     common = f32(2, 8, dim) if form.rotated else None
     return op, (cache, ints(2, 40), ints(2, 2), ints(1), common)
+
+
+def turbo_common(dim: int, page: int, preset: str) -> Launch:
+    """What the keys of rows have in common."""
+    form = TurboFormat(preset=preset, head_dim=dim)
+    cache = x(4, 512, 8, page * form.slot_bytes, dtype=jnp.uint8)
+    op = partial(turbo_common_mosaic, form=form, samples=SAMPLES, most=MOST)
+    return op, (cache, ints(2, 40), ints(2, 2), ints(1))
 
 
 def turbo_append(rows: int, heads: tuple[int, int, int], q_len: int, preset: str) -> Launch:
@@ -427,6 +437,8 @@ EXTRA: dict[str, Launch] = {
     "turbo_unpack_4bit_nc": turbo_unpack(128, 64, "4bit_nc"),
     "turbo_unpack_k8v4": turbo_unpack(64, 64, "k8v4"),
     "turbo_unpack_3bit_nc": turbo_unpack(256, 128, "3bit_nc"),
+    "turbo_common_4bit_nc": turbo_common(128, 64, "4bit_nc"),
+    "turbo_common_3bit_nc": turbo_common(256, 128, "3bit_nc"),
     "turbo_append_4bit_nc": turbo_append(64, (32, 8, 128), 1, "4bit_nc"),
     "turbo_append_k8v4": turbo_append(1, (64, 8, 64), 300, "k8v4"),
     "turbo_append_3bit_nc": turbo_append(4, (16, 2, 256), 2, "3bit_nc"),

@@ -213,8 +213,8 @@ class Writer:
     ):
         self.form, self.place, self.k, self.v, self.common = form, place, k, v, common
         _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
-        begin = _row(_row(place.layer, pages, place.page), heads, place.head)
-        begin = arith.muli(begin, mgpu.c(nbytes, _long()))
+        begin = wide_row(wide_row(place.layer, pages, place.page), heads, place.head)
+        begin = arith.muli(begin, mgpu.c(nbytes, long()))
         inside = times(place.inside, PAGE * form.slot_bytes)
         self.on = Codes(kv, arith.addi(begin, _wide(inside)))
         self.pitch = GROUP * form.slot_bytes
@@ -225,7 +225,7 @@ class Writer:
         keys = key_registers(on, form, self.pitch)
         tokens = [plus(times(on.warp, GROUP), on.g, word(8 * h)) for h in range(2)]
         for h, token in enumerate(tokens):
-            mine = [x for c in range(blocks) for x in _floats(_halves(keys[2 * c + h]))]
+            mine = [x for c in range(blocks) for x in floats(halves(keys[2 * c + h]))]
             by = self._there(number(1.0))
             if form.rotated:
                 mine = lane_butterfly(mine, SHARING)
@@ -245,8 +245,8 @@ class Writer:
                 scale, minimum = (self._number(kinds - i, token) for i in (2, 1))
                 for m in range(form.head_dim // 64):
                     for h in range(2):
-                        codes = _halves(values[(m * GROUPS + n) * 2 + h])[half]
-                        some = _floats(asm(TURNED, [i32()], [codes], "=r,r", convergent=True))
+                        codes = halves(values[(m * GROUPS + n) * 2 + h])[half]
+                        some = floats(asm(TURNED, [i32()], [codes], "=r,r", convergent=True))
                         some = [arith.addf(x, number(middle(form.value_bits))) for x in some]
                         some = [arith.addf(minimum, arith.mulf(scale, x)) for x in some]
                         dim = plus(times(on.warp, 16), times(on.t, 2), word(64 * m + 8 * h))
@@ -263,9 +263,9 @@ class Writer:
         """Four dims of what the row's keys have in common."""
         place = self.place
         _, heads, dims = ir.MemRefType(self.common.type).shape
-        row = _row(place.row, heads, place.head)
-        offset = arith.addi(arith.muli(row, mgpu.c(dims, _long())), _wide(dim))
-        return load(self.common, arith.muli(offset, mgpu.c(4, _long())), 0, 4, f32())
+        row = wide_row(place.row, heads, place.head)
+        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _wide(dim))
+        return load(self.common, arith.muli(offset, mgpu.c(4, long())), 0, 4, f32())
 
     def _there(self, x: Any) -> Any:
         """NaN where the page does not exist."""
@@ -282,31 +282,31 @@ class Writer:
             arith.cmpi(arith.CmpIPredicate.slt, at, place.end),
         )
         some = [arith.select(own, _bounded(x), number(0.0)) for x in some]
-        row = _row(_row(place.row, tokens, at), heads, place.head)
-        offset = arith.addi(arith.muli(row, mgpu.c(dims, _long())), _wide(dim))
-        offset = arith.muli(offset, mgpu.c(HALF.itemsize, _long()))
+        row = wide_row(wide_row(place.row, tokens, at), heads, place.head)
+        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _wide(dim))
+        offset = arith.muli(offset, mgpu.c(HALF.itemsize, long()))
         llvm.store(joined([arith.truncf(half, x) for x in some]), pointer(ref, offset))
 
 
-def _long() -> Any:
+def long() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
 def _wide(x: Any) -> Any:
-    return x if x.type == _long() else arith.extui(_long(), x)
+    return x if x.type == long() else arith.extui(long(), x)
 
 
-def _row(x: Any, count: int, y: Any) -> Any:
+def wide_row(x: Any, count: int, y: Any) -> Any:
     """x * count + y, of 64 bits."""
-    return arith.addi(arith.muli(_wide(x), mgpu.c(count, _long())), _wide(y))
+    return arith.addi(arith.muli(_wide(x), mgpu.c(count, long())), _wide(y))
 
 
-def _halves(codes: Any) -> list[Any]:
+def halves(codes: Any) -> list[Any]:
     """Four e4m3 numbers as two words of two float16 ones."""
     return asm(HALVES, [i32(), i32()], [codes], "=r,=r,r", movable=True)
 
 
-def _floats(words: list[Any]) -> list[Any]:
+def floats(words: list[Any]) -> list[Any]:
     pair = ir.VectorType.get((2,), ir.F16Type.get())
     both = [vector.bitcast(pair, joined([x])) for x in words]
     return [arith.extf(f32(), element(x, i)) for x in both for i in range(2)]

@@ -7,7 +7,6 @@ every key. float16 would round these by far more than all else; what differs bet
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
@@ -32,8 +31,8 @@ def common_key(
 ) -> Float[Array, "B Hk D"]:
     """The mean of some of each row's tokens [begins, lengths), float32 and finite.
 
-    It depends on the row's own tokens alone, and on none of them much. Keys that are NaN or infinite do not count, and
-    neither do pages that do not exist; of nothing it is 0.
+    It depends on the row's own tokens alone, and on none of them much. Keys that are NaN or
+    infinite do not count, and neither do pages that do not exist. Of nothing it is 0.
 
     Args:
         form: a format that rotates keys.
@@ -58,10 +57,9 @@ def common_key(
     own = there[..., None] & (token >= first[:, None, None]) & (token < lengths[:, None, None])
     norm = codes.norm.astype(jnp.float32)
     counts = own[:, :, None] & jnp.isfinite(norm)
-    # A key that is much longer than others counts as one that is twice as long.
-    least = jnp.min(jnp.where(counts, norm, jnp.inf), axis=3)
-    least = jnp.mean(jnp.where(jnp.isinf(least), 0, least), axis=1)  # [B, Hk]
-    norm = jnp.minimum(norm, 2 * least[:, None, :, None])
+    # A key that is much longer than others of its group counts as twice as long as the shortest.
+    least = jnp.min(jnp.where(counts, norm, jnp.inf), axis=3, keepdims=True)
+    norm = jnp.minimum(norm, 2 * least)
     total = jnp.where(counts, norm, 0)[..., None] * key_numbers(form, codes.keys)
     most = jnp.maximum(jnp.sum(counts, axis=(1, 3)), 1)
     mean = jnp.sum(total, axis=(1, 3)) / most[..., None]

@@ -22,10 +22,11 @@ from jaxattn.core.pages import Unfold, page_blocks
 from jaxattn.core.turbo_reads import page_codes
 from jaxattn.core.turboquant import LARGEST_F16, TurboFormat, dequantize, hadamard, plain_keys
 from jaxattn.kernels.gqa_prefill.launch import gqa_prefill_mosaic, refuse
+from jaxattn.kernels.gqa_turbo.common import turbo_common_mosaic
 from jaxattn.kernels.gqa_turbo.unpack import takes, turbo_unpack_mosaic
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import Scores, window_begins
-from jaxattn.ops.gqa.turbo_common import common_key
+from jaxattn.ops.gqa.turbo_common import MOST, SAMPLES, common_key
 
 # Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
 # values of all rows, and at least LEAST_BLOCK.
@@ -65,7 +66,7 @@ def turbo_prefill_mosaic(
     at = jnp.asarray(at, jnp.int32).reshape(1)
     queries, common, lacks = _half(q), None, None
     if form.rotated:  # other keys are float16 numbers
-        common = common_key(form, stack, block_tables, lengths, begins, at)
+        common = _common(form, stack, block_tables, lengths, begins, at, interpret=interpret)
         each = jnp.repeat(common, q.shape[2] // kv_heads, axis=1)[:, None]  # [B, 1, H, D]
         lacks = jnp.sum(queries.astype(jnp.float32) * each, axis=-1) * scores.scale
 
@@ -117,6 +118,22 @@ def turbo_prefill_mosaic(
     if lacks is not None and shift is None:
         lse = jnp.where(jnp.isneginf(lse), lse, lse + lacks)  # padding may be NaN
     return _finished(out, lse, sinks, gate, q.dtype)
+
+
+def _common(
+    form: TurboFormat, stack: jax.Array, block_tables: jax.Array, lengths: jax.Array,
+    begins: jax.Array | None, layer: jax.Array, *, interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """float32 [B, Hk, D], by a kernel where pages have one that unpacks them."""
+    page = form.page_size(stack)
+    if not takes(page):
+        return common_key(form, stack, block_tables, lengths, begins, layer)
+    first = jnp.zeros_like(lengths) if begins is None else begins
+    held = jnp.stack([first, jnp.minimum(lengths, block_tables.shape[1] * page)])
+    return turbo_common_mosaic(
+        stack, block_tables, held, layer, form=form, samples=SAMPLES, most=MOST,
+        interpret=interpret,
+    )  # fmt: skip
 
 
 def _turned(x: jax.Array) -> jax.Array:
