@@ -97,7 +97,7 @@ def test_the_kernel_of_values_that_cancel(preset, dim, page, implementation):
     ],
 )
 def test_dims_far_from_zero(preset, dim, size, more, implementation):
-    """Of every key. A score's bound as docs/limits.md gives it, and the error asked of all."""
+    """Of every key. A score's bound as docs/caches.md gives it, and the error asked of all."""
     case = outlier_case([150, 64], preset, size, q_len=9, group=2, kv_heads=2, dim=dim, **more)
     out, lse = attend(case, implementation)
     assert_within_bounds(case, out, lse)
