@@ -221,26 +221,33 @@ class Body(Block[CodedCut, Memory]):
         return [scale * up for scale in scales], power(largest - (P_EXPONENT << EXPONENT_AT))
 
     def _beside(
-        self, left: jax.Array, right: Any, make: Callable[[], tuple[jax.Array, ...]]
+        self, left: tuple[jax.Array, ...], right: Any, make: Callable[[], tuple[jax.Array, ...]]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """A block [64, K] times both terms [2 N, K] in shared memory: [64, N]; and what `make`
-        returns, which is made meanwhile where there are registers for both."""
-        if self.cut.interpret:
-            return _plain_product(left, right), make()
+        """Blocks [64, 64] times both terms [2 N, K] in shared memory: [64, N]; and what `make`
+        returns, which is made meanwhile where there are registers for both.
 
-        def run(ref: Any) -> Any:
-            plgpu.wgmma(ref, left, right.transpose((1, 0)))
-            if not self.few:
-                return ref[...], None
+        A tensor core's sums of e4m3 products have 14 bits, counted from the largest. So each 64
+        dims have sums of their own, which are added as float32 numbers.
+        """
+        places = [right.at[:, pl.ds(i * PAGE, PAGE)] for i in range(len(left))]
+        if self.cut.interpret:
+            return functools.reduce(jnp.add, map(_plain_product, left, places)), make()
+        out_type = plgpu.ACC((PAGE, TERMS * self.cut.columns), jnp.float32)
+        if not self.few:
+            products = [pl.run_scoped(functools.partial(_product, some, place), out_type) for some, place in zip(left, places, strict=True)]
+            return joined_terms(functools.reduce(jnp.add, products), interpret=False), make()
+
+        def run(*refs: Any) -> Any:
+            for ref, some, place in zip(refs, left, places, strict=True):
+                plgpu.wgmma(ref, some, place.transpose((1, 0)))
             # Between two of these, or ptxas makes it before or after all that the tensor cores do.
             asked_for(interpret=False)
             made = make()
             asked_for(interpret=False)
-            return ref[...], made
+            return [ref[...] for ref in refs], made
 
-        out_type = plgpu.ACC((PAGE, TERMS * self.cut.columns), jnp.float32)
-        product, made = pl.run_scoped(run, out_type)
-        return joined_terms(product, interpret=False), made if self.few else make()
+        products, made = pl.run_scoped(run, *[out_type] * len(left))
+        return joined_terms(functools.reduce(jnp.add, products), interpret=False), made
 
     def _block(self, k: int) -> jax.Array:
         """Where a step's scores and P are, of those taken together."""
@@ -282,6 +289,11 @@ class Body(Block[CodedCut, Memory]):
     def _of_columns(self, ref: Any) -> jax.Array:
         """A number of each packed row, for its sums of 64 dims."""
         return over_out(plgpu.load(ref, layout=BY_COLUMN), PAGE)
+
+
+def _product(left: jax.Array, right: Any, ref: Any) -> jax.Array:
+    plgpu.wgmma(ref, left, right.transpose((1, 0)))
+    return ref[...]
 
 
 def _plain_product(left: jax.Array, right: Any) -> jax.Array:

@@ -99,14 +99,17 @@ class Fragments:
             None if interpret else held(x) for x in (key_low, value_table(form.value_bits)[0])
         ]
 
-    def keys(self, codes: Any) -> jax.Array:
-        """[64 tokens, D], without their norms."""
+    def keys(self, codes: Any) -> tuple[jax.Array, ...]:
+        """Of 64 dims each [64 tokens, 64 dims], without their norms."""
+        blocks = self.form.head_dim // PAGE
         if self.interpret:
             stored = self._stored(codes)
             if not self.form.rotated:
-                return lax.bitcast_convert_type(stored.keys, E4M3).astype(jnp.float32)
-            return of_levels(self.form.key_bits, stored.keys)
-        return self._operands(codes, key_registers, (PAGE, self.form.head_dim), 1, self.lows[0])[0]
+                wide = lax.bitcast_convert_type(stored.keys, E4M3).astype(jnp.float32)
+            else:
+                wide = of_levels(self.form.key_bits, stored.keys)
+            return tuple(wide[:, i * PAGE : (i + 1) * PAGE] for i in range(blocks))
+        return self._operands(codes, key_registers, (PAGE, PAGE), blocks, self.lows[0])
 
     def values(self, codes: Any) -> tuple[jax.Array, ...]:
         """Of 64 dims each [64 dims, 64 tokens], counted from the middle of the codes."""

@@ -149,7 +149,7 @@ def scratch_types(form: TurboFormat, columns: int, page_size: int, room: Room) -
 
     return Memory(
         codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
-        queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, min(dim, 128))),
+        queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, PAGE)),
         factors=plgpu.SMEM((QUERIES, columns), jnp.float32),
         scores=plgpu.SMEM((together, columns, PAGE + MARGIN), jnp.float32),
         p=plgpu.SMEM((together, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
