@@ -291,14 +291,10 @@ class MultiHeadLatentAttention(Paged):
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
-            queries: Any, tables: Any, lens: Any, query_lens: Any = None
-        ) -> tuple[Array, Array, list[Any]]:
+            queries: Any, tables: Any, lens: Any, query_lens: Any = None, meeting: Any = None
+        ) -> tuple[Array, Any, list[Any]]:
             both: Any = tuple(queries) if len(queries) > 1 else queries[0]
-            out, lse, *rest = mla.mla_decode(
-                both,
-                kv_cache,
-                tables,
-                lens,
+            given: Any = dict(
                 scale=self.scale,
                 query_lens=query_lens,
                 layer=layer,
@@ -308,7 +304,13 @@ class MultiHeadLatentAttention(Paged):
                 arena=arena,
                 implementation=implementation,
             )
-            return out, lse, rest
+            if meeting is None:
+                out, lse, *rest = mla.mla_decode(both, kv_cache, tables, lens, **given)
+                return out, lse, rest
+            out, after, mailbox = mla.mla_decode(
+                both, kv_cache, tables, lens, meeting=meeting, **given
+            )
+            return out, mailbox, [after] if arena is not None else []
 
         sent: list[Any] = []
         if spread is None:

@@ -25,13 +25,12 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import taken_apart
 from jaxattn.kernels.peer_exchange import exchanges
 from jaxattn.ops.all_reduce_norm import Mailbox
+from jaxattn.ops.mla.meeting import Meeting
 from jaxattn.ops.mla.merge import merge_attention_states
 from jaxattn.ops.peer_exchange import peer_exchange
 from jaxattn.parallel.layout import Parallel
 
-type Attend = Callable[
-    [list[Array], Int[Array, "rows M"], Within], tuple[Array, Array, list[Array]]
-]
+type Attend = Callable[..., tuple[Array, Array, list[Array]]]
 
 
 WIDEST = 4608  # numbers of a piece that a warpgroup sends: eight heads of 576
@@ -54,6 +53,14 @@ def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
     return None
 
 
+def gathered_in(numbers: int) -> tuple[int, int] | None:
+    """(pieces, numbers of one) of what a GPU gives to all of a row, where nothing comes back by the
+    same mailbox: as many blocks as there are pieces of a warpgroup's smallest stores of 16 bytes.
+    None if no kernel has them."""
+    width = next((n for n in (WHOLE, WHOLE // 2) if numbers % n == 0), 0)
+    return (numbers // width, width) if width and exchanges(width, 2) else None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spread:
@@ -70,6 +77,8 @@ class Spread:
         most: tokens that a table has places for.
         mailbox: that rows are sent through; None: XLA's collectives.
         pieces: that a row is sent in, see `pieces_of`.
+        meeting: a mailbox by which outputs meet in the launch that merges a GPU's own; None: they
+            are merged, sent through `mailbox` and merged again.
         implementation: of `peer_exchange`.
     """
 
@@ -81,6 +90,7 @@ class Spread:
     most: int = dataclasses.field(metadata={"static": True})
     mailbox: Mailbox | None = None
     pieces: int = dataclasses.field(default=1, metadata={"static": True})
+    meeting: Mailbox | None = None
     implementation: Implementation | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -125,11 +135,13 @@ class Spread:
         Args:
             heads: what each of its h heads attends with: queries, and gates where there are any.
             attend: (those of all N x h heads [B * S, 1, N h, D], tables, lens) -> (out [B * S, 1,
-                N h, R], lse [B * S, 1, N h], whatever else comes back).
+                N h, R], lse [B * S, 1, N h], whatever else comes back). Where outputs meet it is
+                given `meeting` too, and returns (out [B * S, 1, h, R] of this GPU's heads, the
+                mailbox after it, whatever else).
 
         Returns:
-            (the output in `attend`'s dtype, 0 for padding; what else came back; the mailbox, if
-            there is one).
+            (the output in `attend`'s dtype, 0 for padding; what else came back; the mailboxes that
+            there are, `mailbox` and `meeting`).
         """
         widths = [x.shape[-1] for x in heads]
         batch, q_len, own, _ = heads[0].shape
@@ -137,7 +149,14 @@ class Spread:
         with jax.named_scope("context_gather"):
             together, mailbox = self._gathered(together)
         parts = jnp.split(together, _ends(widths), axis=-1)
-        out, lse, rest = attend(parts, self.tables, Within(self.lens, self.most))
+        where = self.tables, Within(self.lens, self.most)
+        if self.meeting is not None:
+            meeting = Meeting(self.meeting, self.axes)
+            out, after, rest = attend(parts, *where, meeting=meeting)
+            boxes = [mailbox or self.mailbox, after]
+            shape = batch, q_len, own, out.shape[-1]
+            return out.reshape(shape), rest, [each for each in boxes if each is not None]
+        out, lse, rest = attend(parts, *where)
         with jax.named_scope("context_merge"):
             shape = batch, q_len, own, out.shape[-1]
             if mailbox is None or out.dtype.itemsize != 2:

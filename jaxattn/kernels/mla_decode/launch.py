@@ -27,6 +27,7 @@ from jaxattn.kernels.mla_decode.columns_launch import (
     mla_decode_columns,
     refuse_columns,
 )
+from jaxattn.kernels.mla_decode.meet import Met
 from jaxattn.kernels.mla_decode.results import Results
 from jaxattn.kernels.mla_decode.rows_body import Body
 from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE, Cut, Refs, scratch_types
@@ -100,6 +101,7 @@ def mla_decode_mosaic(
     arena: Arena | None = None,
     schedule: Schedule | None = None,
     kv_scale: jax.Array | None = None,
+    met: Met | None = None,
     columns: bool | None = None,
     output_by_tma: bool | None = None,
     interpret: bool = False,
@@ -110,6 +112,7 @@ def mla_decode_mosaic(
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
     takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
     32 of an FP8 cache.
+    `met`: see `Results.finish` for what comes back.
     `output_by_tma` (see rows_memory.py) is the faster by up to 8 us where most rows are whole, and
     by 3 us the slower where they are cut; None chooses by B.
     """
@@ -151,7 +154,7 @@ def mla_decode_mosaic(
         return mla_decode_columns(
             q, kv_cache, block_tables, seq_lens,
             scale=scale, layer=layer, kv_scale=kv_scale, query_lens=query_lens, arena=arena,
-            schedule=schedule, interpret=interpret, detect_races=detect_races,
+            schedule=schedule, met=met, interpret=interpret, detect_races=detect_races,
         )  # fmt: skip
     parts, tiles, rope = schedule.parts, num_tiles(q_len, num_heads), kv_cache.shape[3] > RANK
     latents = LatentFormat(kv_cache.dtype)
@@ -164,7 +167,7 @@ def mla_decode_mosaic(
         packed = q.reshape(batch, q_len * num_heads, -1)
         queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
 
-    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype)
+    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype, met)
     if output_by_tma is None:
         output_by_tma = 2 * batch >= parts
     output_by_tma &= results.in_whole_tiles()

@@ -5,6 +5,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
@@ -17,9 +18,12 @@ from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic, reads_apart
+from jaxattn.kernels.mla_decode.meet import Met
 from jaxattn.kernels.mla_decode.schedule import Schedule, num_steps
 from jaxattn.kernels.mla_decode.scratch import scratch
+from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.cache import check_format
+from jaxattn.ops.mla.meeting import Meeting, met_by_xla
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
@@ -39,6 +43,7 @@ def mla_decode(
     kv_scale: Array | float | None = ...,
     schedule: Schedule | None = ...,
     arena: None = None,
+    meeting: None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array]: ...
 
@@ -57,8 +62,28 @@ def mla_decode(
     kv_scale: Array | float | None = ...,
     schedule: Schedule | None = ...,
     arena: Arena,
+    meeting: None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array, Arena]: ...
+
+
+@overload
+def mla_decode(
+    q: Array | tuple[Array, Array],
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    query_lens: Array | None = ...,
+    layer: Array | int | None = ...,
+    kv_lora_rank: int = ...,
+    kv_scale: Array | float | None = ...,
+    schedule: Schedule | None = ...,
+    arena: Arena | None = ...,
+    meeting: Meeting,
+    implementation: Implementation | None = ...,
+) -> tuple[Array, Arena | None, Mailbox]: ...
 
 
 def mla_decode(
@@ -74,6 +99,7 @@ def mla_decode(
     kv_scale: Array | float | None = None,
     schedule: Schedule | None = None,
     arena: Arena | None = None,
+    meeting: Meeting | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
     """Attention of each row's last S tokens to its cached latents, in the latent's R dims.
@@ -112,12 +138,15 @@ def mla_decode(
             it out, in one or two dozen small kernels. XLA does not read it.
         arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
             it, good until the arena is written again.
+        meeting: of N GPUs that have all heads' queries and some of each row's pages. Their outputs
+            meet: each GPU is given those of its H / N heads over all pages. S is 1.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
             the reference: any shape, float32 throughout (float64 for float64), differentiable.
 
     Returns:
         (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm), and the
-        arena if one was given.
+        arena if one was given. With `meeting` (out [B, 1, H / N, R] of this GPU's heads, the arena
+        or None, the mailbox).
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
@@ -157,9 +186,17 @@ def mla_decode(
     check_arena("mla_decode", arena)
     refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
 
+    if meeting is not None and (q.shape[1] > 1 or q.shape[2] % lax.axis_size(meeting.axes)):
+        raise ValueError(
+            f"mla_decode: with meeting, q {q.shape} must have S = 1 and heads that divide over "
+            f"{lax.axis_size(meeting.axes)} GPUs"
+        )
+
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         apart = reads_apart(q.shape[2])
-        return mla_decode_mosaic(
+        box = None if meeting is None else meeting.mailbox
+        met = None if box is None else Met(box.inbox, box.counts, box.addresses, meeting.axes)
+        found = mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
             block_tables,
@@ -171,12 +208,19 @@ def mla_decode(
             query_lens=query_lens,
             schedule=schedule,
             arena=arena,
+            met=met,
             interpret=interpret,
         )
+        if box is None:
+            return found
+        out, after, inbox, counts = found
+        return out, after, Mailbox(inbox, counts, box.addresses)
 
     def xla() -> tuple[Any, ...]:
         args = (q, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
         out, lse = _decode_xla(*args, scale=scale, format=format)
+        if meeting is not None:
+            return met_by_xla(out, lse, meeting.axes), arena, meeting.mailbox
         return (out, lse) if arena is None else _into_arena(out, lse, arena)
 
     with jax.named_scope("mla_decode"):
