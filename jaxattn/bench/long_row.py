@@ -123,10 +123,10 @@ class Row:
         by_launches = by_launches and peers_reach(self.group.devices)
         self.pieces = pieces_of(heads // gpus, DIM, RANK) if by_launches else None
         self.room = None
-        if self.pieces and sent == "met":
+        gathered = gathered_in(heads // gpus * DIM)
+        if self.pieces and gathered and sent == "met":
             self.room = mla.meeting_room(1, heads, max_pages=self.stripes, page_size=PAGE)
-            if self.room:
-                self.pieces = gathered_in(heads // gpus * DIM)
+            self.pieces = gathered if self.room else self.pieces
         self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
         self._loops: dict[int, Any] = {}
         self.state: Any = None
