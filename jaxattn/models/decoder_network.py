@@ -40,7 +40,7 @@ from jaxattn.models.looped import (
     sum_add_norm,
     summed,
 )
-from jaxattn.models.mailbox import EXCHANGE
+from jaxattn.models.mailbox import EXCHANGE, MEETING
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
 from jaxattn.nn import RMSNorm
@@ -240,7 +240,9 @@ class Decoder(nnx.Module):
                         implementation,
                     )  # fmt: skip
                     x, normed, state = add_norm(x, y, state)
-                    given = state.caches[name] | state.caches.get(EXCHANGE, {})
+                    given = state.caches[name]
+                    for mailbox in (EXCHANGE, MEETING):
+                        given = given | state.caches.get(mailbox, {})
                     y, arrays, arena = block.mixer.decode(
                         layer.mixer,
                         normed,

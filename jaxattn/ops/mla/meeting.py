@@ -44,6 +44,11 @@ def meeting_room(
     return places_of(rows, num_heads)
 
 
+def most_room() -> tuple[int, int]:
+    """`meeting_room` of as many rows as there may be."""
+    return places_of(1, SHARED_ROWS)
+
+
 def met_by_xla(
     out: Float[Array, "B 1 H R"], lse: Float[Array, "B 1 H"], axes: tuple[str, ...]
 ) -> Float[Array, "B 1 h R"]:
