@@ -287,7 +287,11 @@ def main(argv: Sequence[str], program: str) -> int:
         return 2
     result = {**record.begin("long-row", program, ["long-row", *argv]), "rows": []}
     sizes: Any = dict(tokens=args.tokens, layers=args.layers)
-    ways: list[Sent] = ["met", *(["apart"] if args.apart else []), *(["XLA"] if args.nccl else [])]
+    ways: list[Sent] = ["met"]
+    if args.apart:
+        ways.append("apart")
+    if args.nccl:
+        ways.append("XLA")
     rows = [
         Row(heads, gpus, **sizes, implementation=args.implementation, sent=sent)
         for heads in args.heads

@@ -30,7 +30,7 @@ from jaxattn.ops.mla.merge import merge_attention_states
 from jaxattn.ops.peer_exchange import peer_exchange
 from jaxattn.parallel.layout import Parallel
 
-type Attend = Callable[..., tuple[Array, Array, list[Array]]]
+type Attend = Callable[..., tuple[Array, Any, list[Array]]]
 
 
 WIDEST = 4608  # numbers of a piece that a warpgroup sends: eight heads of 576

@@ -132,16 +132,21 @@ def meet(
             "counts_ref": counts_ref,
         },
         outputs={"out": jax.ShapeDtypeStruct((batch, own, RANK), jnp.bfloat16)},
-        scratch={
-            "sums": plgpu.SMEM((SHARERS, peers.STATE_DIMS), jnp.float32),
-            "tops": plgpu.SMEM((SHARERS,), jnp.float32),
-            "totals": plgpu.SMEM((SHARERS,), jnp.float32),
-            "there": plgpu.Barrier(num_arrivals=SHARERS),
-        },
+        scratch=shared(),
         warpgroups=SHARERS,
         compiler_params=peers.COMPILER,
     )
     return out["out"], jax.freeze(inbox_ref), jax.freeze(counts_ref)
+
+
+def shared() -> dict[str, Any]:
+    """What a block's warpgroups show each other."""
+    return {
+        "sums": plgpu.SMEM((SHARERS, peers.STATE_DIMS), jnp.float32),
+        "tops": plgpu.SMEM((SHARERS,), jnp.float32),
+        "totals": plgpu.SMEM((SHARERS,), jnp.float32),
+        "there": plgpu.Barrier(num_arrivals=SHARERS),
+    }
 
 
 class Block:

@@ -194,8 +194,10 @@ def mla_decode(
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         apart = reads_apart(q.shape[2])
-        box = None if meeting is None else meeting.mailbox
-        met = None if box is None else Met(box.inbox, box.counts, box.addresses, meeting.axes)
+        met = None
+        if meeting is not None:
+            box = meeting.mailbox
+            met = Met(box.inbox, box.counts, box.addresses, meeting.axes)
         found = mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
@@ -211,10 +213,10 @@ def mla_decode(
             met=met,
             interpret=interpret,
         )
-        if box is None:
+        if meeting is None:
             return found
         out, after, inbox, counts = found
-        return out, after, Mailbox(inbox, counts, box.addresses)
+        return out, after, Mailbox(inbox, counts, meeting.mailbox.addresses)
 
     def xla() -> tuple[Any, ...]:
         args = (q, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
