@@ -39,12 +39,14 @@ def peer_exchange_mosaic(
     addresses: jax.Array,
     *,
     axes: tuple[str, ...],
+    room: int = 0,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(what came, inbox, counts), as `jaxattn.ops.peer_exchange` documents it.
 
     Args:
         part: bfloat16 [T, 1, P, F] for all GPUs, or [T, N, P, F] of a piece for each.
+        room: zeros behind the pieces of the N GPUs, as of so many more.
     """
     op = "peer_exchange"
     peers.check(op, inbox, axes, interpret)
@@ -68,6 +70,9 @@ def peer_exchange_mosaic(
             for each in range(of_each)
         ]
         call.send(sent)
+        nothing = plgpu.layout_cast(jnp.zeros((features,), jnp.bfloat16), layout)
+        for gpu in range(gpus, gpus + room):
+            out_ref.at[row, gpu, piece][...] = nothing
         for gpu, each in enumerate(call.receive(LOADS)):
             out_ref.at[row, gpu, piece][...] = each
 
@@ -83,7 +88,9 @@ def peer_exchange_mosaic(
             "inbox_ref": inbox_ref,
             "counts_ref": counts_ref,
         },
-        outputs={"out_ref": jax.ShapeDtypeStruct((rows, gpus, pieces, features), jnp.bfloat16)},
+        outputs={
+            "out_ref": jax.ShapeDtypeStruct((rows, gpus + room, pieces, features), jnp.bfloat16)
+        },
         compiler_params=peers.COMPILER,
     )
     return out["out_ref"], jax.freeze(inbox_ref), jax.freeze(counts_ref)

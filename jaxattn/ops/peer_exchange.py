@@ -22,8 +22,9 @@ def peer_exchange(
     mailbox: Mailbox,
     *,
     axes: Sequence[str],
+    room: int = 0,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "T N P F"], Mailbox]:
+) -> tuple[Float[Array, "T N_room P F"], Mailbox]:
     """(what each of N GPUs sent here, the mailbox). Nothing is computed: bits stay as they are.
 
     Args:
@@ -31,6 +32,7 @@ def peer_exchange(
             N, and GPU n is sent `part[:, n]`.
         mailbox: the kernel's, of at least T * P tokens and F features; XLA leaves it as it is.
             Calls that share it send the same pieces P of a row, of any F.
+        room: zeros behind what the N GPUs sent, as of so many more GPUs.
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
         implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
             It has F a multiple of 256, at most 8192, and no gradient.
@@ -55,8 +57,9 @@ def peer_exchange(
     def mosaic(interpret: bool) -> tuple[Array, Mailbox]:
         bits = lax.bitcast_convert_type(part, jnp.bfloat16)
         met, inbox, counts = peer_exchange_mosaic(
-            bits, mailbox.inbox, mailbox.counts, mailbox.addresses, axes=names, interpret=interpret
-        )
+            bits, mailbox.inbox, mailbox.counts, mailbox.addresses,
+            axes=names, room=room, interpret=interpret,
+        )  # fmt: skip
         met = lax.bitcast_convert_type(met, part.dtype)
         return met, Mailbox(inbox, counts, mailbox.addresses)
 
@@ -66,6 +69,7 @@ def peer_exchange(
             met = lax.all_gather(bits[:, 0], names, axis=1)
         else:
             met = lax.all_to_all(bits, names, split_axis=1, concat_axis=1, tiled=True)
+        met = jnp.pad(met, ((0, 0), (0, room), (0, 0), (0, 0)))
         return lax.bitcast_convert_type(met, part.dtype), mailbox
 
     with jax.named_scope(op):

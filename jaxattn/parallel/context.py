@@ -25,7 +25,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import taken_apart
 from jaxattn.kernels.peer_exchange import exchanges
 from jaxattn.ops.all_reduce_norm import Mailbox
-from jaxattn.ops.mla.meeting import Meeting
+from jaxattn.ops.mla.meeting import Meeting, filled
 from jaxattn.ops.mla.merge import merge_attention_states
 from jaxattn.ops.peer_exchange import peer_exchange
 from jaxattn.parallel.layout import Parallel
@@ -148,10 +148,11 @@ class Spread:
         together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
         with jax.named_scope("context_gather"):
             together, mailbox = self._gathered(together)
+            heads = self.ways * own
         parts = jnp.split(together, _ends(widths), axis=-1)
         where = self.tables, Within(self.lens, self.most)
         if self.meeting is not None:
-            meeting = Meeting(self.meeting, self.axes)
+            meeting = Meeting(self.meeting, self.axes, heads)
             out, after, rest = attend(parts, *where, meeting=meeting)
             boxes = [mailbox or self.mailbox, after]
             shape = batch, q_len, own, out.shape[-1]
@@ -171,12 +172,15 @@ class Spread:
         return merged, rest, given
 
     def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, Mailbox | None]:
-        """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them)."""
+        """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them). Where
+        outputs meet, zeros fill up what the launch of decode takes."""
         rows, _, own, width = x.shape
         if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
             return lax.all_gather(x, self.axes, axis=2, tiled=True), None
-        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox)
-        return met.reshape(rows, 1, self.ways * own, width), mailbox
+        more = 0 if self.meeting is None else filled(self.ways * own) - self.ways * own
+        room = more // own if more % own == 0 else 0
+        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox, room)
+        return met.reshape(rows, 1, (self.ways + room) * own, width), mailbox
 
     def _exchanged(self, x: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
         """What all GPUs have of this GPU's heads, [N, T, pieces, h / pieces, W].
@@ -192,8 +196,9 @@ class Spread:
         met = lax.bitcast_convert_type(met[..., : own * width], jnp.uint16)
         return jnp.moveaxis(met, 1, 0).reshape(self.ways, rows, self.pieces, own, width), mailbox
 
-    def _sent(self, part: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
-        return peer_exchange(part, mailbox, axes=self.axes, implementation=self.implementation)
+    def _sent(self, part: Array, mailbox: Mailbox, room: int = 0) -> tuple[Array, Mailbox]:
+        options: Any = dict(axes=self.axes, implementation=self.implementation)
+        return peer_exchange(part, mailbox, room=room, **options)
 
     def _room(self, rows: int) -> bool:
         return self.mailbox is not None and rows * self.pieces <= self.mailbox.inbox.shape[2]

@@ -119,7 +119,10 @@ def mla_decode_mosaic(
     require_hopper("mla_decode", interpret=interpret)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        columns = by_columns(latent, kv_cache)
+        heads = latent if met is None else latent[:, :, : met.heads]
+        columns = by_columns(heads, kv_cache)
+    if columns and met is not None and not isinstance(q, tuple):
+        q = latent = q[:, :, : met.heads]  # a tile is not filled
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
         refuse_columns(q, kv_cache, kv_lora_rank)
@@ -133,7 +136,8 @@ def mla_decode_mosaic(
             f"{kv_cache.shape} has {kv_cache.shape[-2]}"
         )
     q, kv_cache, kv_scale = without_gradient("mla_decode", (q, kv_cache, kv_scale))
-    batch, q_len, num_heads, _ = latent.shape
+    batch, q_len, given_heads, _ = latent.shape
+    num_heads = given_heads if met is None else met.heads
     dtype = latent.dtype
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
@@ -164,8 +168,8 @@ def mla_decode_mosaic(
     if isinstance(q, tuple):
         queries, q_rope = q[0].transpose(2, 0, 1, 3), q[1]  # as the absorbed product comes
     else:
-        packed = q.reshape(batch, q_len * num_heads, -1)
-        queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
+        packed = q.reshape(batch, q_len * given_heads, -1)
+        queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * given_heads), (0, 0)))
 
     results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype, met)
     if output_by_tma is None:

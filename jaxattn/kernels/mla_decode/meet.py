@@ -51,12 +51,14 @@ class Met:
     Attributes:
         inbox, counts, addresses: of `kernels/hopper/inbox.py`, of `places_of` tokens and features.
         axes: the mesh axes of the GPUs, all axes of the mesh in its order.
+        heads: of the queries, those that there are; the others fill a tile.
     """
 
     inbox: jax.Array
     counts: jax.Array
     addresses: jax.Array
     axes: tuple[str, ...]
+    heads: int
 
 
 def meet(
@@ -67,7 +69,6 @@ def meet(
     schedule: Schedule,
     seq_lens: jax.Array,
     *,
-    heads: int,
     met: Met,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out [B, heads / N, 512] of this GPU's heads, inbox, counts).
@@ -78,10 +79,9 @@ def meet(
         lse: float32 [B, rows], of the rows that were not cut.
         partial_lse: float32 [2 * parts, rows], natural logarithm.
         seq_lens: int32 [B]; a row of which the schedule knows another length has its output.
-        heads: packed rows that somebody reads, the first ones; GPU n owns the n-th part of them.
-        met: with what they meet.
+        met: with what they meet. Of its heads, the first packed rows, GPU n owns the n-th part.
     """
-    op, inbox = "mla_decode", met.inbox
+    op, inbox, heads = "mla_decode", met.inbox, met.heads
     peers.check(op, inbox, met.axes, interpret=False)
     (batch, rows), gpus = lse.shape, inbox.shape[1]
     tokens, features = places_of(batch, heads)

@@ -96,16 +96,15 @@ class Results:
         return (out, lse) if arena is None else (out, lse, arena)
 
     def _meet(self, met: Met, lse: jax.Array, partial_lse: jax.Array | None) -> tuple[Any, ...]:
-        batch, q_len, num_heads = self.shape
+        batch, q_len, _ = self.shape
         if partial_lse is None or q_len > 1:
             raise Refusal(
                 f"mla_decode: outputs of several GPUs meet where rows of one token may be cut, and "
                 f"these are {batch} rows of {q_len} tokens in {self.schedule.parts} parts"
             )
         out, inbox, counts = meet(
-            self.refs, self.first_rows, lse, partial_lse, self.schedule, self.seq_lens,
-            heads=num_heads, met=met,
-        )  # fmt: skip
+            self.refs, self.first_rows, lse, partial_lse, self.schedule, self.seq_lens, met=met
+        )
         return out[:, None], self._lanes()[1], inbox, counts
 
     def _lanes(self) -> tuple[dict[str, jax.Array], Arena | None]:

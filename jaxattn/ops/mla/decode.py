@@ -186,18 +186,21 @@ def mla_decode(
     check_arena("mla_decode", arena)
     refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
 
-    if meeting is not None and (q.shape[1] > 1 or q.shape[2] % lax.axis_size(meeting.axes)):
-        raise ValueError(
-            f"mla_decode: with meeting, q {q.shape} must have S = 1 and heads that divide over "
-            f"{lax.axis_size(meeting.axes)} GPUs"
-        )
+    heads = q.shape[2]
+    if meeting is not None:
+        heads, gpus = meeting.heads or heads, lax.axis_size(meeting.axes)
+        if q.shape[1] > 1 or heads % gpus or heads > q.shape[2]:
+            raise ValueError(
+                f"mla_decode: with meeting, q {q.shape} must have S = 1 and the meeting's {heads} "
+                f"heads, which divide over {gpus} GPUs"
+            )
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        apart = reads_apart(q.shape[2])
+        apart = reads_apart(heads)
         met = None
         if meeting is not None:
             box = meeting.mailbox
-            met = Met(box.inbox, box.counts, box.addresses, meeting.axes)
+            met = Met(box.inbox, box.counts, box.addresses, meeting.axes, heads)
         found = mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
@@ -219,7 +222,7 @@ def mla_decode(
         return out, after, Mailbox(inbox, counts, meeting.mailbox.addresses)
 
     def xla() -> tuple[Any, ...]:
-        args = (q, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
+        args = (q[:, :, :heads], kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
         out, lse = _decode_xla(*args, scale=scale, format=format)
         if meeting is not None:
             return met_by_xla(out, lse, meeting.axes), arena, meeting.mailbox

@@ -9,7 +9,14 @@ from jaxtyping import Array, Float
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.combine import SHARED_ROWS
 from jaxattn.kernels.mla_decode.meet import places_of
-from jaxattn.kernels.mla_decode.schedule import may_split, num_parts, num_steps
+from jaxattn.kernels.mla_decode.schedule import (
+    TILE,
+    few_rows,
+    may_split,
+    num_parts,
+    num_steps,
+    num_tiles,
+)
 from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.merge import merge_attention_states
 
@@ -21,10 +28,13 @@ class Meeting:
     Attributes:
         mailbox: of `meeting_room`, of these GPUs.
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
+        heads: of the queries that are given, those of the GPUs; the others are zeros, which fill a
+            tile of the kernel. None: all.
     """
 
     mailbox: Mailbox
     axes: tuple[str, ...]
+    heads: int | None = None
 
 
 def meeting_room(
@@ -42,6 +52,11 @@ def meeting_room(
     if rows * num_heads > SHARED_ROWS or not may_split(rows, parts):
         return None
     return places_of(rows, num_heads)
+
+
+def filled(num_heads: int) -> int:
+    """The heads that queries have with zeros, so that the kernel need not copy them."""
+    return num_heads if few_rows(1, num_heads) else num_tiles(1, num_heads) * TILE
 
 
 def most_room() -> tuple[int, int]:
