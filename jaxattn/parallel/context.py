@@ -148,11 +148,10 @@ class Spread:
         together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
         with jax.named_scope("context_gather"):
             together, mailbox = self._gathered(together)
-            heads = self.ways * own
         parts = jnp.split(together, _ends(widths), axis=-1)
         where = self.tables, Within(self.lens, self.most)
         if self.meeting is not None:
-            meeting = Meeting(self.meeting, self.axes, heads)
+            meeting = Meeting(self.meeting, self.axes, self.ways * own)
             out, after, rest = attend(parts, *where, meeting=meeting)
             boxes = [mailbox or self.mailbox, after]
             shape = batch, q_len, own, out.shape[-1]
