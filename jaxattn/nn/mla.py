@@ -296,7 +296,6 @@ class MultiHeadLatentAttention(Paged):
             both: Any = tuple(queries) if len(queries) > 1 else queries[0]
             given: Any = dict(
                 scale=self.scale,
-                query_lens=query_lens,
                 layer=layer,
                 kv_lora_rank=self.kv_lora_rank,
                 kv_scale=kv_scale,
@@ -304,13 +303,14 @@ class MultiHeadLatentAttention(Paged):
                 arena=arena,
                 implementation=implementation,
             )
-            if meeting is None:
-                out, lse, *rest = mla.mla_decode(both, kv_cache, tables, lens, **given)
-                return out, lse, rest
-            out, after, mailbox = mla.mla_decode(
-                both, kv_cache, tables, lens, meeting=meeting, **given
+            if meeting is not None:
+                found = mla.mla_decode_met(both, kv_cache, tables, lens, meeting=meeting, **given)
+                out, after, mailbox = found
+                return out, mailbox, [] if after is None else [after]
+            out, lse, *rest = mla.mla_decode(
+                both, kv_cache, tables, lens, query_lens=query_lens, **given
             )
-            return out, mailbox, [after] if arena is not None else []
+            return out, lse, rest
 
         sent: list[Any] = []
         if spread is None:

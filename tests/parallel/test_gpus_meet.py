@@ -53,7 +53,7 @@ def step_of(group: Group, rows: int, heads: int, pages: int, implementation: str
             ones = jnp.ones((512, 512), jnp.bfloat16)
             late = lax.fori_loop(0, turns, lambda _, x: (x @ x).clip(0, 1), ones)
             given = queries * (1 + at + (late[0, 0] > 1)).astype(queries.dtype)  # never greater
-            out, arena, mailbox = mla.mla_decode(
+            out, arena, mailbox = mla.mla_decode_met(
                 given,
                 kv_cache[0],
                 tables,

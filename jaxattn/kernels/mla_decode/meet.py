@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper import inbox as peers
 from jaxattn.kernels.hopper.launch import launch
+from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.combine import Sharers, full_of, merge_into, weight_of
 from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
@@ -35,7 +36,9 @@ from jaxattn.kernels.mla_decode.schedule import Schedule
 
 HALVES = RANK // peers.STATE_DIMS
 SHARERS = 4  # warpgroups that share a block's partial results
-AHEAD = 17  # that each reads at a time: two turns for those of 132 blocks
+# That each reads at a time: two turns for those of 132 blocks. Where there are more blocks than
+# multiprocessors, so few that two run on each at a time.
+AHEAD, FEW_AHEAD = 17, 8
 LAYOUT = peers.STATE
 
 
@@ -92,6 +95,7 @@ def meet(
             f"{inbox.shape}"
         )
     own = heads // gpus
+    ahead = AHEAD if batch * heads * HALVES <= NUM_SMS else FEW_AHEAD
     out_ref, partial_ref = refs
     if out_ref.dtype != jnp.bfloat16:
         raise Refusal(f"{op}: outputs meet in bfloat16, and these are {out_ref.dtype.name}")
@@ -102,7 +106,8 @@ def meet(
         place = (row * own + head) * HALVES + half
         call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu)
         to, known = call.address(gpu), call.address(call.own)  # there when the state is
-        block = Block(first_rows, rows, Sharers(SHARERS, sums, tops, totals, there), **given)
+        sharers = Sharers(SHARERS, sums, tops, totals, there)
+        block = Block(first_rows, rows, ahead, sharers, **given)
         out, lse = block.state(row, gpu * own + head, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -156,6 +161,7 @@ class Block:
         self,
         first_rows: list[int],
         rows: int,
+        ahead: int,
         sharers: Sharers,
         *,
         partial_lse: Any,
@@ -167,7 +173,7 @@ class Block:
         lse: Any,
         out: Any,
     ):
-        self.first_rows, self.rows, self.sharers = first_rows, rows, sharers
+        self.first_rows, self.rows, self.ahead, self.sharers = first_rows, rows, ahead, sharers
         self.partial_lse, self.slots, self.lens, self.made_of = partial_lse, slots, lens, made_of
         self.alone, self.partial, self.lse, self.out = alone, partial, lse, out
 
@@ -183,10 +189,10 @@ class Block:
         whole = plgpu.load(self.alone.at[at, dims], layout=LAYOUT, optimized=False)
         whole_lse = self.lse[row, head]
 
-        wg = lax.axis_index("wg")
+        wg, ahead = lax.axis_index("wg"), self.ahead
 
         def add(j: jax.Array, state: Any) -> Any:
-            numbers = [(j * SHARERS + wg) * AHEAD + k for k in range(AHEAD)]
+            numbers = [(j * SHARERS + wg) * ahead + k for k in range(ahead)]
             slots_of = [Schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
             rows = [self.first_rows[1] + slot * self.rows + head for slot in slots_of]
             lses = [
@@ -200,7 +206,7 @@ class Block:
 
         nothing = jnp.float32(0)
         empty = (jnp.float32(-jnp.inf), nothing, _full(nothing))
-        steps = lax.div(number + SHARERS * AHEAD - 1, SHARERS * AHEAD)
+        steps = lax.div(number + SHARERS * ahead - 1, SHARERS * ahead)
         state = lax.fori_loop(0, steps, add, empty)
         top, total, out = self.sharers.gathered(wg, state)
         empty = top == -jnp.inf

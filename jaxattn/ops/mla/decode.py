@@ -43,7 +43,6 @@ def mla_decode(
     kv_scale: Array | float | None = ...,
     schedule: Schedule | None = ...,
     arena: None = None,
-    meeting: None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array]: ...
 
@@ -62,28 +61,8 @@ def mla_decode(
     kv_scale: Array | float | None = ...,
     schedule: Schedule | None = ...,
     arena: Arena,
-    meeting: None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Array, Array, Arena]: ...
-
-
-@overload
-def mla_decode(
-    q: Array | tuple[Array, Array],
-    kv_cache: Array,
-    block_tables: Array,
-    seq_lens: Array,
-    *,
-    scale: float,
-    query_lens: Array | None = ...,
-    layer: Array | int | None = ...,
-    kv_lora_rank: int = ...,
-    kv_scale: Array | float | None = ...,
-    schedule: Schedule | None = ...,
-    arena: Arena | None = ...,
-    meeting: Meeting,
-    implementation: Implementation | None = ...,
-) -> tuple[Array, Arena | None, Mailbox]: ...
 
 
 def mla_decode(
@@ -99,7 +78,6 @@ def mla_decode(
     kv_scale: Array | float | None = None,
     schedule: Schedule | None = None,
     arena: Arena | None = None,
-    meeting: Meeting | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
     """Attention of each row's last S tokens to its cached latents, in the latent's R dims.
@@ -138,21 +116,51 @@ def mla_decode(
             it out, in one or two dozen small kernels. XLA does not read it.
         arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
             it, good until the arena is written again.
-        meeting: of N GPUs that have all heads' queries and some of each row's pages. Their outputs
-            meet: each GPU is given those of its H / N heads over all pages. S is 1.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
             the reference: any shape, float32 throughout (float64 for float64), differentiable.
 
     Returns:
         (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm), and the
-        arena if one was given. With `meeting` (out [B, 1, H / N, R] of this GPU's heads, the arena
-        or None, the mailbox).
+        arena if one was given.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
             that is concrete; it is named.
         Refusal: the named implementation refuses, and says why.
     """
+    return decoded(
+        q,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        query_lens=query_lens,
+        layer=layer,
+        kv_lora_rank=kv_lora_rank,
+        kv_scale=kv_scale,
+        schedule=schedule,
+        arena=arena,
+        implementation=implementation,
+    )
+
+
+def decoded(
+    q: Any,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    query_lens: Array | None,
+    layer: Array | int | None,
+    kv_lora_rank: int,
+    kv_scale: Array | float | None,
+    schedule: Schedule | None,
+    arena: Arena | None,
+    implementation: Implementation | None,
+    meeting: Meeting | None = None,
+) -> tuple[Any, ...]:
+    """`mla_decode`, or with `meeting` `mla_decode_met`."""
     arguments = Arguments("mla_decode")
     parts = q if isinstance(q, tuple) else None
     q = _check_queries(arguments, q)
