@@ -45,11 +45,11 @@ from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import launches, seconds_more
 from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.mailbox import Mailbox, addressed
 from jaxattn.engine.runner import in_turn
 from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.models.base import jit_step
 from jaxattn.models.mixers import attended
-from jaxattn.ops.all_reduce_norm import Mailbox, addressed
 from jaxattn.parallel import Group, Parallel, Spread, gathered_in, pieces_of, rank
 from jaxattn.parallel.peers import peers_reach
 

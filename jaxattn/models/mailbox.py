@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxattn.core.mailbox import Mailbox, addressed
 from jaxattn.models.layer_cache import Arrays, CacheSize, LayerCache
-from jaxattn.ops.all_reduce_norm import Mailbox, addressed
 
 # For sums; for attention over pages of several GPUs, and for its outputs that meet in one launch.
 NAME, EXCHANGE, MEETING = "mailbox", "exchange", "meeting"

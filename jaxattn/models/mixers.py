@@ -6,11 +6,11 @@ from typing import Any
 
 from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.models.base import DecodeBatch
 from jaxattn.models.block import Mixer
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.models.mailbox import EXCHANGE, MEETING, closed, opened, within
-from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.meeting import meeting_room
 from jaxattn.parallel import ALONE, Parallel, Spread, gathered_in, pieces_of
 

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.arguments import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.kernels.peer_exchange import peer_exchange_mosaic
-from jaxattn.ops.all_reduce_norm import Mailbox
 
 
 def peer_exchange(

@@ -23,8 +23,8 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import taken_apart
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.kernels.peer_exchange import exchanges
-from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.meeting import Meeting, filled
 from jaxattn.ops.mla.merge import merge_attention_states
 from jaxattn.ops.peer_exchange import peer_exchange

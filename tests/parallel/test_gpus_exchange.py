@@ -15,7 +15,7 @@ import pytest
 from jax import lax
 
 from jaxattn import check_aliasing
-from jaxattn.ops.all_reduce_norm import Mailbox, addressed
+from jaxattn.core.mailbox import Mailbox, addressed
 from jaxattn.ops.peer_exchange import peer_exchange
 from jaxattn.parallel import Group, Parallel
 

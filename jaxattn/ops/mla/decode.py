@@ -13,6 +13,7 @@ from jaxattn.core.arguments import Arguments
 from jaxattn.core.checks import check_arena, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.formats import LatentFormat
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
@@ -21,7 +22,6 @@ from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic, reads_apart
 from jaxattn.kernels.mla_decode.meet import Met
 from jaxattn.kernels.mla_decode.schedule import Schedule, num_steps
 from jaxattn.kernels.mla_decode.scratch import scratch
-from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.meeting import Meeting, met_by_xla
 

@@ -6,8 +6,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.kernels.mla_decode.schedule import Schedule
-from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.decode import decoded
 from jaxattn.ops.mla.meeting import Meeting
 

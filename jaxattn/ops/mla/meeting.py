@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.combine import SHARED_ROWS
 from jaxattn.kernels.mla_decode.meet import places_of
@@ -17,7 +18,6 @@ from jaxattn.kernels.mla_decode.schedule import (
     num_steps,
     num_tiles,
 )
-from jaxattn.ops.all_reduce_norm import Mailbox
 from jaxattn.ops.mla.merge import merge_attention_states
 
 
