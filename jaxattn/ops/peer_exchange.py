@@ -31,7 +31,7 @@ def peer_exchange(
         part: of 16 bits each; T rows in P pieces. M is 1, and all GPUs are sent the same; or M is
             N, and GPU n is sent `part[:, n]`.
         mailbox: the kernel's, of at least T * P tokens and F features; XLA leaves it as it is.
-            Calls that share it send the same pieces P of a row, of any F.
+            Calls that share it may send other T, P and F.
         room: zeros behind what the N GPUs sent, as of so many more GPUs.
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
         implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
