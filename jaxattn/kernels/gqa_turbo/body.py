@@ -234,7 +234,10 @@ class Body(Block[CodedCut, Memory]):
             return functools.reduce(jnp.add, map(_plain_product, left, places)), make()
         out_type = plgpu.ACC((PAGE, TERMS * self.cut.columns), jnp.float32)
         if not self.few:
-            products = [pl.run_scoped(functools.partial(_product, some, place), out_type) for some, place in zip(left, places, strict=True)]
+            products = [
+                pl.run_scoped(functools.partial(_product, some, place), out_type)
+                for some, place in zip(left, places, strict=True)
+            ]
             return joined_terms(functools.reduce(jnp.add, products), interpret=False), make()
 
         def run(*refs: Any) -> Any:
