@@ -93,9 +93,9 @@ def turbo_common_mosaic(
         if interpret:
             _plain(form, most, numbers, kv_ref, out_ref)
             return
-        _inline(_sum(form), numbers, kv_ref, sums_smem, counts_smem)
+        _inline(Sums(form), numbers, kv_ref, sums_smem, counts_smem)
         meet(interpret=False)
-        _inline(_finish(form, most), numbers[1:3], out_ref, sums_smem, counts_smem)
+        _inline(Mean(form, most), numbers[1:3], out_ref, sums_smem, counts_smem)
 
     return launch(
         body,
@@ -156,7 +156,7 @@ def _inline(run: Callable[..., None], numbers: list[jax.Array], *refs: Any) -> N
 
 
 @dataclasses.dataclass(frozen=True)
-class _sum:
+class Sums:
     """A warp's sum of its tokens, rotated back, and their number, to shared memory."""
 
     form: TurboFormat
@@ -233,7 +233,7 @@ def _of_warp(thread: Thread, values: tuple[Any, ...]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _finish:
+class Mean:
     """Four neighbouring dims of the mean for each thread, several of which have the same."""
 
     form: TurboFormat
