@@ -58,26 +58,19 @@ def askable(kv_cache: jax.Array) -> bool:
 def ask(part: jax.Array, given: dict[str, Any]) -> None:
     """The first pages of a part, by one thread; `given` are references to `Ahead.inputs`."""
     refs = Ahead(**{name: given[f"ahead_{name}"] for name in Ahead._fields})
-    row, first, count = begun(refs, part)
+    place, page = refs.cuts[0, part], refs.cuts[1, part]
+    last_place, last_page = refs.cuts[0, part + 1], refs.cuts[1, part + 1]
+    rows, most = refs.tables.shape
+    row = jnp.minimum(place, rows - 1)
+    row = row if refs.order is None else refs.order[row]
+    pages = jnp.minimum(lax.div(refs.lens[row] + TOKENS - 1, TOKENS), most)
+    stop = jnp.where(place == last_place, jnp.minimum(last_page, pages), pages)
     prefetch = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(_prefetch)
     for i in range(PAGES):
 
-        @pl.when(i < count)
-        def _(at=first + i):
+        @pl.when((page + i < stop) & (place < rows))
+        def _(at=page + i):
             prefetch(refs.kv_cache, refs.layer[0], refs.tables[row, at])
-
-
-def begun(of: Ahead, part: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(row, its first page, how many there are) of what a part begins with; `of` may be references.
-    None are there where the part is empty, or its row has no tokens."""
-    place, page = of.cuts[0, part], of.cuts[1, part]
-    last_place, last_page = of.cuts[0, part + 1], of.cuts[1, part + 1]
-    rows, most = of.tables.shape
-    row = jnp.minimum(place, rows - 1)
-    row = row if of.order is None else of.order[row]
-    pages = jnp.minimum(lax.div(of.lens[row] + TOKENS - 1, TOKENS), most)
-    stop = jnp.where(place == last_place, jnp.minimum(last_page, pages), pages)
-    return row, page, jnp.where(place < rows, stop - page, 0)
 
 
 def _prefetch(ctx: Any, kv_cache: Any, layer: Any, number: Any) -> None:
