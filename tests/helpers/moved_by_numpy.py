@@ -1,9 +1,9 @@
 """Single JAX operations that only move numbers, done by NumPy.
 
 `x[0]`, `jnp.asarray` or `reshape` outside of `jax.jit` is a program of its own for each shape:
-some 15 ms to trace and compile it, for a copy. NumPy copies the same bytes in a fifth of a millisecond.
-Shapes, dtypes and errors are JAX's own. Where arrays are on several devices, or were put on one,
-JAX does it. So it does in tests of engines, which count what is compiled.
+some 15 ms to trace and compile it, for a copy. NumPy copies the same bytes in 0.2 ms. Shapes,
+dtypes and errors are JAX's own. Where arrays are on several devices, or were put on one, JAX does
+it. So it does in tests of engines, which count what is compiled.
 """
 
 from collections import Counter
@@ -103,7 +103,9 @@ def _by_numpy(primitive: Any, move: Callable[..., np.ndarray]) -> None:
         if not ours:
             return compiled(*args, **params)
         avals = list(map(core.typeof, args))
-        result = avals[0] if primitive is core.stage_p else primitive.abstract_eval(*avals, **params)[0]
+        result = (
+            avals[0] if primitive is core.stage_p else primitive.abstract_eval(*avals, **params)[0]
+        )
         called = (result.str_short(), *(aval.shape for aval in avals))
         calls[called] += 1
         if calls[called] > FEW:
@@ -132,6 +134,7 @@ def move_by_numpy() -> Callable[[], None]:
         lax.squeeze_p: _squeeze,
         lax.reshape_p: _reshape,
         lax.broadcast_in_dim_p: _broadcast,
+        lax.copy_p: lambda x: x,
         lax.concatenate_p: _concatenate,
         lax.transpose_p: _transpose,
     }
