@@ -38,11 +38,16 @@ def end_virtual_devices() -> None:
 def _begin() -> None:
     import jax
 
+    from tests.helpers.compiled_once import compile_programs_once
+    from tests.helpers.moved_by_numpy import move_by_numpy
+
+    compile_programs_once()
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_traceback_in_locations_limit", 0)  # see conftest.py
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == DEVICES, jax.devices()
+    move_by_numpy()
 
 
 def _run(module: str, name: str, arguments: dict[str, Any]) -> None:
