@@ -68,7 +68,7 @@ class Pages:
     def first_numbers(self) -> list[list[jax.Array]]:
         """Where in the cache the first pages are, as many as have a place. They do not wait for the
         row's length: past its pages there may be any number."""
-        first, most = self.piece.first, self.part.max_pages
+        first, most = self.piece.first, jnp.int32(self.part.max_pages)
         pages = [first + WARPGROUPS * k for k in range(self.depth)]
         return [self.part.numbers(self.piece.row, page, most) for page in pages]
 
