@@ -22,13 +22,10 @@ from jaxattn.kernels.mla_decode.schedule import Schedule
 
 AHEAD = 8  # partial results that are read at a time, of a row
 # Most rows that are cut have two. Where there are no more than FEW of them, four rows are merged
-# side by side and share AHEAD, or eight with two each; of more, two rows, each with as many.
+# side by side and share AHEAD; of more, two rows, each with as many.
 FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
 # Blocks without work cost more the more there are, and those with work more the longer they are.
-# Where rows are about as many as parts, most are whole or have two partial results: then there are
-# fewer blocks, and they merge more rows side by side.
 BLOCKS, LONGEST = 512, 16
-FEW_BLOCKS, MORE_BESIDE, MOSTLY_WHOLE = 128, 8, 2
 LAYOUT = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 SHARED_ROWS, SHARERS = 256, 4  # so few rows have many partial results, and this many warpgroups
 
@@ -63,9 +60,7 @@ def combine(
     if sharers is None:
         cut = len(partial_lse) // 2 > AHEAD * batch  # on average
         sharers = SHARERS if cut and batch * used <= SHARED_ROWS and not interpret else 1
-    whole = len(partial_lse) // 2 <= MOSTLY_WHOLE * batch
-    blocks, beside = (FEW_BLOCKS, MORE_BESIDE) if whole else (BLOCKS, FEW_BESIDE)
-    chunk = _rows_of_a_block(batch, used, blocks) if sharers == 1 else 1
+    chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
     out_ref, partial_ref = refs
     lse_ref = jax.new_ref(lse)
     shared = {
@@ -77,7 +72,7 @@ def combine(
 
     def body(sums, tops, totals, there, **refs):
         together = Sharers(sharers, sums, tops, totals, there) if sharers > 1 else None
-        Block(first_rows, rows, chunk, beside, together, **refs).run()
+        Block(first_rows, rows, chunk, together, **refs).run()
 
     launch(
         body,
@@ -101,11 +96,11 @@ def combine(
     return jax.freeze(lse_ref)
 
 
-def _rows_of_a_block(batch: int, used: int, blocks: int) -> int:
+def _rows_of_a_block(batch: int, used: int) -> int:
     """Where one warpgroup has a row. Several do one row and leave: none waits for the others to
     have read its sum, which that of a second row would overwrite."""
     chunk = 1
-    while chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= blocks:
+    while chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= BLOCKS:
         chunk *= 2
     return chunk
 
@@ -168,7 +163,6 @@ class Block:
         first_rows: list[int],
         rows: int,
         chunk: int,
-        beside: int,
         sharers: Sharers | None,
         *,
         partial_lse: Any,
@@ -180,7 +174,7 @@ class Block:
         lse: Any,
     ):
         self.first_rows, self.rows = first_rows, rows
-        self.chunk, self.beside, self.sharers = chunk, beside, sharers
+        self.chunk, self.sharers = chunk, sharers
         self.partial_lse, self.out, self.partial, self.lse = partial_lse, out, partial, lse
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
         self.slots = [slots[i, self.row] for i in range(3)]
@@ -192,9 +186,8 @@ class Block:
         many = self.number > (FEW if self.chunk > 1 else 0)
         pl.when(many)(lambda: self._each(min(MANY_BESIDE, self.chunk), AHEAD))
         if self.chunk > 1:
-            beside = min(self.beside, self.chunk)
-            ahead = max(AHEAD // beside, 2)
-            pl.when((self.number > 0) & ~many)(lambda: self._each(beside, ahead))
+            beside = min(FEW_BESIDE, self.chunk)
+            pl.when((self.number > 0) & ~many)(lambda: self._each(beside, AHEAD // beside))
 
     def _each(self, beside: int, ahead: int) -> None:
         @pl.loop(0, self.chunk // beside)
