@@ -98,15 +98,18 @@ COMMANDS: dict[str, Callable[[list[str], str], int]] = {
 }
 
 
+WHATS = (*MODULES, "step", "plot")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
+    """The options of what has no command of its own; ends with a message where they do not fit."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
-    whats = (*MODULES, "step", "plot")
-    parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(whats)}")
+    parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(WHATS)}")
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
     parser.add_argument(
         "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
@@ -142,9 +145,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="draw a roofline, and for gdn bars of the times (needs matplotlib)",
     )
     args = parser.parse_args(argv)
-    if args.what not in whats:
+    check(parser, args)
+    return args
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends with a message where options do not fit, before all the measuring."""
+    if args.what not in WHATS:
         named = f"no bench {args.what!r}; there are" if args.what else "name a bench:"
-        parser.error(f"{named} {', '.join((*whats, *COMMANDS))}")
+        parser.error(f"{named} {', '.join((*WHATS, *COMMANDS))}")
     if (args.what == "plot") != (args.run is not None):
         parser.error("RUN.json goes with plot, and plot with RUN.json")
     if args.what == "plot" and args.plot is None:
@@ -166,7 +175,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(
                 f"--kv-cache-dtype {args.kv_cache_dtype}: {args.what} has no shape of such a cache"
             )
-    for name in ("json", "plot"):  # before all the measuring
+    for name in ("json", "plot"):
         path = getattr(args, name)
         if path is None:
             continue
@@ -187,7 +196,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
             require_hopper("--implementation mosaic_gpu", interpret=False)
         except Refusal as error:
             parser.error(str(error))
-    return args
 
 
 def spelled(label: str) -> str:
