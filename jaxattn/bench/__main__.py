@@ -69,6 +69,7 @@ from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
 from jaxattn.cli.command import exit_code
+from jaxattn.cli.options import ProseHelpFormatter
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -106,13 +107,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
     parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(WHATS)}")
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
     parser.add_argument(
-        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        help="which kernels run (default: the best)",
     )
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
     parser.add_argument("--all", action="store_true", help="every published shape")
@@ -127,13 +130,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--kv-cache-dtype",
         choices=CACHE_FORMATS,
         default="auto",
-        help="of mla and gqa only the shapes whose cache stores this; auto is all",
+        help="with mla and gqa, only the shapes whose cache stores this; auto is all",
     )
     parser.add_argument(
-        "--no-peers", action="store_true", help="neither XLA's times nor those of other packages"
+        "--no-peers", action="store_true", help="leaves out XLA's times and those of other packages"
     )
     parser.add_argument(
-        "--no-xla", action="store_true", help="not XLA's times, which take most of a run"
+        "--no-xla", action="store_true", help="leaves out XLA's times, which take most of a run"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows here as they come"

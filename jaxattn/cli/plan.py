@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         default="h200",
         help=f"{', '.join(KNOWN)}, or its memory, as in 96GiB",
     )
-    root.add_argument("--gpus", metavar="N", type=size, default=1, help="that hold the model")
+    root.add_argument("--gpus", metavar="N", type=size, default=1, help="GPUs that hold the model")
     root.add_argument(
         "--attention",
         choices=("data", "tensor"),
@@ -81,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="F",
         type=fraction,
         default=0.9,
-        help="of the device's total memory, for arrays and XLA's temp; the driver's is beside it",
+        help="fraction of the device's total memory for arrays and XLA's temp; the driver's memory "
+        "comes on top",
     )
     root.add_argument("--batch", metavar="N", type=size, default=128, help="rows of a GPU")
     root.add_argument(

@@ -26,7 +26,7 @@ from jaxattn.models.looped import (
     sum_add_norm,
     summed,
 )
-from jaxattn.models.mailbox import EXCHANGE
+from jaxattn.models.mailbox import EXCHANGE, MEETING
 from jaxattn.models.meeting import Meeting, Tokens
 from jaxattn.models.segments import Segment
 from jaxattn.ops.all_reduce_norm import (
@@ -88,10 +88,13 @@ class DecodeStep:
         name, spec = block.mixer.cache_name, self.meeting.spec
         add_norm, add_mlp_norm = self.norms_of(layer, place)
         x, normed, state = add_norm(x, y, state)
+        given = dict(state.caches[name])
+        for mailbox in (EXCHANGE, MEETING):
+            given |= state.caches.get(mailbox, {})
         y, arrays, arena = block.mixer.decode(
             layer.mixer,
             normed,
-            state.caches[name] | state.caches.get(EXCHANGE, {}),
+            given,
             state.arena,
             self.batch,
             spec.layer_of(*place),
