@@ -89,7 +89,7 @@ def turbo_common_mosaic(
             token = jnp.where(there, group * GROUP, jnp.iinfo(jnp.int32).max - GROUP)
             places += [jnp.where(there, number, 0), lax.rem(group, of_page), token]
         at = jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1)
-        numbers = [jnp.int32(x) for x in (at, row, head, begin, end, *places)]
+        numbers = [jnp.int32(x) for x in (at, row, head, begin, end, groups, *places)]
         if interpret:
             _plain(form, most, numbers, kv_ref, out_ref)
             return
@@ -127,7 +127,7 @@ def _plain(
     form: TurboFormat, most: float, numbers: list[jax.Array], kv_ref: Any, out_ref: Any
 ) -> None:
     """The interpreter's way."""
-    layer, row, head, begin, end, *places = numbers
+    layer, row, head, begin, end, groups, *places = numbers
     nbytes = GROUP * form.slot_bytes
     total, count = jnp.zeros(form.head_dim, jnp.float32), jnp.float32(0)
     for i in range(0, len(places), 3):
@@ -137,6 +137,7 @@ def _plain(
         assert codes.norm is not None
         norm, token = codes.norm.astype(jnp.float32), first + jnp.arange(GROUP)
         counts = (token >= begin) & (token < end) & jnp.isfinite(norm)
+        counts &= (jnp.sum(counts) > 1) | (groups == 1)
         norm = jnp.minimum(norm, 2 * jnp.min(jnp.where(counts, norm, jnp.inf)))
         weights = jnp.where(counts, norm, 0)
         total += jnp.sum(weights[:, None] * key_numbers(form, codes.keys), axis=0)
@@ -163,7 +164,7 @@ class Sums:
 
     def __call__(
         self, kv: Any, sums: Any, counts: Any, layer: Any, row: Any, head: Any, begin: Any,
-        end: Any, *places: Any,
+        end: Any, all_groups: Any, *places: Any,
     ) -> None:  # fmt: skip
         del row
         thread, dim = Thread(), self.form.head_dim
@@ -172,12 +173,12 @@ class Sums:
         for first in range(0, len(places), 3 * WARPS):
             of_warps = [places[first + 3 * w : first + 3 * w + 3] for w in range(WARPS)]
             page, inside, token = (_of_warp(thread, x) for x in zip(*of_warps, strict=True))
-            some, seen = self._group(kv, layer, head, begin, end, page, inside, token, total)
-            total, count = some, arith.addf(count, seen)
+            of_all = kv, layer, head, begin, end, all_groups
+            total, seen = self._group(*of_all, page, inside, token, total)
+            count = arith.addf(count, seen)
         # Lanes that have the same dims.
         for distance in (4, 8, 16):
             total = [arith.addf(x, utils.shfl_bfly(x, distance)) for x in total]
-            count = arith.addf(count, utils.shfl_bfly(count, distance))
         total = [arith.mulf(x, number(dim**-0.5)) for x in lane_butterfly(total, SHARING)]
         for c in range(dim // 16):
             at = plus(times(thread.warp, 4 * dim), times(thread.t, 16))
@@ -185,10 +186,10 @@ class Sums:
         store(joined([count]), counts, times(thread.warp, 4))
 
     def _group(
-        self, kv: Any, layer: Any, head: Any, begin: Any, end: Any, page: Any, inside: Any,
-        token: Any, total: list[Any],
+        self, kv: Any, layer: Any, head: Any, begin: Any, end: Any, all_groups: Any, page: Any,
+        inside: Any, token: Any, total: list[Any],
     ) -> tuple[list[Any], Any]:  # fmt: skip
-        """The sums with a group of this warp, and how many of its two tokens count."""
+        """The sums with a group of this warp, and how many of all its tokens count."""
         form = self.form
         _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
         at = wide_row(wide_row(layer, pages, page), heads, head)
@@ -196,7 +197,7 @@ class Sums:
         inside = arith.extui(long(), times(inside, GROUP * form.slot_bytes))
         on = Codes(kv, arith.addi(at, inside))
         keys = key_registers(on, form, 0)  # a warp has a beginning of its own
-        least, norms, counting = number(float("inf")), [], []
+        least, seen, norms, counting = number(float("inf")), number(0.0), [], []
         for h in range(2):
             own = plus(on.g, word(8 * h))
             norm = on.halves(times(own, 2), GROUP * (form.key_bytes + form.value_bytes))
@@ -212,12 +213,19 @@ class Sums:
             norms.append(norm)
             counting.append(counts)
             least = arith.minimumf(least, arith.select(counts, norm, number(float("inf"))))
+            seen = arith.addf(seen, arith.select(counts, number(1.0), number(0.0)))
         for distance in (4, 8, 16):
             least = arith.minimumf(least, utils.shfl_bfly(least, distance))
-        seen, cap = number(0.0), arith.addf(least, least)
+            seen = arith.addf(seen, utils.shfl_bfly(seen, distance))
+        # One that is alone does not count, but where the row has one group.
+        taken = arith.ori(
+            arith.cmpf(arith.CmpFPredicate.OGT, seen, number(1.0)),
+            arith.cmpi(arith.CmpIPredicate.eq, all_groups, word(1)),
+        )
+        seen, cap = arith.select(taken, seen, number(0.0)), arith.addf(least, least)
         for h, (norm, counts) in enumerate(zip(norms, counting, strict=True)):
-            weight = arith.select(counts, arith.minimumf(norm, cap), number(0.0))
-            seen = arith.addf(seen, arith.select(counts, number(1.0), number(0.0)))
+            weight = arith.minimumf(norm, cap)
+            weight = arith.select(arith.andi(counts, taken), weight, number(0.0))
             blocks = range(form.head_dim // 16)
             mine = [x for c in blocks for x in floats(halves(keys[2 * c + h]))]
             total = [arith.addf(x, arith.mulf(weight, y)) for x, y in zip(total, mine, strict=True)]

@@ -57,7 +57,10 @@ def common_key(
     own = there[..., None] & (token >= first[:, None, None]) & (token < lengths[:, None, None])
     norm = codes.norm.astype(jnp.float32)
     counts = own[:, :, None] & jnp.isfinite(norm)
-    # A key that is much longer than others of its group counts as twice as long as the shortest.
+    # A key that is much longer than others of its group counts as twice as long as the shortest; so
+    # one that is alone in it does not count, but where the row has one group.
+    alone = (jnp.sum(counts, axis=3, keepdims=True) == 1) & (groups > 1)[:, None, :, None]
+    counts &= ~alone
     least = jnp.min(jnp.where(counts, norm, jnp.inf), axis=3, keepdims=True)
     norm = jnp.minimum(norm, 2 * least)
     total = jnp.where(counts, norm, 0)[..., None] * key_numbers(form, codes.keys)

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
     ],
 )
 def test_as_plain_jax(preset, dim, page, window, implementation):
-    """Rows of many groups, of one, of one token, of none, and a page that does not exist."""
+    """Rows of many groups, of one and a token (17), of one token, of none; a page that does not
+    exist."""
     lens = [3000, 150, 17, 1, 0, 90]
     case = turbo_case(lens, preset, dim=dim, page=page, q_len=9, window=window)
     tables = np.array(case.block_tables)
