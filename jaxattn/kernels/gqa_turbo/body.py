@@ -34,7 +34,7 @@ from jaxattn.kernels.gqa_decode.fp8 import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa_decode.load import Loader, Ring, place_of
 from jaxattn.kernels.gqa_decode.memory import over_out
 from jaxattn.kernels.gqa_turbo.fragments import Fragments, joined_terms
-from jaxattn.kernels.gqa_turbo.memory import FEW, TERMS, Memory, Room
+from jaxattn.kernels.gqa_turbo.memory import FEW, TERMS, Memory, Room, summed_dims
 from jaxattn.kernels.gqa_turbo.pairs import CodedPairs
 from jaxattn.kernels.gqa_turbo.queries import TurnedQueries
 from jaxattn.kernels.gqa_turbo.terms import store_terms
@@ -223,13 +223,12 @@ class Body(Block[CodedCut, Memory]):
     def _beside(
         self, left: tuple[jax.Array, ...], right: Any, make: Callable[[], tuple[jax.Array, ...]]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Blocks [64, 64] times both terms [2 N, K] in shared memory: [64, N]; and what `make`
-        returns, which is made meanwhile where there are registers for both.
-
-        A tensor core's sums of e4m3 products have 14 bits, counted from the largest. So each 64
-        dims have sums of their own, which are added as float32 numbers.
-        """
-        places = [right.at[:, pl.ds(i * PAGE, PAGE)] for i in range(len(left))]
+        """Blocks [64, `summed_dims`] times both terms [2 N, D] in shared memory: [64, N]; and what
+        `make` returns, which is made meanwhile where there are registers for both."""
+        places = [right]
+        if len(left) > 1:
+            dims = summed_dims(self.cut.form)
+            places = [right.at[:, pl.ds(i * dims, dims)] for i in range(len(left))]
         if self.cut.interpret:
             return functools.reduce(jnp.add, map(_plain_product, left, places)), make()
         out_type = plgpu.ACC((PAGE, TERMS * self.cut.columns), jnp.float32)

@@ -20,6 +20,7 @@ from jaxattn.kernels.gqa_turbo.codes import (
     value_registers,
     value_table,
 )
+from jaxattn.kernels.gqa_turbo.memory import summed_dims
 from jaxattn.kernels.gqa_turbo.terms import SECOND_TERM
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.registers import (
@@ -100,16 +101,17 @@ class Fragments:
         ]
 
     def keys(self, codes: Any) -> tuple[jax.Array, ...]:
-        """Of 64 dims each [64 tokens, 64 dims], without their norms."""
-        blocks = self.form.head_dim // PAGE
+        """Of some dims each [64 tokens, dims], without their norms."""
+        dims = summed_dims(self.form)
+        blocks = self.form.head_dim // dims
         if self.interpret:
             stored = self._stored(codes)
             if not self.form.rotated:
                 wide = lax.bitcast_convert_type(stored.keys, E4M3).astype(jnp.float32)
             else:
                 wide = of_levels(self.form.key_bits, stored.keys)
-            return tuple(wide[:, i * PAGE : (i + 1) * PAGE] for i in range(blocks))
-        return self._operands(codes, key_registers, (PAGE, PAGE), blocks, self.lows[0])
+            return tuple(wide[:, i * dims : (i + 1) * dims] for i in range(blocks))
+        return self._operands(codes, key_registers, (PAGE, dims), blocks, self.lows[0])
 
     def values(self, codes: Any) -> tuple[jax.Array, ...]:
         """Of 64 dims each [64 dims, 64 tokens], counted from the middle of the codes."""

@@ -67,6 +67,15 @@ def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     return Room(LEAST_CONSUMERS, 1, pitch, 1)
 
 
+def summed_dims(form: TurboFormat) -> int:
+    """Of a score, whose products the tensor cores add up before float32 numbers are added.
+
+    They have 14 bits, counted from the largest product or sum. Keys of 8 bits lose by it more than
+    1e-2 allows, where values cancel. Those of fewer bits are near it, and every instruction counts.
+    """
+    return form.head_dim if form.rotated else PAGE
+
+
 def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:
     """Shared memory of all arrays of `Memory`, each of which begins at a multiple of ALIGNED."""
     w, dim = room.consumers, form.head_dim
@@ -142,14 +151,14 @@ class Memory(NamedTuple):
 def scratch_types(form: TurboFormat, columns: int, page_size: int, room: Room) -> Memory:
     """What `Memory` is made of."""
     dim, w, terms = form.head_dim, room.consumers, TERMS * columns
-    together = w * room.together
+    together, width = w * room.together, min(summed_dims(form), 128)
 
     def barriers(arrivals: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(w, room.steps))
 
     return Memory(
         codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
-        queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, PAGE)),
+        queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, width)),
         factors=plgpu.SMEM((QUERIES, columns), jnp.float32),
         scores=plgpu.SMEM((together, columns, PAGE + MARGIN), jnp.float32),
         p=plgpu.SMEM((together, terms, PAGE), E4M3, transforms=swizzled(E4M3, PAGE)),
