@@ -13,8 +13,8 @@ tokens, two blocks that follow one another have the same rows, which the second 
 blocks are few, those of a cluster share the K numbers. Each adds up some tokens' sums, in the order
 of the blocks. A token's result does not depend on the other tokens.
 
-Limits: 33 to 256 tokens; matrices, pairs of columns and tokens as in linear_fp8.py. Tokens that are
-no multiple of 8, or of 16 above 128, are copied to one.
+Limits: 256 tokens; matrices, pairs of columns and dtypes as in linear_fp8.py. Tokens that are no
+multiple of 8, or of 16 above 128, are copied to one.
 Reference: `jaxattn.ops.linear_fp8` (implementation="xla"). Tests:
 tests/kernels/test_linear_fp8_many.py.
 """
@@ -48,7 +48,7 @@ from jaxattn.kernels.hopper.turned import store_turned
 from jaxattn.kernels.linear import MOST_PARTS, Config, Shaped
 from jaxattn.kernels.linear_fp8 import FP8, OP
 
-LEAST_TOKENS, MOST_TOKENS = linear_fp8.MOST_TOKENS + 1, 256
+MOST_TOKENS = 256
 COLUMNS = 128  # most tokens of a block
 CONSUMERS = 2  # warpgroups that multiply
 GROUP = 8  # tokens
@@ -95,8 +95,8 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
 def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | None:
     """Why the kernel does not serve x [T, K] of this dtype, or None."""
     tokens, inner = x
-    if not LEAST_TOKENS <= tokens <= MOST_TOKENS:
-        return f"the kernel has {LEAST_TOKENS} to {MOST_TOKENS} tokens, and got x {x}"
+    if not 0 < tokens <= MOST_TOKENS:
+        return f"the kernels have 1 to {MOST_TOKENS} tokens, and got x {x}"
     return linear_fp8.refusal((1, inner), dtype, weights)
 
 
