@@ -1,20 +1,28 @@
-"""`python -m jaxattn.bench WHAT`: checks, times, JSON.
+"""`python -m jaxattn.bench WHAT` times kernels, decode steps and whole models on this GPU.
 
-WHAT is mla, mla-prefill, gqa, gqa-prefill, gdn, kda, recent, moe, moe-cuts or step.
+    mla, mla-prefill       MLA, decode and prefill
+    gqa, gqa-prefill       grouped-query attention, decode and prefill
+    gdn, kda               the gated delta rule and Kimi's, decode and prefill
+    recent                 their decode with recent tokens beside each state
+    moe, moe-cuts          a layer of experts, and each way to cut its kernels
+    step                   a decode step of a few layers
+    plot                   draws a stored run: plot RUN.json --plot FILE.png
 
-`python -m jaxattn.bench model NAME` times a whole model with random weights, `python -m
-jaxattn.bench parallel NAME` the same on several GPUs, `python -m jaxattn.bench collectives` sums
-over GPUs, `python -m jaxattn.bench long-row` attention of one long row over GPUs, `python -m
-jaxattn.bench dense` the dense products of a decode step, `python -m jaxattn.bench host` what the
-engine's host adds to a step, and `python -m jaxattn.bench serve` a server under load. Each has a
---help of its own.
+These have options of their own, which `python -m jaxattn.bench WHAT --help` shows:
+
+    model                  a whole model with random weights
+    parallel               the same on several GPUs
+    collectives            sums over GPUs
+    long-row               attention of one long row over GPUs
+    dense                  the dense products of a decode step
+    host                   what the engine's host adds to a step
+    serve                  a server under load
+    compare                two stored runs side by side
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
 call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
 have both times too, where they are installed. Every row says what fraction its `us` is of what a
 burst of copies, reads and products reaches in the same run.
-`python -m jaxattn.bench plot RUN.json --plot FILE.png` draws a run that was stored, and `python -m
-jaxattn.bench compare A.json B.json` holds two of them side by side.
 """
 
 import argparse
@@ -98,7 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
     whats = (*MODULES, "step", "plot")
-    parser.add_argument("what", metavar="WHAT", help=f"one of {', '.join(whats)}")
+    parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(whats)}")
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
     parser.add_argument(
         "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
@@ -135,7 +143,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     if args.what not in whats:
-        parser.error(f"no bench {args.what!r}; there are {', '.join((*whats, *COMMANDS))}")
+        named = f"no bench {args.what!r}; there are" if args.what else "name a bench:"
+        parser.error(f"{named} {', '.join((*whats, *COMMANDS))}")
     if (args.what == "plot") != (args.run is not None):
         parser.error("RUN.json goes with plot, and plot with RUN.json")
     if args.what == "plot" and args.plot is None:

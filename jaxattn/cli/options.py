@@ -54,7 +54,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Adds the default to each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
+        written = action.help and "(default: " in action.help
+        if action.default is None or action.default is False or written:
             return action.help
         return super()._get_help_string(action)
 

@@ -128,13 +128,15 @@ def add_prompts(root: argparse.ArgumentParser) -> None:
 def add_sampling(root: argparse.ArgumentParser) -> None:
     """How the next token is drawn."""
     group = root.add_argument_group(
-        "sampling", "the model's defaults are those of its generation_config.json"
+        "sampling",
+        "the model's defaults are those of its generation_config.json; "
+        "with --port requests may say others",
     )
     group.add_argument(
         "--temperature",
         metavar="T",
         type=number(float, lambda x: 0 <= x < math.inf, "a temperature: use 0 or more"),
-        help="0 takes the most likely token (default: the model's, else 0)",
+        help="0 takes the most likely token (default: the model's, else 0, and with --port 1)",
     )
     group.add_argument(
         "--top-p",

@@ -1,10 +1,10 @@
 """A model from a folder, whichever format the folder has.
 
-    model, params = load("Youtu-LLM-2B")
+    model, params = load("models/Youtu-LLM-2B")
 
 or in three steps, of which each can refuse the folder before the next costs anything:
 
-    folder = read_folder("Youtu-LLM-2B")        config.json alone
+    folder = read_folder("models/Youtu-LLM-2B") config.json alone
     weights = folder.open()                     the headers of the weights
     params = weights.place()                    reads the weights and puts them on the device
 """
@@ -189,12 +189,18 @@ def load(
 
     Raises:
         TypeError: the folder is no path.
-        CheckpointError: a file is missing or damaged, or the model is not supported.
+        CheckpointError: the folder or a file is missing, a file is damaged, or the model is not
+            supported.
         ValueError: a dtype or format of weights for the package's own format, or the model has no
             such cache or layout.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"load: folder must be a path, got {type(folder).__name__}")
+    if not Path(folder).exists():
+        raise checkpoint.CheckpointError(
+            f"load: there is no folder {str(folder)!r}; fetch a model of the hub first, by "
+            "huggingface_hub.snapshot_download, and load the folder that this returns"
+        )
     found = read_folder(folder, dtype=dtype, experts=experts, dense=dense)
     found = found.in_cache_format(cache_format, native_layers)
     if parallel.gpus == 1:

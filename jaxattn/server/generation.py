@@ -14,6 +14,7 @@ from jaxattn.engine.outcome import Completion, Event, FinishEvent, FinishReason,
 from jaxattn.engine.request import Request
 from jaxattn.server.chances import Chance
 from jaxattn.server.errors import ApiError
+from jaxattn.server.grammar import Matcher
 from jaxattn.server.stop import StopStrings
 from jaxattn.text import TokenStream
 
@@ -82,6 +83,9 @@ class Choice:
 
 def failure(completion: Completion) -> ApiError:
     """The error of a row that was not served to its end."""
+    grammar = completion.request.grammar
+    if isinstance(grammar, Matcher) and (error := grammar.error):
+        return error
     match completion.finish_reason:
         case FinishReason.REFUSED:
             return ApiError(400, str(completion.detail), code="request_refused")

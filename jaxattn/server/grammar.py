@@ -12,7 +12,7 @@ import llguidance
 import numpy as np
 import orjson
 
-from jaxattn.server.errors import bad
+from jaxattn.server.errors import ApiError, bad
 from jaxattn.server.fields import Fields
 from jaxattn.server.sampling import ABLE
 from jaxattn.text import Tokenizer
@@ -50,12 +50,15 @@ class Vocabulary:
         """The states of new texts, of a grammar that is compiled once.
 
         Raises:
-            ApiError: 400, the grammar is damaged, too large, or asks for what is not supported.
+            ApiError: 400, the grammar is damaged, too large, asks for what is not supported, or
+                no text follows it.
         """
         matcher = llguidance.LLMatcher(self.known, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds what compiling does not: no first token
         if matcher.is_error():
-            raise bad(param, f"{param} cannot be followed: {matcher.get_error()[:300]}")
-        return [Matcher(matcher.deep_copy()) for _ in range(count)]
+            raise _unfollowed(param, matcher)
+        return [Matcher(matcher.deep_copy(), param) for _ in range(count)]
 
 
 class _Tokens:
@@ -73,10 +76,19 @@ class _Tokens:
 
 
 class Matcher:
-    """One row's state; the engine's `Grammar`."""
+    """One row's state; the engine's `Grammar`.
 
-    def __init__(self, matcher: llguidance.LLMatcher):
-        self._matcher = matcher
+    Args:
+        param: the field that asked for the grammar.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, param: str):
+        self._matcher, self._param = matcher, param
+
+    @property
+    def error(self) -> ApiError | None:
+        """Why the text could not go on by the grammar; None if it could."""
+        return _unfollowed(self._param, self._matcher) if self._matcher.is_error() else None
 
     def mask(self, words: np.ndarray) -> None:
         """Writes which tokens may come next, in the bits of int32 [ceil(vocab / 32)].
@@ -86,12 +98,22 @@ class Matcher:
         if self._matcher.is_error():
             return
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        if self._matcher.is_error():  # llguidance then allows the stop tokens: no answer ends so
+            return
         count = min(len(words), len(allowed))
         words[:count] = allowed[:count]
 
     def accept(self, token: int) -> bool:
-        """Goes on with a token; whether the text does."""
-        return self._matcher.consume_token(token) and not self._matcher.is_stopped()
+        """Goes on with a token; whether the text does. After an error the next mask ends it."""
+        self._matcher.consume_token(token)
+        return self._matcher.is_error() or not self._matcher.is_stopped()
+
+
+def _unfollowed(param: str, matcher: llguidance.LLMatcher) -> ApiError:
+    """Status 400 with llguidance's words, without its state."""
+    said = " ".join(matcher.get_error().split("<state>")[0].split())[:300]
+    said = said.replace("NoExtensionBias", "no text follows it")
+    return bad(param, f"{param} cannot be followed: {said}; change or simplify it")
 
 
 def read_grammar(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:

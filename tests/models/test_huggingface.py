@@ -171,3 +171,5 @@ def test_one_call_reads_folders_of_either_format(tmp_path):
         load(checkpoint.EMBEDDED, dtype="float32")
     with pytest.raises(CheckpointError, match="config.json is missing"):
         load(tmp_path)
+    with pytest.raises(CheckpointError, match="no folder 'org/name'; fetch a model of the hub"):
+        load("org/name")

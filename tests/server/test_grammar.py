@@ -5,12 +5,16 @@ import random
 import re
 import socket
 
+import llguidance
 import numpy as np
 import pytest
 
+from jaxattn.engine.outcome import Completion, FinishReason
+from jaxattn.engine.request import Request
 from jaxattn.server import grammar
 from jaxattn.server.errors import ApiError
 from jaxattn.server.fields import Fields
+from jaxattn.server.generation import failure
 from jaxattn.server.grammar import Vocabulary, read_grammar
 from jaxattn.server.tool_calls import ToolReader
 from jaxattn.text import ByteTokenizer
@@ -94,6 +98,7 @@ def test_a_call_of_a_tool_can_be_read(vocabulary, choice, names, seed):
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": {"schema": {"type": "no such type"}}},
         {"type": "json_schema", "json_schema": {"schema": {"$ref": "https://example.org/x"}}},
+        {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},  # no text is one
         {"type": "yaml"},
     ],
 )
@@ -101,6 +106,25 @@ def test_what_cannot_be_followed_is_400(vocabulary, asked):
     with pytest.raises(ApiError) as refused:
         vocabulary.matchers(*read_grammar(Fields({"response_format": asked}), ()), 1)
     assert refused.value.status == 400 and refused.value.param.startswith("response_format")
+
+
+def test_a_text_that_passes_a_limit_allows_no_token_and_says_why(vocabulary, monkeypatch):
+    """llguidance then allows a stop token, which would end a part of an answer as if whole."""
+    few = llguidance.LLParserLimits(max_lexer_states=40)
+    monkeypatch.setattr(grammar, "LIMITS", few)
+    asked = {"type": "regex", "pattern": "[ab]*a[ab]{20}!"}
+    [matcher] = vocabulary.matchers(*read_grammar(Fields({"response_format": asked}), ()), 1)
+    luck = random.Random(0)
+    for _ in range(200):
+        words = np.zeros(8, np.int32)
+        matcher.mask(words)
+        if not words.any():
+            break
+        assert matcher.accept(ord(luck.choice("ab")))
+    request = Request(b"x", grammar=matcher)
+    error = failure(Completion(request, (), FinishReason.NOT_FINITE, "no number"))
+    assert error.status == 400 and error.param == "response_format"
+    assert "too many states" in error.message and "<state>" not in error.message
 
 
 def test_an_engine_without_grammars_says_so(monkeypatch):

@@ -10,6 +10,7 @@ where bfloat16 has them, which makes it 2**-120 times itself, and it is multipli
 are exact, subnormal numbers included. The two NaN of e4m3 become 480, which no other number is.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -67,8 +68,7 @@ def widened(
     half = jnp.dtype(dtype) == jnp.float16
     steps = range(first // 16, (first + width) // 16)
     run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=out)
-    make = _widened_pairs if paired else _widened
-    return run(lambda _, x: make(x, half, steps))(tile)
+    return run(lambda _, x: _widened(x, half, steps, paired))(tile)
 
 
 def plain_product(weights: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -77,40 +77,38 @@ def plain_product(weights: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T, precision=exact)
 
 
-def _widened(tile: Any, half: bool, steps: range) -> Any:
+def _widened(tile: Any, half: bool, steps: range, paired: bool) -> Any:
     place = Thread()
     row = plus(times(place.warp, 16), place.g)
-    inside = plus(times(row, BLOCK), times(place.t, 2))
+    inside = plus(times(row, BLOCK), times(place.t, 4 if paired else 2))
     pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+    words = _of_pairs if paired else _of_columns
     registers = []
     for step in steps:
         at = plus(inside, times(arith.xori(word(step), place.g), 16))
-        for columns in range(2):
-            for rows in range(2):
-                two = _two_bytes(tile, at, 8 * columns + HALF_WARP * rows)
-                wide = _as_float16(two) if half else _as_bfloat16(two)
-                registers.append(vector.bitcast(pair, joined([wide])))
+        for wide in words(tile, at, half):
+            registers.append(vector.bitcast(pair, joined([wide])))
     return fragmented(registers, (ROWS, 16 * len(steps)), mgpu.WGMMA_LAYOUT)
 
 
-def _widened_pairs(tile: Any, half: bool, steps: range) -> Any:
-    place = Thread()
-    row = plus(times(place.warp, 16), place.g)
-    inside = plus(times(row, BLOCK), times(place.t, 4))
-    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
-    registers = []
-    for step in steps:
-        at = plus(inside, times(arith.xori(word(step), place.g), 16))
-        both = [load(tile, at, HALF_WARP * rows, 1)[0] for rows in range(2)]
-        for code in (EVEN, ODD):
-            for four in both:
-                if half:
-                    two = asm_word(f"prmt.b32 $0, $1, 0, {SELECTED[code]};", four, movable=True)
-                    wide = _as_float16(two)
-                else:
-                    wide = asm_word(code, four, word(TWO_TO_120), movable=True)
-                registers.append(vector.bitcast(pair, joined([wide])))
-    return fragmented(registers, (ROWS, 16 * len(steps)), mgpu.WGMMA_LAYOUT)
+def _of_columns(tile: Any, at: Any, half: bool) -> Iterator[Any]:
+    """The thread's words of a step: two columns of both rows, then those 8 behind."""
+    for columns in range(2):
+        for rows in range(2):
+            two = _two_bytes(tile, at, 8 * columns + HALF_WARP * rows)
+            yield _as_float16(two) if half else _as_bfloat16(two)
+
+
+def _of_pairs(tile: Any, at: Any, half: bool) -> Iterator[Any]:
+    """The same words of columns in pairs."""
+    both = [load(tile, at, HALF_WARP * rows, 1)[0] for rows in range(2)]
+    for code in (EVEN, ODD):
+        for four in both:
+            if half:
+                two = asm_word(f"prmt.b32 $0, $1, 0, {SELECTED[code]};", four, movable=True)
+                yield _as_float16(two)
+            else:
+                yield asm_word(code, four, word(TWO_TO_120), movable=True)
 
 
 def _two_bytes(tile: Any, offset: Any, fixed: int) -> Any:

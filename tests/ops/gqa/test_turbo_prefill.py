@@ -89,7 +89,7 @@ def test_the_kernel_of_values_that_cancel(preset, dim, page, implementation):
     ],
 )
 def test_a_dim_far_from_zero(preset, dim, size, error, implementation):
-    """What docs/limits.md says of such keys: a score's bound, and the errors of usual values."""
+    """What docs/caches.md says of such keys: a score's bound, and the errors of usual values."""
     case = outlier_case([150, 64], preset, size, q_len=9, group=2, kv_heads=2, dim=dim)
     out, lse = attend(case, implementation)
     expected, expected_lse = turbo_oracle(case)
