@@ -417,9 +417,7 @@ class Block:
 
         def to(out: Any, first: Any) -> None:
             rows = pl.ds(first + further, ROWS)
-            store_turned(
-                out.at[tokens, rows], y.astype(out.dtype), interpret=self.cut.interpret
-            )
+            store_turned(out.at[tokens, rows], y.astype(out.dtype), interpret=self.cut.interpret)
 
         for result, (_, first) in enumerate(self.places):
             self._when_in(result, partial(to, self.refs.out_refs[result], first))
