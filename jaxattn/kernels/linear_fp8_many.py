@@ -4,9 +4,9 @@
 
 Up to 32 tokens linear_fp8.py is faster: it reads with more blocks. From there on a multiplication
 takes as long as a read. So a block has two warpgroups that multiply, each 64 rows of W, and a third
-whose copies run ahead. While one warpgroup widens its numbers (hopper/fp8_tiles.py), the other's
-product runs. A step is as deep as a block of scales: its product is finished before it is
-multiplied by the scale and added, in float32.
+whose copies run ahead. A step is as deep as a block of scales: its product is finished before it is
+multiplied by the scale and added, in float32. While it runs, the warpgroup widens its numbers of
+the next step (hopper/fp8_tiles.py).
 
 A block has 128 rows of one matrix, or 64 of gate and 64 of up, and up to 128 tokens. With more
 tokens, two blocks that follow one another have the same rows, which the second finds in L2. Where
@@ -34,7 +34,16 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.core.fp8_blocks import BLOCK, in_order
 from jaxattn.kernels import linear_fp8
 from jaxattn.kernels.hopper.cluster import block_of_cluster, meet_in_cluster
-from jaxattn.kernels.hopper.fp8_tiles import ROWS, SWIZZLED, plain_product, widened
+from jaxattn.kernels.hopper.fp8_tiles import SWIZZLED, moved, multiplied, plain_product
+from jaxattn.kernels.hopper.fragments import (
+    GROUP,
+    NUMBERS,
+    PRODUCT,
+    ROWS,
+    by_thread,
+    product_of,
+    threads,
+)
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.hopper.machine import (
     NUM_SMS,
@@ -45,20 +54,19 @@ from jaxattn.kernels.hopper.machine import (
 )
 from jaxattn.kernels.hopper.stores import store
 from jaxattn.kernels.hopper.turned import store_turned
-from jaxattn.kernels.linear import MOST_PARTS, Config, Shaped
+from jaxattn.kernels.linear import Config, Shaped
 from jaxattn.kernels.linear_fp8 import FP8, OP
 
 MOST_TOKENS = 256
 COLUMNS = 128  # most tokens of a block
 CONSUMERS = 2  # warpgroups that multiply
-GROUP = 8  # tokens
 MOST_STAGES = 8
 BARRIER_BYTES = 2048  # left for barriers and alignment
-PAD = 8  # numbers behind a row of sums, by which eight rows lie in banks of their own
-WIDTH = 64  # numbers of K that are widened before a product of them begins
+MOST_PARTS = 7  # blocks of a cluster
+# Multiprocessors of a group, in which a cluster has to fit: 14, 16 or 18, of 8 groups.
+GROUPS, OF_GROUP = 8, 14
 # What a block takes beside its steps, and what a cluster's sums take, in steps.
-BEGINNING, SUMMING = 3, 2
-PRODUCT = plgpu.Layout.WGMMA
+BEGINNING, SUMMING = 4, 2
 
 
 def columns_of(tokens: int) -> tuple[int, int]:
@@ -69,7 +77,7 @@ def columns_of(tokens: int) -> tuple[int, int]:
 
 def sums_bytes(columns: int) -> int:
     """Of shared memory, for a block's sums."""
-    return CONSUMERS * ROWS * (columns + PAD) * 4
+    return CONSUMERS * ROWS * columns * 4
 
 
 def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
@@ -81,15 +89,15 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
     """
 
     def time(parts: int) -> int:
-        turns = -(-tiles * parts // NUM_SMS)
+        at_a_time = NUM_SMS if parts == 1 else GROUPS * (OF_GROUP // parts)
+        turns = -(-tiles // at_a_time)
         return turns * (-(-steps // parts) + BEGINNING) + SUMMING * (parts > 1)
 
-    every = [1 << power for power in range(MOST_PARTS.bit_length())]
-    parts = min((each for each in every if each <= steps), key=time)
+    parts = min(range(1, min(MOST_PARTS, steps) + 1), key=time)
     room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
     room -= sums_bytes(columns) * (gated or parts > 1)
     stage = BLOCK * (CONSUMERS * ROWS + 2 * columns)
-    return Config(parts=parts, stages=max(1, min(MOST_STAGES, steps // parts, room // stage)))
+    return Config(parts=parts, stages=max(2, min(MOST_STAGES, steps // parts, room // stage)))
 
 
 def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | None:
@@ -132,7 +140,7 @@ def many_linears_fp8_mosaic(
     )  # fmt: skip
     apart = None
     if interpret and cut.parts > 1:  # whose blocks have no shared memory in common
-        shape = (cut.parts, tiles, CONSUMERS, ROWS, columns)
+        shape = (cut.parts, tiles, CONSUMERS, ROWS * columns)
         apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
     padded = turns * columns
     found = launch(
@@ -158,7 +166,7 @@ def many_linears_fp8_mosaic(
                 (cut.stages, columns, BLOCK), x.dtype, transforms=swizzled(x.dtype)
             ),
             "w_smem": plgpu.SMEM((cut.stages, CONSUMERS, ROWS, BLOCK), FP8, transforms=SWIZZLED),
-            "sums_smem": plgpu.SMEM((CONSUMERS, ROWS, columns + PAD), jnp.float32)
+            "sums_smem": plgpu.SMEM((CONSUMERS, ROWS * columns), jnp.float32)
             if cut.summed
             else None,
             "loaded": plgpu.Barrier(num_arrivals=1 + CONSUMERS, num_barriers=cut.stages),
@@ -184,7 +192,7 @@ class Cut:
 
     Attributes:
         parts: blocks that share the K numbers of a tile.
-        stages: places of the ring of copies.
+        stages: places of the ring of copies, at least 2.
         columns: tokens of a block.
         turns: blocks that have the same rows, and different tokens.
         steps: of K.
@@ -241,7 +249,7 @@ class Refs:
     out_refs: Any
     x_smem: Any  # [stage, columns, 128]
     w_smem: Any  # [stage, warpgroup, 64, 128]
-    sums_smem: Any  # [warpgroup, 64, columns + 8]
+    sums_smem: Any  # [warpgroup, columns / 8 * 512], see hopper/fragments.py
     loaded: Any  # of each stage
     read: Any  # by both warpgroups
     met: Any  # of gate's and up's warpgroups
@@ -324,20 +332,21 @@ class Block:
         cut, refs = self.cut, self.refs
 
         def step(s: Any, carry: Any) -> Any:
-            total, factor = carry
-            slot = lax.rem(s, cut.stages)
-            plgpu.barrier_wait(refs.loaded.at[slot])
-            following = self._scale(jnp.minimum(s + 1, self.mine - 1))
-            one = self._product(slot)
+            total, factor, weights = carry
+            slot, following = lax.rem(s, cut.stages), jnp.minimum(s + 1, self.mine - 1)
+            scale = self._scale(following)
+            one, weights = self._product(slot, weights, following)
             # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
             # between a load and the next copy to its place.
             if cut.interpret:
                 plgpu.commit_smem()
             plgpu.barrier_arrive(refs.read.at[slot])
-            return total + one * factor, following
+            return total + one * factor, scale, weights
 
+        plgpu.barrier_wait(refs.loaded.at[0])
         zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
-        return lax.fori_loop(0, self.mine, step, (zero, self._scale(jnp.int32(0))))[0]
+        first = zero, self._scale(jnp.int32(0)), self._weights(0)
+        return lax.fori_loop(0, self.mine, step, first)[0]
 
     def _scale(self, step: Any) -> jax.Array:
         """Of the warpgroup's rows."""
@@ -352,28 +361,45 @@ class Block:
             found = one if found is None else jnp.where(here, one, found)
         return found
 
-    def _product(self, slot: Any) -> jax.Array:
-        """A step's, without its scale."""
-        cut, refs = self.cut, self.refs
-        tile, tokens = refs.w_smem.at[slot, self.wg], refs.x_smem.at[slot]
-        if cut.interpret:
-            return plain_product(in_order(tile[...].astype(jnp.float32)), tokens[...])
+    def _weights(self, slot: Any) -> jax.Array:
+        """The warpgroup's of a step, `moved`; in the interpreter as they are."""
+        tile, dtype = self.refs.w_smem.at[slot, self.wg], self.refs.x_smem.dtype
+        if self.cut.interpret:
+            return in_order(tile[...].astype(jnp.float32)).astype(dtype)
+        return moved(tile, dtype)
 
-        def products(acc: Any) -> jax.Array:
-            for first in range(0, BLOCK, WIDTH):
-                some = tokens.at[:, pl.ds(first, WIDTH)].transpose((1, 0))
-                plgpu.wgmma(acc, widened(tile, tokens.dtype, first, WIDTH, paired=True), some)
-            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+    def _product(
+        self, slot: Any, weights: jax.Array, following: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """A step's, without its scale, and the weights of the following step."""
+        cut, tokens = self.cut, self.refs.x_smem.at[slot]
+
+        def next_weights() -> jax.Array:
+            other = lax.rem(following, cut.stages)
+            wait = partial(plgpu.barrier_wait, self.refs.loaded.at[other])
+            pl.when(other != slot)(wait)  # not behind the last step
+            return self._weights(other)
+
+        if cut.interpret:
+            return plain_product(weights, tokens[...]), next_weights()
+
+        def products(acc: Any) -> tuple[jax.Array, jax.Array]:
+            plgpu.wgmma(acc, multiplied(weights), tokens.transpose((1, 0)))
+            later = next_weights()
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0), later
 
         return pl.run_scoped(products, plgpu.ACC((ROWS, cut.columns), jnp.float32))
 
     def _sum_up(self, total: jax.Array) -> None:
         """Adds up the sums of a cluster's blocks, or multiplies gate's by up's; then stores."""
         cut, refs = self.cut, self.refs
-        whole = refs.sums_smem.at[self.wg, :, pl.ds(0, cut.columns)]
-        store(whole, total, interpret=cut.interpret)
+        store(
+            refs.sums_smem.at[self.wg],
+            by_thread(total, interpret=cut.interpret),
+            interpret=cut.interpret,
+        )
         if refs.apart_ref is not None:
-            refs.apart_ref[self.part, self.number, self.wg] = whole[...]
+            refs.apart_ref[self.part, self.number, self.wg] = refs.sums_smem[self.wg]
         if cut.parts > 1:
             self._meet_in_cluster()
         else:
@@ -392,14 +418,15 @@ class Block:
     def _sum_of(self, first: Any, some: int) -> None:
         """Of some tokens."""
         if not self.cut.gated:
-            self._store(first, self._sum_of_parts(self.wg, first, some))
-            return
-        gate, up = (self._sum_of_parts(half, first, some) for half in range(CONSUMERS))
-        self._store(first, gate / (1.0 + jnp.exp(-gate)) * up)
+            y = self._sum_of_parts(self.wg, first, some)
+        else:
+            gate, up = (self._sum_of_parts(half, first, some) for half in range(CONSUMERS))
+            y = gate / (1.0 + jnp.exp(-gate)) * up
+        self._store(first, product_of(y, interpret=self.cut.interpret))
 
     def _sum_of_parts(self, half: Any, first: Any, some: int) -> jax.Array:
         cut, refs = self.cut, self.refs
-        columns, found = pl.ds(first, some), []
+        numbers, found = pl.ds(pl.multiple_of(first * ROWS, NUMBERS), some * ROWS), []
         for other in range(cut.parts):
             if refs.apart_ref is not None:
                 source = refs.apart_ref.at[other, self.number, half]
@@ -407,7 +434,7 @@ class Block:
                 source = plgpu.cluster_ref(refs.sums_smem.at[half], {"part": jnp.int32(other)})
             else:
                 source = refs.sums_smem.at[half]
-            found.append(plgpu.load(source.at[:, columns], layout=PRODUCT, optimized=False))
+            found.append(plgpu.load(source.at[numbers], layout=threads(some), optimized=False))
         return sum(found[1:], found[0])
 
     def _store(self, column: Any, y: jax.Array) -> None:
