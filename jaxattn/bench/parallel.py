@@ -172,7 +172,7 @@ def main(argv: Sequence[str], program: str) -> int:
     record.end(result)
     store(result, args.json)
     table = [{k: v for k, v in row.items() if k not in HIDDEN} for row in result["rows"]]
-    show(f"{args.name}, {args.tokens:,} tokens a row", table)
+    show(f"{args.name}, {args.tokens:,} tokens per row", table)
     return 0
 
 

@@ -129,8 +129,8 @@ def add_sampling(root: argparse.ArgumentParser) -> None:
     """How the next token is drawn."""
     group = root.add_argument_group(
         "sampling",
-        "the model's defaults are those of its generation_config.json; "
-        "with --port requests may say others",
+        "the model's defaults are those of its generation_config.json; with --port a request may "
+        "say others",
     )
     group.add_argument(
         "--temperature",

@@ -47,7 +47,7 @@ def add(root: argparse.ArgumentParser) -> None:
         metavar="N",
         type=number(int, lambda x: x >= 0, "a number of requests: use 0 or more"),
         default=128,
-        help="requests that may wait for a row; others get status 429",
+        help="continuations that may wait for a row, n of a request; others get status 429",
     )
     group.add_argument(
         "--max-queued-tokens",

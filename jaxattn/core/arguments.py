@@ -119,7 +119,7 @@ class Arguments:
         A traced row with more of them than S has none.
         """
         most = tokens.shape[1]
-        but = f"{name} {tokens.shape} has {most} tokens a row"
+        but = f"{name} {tokens.shape} has {most} tokens per row"
         return self.lengths("query_lens", query_lens, most, but)[1]
 
     def check_written(

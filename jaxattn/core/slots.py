@@ -47,7 +47,7 @@ def state_write(
 
     Args:
         pool: `[Z, ...]`, or `[L, Z, ...]` with `layer`.
-        values: one state a row, cast to the pool's dtype.
+        values: one state per row, cast to the pool's dtype.
         state_indices: the slot of each row.
         layer: index into the stack, a Python int or traced.
 

@@ -115,10 +115,7 @@ def _compile(
 
     def compiled(step: Step, text: jax.stages.Lowered) -> jax.stages.Compiled:
         with jax.default_device(own):
-            executable = text.compile()
-        if kept:
-            kept.store(str(step), executable)
-        return executable
+            return kept.compiled(str(step), text) if kept else text.compile()
 
     # Processes of one engine tune programs together, and would wait for each other's.
     kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None

@@ -33,6 +33,8 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxattn.engine.process import PROCESS
+
 PACKAGE = Path(__file__).parent.parent
 SUFFIX, UNFINISHED = ".step", ".part"
 KEPT_SECONDS = 30 * 86_400  # a file that nothing has used for so long is deleted
@@ -86,6 +88,18 @@ class Kept:
         with contextlib.suppress(OSError):  # of root, or on a disk that cannot be written to
             os.utime(file)
         return loaded
+
+    def compiled(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles a step and keeps it.
+
+        XLA for the CPU leaves out functions of an executable that JAX's cache gave, so such a one
+        is not kept: JAX's cache gives it again.
+        """
+        before = PROCESS.cache_hits()
+        executable = lowered.compile()
+        if self._device.platform != "cpu" or PROCESS.cache_hits() == before:
+            self.store(name, executable)
+        return executable
 
     def store(self, name: str, executable: jax.stages.Compiled) -> None:
         """Keeps an executable, if its kind can be kept and the folder be written to."""

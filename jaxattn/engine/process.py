@@ -11,6 +11,8 @@ from typing import Any
 
 import jax.monitoring
 
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
 
 class Process:
     """What the engines of a process share. Nothing here keeps an engine or an array alive.
@@ -35,7 +37,7 @@ class Process:
         self._locks: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self._inside = threading.local()
-        self._listening = False
+        self._listening = self._counting = False
 
     def lock(self, key: Hashable) -> Any:
         """The lock of a set of entry points, so that two threads do not both compile it."""
@@ -74,6 +76,18 @@ class Process:
             if not self._listening:
                 jax.monitoring.register_scalar_listener(listener)
                 self._listening = True
+
+    def cache_hits(self) -> int:
+        """How many programs this thread has read from JAX's cache since the first call of this."""
+        with self._guard:
+            if not self._counting:
+                jax.monitoring.register_event_listener(self._on_event)
+                self._counting = True
+        return getattr(self._inside, "hits", 0)
+
+    def _on_event(self, event: str, **details: Any) -> None:
+        if event == CACHE_HIT:
+            self._inside.hits = getattr(self._inside, "hits", 0) + 1
 
 
 PROCESS = Process()

@@ -1,4 +1,4 @@
-"""Sum over GPUs, residual sum and RMS norm in one launch: a warpgroup a token, over peer memory.
+"""Sum over GPUs, residual sum and RMS norm in one launch: a warpgroup per token, over peer memory.
 
 XLA's own all-reduce is a launch that no CUDA graph holds, between two that convert and one that
 norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included. Then it

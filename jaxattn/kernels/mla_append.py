@@ -1,4 +1,4 @@
-"""Norms, rotation and cache write of a decode step's new tokens: a block of a warpgroup a token.
+"""Norms, rotation and cache write of a decode step's new tokens: one warpgroup per token.
 
 A second block of each token norms its compressed queries, where there are any. Of the cache a block
 writes one token's D numbers, a thread four or one of them; what a row does not own is not touched.

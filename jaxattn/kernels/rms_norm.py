@@ -1,4 +1,4 @@
-"""RMS norm of the residual stream, its weight read from a stack of layers: a warpgroup a token.
+"""RMS norm of the residual stream, its weight read from a stack of layers: a warpgroup per token.
 
 What the layer before adds to the stream may be added here first: one launch instead of two. XLA
 would copy a layer's weight out of the stack by a kernel of its own before it norms.

@@ -53,7 +53,7 @@ class Limits:
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;
             `prepare` sets it, as `Parallel.data`. `num_pages` are those of a group.
         native_layers: so many first and so many last layers of attention keep the model's own.
-        q_lens: tokens a row of the decode executables. `Engine.generate` takes one and never the
+        q_lens: tokens per row of the decode executables. `Engine.generate` takes one and never the
             others: they are planned, compiled and warmed for callers of `Engine.executables` who
             append several tokens in a step, which gives the logits after the last of them.
 

@@ -260,7 +260,7 @@ def check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any)
     if not traced[0]:
         new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
     described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
-    but = f"x {tuple(x.shape)} has {tokens} tokens a row"
+    but = f"x {tuple(x.shape)} has {tokens} tokens per row"
     Arguments(op).check_most(described, new, tokens, but)
     if traced[1]:
         return

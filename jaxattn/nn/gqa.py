@@ -307,7 +307,7 @@ class GroupedQueryAttention(Paged):
         return y, kv_cache, rest[0] if rest else None, *sent
 
     def packed_weights(self) -> Float[Array, "W"] | None:
-        """The norms of queries and keys for `decode`, as it reads them fastest; None without."""
+        """The norms of queries and keys for `decode`, as it reads them; None without norms."""
         if not self.qk_norm:
             return None
         return gqa.pack_gqa_weights(self.q_norm.weight[...], self.k_norm.weight[...])

@@ -63,9 +63,11 @@ def mixture_of_experts(
         down_scale: likewise.
         layer: index into the stacks, a Python int, a traced scalar, or the place in a pattern.
         arena: where the kernels keep what is between the products, regions of `scratch`.
-        listed: the work list of these `ids` and this x, where `choose_experts` made it.
-        apart: with an arena: kernels leave the sum to who reads it. It is then a `Unsummed`, whose
-            `total` is the array; that reads the arena as it is now.
+        listed: the kernels' work list of these `ids` and this x, where `choose_experts` has made
+            one. None: the op makes it.
+        apart: needs an arena. The kernels leave the sum over experts to the op that reads it next.
+            The result is then an `Unsummed`; its `total` is the array, and reads the arena as it
+            is at that time.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F a
             multiple of 128, I of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
 

@@ -236,7 +236,7 @@ def _templates(folder: Path, tokenizer: _Object) -> dict[str, Template]:
     found = {
         name: Template(source=text, path=paths[name])
         for name, text in texts.items()
-        if text is not None
+        if text  # an empty one would leave no prompt
     }
     return found or {
         name: Template(source=text, path=folder / TOKENIZER)
@@ -247,7 +247,7 @@ def _templates(folder: Path, tokenizer: _Object) -> dict[str, Template]:
 def _named_templates(tokenizer: _Object) -> dict[str, str]:
     value = tokenizer.values.get("chat_template")
     if value is None or isinstance(value, str):
-        return {} if value is None else {"default": value}
+        return {"default": value} if value else {}
     try:
         found = {each["name"]: each["template"] for each in value}
     except (TypeError, KeyError):

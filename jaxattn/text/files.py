@@ -67,6 +67,8 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
     Raises:
         TextError: it is something else.
     """
+    if not text.strip():
+        raise TextError(f"{path} is empty: copy it again, or remove it")
     try:
         values = json.loads(text)
     except RecursionError:

@@ -45,6 +45,27 @@ def test_what_was_kept_computes_the_same(folder):
     assert found.tolist() == [1, 3, 5, 7]
 
 
+def test_what_jaxs_cache_gave_is_kept_only_where_it_stays_whole(tmp_path):
+    """XLA for the CPU writes it down without its functions: the next process would have failed."""
+    cached = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in cached]
+    x = jnp.arange(99.0)
+    try:
+        for name, value in zip(cached, (str(tmp_path / "of JAX"), 0.0), strict=True):
+            jax.config.update(name, value)
+        for name in ("first", "again"):
+            lowered = jax.jit(lambda x: jnp.sin(x).sum() + 1).lower(x)
+            assert opened(tmp_path).compiled(name, lowered)(x).shape == ()
+            jax.clear_caches()
+        found = [opened(tmp_path).load(name) for name in ("first", "again")]
+        assert found[0] is not None and found[0](x).shape == ()
+        assert found[1] is None or found[1](x).block_until_ready().shape == ()
+    finally:
+        for name, value in zip(cached, before, strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
 def test_an_engine_of_kept_steps_traces_nothing_and_generates_the_same(tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))

@@ -159,7 +159,7 @@ def test_mla_prefill_and_decode_continue_the_training_forward(stack):
     for b, n in enumerate(lens):
         np.testing.assert_allclose(y[b, :n], expected[b, :n], rtol=1e-4, atol=1e-5)
         assert not np.any(y[b, n:])
-    for _ in range(3):  # two tokens a row at a time
+    for _ in range(3):  # two tokens per row at a time
         new = jnp.stack([x[b, n : n + 2] for b, n in enumerate(lens)])
         lens = lens + 2
         y, cache = decode(new, cache, lens, layer)
@@ -459,7 +459,7 @@ def test_gdn_names_slots_and_pools_that_do_not_fit(call, changed, error, words):
         (
             dict(query_lens=jnp.array([4, 0])),
             ValueError,
-            r"query_lens \(2,\) holds 4, but x \(2, 3, 24\) has 3 tokens a row",
+            r"query_lens \(2,\) holds 4, but x \(2, 3, 24\) has 3 tokens per row",
         ),
         (
             dict(seq_lens=[3, 1]),

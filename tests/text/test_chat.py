@@ -63,7 +63,11 @@ def test_bos_stands_once_where_the_template_writes_it(folder):
     assert shown == "<｜begin｜>hello"
 
 
-def test_a_folder_without_a_template_says_so(folder):
+@pytest.mark.parametrize("empty", [False, True], ids=["missing", "empty"])
+def test_a_folder_without_a_template_says_so(folder, empty):
+    if empty:
+        (folder / "chat_template.jinja").touch()
+        write_folder(folder, None, tokenizer_config={"chat_template": ""})
     tokenizer = load(folder)
     assert not tokenizer.has_chat_template
     with pytest.raises(TextError, match=f"{folder} has no chat template: add chat_template.jinja"):

@@ -174,7 +174,7 @@ def test_a_field_of_another_type_is_named_with_its_file(name, values, words, fol
 
 DAMAGED = {
     "no JSON": (b"hello", "is not JSON"),
-    "empty": (b"", "is not JSON"),
+    "empty": (b"", "is empty: copy it again, or remove it"),
     "no text": (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
     "a list": (b"[]", "must hold a JSON object; got list"),
     "nested": (b'{"a":' * 100_000, "nested too deeply"),

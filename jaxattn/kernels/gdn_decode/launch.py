@@ -91,7 +91,7 @@ def refuse(
             f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}"
         )
     if not 1 <= tokens <= MAX_TOKENS:
-        raise Refusal(f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens a row, got S={tokens}")
+        raise Refusal(f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens per row, got S={tokens}")
     if heads[1:] != (DIM, DIM):
         raise Refusal(f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}")
     if conv_state is not None and conv_state.shape[-2] != WIDTH - 1:

@@ -43,7 +43,8 @@ LEAST_PART, SHORT_PART = 4, 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PairSchedule:
-    """
+    """How the GPU's blocks share the pairs of a row and a key-value head, by `decode_schedule`.
+
     Attributes:
         line: the parts, of pairs p = row * Hk + head.
         arrived: uint32 [pairs * tiles], 0: `Arrivals.counts` of the calls that have this schedule,
@@ -53,8 +54,8 @@ class PairSchedule:
         num_kv_heads: Hk.
         q_len: S.
         window: keys that a token sees, or None.
-        fine: the same for a kernel that takes its bytes' time, with more parts than the GPU runs at
-            a time. None: there are not so many pairs.
+        fine: a second `line`, of more parts than the GPU runs at a time, for a kernel that memory
+            bounds. None: there are too few pairs for it.
         batch_invariant: whether a pair's result has the same bits whatever comes before it in its
             part.
     """

@@ -51,13 +51,21 @@ def scratch(
     fp8: bool = False,
     config: Config | None = None,
 ) -> ArenaSpec:
-    """Scratch of `mixture_of_experts`: what the experts make of the tokens, inside and out.
+    """What `mixture_of_experts` keeps in the arena between and behind the experts' products.
 
     Args:
         tokens: T, padding included.
-        dtype: of the products' operands, x's where weights are FP8.
-        fp8: whether they are.
-        config: how it is cut, where that was given.
+        top_k: K, experts per token.
+        experts: E.
+        hidden: F.
+        expert_size: I, columns of each expert.
+        dtype: of the products' operands: the weights', or x's where weights are FP8.
+        fp8: whether the weights are FP8.
+        config: how the kernels cut the products; None is what `mixture_of_experts` chooses.
+
+    Returns:
+        Regions `h`, inside of the experts, in `dtype`, and `y`, float32, their outputs. Both have
+        T * K rows and some more, so that each expert begins a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,

@@ -56,7 +56,7 @@ def chunk_gated_delta_rule(
         cu_seqlens: token offsets of n sequences packed in one row (B = 1), starting at 0. A
             zero-length sequence keeps its initial state bit for bit. Tokens past the last offset
             are padding: they may hold NaN and their output is 0.
-        chunk_size: tokens a chunk, a power of two from 16 to 128.
+        chunk_size: tokens per chunk, a power of two from 16 to 128.
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         split_tokens: tokens, a multiple of chunk_size, that one block of the kernel takes of a long
             sequence; the pieces are joined by their exact transitions. None chooses from T, n and
@@ -66,9 +66,9 @@ def chunk_gated_delta_rule(
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
 
     The gradient is the "xla" implementation's, whichever ran forward; a kernel for it may come
-    later. It recomputes the forward pass from the arguments and keeps one float32 state a chunk of
-    tokens, T / chunk_size x Dv x Dk a head, never one a token. What else it keeps grows as
-    T x (Dk + Dv + chunk_size) a head.
+    later. It recomputes the forward pass from the arguments and keeps one float32 state per chunk
+    and head, [Dv, Dk], never one per token. What else it keeps grows as
+    T x (Dk + Dv + chunk_size) per head.
 
     Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is, to a
     float32's rounding where the kernel splits: rows of different lengths can be padded with it.

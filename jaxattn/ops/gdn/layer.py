@@ -123,7 +123,7 @@ def gated_delta_net_decode(
         TypeError: an argument is no array, or its dtype does not fit.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
         Refusal: the named implementation refuses; the message says why. The kernel has
-            Dk = Dv = 128, W = 4, up to 8 tokens a row and 65,535 rows; "xla" has no such limits.
+            Dk = Dv = 128, W = 4, up to 8 tokens per row and 65,535 rows; "xla" has no such limits.
 
     Source: Qwen3-Next's layer; the slots per token are vLLM's for speculative decoding.
     """

@@ -58,11 +58,12 @@ def recurrent_gated_delta_rule(
     use_qk_l2norm: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """The same function one token at a time, in float32: the definition, and for a few tokens.
+    """`chunk_gated_delta_rule` one token at a time, in float32: the definition of the rule.
 
-    Arguments, results and errors are those of `chunk_gated_delta_rule`; `scale` may be traced.
-    Differentiable in both modes; in reverse at the cost of one saved state a token. It has no
-    kernel: "mosaic_gpu" is refused, as by an op whose kernel does not serve.
+    For a few tokens, and to compare with. Arguments, results and errors are those of
+    `chunk_gated_delta_rule`; `scale` may be traced. Differentiable in both modes; in reverse at the
+    cost of one saved state per token. It has no kernel: "mosaic_gpu" is
+    refused, as by an op whose kernel does not serve.
     """
     return recurrent_rule(
         "recurrent_gated_delta_rule",

@@ -82,7 +82,7 @@ def gqa_attention(
     if lengths is None:
         lengths = jnp.full(batch, tokens, jnp.int32)
     else:
-        but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
+        but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
         lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
 
     operands = q, k, v, None, None, lengths, lengths, None, sinks, gate, None

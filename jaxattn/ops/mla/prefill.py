@@ -129,7 +129,7 @@ def causal_attention(
     if lengths is None:
         lengths = jnp.full(batch, tokens, jnp.int32)
     else:
-        but = f"q {q.shape} has {tokens} tokens a row; give lengths of at most {tokens}"
+        but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
         lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
 
     def xla(*args: Any) -> tuple[jax.Array, jax.Array]:

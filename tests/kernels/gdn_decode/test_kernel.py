@@ -168,7 +168,7 @@ def test_writes_into_a_poisoned_arena(implementation):
 
 def test_refuses_what_it_has_no_code_for():
     case = gdn_case([0], num_slots=1, q_len=9)
-    with pytest.raises(NotImplementedError, match="1 to 8 tokens a row, got S=9"):
+    with pytest.raises(NotImplementedError, match="1 to 8 tokens per row, got S=9"):
         decode(case, "mosaic_gpu_interpret")
     case = gdn_case([0], num_slots=1)
     case.q, case.k, case.state = case.q[..., :64], case.k[..., :64], case.state[..., :64]

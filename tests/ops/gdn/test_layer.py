@@ -526,7 +526,7 @@ def test_as_many_blocks_fit_a_multiprocessor_as_a_configuration_counts_on(q_len,
 def test_refuses_what_it_has_no_code_for():
     case = make([0], num_slots=1, q_len=9)
     step = functools.partial(gated_delta_net_decode, implementation="mosaic_gpu_interpret")
-    with pytest.raises(NotImplementedError, match="1 to 8 tokens a row, got S=9; use .*'xla'"):
+    with pytest.raises(NotImplementedError, match="1 to 8 tokens per row, got S=9; use .*'xla'"):
         step(*case.args, layer=1)
     narrow = jnp.zeros((1, 2, 32, 32)), jnp.zeros((1, 3, 128)), jnp.zeros((1, 1, 192))
     state, conv_state, qkvz = narrow

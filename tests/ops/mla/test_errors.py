@@ -73,7 +73,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (
             dict(query_lens=np.array([2, 0], np.int32)),
             ValueError,
-            r"query_lens \(2,\) holds 2, but q \(2, 1, 3, 24\) has 1 tokens a row",
+            r"query_lens \(2,\) holds 2, but q \(2, 1, 3, 24\) has 1 tokens per row",
         ),
         (
             dict(kv_cache=np.zeros((5, 16, 24), jnp.float8_e5m2)),
@@ -203,7 +203,7 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
         mla.causal_attention(GOOD["q"], jnp.bfloat16(GOOD["q"]), GOOD["q"], scale=1.0)
     with pytest.raises(
         ValueError,
-        match=r"causal_attention: lengths \(2,\) holds 2, but q \(2, 1, 3, 24\) has 1 tokens a row",
+        match=r"causal_attention: lengths \(2,\) holds 2, but q \(2, 1, 3, 24\) has 1 tokens per",
     ):
         mla.causal_attention(*[GOOD["q"]] * 3, scale=1.0, lengths=np.array([2, 0], np.int32))
     q = np.zeros((2, 3, HEADS, NOPE + ROPE), np.float32)
@@ -216,7 +216,7 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
         (dict(q=q[..., 1:]), r"q's last axis.*\(2, 3, 2, 13\).*\(2, 6, 16\)"),
         (
             dict(query_lens=np.array([4, 0], np.int32)),
-            r"query_lens \(2,\) holds 4, but q .*3 tokens a row",
+            r"query_lens \(2,\) holds 4, but q .*3 tokens per row",
         ),
         (
             dict(seq_lens=np.array([0, 70], np.int32)),
