@@ -25,6 +25,9 @@ from jaxattn.ops.mla.append import mla_append as mla_append
 from jaxattn.ops.mla.append import pack_mla_weights as pack_mla_weights
 from jaxattn.ops.mla.cache import mla_cache_write as mla_cache_write
 from jaxattn.ops.mla.decode import mla_decode as mla_decode
+from jaxattn.ops.mla.decode_met import mla_decode_met as mla_decode_met
+from jaxattn.ops.mla.meeting import Meeting as Meeting
+from jaxattn.ops.mla.meeting import meeting_room as meeting_room
 from jaxattn.ops.mla.merge import merge_attention_states as merge_attention_states
 from jaxattn.ops.mla.prefill import causal_attention as causal_attention
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill

@@ -69,6 +69,7 @@ from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
 from jaxattn.bench.tables import show, store
 from jaxattn.cli.command import exit_code
+from jaxattn.cli.options import ProseHelpFormatter
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.formats import CACHE_FORMATS
 from jaxattn.kernels.hopper.machine import require_hopper
@@ -98,18 +99,23 @@ COMMANDS: dict[str, Callable[[list[str], str], int]] = {
 }
 
 
+WHATS = (*MODULES, "step", "plot")
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
+    """The options of what has no command of its own; ends with a message where they do not fit."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
-    whats = (*MODULES, "step", "plot")
-    parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(whats)}")
+    parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(WHATS)}")
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
     parser.add_argument(
-        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        help="which kernels run (default: the best)",
     )
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
     parser.add_argument("--all", action="store_true", help="every published shape")
@@ -124,13 +130,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--kv-cache-dtype",
         choices=CACHE_FORMATS,
         default="auto",
-        help="of mla and gqa only the shapes whose cache stores this; auto is all",
+        help="with mla and gqa, only the shapes whose cache stores this; auto is all",
     )
     parser.add_argument(
-        "--no-peers", action="store_true", help="neither XLA's times nor those of other packages"
+        "--no-peers", action="store_true", help="leaves out XLA's times and those of other packages"
     )
     parser.add_argument(
-        "--no-xla", action="store_true", help="not XLA's times, which take most of a run"
+        "--no-xla", action="store_true", help="leaves out XLA's times, which take most of a run"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows here as they come"
@@ -142,9 +148,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="draw a roofline, and for gdn bars of the times (needs matplotlib)",
     )
     args = parser.parse_args(argv)
-    if args.what not in whats:
+    check(parser, args)
+    return args
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends with a message where options do not fit, before all the measuring."""
+    if args.what not in WHATS:
         named = f"no bench {args.what!r}; there are" if args.what else "name a bench:"
-        parser.error(f"{named} {', '.join((*whats, *COMMANDS))}")
+        parser.error(f"{named} {', '.join((*WHATS, *COMMANDS))}")
     if (args.what == "plot") != (args.run is not None):
         parser.error("RUN.json goes with plot, and plot with RUN.json")
     if args.what == "plot" and args.plot is None:
@@ -166,7 +178,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(
                 f"--kv-cache-dtype {args.kv_cache_dtype}: {args.what} has no shape of such a cache"
             )
-    for name in ("json", "plot"):  # before all the measuring
+    for name in ("json", "plot"):
         path = getattr(args, name)
         if path is None:
             continue
@@ -187,7 +199,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
             require_hopper("--implementation mosaic_gpu", interpret=False)
         except Refusal as error:
             parser.error(str(error))
-    return args
 
 
 def spelled(label: str) -> str:

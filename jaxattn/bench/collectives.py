@@ -39,6 +39,7 @@ from jaxattn.bench.card import short_of_devices
 from jaxattn.bench.parallel_layout import COLLECTIVES
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import gpu_launches, seconds
+from jaxattn.cli.options import ProseHelpFormatter
 from jaxattn.engine.runner import in_turn
 from jaxattn.models.base import jit_step
 from jaxattn.models.layer_cache import CacheSize
@@ -62,13 +63,15 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} collectives",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
-    parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="of the sums")
-    parser.add_argument("--kib", type=int, nargs="+", default=list(KIB), help="of each GPU's array")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs that sum")
+    parser.add_argument(
+        "--kib", type=int, nargs="+", default=list(KIB), help="KiB of each GPU's array"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--nccl", action="store_true", help="without XLA's own kernel")
-    parser.add_argument("--turns", type=int, default=TURNS, help="of a loop")
+    parser.add_argument("--nccl", action="store_true", help="turns XLA's own kernel off")
+    parser.add_argument("--turns", type=int, default=TURNS, help="turns of a loop")
     parser.add_argument("--filler", type=int, default=FILLER, help="numbers between two sums")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.tables import show
+from jaxattn.cli.options import ProseHelpFormatter
 
 UNITS = ("us", "ms", "s", "tokens/s")
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str], program: str) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{program} compare",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
     parser.add_argument("a", type=Path, metavar="A.json")
     parser.add_argument("b", type=Path, metavar="B.json")

@@ -30,6 +30,7 @@ from jaxattn.bench.ceilings import copy_bandwidth
 from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import launches, rotation, seconds
 from jaxattn.bench.written import written
+from jaxattn.cli.options import ProseHelpFormatter
 from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.core.fp8_blocks import block_counts
 from jaxattn.models.base import compiler_options
@@ -210,11 +211,25 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} dense",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=tuple(MODELS),
+        default=list(MODELS),
+        help="models whose products are timed",
+    )
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(ROWS), help="tokens of a product"
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        default=list(WAYS),
+        help="ways to compute it (default: all)",
+    )
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as they come")
     args = parser.parse_args(argv)

@@ -44,6 +44,7 @@ from jaxattn.bench.host_queue import PROMPT, WARM, generated, queued, requests
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
+from jaxattn.cli.options import ProseHelpFormatter
 from jaxattn.core.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.outcome import Completion, FinishReason
@@ -60,11 +61,15 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} host",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="a shipped configuration")
-    parser.add_argument("--rows", type=int, nargs="+", default=[4, 64, 256], help="that decode")
-    parser.add_argument("--steps", type=int, default=2000, help="that count, of each run")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[4, 64, 256], help="rows that decode"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="steps of each run that are counted"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="runs of either kind")
     parser.add_argument(
         "--steps-per-round", type=int, metavar="N", help="steps of a call; the engine chooses"

@@ -10,11 +10,12 @@ DeepSeek-V3's.
 
 `us` is a layer's share of a loop over layers in turn: a loop less a shorter one. `roof us` is what
 the latents of a GPU take, read once at the card's rate. `kernels us` are a layer's kernels, by a
-profile. Of these `attention us` attend and merge a GPU's own pieces; `gather us` and `exchange us`
-are the two collectives, waiting included; the launches of `jaxattn.ops.peer_exchange` are both in
-the latter. `efficiency` is per doubling of the GPUs: 1 if twice the GPUs take half the time.
-`relative error` is that of the output, beside XLA's on one GPU. With `--nccl` rows of several GPUs
-come twice, the second time with XLA's collectives in place of those launches.
+profile. Of these `attention us` attend and merge a GPU's own pieces; `meeting us` merge these, send
+them and merge all GPUs' in one launch; `gather us` and `exchange us` are the two collectives,
+waiting included; the launches of `jaxattn.ops.peer_exchange` are both in the latter. `efficiency`
+is per doubling of the GPUs: 1 if twice the GPUs take half the time. `relative error` is that of the
+output, beside XLA's on one GPU. With `--apart` rows of several GPUs come once more, merged, sent
+and merged again in launches of their own; with `--nccl` once more, by XLA's collectives.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,21 +45,24 @@ from jaxattn.bench.tables import show, store
 from jaxattn.bench.timing import launches, seconds_more
 from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.mailbox import Mailbox, addressed
 from jaxattn.engine.runner import in_turn
 from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.models.base import jit_step
 from jaxattn.models.mixers import attended
-from jaxattn.ops.all_reduce_norm import Mailbox, addressed
-from jaxattn.parallel import Group, Parallel, Spread, pieces_of, rank
+from jaxattn.parallel import First, Group, Parallel, Spread, gathered_in, pieces_of, rank
 from jaxattn.parallel.peers import peers_reach
 
 HEADS = (32, 128)
 LAYERS = 4  # read in turn, so that none is in L2
-TIMES = 6  # that the longer loop has all layers
+TIMES = (
+    26  # that the longer loop has all layers: 2 ms of a shorter one were within the host's noise
+)
 MOST_ERROR = 8e-3  # parts and their sum are rounded to bfloat16
 COMPILERS = 8  # threads
-# What a kernel does by a part of its name or its instruction's.
+# What a kernel does by a part of its name or its instruction's, the first that is there.
 KINDS = {
+    "meeting us": ("mla_decode_meet",),
     "attention us": ("mla_decode",),
     "gather us": ("allgather", "all-gather", "all_gather"),
     "exchange us": ("sendrecv", "alltoall", "all-to-all", "all_to_all", "peer_exchange"),
@@ -76,6 +80,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="one run for each")
     parser.add_argument("--layers", type=int, default=LAYERS, help="caches, read in turn")
     parser.add_argument("--nccl", action="store_true", help="XLA's collectives too")
+    parser.add_argument("--apart", action="store_true", help="merged and sent apart too")
+    parser.add_argument("--compile", action="store_true", help="fill the cache of programs: no run")
     parser.add_argument("--no-check", action="store_true", help="not the output beside XLA's")
     parser.add_argument(
         "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
@@ -90,6 +96,11 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     return args
 
 
+# How the outputs of several GPUs come together: in the launch that merges a GPU's own, with pages
+# that the gather asks for or without, in launches apart, or by XLA's collectives.
+type Sent = Literal["met", "not ahead", "apart", "XLA"]
+
+
 class Row:
     """One row's attention over a number of GPUs: compiled from shapes, filled, then timed."""
 
@@ -101,7 +112,7 @@ class Row:
         tokens: int,
         layers: int = LAYERS,
         implementation: Implementation | None = None,
-        nccl: bool = False,
+        sent: Sent = "met",
     ):
         self.heads, self.gpus, self.tokens, self.layers = heads, gpus, tokens, layers
         self.implementation = implementation
@@ -110,9 +121,15 @@ class Row:
         self.stripes = -(-tokens // (PAGE * gpus))
         own = self.parallel.axes("tensor") or None
         self.by_heads = PartitionSpec(None, None, own)
-        by_launches = gpus > 1 and not nccl and implementation != "xla"
+        by_launches = gpus > 1 and sent != "XLA" and implementation != "xla"
         by_launches = by_launches and peers_reach(self.group.devices)
         self.pieces = pieces_of(heads // gpus, DIM, RANK) if by_launches else None
+        self.room = None
+        self.ahead = sent == "met"  # the gather asks for pages
+        gathered = gathered_in(heads // gpus * DIM)
+        if self.pieces and gathered and sent in ("met", "not ahead"):
+            self.room = mla.meeting_room(1, heads, max_pages=self.stripes, page_size=PAGE)
+            self.pieces = gathered if self.room else self.pieces
         self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
         self._loops: dict[int, Any] = {}
         self.state: Any = None
@@ -140,9 +157,9 @@ class Row:
         sizes: Any = dict(batch=rows, q_len=q_len, num_heads=heads)
         return Arena.allocate(mla.scratch(**sizes, max_pages=self.stripes, page_size=PAGE))
 
-    def _mailbox(self) -> Mailbox | None:
-        """That rows are sent through; None where XLA's collectives do it."""
-        return self.pieces and Mailbox.empty(self.gpus, *self.pieces)
+    def _mailbox(self) -> list[Mailbox]:
+        """That rows are sent through, and that outputs meet by; none where XLA does it."""
+        return [Mailbox.empty(self.gpus, *room) for room in (self.pieces, self.room) if room]
 
     def _loop(self, turns: int, queries: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         cache, arena, mailbox = state
@@ -163,29 +180,33 @@ class Row:
             # The queries of a layer exist once the output of the layer before it does.
             queries, _ = lax.optimization_barrier((queries, before))
 
-            def attend(parts: Any, tables: Any, lens: Any) -> tuple[Any, Any, list[Any]]:
-                out, lse, kept = mla.mla_decode(
-                    parts[0],
-                    cache,
-                    tables,
-                    lens,
+            def attend(
+                parts: Any, tables: Any, lens: Any, **meeting: Any
+            ) -> tuple[Any, Any, list[Any]]:
+                given: Any = dict(
                     scale=SCALE,
                     layer=layer,
                     schedule=schedule,
                     arena=arena,
                     implementation=self.implementation,
                 )
+                if meeting:
+                    found = mla.mla_decode_met(parts[0], cache, tables, lens, **given, **meeting)
+                    out, kept, after = found
+                    return out, after, [kept]
+                out, lse, kept = mla.mla_decode(parts[0], cache, tables, lens, **given)
                 return out, lse, [kept]
 
             if spread is None:
                 out, _, rest = attend([queries], tables, Within(seen, self.stripes * PAGE))
             else:
                 meeting = spread
-                if mailbox is not None and self.pieces:
+                if mailbox and self.pieces:
                     options: Any = dict(implementation=self.implementation)
-                    meeting = spread.exchanging(mailbox, pieces=self.pieces[0], **options)
-                out, rest, sent = meeting.attend([queries], attend)
-                mailbox = sent[0] if sent else None
+                    options |= dict(zip(["meeting"], mailbox[1:], strict=False))
+                    meeting = spread.exchanging(mailbox[0], pieces=self.pieces[0], **options)
+                first = First(cache, layer, schedule) if self.ahead else None
+                out, rest, mailbox = meeting.attend([queries], attend, first)
             return (queries, lax.optimization_barrier(out), rest[0], mailbox), None
 
         layers = jnp.arange(turns) % self.layers
@@ -214,7 +235,7 @@ class Row:
             return lax.map(of, jnp.arange(self.layers)), self._arena(), self._mailbox()
 
         pages, arena, mailbox = self.group.make(made, self.state_specs)
-        self.state = jax.block_until_ready((pages, arena, mailbox and addressed(mailbox)))
+        self.state = jax.block_until_ready((pages, arena, [addressed(each) for each in mailbox]))
         drawn = np.random.default_rng(1).standard_normal((1, 1, self.heads, DIM), np.float32)
         self.queries = self.group.put(drawn.astype(jnp.bfloat16), self.by_heads)
 
@@ -225,6 +246,11 @@ class Row:
     def output(self) -> np.ndarray:
         """[H, R] of the last layer."""
         return reference.exact(self(self.layers))[0, 0]
+
+    def sent_by(self) -> str:
+        if self.room:
+            return "one launch" if self.ahead else "one launch, nothing asked for"
+        return "" if self.gpus == 1 else "launches" if self.pieces else "XLA"
 
     def time(self) -> dict[str, Any]:
         """A row of the table."""
@@ -237,14 +263,16 @@ class Row:
             share = each.seconds / self.gpus / many * 1e6
             kinds["kernels us"] += share
             for kind, words in KINDS.items():
-                kinds[kind] += share * any(word in name for word in words)
+                if any(word in name for word in words):
+                    kinds[kind] += share
+                    break
         moved = self.tokens * DIM * 2 / self.gpus
         card = rate(self.group.devices[0].device_kind, None)
         return {
             "H": self.heads,
             "T": self.tokens,
             "GPUs": self.gpus,
-            "sent by": "" if self.gpus == 1 else "launches" if self.pieces else "XLA",
+            "sent by": self.sent_by(),
             "us": took * 1e6,
             "roof us": moved / card * 1e6 if card else "",
             **kinds,
@@ -262,15 +290,22 @@ def main(argv: Sequence[str], program: str) -> int:
         return 2
     result = {**record.begin("long-row", program, ["long-row", *argv]), "rows": []}
     sizes: Any = dict(tokens=args.tokens, layers=args.layers)
+    ways: list[Sent] = ["met"]
+    if args.apart:
+        ways += ["not ahead", "apart"]
+    if args.nccl:
+        ways.append("XLA")
     rows = [
-        Row(heads, gpus, **sizes, implementation=args.implementation, nccl=nccl)
+        Row(heads, gpus, **sizes, implementation=args.implementation, sent=sent)
         for heads in args.heads
         for gpus in args.gpus
-        for nccl in ((False, True) if args.nccl and gpus > 1 else (False,))
+        for sent in (ways if gpus > 1 else ways[:1])
     ]
     checked = [] if args.no_check else args.heads
     alone = {heads: Row(heads, 1, **sizes, implementation="xla") for heads in checked}
     compile_all([*rows, *alone.values()])
+    if args.compile:
+        return 0
     expected = {heads: _output(row) for heads, row in alone.items()}
     for row in rows:
         row.fill()

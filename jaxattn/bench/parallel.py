@@ -49,6 +49,7 @@ from jaxattn.bench.card import short_of_devices
 from jaxattn.bench.model.named import UnknownModel, find
 from jaxattn.bench.parallel_layout import Layout, Options
 from jaxattn.bench.tables import show, store
+from jaxattn.cli.options import LAYOUT, ProseHelpFormatter
 from jaxattn.models import divided
 from jaxattn.parallel import ALONE, Parallel
 
@@ -61,13 +62,16 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} parallel",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
     parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128], help="of decode steps")
-    parser.add_argument("--tokens", type=int, default=4096, help="of each row")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each row")
     for field in dataclasses.fields(Parallel):
-        parser.add_argument(f"--{field.name}", type=int, default=1, metavar="N")
+        name = field.name
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=LAYOUT[name])
     parser.add_argument(
         "--also",
         nargs="+",
@@ -89,10 +93,12 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         help="also time steps with one launch per sum, residual and norm, up to the most rows that "
         "one launch takes",
     )
-    parser.add_argument("--not-alone", action="store_true", help="not the step on one GPU")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
+    parser.add_argument("--not-alone", action="store_true", help="leaves out the step on one GPU")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, caches and tokens")
     parser.add_argument(
-        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        help="which kernels run (default: the best)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)

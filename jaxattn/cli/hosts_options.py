@@ -10,12 +10,14 @@ def add(root: argparse.ArgumentParser) -> None:
     group = root.add_argument_group(
         "several hosts", "one engine over the GPUs of several processes; docs/several-gpus.md"
     )
-    group.add_argument("--processes", metavar="N", type=size, help="of the engine (default: 1)")
+    group.add_argument(
+        "--processes", metavar="N", type=size, help="processes of the engine (default: 1)"
+    )
     group.add_argument(
         "--process",
         metavar="I",
         type=number(int, lambda x: x >= 0, "a number of a process: use 0 or more"),
-        help="which of them this is; 0 takes requests (default: none)",
+        help="number of this process; 0 takes requests (default: none)",
     )
     group.add_argument(
         "--coordinator",

@@ -55,9 +55,16 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         written = action.help and "(default: " in action.help
-        if action.default is None or action.default is False or written:
+        default = action.default
+        if default is None or default is False or default == [] or written:
             return action.help
+        if isinstance(default, list):
+            return f"{action.help} (default: {' '.join(map(str, default))})"
         return super()._get_help_string(action)
+
+
+class ProseHelpFormatter(argparse.RawDescriptionHelpFormatter, HelpFormatter):
+    """The same, with a description that keeps its lines."""
 
 
 def in_options(error: Exception | str) -> str:
@@ -106,7 +113,7 @@ def add_dense(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dense",
         choices=("fp8", "bfloat16"),
-        help="what an FP8 model's matrices beside its routed experts are kept in; bfloat16 takes "
+        help="format of an FP8 model's matrices beside its routed experts; bfloat16 takes "
         f"twice the bytes of fp8 (default: {DENSE})",
     )
 

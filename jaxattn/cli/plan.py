@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         default="h200",
         help=f"{', '.join(KNOWN)}, or its memory, as in 96GiB",
     )
-    root.add_argument("--gpus", metavar="N", type=size, default=1, help="that hold the model")
+    root.add_argument("--gpus", metavar="N", type=size, default=1, help="GPUs that hold the model")
     root.add_argument(
         "--attention",
         choices=("data", "tensor"),
@@ -81,7 +81,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="F",
         type=fraction,
         default=0.9,
-        help="of the device's total memory, for arrays and XLA's temp; the driver's is beside it",
+        help="fraction of the device's total memory for arrays and XLA's temp; the driver's memory "
+        "comes on top",
     )
     root.add_argument("--batch", metavar="N", type=size, default=128, help="rows of a GPU")
     root.add_argument(
@@ -144,15 +145,31 @@ def run(options: argparse.Namespace) -> int:
         memory = known_device(options.device)
         limits, placement = read_limits(options, model)
         parallel = read_layout(options)
+        check_layout(options, parallel)
         found, refused = make(model, memory, limits, placement, parallel)
     except (DeviceError, ValueError) as error:
         raise InputError(in_options(error)) from error
     if naive:
-        naive = [
-            *of_model(model, max(limits.q_lens) * limits.batch, placement.ways, found["arena"]),
-            *naive,
-        ]
+        rows = max(limits.q_lens) * limits.batch // parallel.data
+        ways = placement.ways if parallel.gpus == 1 else parallel.tensor
+        naive = [*of_model(model, rows, ways, found["arena"]), *naive]
     return tell(found, refused, options, naive)
+
+
+def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
+    """Raises InputError for options that a plan of a layout would not obey."""
+    if parallel.gpus == 1:
+        return
+    given = {
+        "--gpus": options.gpus not in (1, parallel.gpus),
+        "--attention": options.attention != "data",
+        "--cache-dtype": options.cache_dtype is not None,
+    }
+    for flag in (flag for flag, wrong in given.items() if wrong):
+        raise InputError(
+            f"{flag} is for a plan without a layout, and {parallel.flags} is one, of "
+            f"{parallel.gpus} GPUs: leave {flag} out"
+        )
 
 
 def make(

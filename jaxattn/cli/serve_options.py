@@ -51,12 +51,12 @@ def add_model(root: argparse.ArgumentParser) -> None:
         "--model",
         metavar="FOLDER_OR_NAME",
         help="folder with config.json and safetensors, or a name on the Hugging Face hub such as "
-        "org/name, of which the files that are needed are fetched (default: the embedded model)",
+        "org/name, whose files are fetched (default: the embedded model)",
     )
     group.add_argument(
         "--checkpoint",
         metavar="DIR",
-        help="the same: how --model was called before (default: see --model)",
+        help="older name of --model (default: see --model)",
     )
     group.add_argument(
         "--revision",
@@ -66,25 +66,25 @@ def add_model(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
-        help="of a published model's weights and products (default: bfloat16)",
+        help="dtype of a published model's weights and products (default: bfloat16)",
     )
     group.add_argument(
         "--experts",
         choices=("fp8", "bfloat16"),
-        help="what a published model's routed experts are kept in; bfloat16 takes twice the bytes "
+        help="format of a published model's routed experts; bfloat16 takes twice the bytes "
         "of fp8 (default: fp8 where the folder has them in FP8)",
     )
     add_dense(group)
     group.add_argument(
         "--implementation",
         choices=("mosaic_gpu", "mosaic_gpu_interpret", "xla"),
-        help="of the decode kernels (default: the best for the device)",
+        help="which decode kernels run (default: the best for the device)",
     )
     group.add_argument(
         "--device",
         choices=("auto", "cpu", "gpu"),
         default="auto",
-        help="auto is what JAX prefers",
+        help="where the model runs; auto is what JAX prefers",
     )
 
 
@@ -95,8 +95,8 @@ def add_prompts(root: argparse.ArgumentParser) -> None:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="may be repeated; - reads one prompt from stdin, shorter than --max-model-len "
-        "(default: six that begin Python code)",
+        help="a text to continue; may be repeated; - reads one from stdin, shorter than "
+        "--max-model-len (default: six that begin Python code)",
     )
     group.add_argument(
         "--chat",
@@ -113,7 +113,7 @@ def add_prompts(root: argparse.ArgumentParser) -> None:
         "--max-tokens",
         metavar="N",
         type=size,
-        help=f"generated for each prompt (default: {MAX_TOKENS}; with --chat as many as "
+        help=f"tokens to generate for each prompt (default: {MAX_TOKENS}; with --chat as many as "
         "--max-model-len leaves)",
     )
     group.add_argument(
@@ -163,7 +163,7 @@ def add_sampling(root: argparse.ArgumentParser) -> None:
         metavar="N",
         type=number(int, lambda x: 0 <= x < 2**32, "a seed: use 0 to 4294967295"),
         default=0,
-        help="with the prompt's number and the position it decides every draw",
+        help="decides every draw, together with the prompt's number and the token's position",
     )
 
 

@@ -28,7 +28,7 @@ def add(root: argparse.ArgumentParser) -> None:
         "--served-name",
         metavar="NAME",
         action="append",
-        help="of the model in requests and answers; may be repeated (default: its own)",
+        help="name of the model in requests and answers; may be repeated (default: its own)",
     )
     group.add_argument(
         "--api-key-file",

@@ -11,21 +11,17 @@ tokens, the limit) the device sees by itself. Stop strings reach it one step lat
 rounds, and what those told of the row is dropped.
 """
 
-import dataclasses
 import functools
-import time
 from collections import deque
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
-from jaxattn.engine.advance import End
 from jaxattn.engine.batches import Chunk, packed_chunks
 from jaxattn.engine.endings import Endings
+from jaxattn.engine.flights import Flight, Reader, Running
 from jaxattn.engine.grammar import masks
 from jaxattn.engine.model_steps import EntryPoint, round_of
-from jaxattn.engine.request import Request
 from jaxattn.engine.row import Row
 from jaxattn.engine.runner import Runner
 from jaxattn.engine.sampling import Level
@@ -39,53 +35,6 @@ from jaxattn.engine.steps import prompts_together
 # host can see (a stop string) wastes a token for each, so beside such a row there is one. One of
 # several steps is long enough alone.
 ROUNDS_AHEAD = 2
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Running:
-    """The rows that decode, worked out once for all rounds in which they stay the same.
-
-    Attributes:
-        lines: the rows of a step, by their places; -1 is padding.
-        places: the rows.
-        moved: int32 [B], tokens that a step is counted to give each of them; at most so many come.
-        most: steps that one call may run of them.
-        rows: those of the lines; None is padding.
-        requests: theirs, and `texts` what each has generated.
-        kept: their lines among all.
-        plain: whether the host only hands their tokens on.
-        changes: of the scheduler, when they were found.
-    """
-
-    lines: np.ndarray
-    places: np.ndarray
-    moved: np.ndarray
-    most: int
-    rows: list[Row | None]
-    requests: list[Request]
-    texts: list[list[int]]
-    level: Level
-    kept: np.ndarray
-    grammars: bool
-    plain: bool
-    changes: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Flight:
-    """What a step in flight will tell.
-
-    Attributes:
-        told: of `advance`, or logits that nobody samples.
-        rows: those that it is about, by their line; None is padding.
-        running: of a decode step; None of a prefill step.
-        steps: how many decode steps it is.
-    """
-
-    told: jax.Array
-    rows: Sequence[Row | None]
-    running: Running | None = None
-    steps: int = 1
 
 
 class Loop:
@@ -106,7 +55,7 @@ class Loop:
         self._running: Running | None = None
         self._steady = 0  # steps that the rows which decode can still go on for as they are
         self._together = prompts_together(scheduler.limits)
-        self._read_at = time.perf_counter()
+        self._reader = Reader(scheduler, endings)
 
     @property
     def stats(self) -> Stats:
@@ -119,7 +68,7 @@ class Loop:
     def round(self) -> None:
         """Sends the next steps, then reads those of the round before."""
         if not self._flights:
-            self._read_at = time.perf_counter()
+            self._reader.begin()
         seal = self.runner.seal
         counts = seal.counts_next
         if counts:
@@ -353,7 +302,7 @@ class Loop:
 
     def _read_round(self) -> None:
         for flight in self._flights.popleft():
-            self._read(flight)
+            self._reader.read(flight)
 
     def _read_first_tokens(self) -> None:
         """Reads the prefill step of this round if it gave first tokens: nobody waits for the decode
@@ -365,48 +314,4 @@ class Loop:
                 while len(self._flights) > 1:
                     self._read_round()
                 del self._flights[-1][0]
-                self._read(flight)
-
-    def _read(self, flight: Flight) -> None:
-        """Waits for a step. Steps end in the order in which they were sent, so the time since the
-        one before it is its own.
-        """
-        tells = any(row is not None for row in flight.rows)
-        before = time.perf_counter()
-        if tells:
-            told = np.asarray(flight.told)
-        else:
-            flight.told.block_until_ready()
-        now = time.perf_counter()
-        self.stats.waited_seconds += now - before
-        spent, self._read_at = now - self._read_at, now
-        running = flight.running
-        if running is None:
-            self.stats.prefill_seconds += spent
-            if tells:
-                self.endings.take(flight.rows, told)
-            return
-        self.stats.decoded_tokens += self._taken(flight, running, told)
-
-    def _taken(self, flight: Flight, running: Running, told: np.ndarray) -> int:
-        """How many tokens a call of decode steps gave."""
-        if flight.steps == 1:
-            if told.ndim == 3:
-                return self._taken_drafts(running, told)
-            told = told[None]
-        if running.plain and running.changes == self.scheduler.changes:
-            own = told if len(running.kept) == told.shape[1] else told[:, running.kept]
-            if not np.count_nonzero(own[:, :, 1]):
-                return self.endings.take_plain(running.requests, running.texts, own[:, :, 0])
-        return sum(self.endings.take(running.rows, step) for step in told)
-
-    def _taken_drafts(self, running: Running, told: np.ndarray) -> int:
-        """How many tokens a step with drafts gave: int32 [b, S, 2] of `verify`."""
-        tokens = told.shape[1]
-        counts = np.count_nonzero(told[:, :, 1] != End.IDLE, axis=1)
-        for row, count in zip(running.rows, counts.tolist(), strict=False):
-            if row is not None and not row.ended:
-                self.scheduler.guessed_wrong(row, tokens - count)
-        first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
-        self.stats.guessed_tokens += sum(others)
-        return first + sum(others)
+                self._reader.read(flight)

@@ -41,6 +41,7 @@ from jaxattn.kernels.hopper.fragments import (
     PRODUCT,
     ROWS,
     by_thread,
+    load_of_block,
     product_of,
     threads,
 )
@@ -62,11 +63,11 @@ COLUMNS = 128  # most tokens of a block
 CONSUMERS = 2  # warpgroups that multiply
 MOST_STAGES = 8
 BARRIER_BYTES = 2048  # left for barriers and alignment
-MOST_PARTS = 7  # blocks of a cluster
-# Multiprocessors of a group, in which a cluster has to fit: 14, 16 or 18, of 8 groups.
-GROUPS, OF_GROUP = 8, 14
+# Clusters of so many blocks that run at a time, a block on a multiprocessor. A cluster has to fit in
+# one of the groups of multiprocessors, which are of 10 to 18.
+AT_A_TIME = {1: NUM_SMS, 2: 64, 3: 40, 4: 28}
 # What a block takes beside its steps, and what a cluster's sums take, in steps.
-BEGINNING, SUMMING = 4, 2
+BEGINNING, SUMMING = 5, 4
 
 
 def columns_of(tokens: int) -> tuple[int, int]:
@@ -89,11 +90,10 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
     """
 
     def time(parts: int) -> int:
-        at_a_time = NUM_SMS if parts == 1 else GROUPS * (OF_GROUP // parts)
-        turns = -(-tiles // at_a_time)
+        turns = -(-tiles // AT_A_TIME[parts])
         return turns * (-(-steps // parts) + BEGINNING) + SUMMING * (parts > 1)
 
-    parts = min(range(1, min(MOST_PARTS, steps) + 1), key=time)
+    parts = min((each for each in AT_A_TIME if each <= steps), key=time)
     room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
     room -= sums_bytes(columns) * (gated or parts > 1)
     stage = BLOCK * (CONSUMERS * ROWS + 2 * columns)
@@ -426,15 +426,16 @@ class Block:
 
     def _sum_of_parts(self, half: Any, first: Any, some: int) -> jax.Array:
         cut, refs = self.cut, self.refs
-        numbers, found = pl.ds(pl.multiple_of(first * ROWS, NUMBERS), some * ROWS), []
+        begin, found = pl.multiple_of(first * ROWS, NUMBERS), []
         for other in range(cut.parts):
+            if cut.parts > 1 and refs.apart_ref is None:
+                found.append(load_of_block(refs.sums_smem.at[half], begin, some, other))
+                continue
+            source = refs.sums_smem.at[half]
             if refs.apart_ref is not None:
                 source = refs.apart_ref.at[other, self.number, half]
-            elif cut.parts > 1:
-                source = plgpu.cluster_ref(refs.sums_smem.at[half], {"part": jnp.int32(other)})
-            else:
-                source = refs.sums_smem.at[half]
-            found.append(plgpu.load(source.at[numbers], layout=threads(some), optimized=False))
+            numbers = source.at[pl.ds(begin, some * ROWS)]
+            found.append(plgpu.load(numbers, layout=threads(some), optimized=False))
         return sum(found[1:], found[0])
 
     def _store(self, column: Any, y: jax.Array) -> None:

@@ -15,13 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper import inbox as peers
+from jaxattn.kernels.hopper.ahead import Ahead, ask
 from jaxattn.kernels.hopper.launch import launch
 
 MOST_FEATURES = 8192
+# Of 16 bytes that a thread looks at together: those of four GPUs' pieces of 4,608 numbers. One GPU
+# after another, each took a look of its own.
+LOADS = 36
 
 
 def exchanges(features: int, gpus: int) -> bool:
@@ -36,12 +41,16 @@ def peer_exchange_mosaic(
     addresses: jax.Array,
     *,
     axes: tuple[str, ...],
+    room: int = 0,
+    ahead: Ahead | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(what came, inbox, counts), as `jaxattn.ops.peer_exchange` documents it.
 
     Args:
         part: bfloat16 [T, 1, P, F] for all GPUs, or [T, N, P, F] of a piece for each.
+        room: zeros behind the pieces of the N GPUs, as of so many more.
+        ahead: what the next launch reads first, which blocks of their own ask for.
     """
     op = "peer_exchange"
     peers.check(op, inbox, axes, interpret)
@@ -56,31 +65,46 @@ def peer_exchange_mosaic(
     [part] = without_gradient(op, (part,))
     layout = peers.layout_of(features)
 
-    def body(part_ref, addresses_ref, inbox_ref, counts_ref, out_ref) -> None:
-        row, piece = lax.axis_index("row"), lax.axis_index("piece")
-        place = row * pieces + piece
+    blocks = rows * pieces
+
+    def body(part_ref, addresses_ref, inbox_ref, counts_ref, out_ref, **first) -> None:
+        place = lax.axis_index("block")
+        if ahead is not None:
+            pl.when(place >= blocks)(lambda: ask(place - blocks, first))
+        pl.when(place < blocks)(
+            lambda: meet(place, part_ref, addresses_ref, inbox_ref, counts_ref, out_ref)
+        )
+
+    def meet(place, part_ref, addresses_ref, inbox_ref, counts_ref, out_ref) -> None:
+        row, piece = lax.div(place, pieces), lax.rem(place, pieces)
         call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features)
         sent = [
             plgpu.load(part_ref.at[row, each, piece], layout=layout, optimized=False)
             for each in range(of_each)
         ]
         call.send(sent)
-        for gpu, each in enumerate(call.receive()):
+        nothing = plgpu.layout_cast(jnp.zeros((features,), jnp.bfloat16), layout)
+        for gpu in range(gpus, gpus + room):
+            out_ref.at[row, gpu, piece][...] = nothing
+        for gpu, each in enumerate(call.receive(LOADS)):
             out_ref.at[row, gpu, piece][...] = each
 
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(counts)
     out: dict[str, Any] = launch(
         body,
         name="peer_exchange",
-        grid={"row": rows, "piece": pieces},
+        grid={"block": blocks + (0 if ahead is None else ahead.parts)},
         warpgroups=None,
         inputs={
             "part_ref": part,
             "addresses_ref": addresses,
             "inbox_ref": inbox_ref,
             "counts_ref": counts_ref,
+            **({} if ahead is None else ahead.inputs()),
         },
-        outputs={"out_ref": jax.ShapeDtypeStruct((rows, gpus, pieces, features), jnp.bfloat16)},
+        outputs={
+            "out_ref": jax.ShapeDtypeStruct((rows, gpus + room, pieces, features), jnp.bfloat16)
+        },
         compiler_params=peers.COMPILER,
     )
     return out["out_ref"], jax.freeze(inbox_ref), jax.freeze(counts_ref)

@@ -8,8 +8,7 @@ next is no array yet where a launch can make it.
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -20,38 +19,20 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.arena import Arena
-from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
-from jaxattn.core.layers import LayerOf
-from jaxattn.kernels.rms_norm import norms_features
+from jaxattn.core.dispatch import Implementation
 from jaxattn.models.base import DecodeBatch, PrefillBatch
-from jaxattn.models.blocks import Block, Stream
+from jaxattn.models.blocks import Block
+from jaxattn.models.decode_step import DecodeStep, Place
+from jaxattn.models.decoder_layers import Pattern, norm_of
 from jaxattn.models.decoder_spec import DecoderSpec
 from jaxattn.models.layer_cache import DecodeState
-from jaxattn.models.looped import (
-    add_norm_in_stack,
-    apart,
-    in_repeat,
-    kept,
-    leave_in_stacks,
-    left_unnormed,
-    linear_stacks_of,
-    loop,
-    sum_add_norm,
-    summed,
-)
-from jaxattn.models.mailbox import EXCHANGE
+from jaxattn.models.looped import in_repeat, leave_in_stacks, linear_stacks_of, loop
+from jaxattn.models.meeting import Meeting, Tokens
 from jaxattn.models.packed import vectors_of
 from jaxattn.models.segments import Segment
-from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack, Linear, matmul, normal
-from jaxattn.ops.all_reduce_norm import (
-    all_reduce_norm_layer,
-    norm_gather_layer,
-    own_sum_norm_layer,
-)
-from jaxattn.ops.norm_linear import Unsummed, array_of
-from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
+from jaxattn.ops.norm_linear import array_of
+from jaxattn.parallel import rank, total
 
 LEAST_ROWS = 8  # of the head's product
 # Repeats that a step of one token has without a loop: many, which gain the most by it, or few of
@@ -60,32 +41,6 @@ MANY_REPEATS, MOST_UNROLLED, FEW_LAYERS = 16, 128, 32
 # Layers in a turn of the loop. DeepSeek-V2-Lite's 26 are two turns then: its step takes 4 s to
 # compile, where one with a layer in each turn takes 2.5 s.
 MOST_TOGETHER = 13
-
-
-class Layer(nnx.Module):
-    """A block with its parameters."""
-
-    def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
-        self.norm = _norm(stream)
-        self.mixer = block.mixer.build(stream, rngs)
-        self.mlp_norm = _norm(stream)
-        self.mlp = block.feed_forward.build(stream, rngs)
-
-    def __call__(self, x: Array) -> Array:
-        x = x + self.mixer(self.norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Pattern(nnx.Module):
-    """One repeat of a segment: the body of its scan."""
-
-    def __init__(self, pattern: tuple[Block, ...], stream: Stream, *, rngs: nnx.Rngs):
-        self.layers = nnx.List([Layer(block, stream, rngs=rngs) for block in pattern])
-
-    def __call__(self, x: Array) -> Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 class Decoder(nnx.Module):
@@ -101,7 +56,7 @@ class Decoder(nnx.Module):
         stddev = stream.hidden_size**-0.5 if spec.tie_embeddings else 1.0
         self.embedding = nnx.Param(normal(rngs, shape, stddev, stream.param_dtype))
         self.segments = nnx.List([self._stack(segment, rngs) for segment in spec.segments])
-        self.norm = _norm(stream)
+        self.norm = norm_of(stream)
         if not spec.tie_embeddings:
             self.lm_head = Linear(
                 stream.hidden_size,
@@ -110,6 +65,10 @@ class Decoder(nnx.Module):
                 param_dtype=stream.param_dtype,
                 rngs=rngs,
             )
+
+    @property
+    def meeting(self) -> Meeting:
+        return Meeting(self.spec)
 
     def _stack(self, segment: Segment[Block], rngs: nnx.Rngs) -> Pattern:
         keys = jax.random.split(rngs.params(), segment.repeats)
@@ -139,8 +98,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
-        everyones = self._everyones(valid)
-        shares = self._shares(valid, everyones)
+        tokens = Tokens.of(self.meeting, valid)
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
@@ -159,14 +117,12 @@ class Decoder(nnx.Module):
                         index,
                         implementation,
                     )
-                    x, state = x + self._total(y), state.replace(name, arrays)
-                    y, _ = self._feed_forward(
+                    x, state = x + self.meeting.total(y), state.replace(name, arrays)
+                    y, _ = self.meeting.feed_forward(
                         block,
                         layer.mlp,
                         layer.mlp_norm(x),
-                        valid,
-                        everyones,
-                        shares[block.feed_forward],
+                        tokens,
                         stacks[place],
                         following,
                         None,
@@ -191,92 +147,72 @@ class Decoder(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
         """Float32 logits of every new token (0 for a padding row), and the state."""
-        stacked = weights or {}
         batch, overlong = self._within_tables(state, batch)
         shared = self._shared(state, batch, implementation)
         # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
         valid = valid.astype(jnp.int32)
-        everyones = self._everyones(valid)
-        shares = self._shares(valid, everyones)
-        x = self._embed(batch.tokens, valid > 0)
-        # What a layer gives is then one GPU's part until a norm's launch has summed it.
         fused = norms is not None and self._fused(valid.size)
+        step = DecodeStep(
+            meeting=self.meeting,
+            batch=batch,
+            tokens=Tokens.of(self.meeting, valid),
+            shared=shared,
+            packed=weights or {},
+            norms=norms,
+            fused=fused,
+            implementation=implementation,
+        )
+        x = self._embed(batch.tokens, valid > 0)
         if overlong is not None:
             x = jnp.where(overlong[:, None, None], jnp.nan, x)
-        # What a layer adds to the stream waits for the norm of the next: they are one launch.
-        added = x.dtype if fused else self._added_dtype(x)
-        y = self._part(jnp.zeros_like(x, added), fused)
-        for number, segment in enumerate(self.spec.segments):
-            graphdef, params, stacks = self._split(number)
+        added = x.dtype if fused else self.meeting.added_dtype(x)
+        carry = x, self.meeting.part(jnp.zeros_like(x, added), fused), state
+        for number in range(len(self.spec.segments)):
+            carry = self._decode_segment(number, step, beside or {}, carry, added)
+        x, y, state = carry
+        return self._head(x + (self.meeting.own_total(y) if fused else y)), state
 
-            linear_stacks = linear_stacks_of(self.segments[number])
-            others = {place: own for (s, place), own in (beside or {}).items() if s == number}
-            unrolled = self._unrolled(segment, valid.size, implementation)
+    def _decode_segment(
+        self,
+        number: int,
+        step: DecodeStep,
+        beside: dict[tuple[int, int], tuple[Array, Array]],
+        carry: tuple[Array, Any, DecodeState],
+        added: DTypeLike,
+    ) -> tuple[Array, Array, DecodeState]:
+        """(the stream, what waits to be added to it, the state) behind a segment's repeats.
 
-            def body(
-                carry,
-                xs,
-                graphdef=graphdef,
-                stacks=stacks,
-                linear_stacks=linear_stacks,
-                others=others,
-                segment=segment,
-                unrolled=unrolled,
-            ):
-                (x, y, state), (following, params) = carry, xs
-                pattern = nnx.merge(graphdef, params)
-                leave_in_stacks(pattern, linear_stacks, following, implementation)
-                for place, stacks_beside in others.items():
-                    places = (
-                        InStack(each, in_repeat(following), implementation)
-                        for each in stacks_beside
-                    )
-                    segment.pattern[place].mixer.leave_beside(pattern.layers[place].mixer, *places)
-                for place, block in enumerate(segment.pattern):
-                    layer, name = pattern.layers[place], block.mixer.cache_name
-                    add_norm, add_mlp_norm = self._norms_of(
-                        block, layer, norms, segment, place, following, fused, valid.size,
-                        implementation,
-                    )  # fmt: skip
-                    x, normed, state = add_norm(x, y, state)
-                    given = state.caches[name] | state.caches.get(EXCHANGE, {})
-                    y, arrays, arena = block.mixer.decode(
-                        layer.mixer,
-                        normed,
-                        given,
-                        state.arena,
-                        batch,
-                        self.spec.layer_of(segment, place, following),
-                        stacked.get(name),
-                        shared[name],
-                        implementation,
-                    )
-                    y = y if fused else self._total(y)
-                    x, normed, state = add_mlp_norm(summed(x, normed), y, state)
-                    y, after = self._feed_forward(
-                        block,
-                        layer.mlp,
-                        normed,
-                        valid,
-                        everyones,
-                        shares[block.feed_forward],
-                        stacks[place],
-                        following,
-                        arena,
-                        implementation,
-                        fused=fused,
-                        apart=unrolled,
-                    )
-                    x = summed(x, normed)
-                    state = kept(state, name, arrays, after)
-                return x, y if unrolled else y.astype(added), state
+        Args:
+            beside: stacks of weights beside a mixer's own, by segment and place in its pattern.
+            added: the dtype of what waits.
+        """
+        segment, implementation = self.spec.segments[number], step.implementation
+        graphdef, params, stacks = self._split(number)
+        linear_stacks = linear_stacks_of(self.segments[number])
+        others = {place: own for (s, place), own in beside.items() if s == number}
+        unrolled = self._unrolled(segment, step.tokens.valid.size, implementation)
 
-            carry = x, y if unrolled else array_of(y, x.shape).astype(added), state
-            together = self._together(segment, fused)
-            x, y, state = loop(segment.repeats, body, carry, (params,), unrolled, together)
-            y = array_of(y, x.shape).astype(added)
-        return self._head(x + (self._own_total(y) if fused else y)), state
+        def body(
+            carry: tuple[Array, Any, DecodeState], xs: tuple[Array, nnx.State]
+        ) -> tuple[Array, Any, DecodeState]:
+            following, params = xs
+            pattern = nnx.merge(graphdef, params)
+            leave_in_stacks(pattern, linear_stacks, following, implementation)
+            for place, own in others.items():
+                places = (InStack(each, in_repeat(following), implementation) for each in own)
+                segment.pattern[place].mixer.leave_beside(pattern.layers[place].mixer, *places)
+            for place, layer in enumerate(pattern.layers):
+                where = Place(segment, place, following)
+                carry = step.layer(layer, where, stacks[place], carry, unrolled)
+            x, y, state = carry
+            return x, y if unrolled else y.astype(added), state
+
+        x, y, state = carry
+        y = y if unrolled else array_of(y, x.shape).astype(added)
+        together = self._together(segment, step.fused)
+        x, y, state = loop(segment.repeats, body, (x, y, state), (params,), unrolled, together)
+        return x, array_of(y, x.shape).astype(added), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
         """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
@@ -321,15 +257,6 @@ class Decoder(nnx.Module):
                     )
         return found
 
-    def _total(self, y: Array, over: Dimension = "tensor") -> Array:
-        """The sum of what the GPUs have of a layer's output."""
-        return total(y, self.spec.parallel, over, self.spec.stream.dtype)
-
-    def _added_dtype(self, x: Array) -> DTypeLike:
-        """Of what a layer adds to the stream x: as GPUs sent it, where those of all layers do."""
-        parallel = self.spec.parallel
-        return self.spec.stream.dtype if parallel.data == 1 < parallel.tensor else x.dtype
-
     def _fused(self, tokens: int) -> bool:
         """Whether a step of so many tokens sums over the GPUs where it norms."""
         fits = self.spec.sums_fused and tokens <= self.spec.summed_tokens
@@ -358,122 +285,6 @@ class Decoder(nnx.Module):
         """
         most = max(1, MOST_TOGETHER // len(segment.pattern)) if fused else 1
         return max(n for n in range(1, most + 1) if segment.repeats % n == 0)
-
-    def _meets(self, block: Block) -> bool:
-        """Whether the tokens of all data groups meet at a layer's feed-forward."""
-        return block.feed_forward.summed_over == "experts" and self.spec.parallel.experts_meet
-
-    def _part(self, y: Array, fused: bool) -> Array:
-        """What one GPU adds to the tokens of all; of tokens of its own, between zeros."""
-        parallel = self.spec.parallel
-        if not (fused and self.spec.tokens_meet):
-            return y
-        whole = jnp.zeros((parallel.gpus * len(y), *y.shape[1:]), y.dtype)
-        first = jnp.asarray(rank(parallel, "data"), jnp.int32) * len(y)
-        return lax.dynamic_update_slice_in_dim(whole, y, first, axis=0)
-
-    def _own_total(self, y: Array) -> Array:
-        """The sum of the GPUs' parts of this GPU's tokens."""
-        return own_part(self._total(y, "all"), self.spec.parallel, "data")
-
-    def _everyones(self, valid: Array) -> Array:
-        """Whether tokens are no padding, of all data groups where their tokens meet."""
-        parallel = self.spec.parallel
-        return gathered(valid, parallel, "data") if parallel.experts_meet else valid
-
-    def _shares(self, valid: Array, everyones: Array) -> dict[Any, Any]:
-        """What of each kind of feed-forward this GPU computes in a step."""
-        return {
-            block.feed_forward: block.feed_forward.share(
-                everyones.size if self._meets(block) else valid.size
-            )
-            for block in dict.fromkeys(self.spec.blocks)
-        }
-
-    def _feed_forward(
-        self,
-        block: Block,
-        module: Any,
-        x: Any,
-        valid: Array,
-        everyones: Array,
-        share: Any,
-        stacks: dict[str, Array],
-        following: Array,
-        arena: Arena | None,
-        implementation: Implementation | None,
-        fused: bool = False,
-        apart: bool = False,
-    ) -> tuple[Any, Arena | None]:
-        """A layer's feed-forward; tokens of all data groups meet where experts do.
-
-        Args:
-            everyones: `valid` of all those tokens.
-            share: of `_shares`.
-            following: the repeat after the layer's.
-            fused: the tokens have met, and the output is one GPU's part, see `_part`.
-            apart: whether the output may be an `Unsummed`.
-        """
-        parallel, over = self.spec.parallel, block.feed_forward.summed_over
-        meets = self._meets(block)
-        if meets:
-            x, valid = x if fused else met(x, parallel, "data"), everyones
-        y, arena = block.feed_forward.step(
-            module, x, valid, stacks, in_repeat(following), arena, implementation, apart, share
-        )
-        if isinstance(y, Unsummed):
-            return y, arena
-        if fused:
-            return (y if meets else self._part(y, fused)), arena
-        y = self._total(y, over)
-        return (own_part(y, parallel, "data") if meets else y), arena
-
-    def _norms_of(
-        self,
-        block: Block,
-        layer: Layer,
-        norms: Array | None,
-        segment: Segment[Block],
-        place: int,
-        following: Array,
-        fused: bool,
-        tokens: int,
-        implementation: Implementation | None,
-    ) -> tuple[Callable, Callable]:
-        """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
-
-        They are from the stack of all layers' norms if there is one.
-
-        Args:
-            fused: what is added is one GPU's part.
-            tokens: of the step; of one the product after a norm may make it.
-        """
-        if norms is None:
-            return apart(layer.norm), apart(layer.mlp_norm)
-        stream = self.spec.stream
-        of_all: dict[str, Any] = dict(weights=norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype))
-        chosen = implementation if norms_features(stream.hidden_size) else "xla"
-        norm: Callable = partial(add_norm_in_stack, implementation=chosen, **of_all)
-        mlp_norm = norm
-        if tokens == 1 == self.spec.parallel.gpus and chosen == implementation:
-            later: Callable = partial(left_unnormed, implementation=chosen, **of_all)
-            norm = later if block.mixer.norms else norm
-            mlp_norm = later if block.feed_forward.norms else mlp_norm
-        if fused:
-            by_name = "xla" if implementation in ONLY_BY_NAME else implementation
-            axes = self.spec.parallel.axes("all")
-            meets = partial(sum_add_norm, axes=axes, implementation=by_name, **of_all)
-            if not self.spec.tokens_meet:
-                norm = mlp_norm = partial(meets, meet=all_reduce_norm_layer)
-            else:
-                norm = partial(meets, meet=own_sum_norm_layer)
-                if self._meets(block):
-                    mlp_norm = partial(meets, meet=norm_gather_layer)
-        step, first = 2 * len(segment.pattern), 2 * (segment.first + place)
-        return (
-            partial(norm, layer=LayerOf(following, step, first - step)),
-            partial(mlp_norm, layer=LayerOf(following, step, first + 1 - step)),
-        )
 
     def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:
         """One repeat's parameters, with the vectors that `pack_params` took out."""
@@ -519,11 +330,6 @@ class Decoder(nnx.Module):
             else:
                 y = self.lm_head(rows)
             return y[: len(y) - few].reshape(*x.shape[:-1], -1)
-
-
-def _norm(stream: Stream) -> RMSNorm:
-    dtype = stream.norm_dtype or stream.param_dtype
-    return RMSNorm(stream.hidden_size, eps=stream.eps, param_dtype=dtype)
 
 
 @cache

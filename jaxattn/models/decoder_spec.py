@@ -10,7 +10,7 @@ from jaxattn.core.layers import LayerOf
 from jaxattn.kernels.all_reduce_norm import meets
 from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.layer_cache import LayerCache, check_caches
-from jaxattn.models.mailbox import EXCHANGE, Mailboxes, most_tokens
+from jaxattn.models.mailbox import EXCHANGE, MEETING, Mailboxes, most_tokens
 from jaxattn.models.mixers import PagedMixer
 from jaxattn.models.segments import Segment, derive
 from jaxattn.parallel import ALONE, Parallel, pieces_of
@@ -83,6 +83,10 @@ class DecoderSpec:
             number, widest = pieces
             tokens = self.summed_tokens * number
             caches.append(Mailboxes(name=EXCHANGE, gpus=gpus, tokens=tokens, features=widest))
+            room = {each.meeting for each in self.paged}
+            if len(room) == 1 and (most := room.pop()):
+                tokens, features = most
+                caches.append(Mailboxes(name=MEETING, gpus=gpus, tokens=tokens, features=features))
         return tuple(caches)
 
     @property
@@ -102,11 +106,15 @@ class DecoderSpec:
         return bool(self.summed_tokens) and divided and fits
 
     @property
+    def paged(self) -> list[PagedMixer]:
+        """The mixers that attend over pages."""
+        return [each for each in self.mixers.values() if isinstance(each, PagedMixer)]
+
+    @property
     def exchanged_in(self) -> tuple[int, int] | None:
         """(pieces, numbers of one) of a row that GPUs with parts of its pages send each other in
         one launch; None where XLA's collectives do it."""
-        paged = [each for each in self.mixers.values() if isinstance(each, PagedMixer)]
-        found = {pieces_of(*each.exchanged) for each in paged}
+        found = {pieces_of(*each.exchanged) for each in self.paged}
         alike = len(found) == 1 and self.sums_fused
         return found.pop() if alike and 1 < self.parallel.context == self.parallel.gpus else None
 

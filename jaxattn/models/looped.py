@@ -17,7 +17,7 @@ from jaxtyping import Array
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import LayerOf
 from jaxattn.models.layer_cache import Arrays, DecodeState
-from jaxattn.models.mailbox import EXCHANGE, NAME, closed, opened
+from jaxattn.models.mailbox import EXCHANGE, MEETING, NAME, closed, opened
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import InStack
 from jaxattn.ops.norm import add_rms_norm_layer
@@ -119,8 +119,8 @@ def sum_add_norm(
 
 
 def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
-    """The state with a layer's arrays, and with those of an exchange if it sent rows."""
-    for cache in (name, EXCHANGE):
+    """The state with a layer's arrays, and with those of mailboxes that it sent rows through."""
+    for cache in (name, EXCHANGE, MEETING):
         own = state.caches.get(cache, {})
         if found := {key: arrays[key] for key in own if key in arrays}:
             state = state.replace(cache, found, arena)

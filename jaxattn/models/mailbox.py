@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxattn.core.mailbox import Mailbox, addressed
 from jaxattn.models.layer_cache import Arrays, CacheSize, LayerCache
-from jaxattn.ops.all_reduce_norm import Mailbox, addressed
 
-NAME, EXCHANGE = "mailbox", "exchange"  # for sums; for attention over pages of several GPUs
+# For sums; for attention over pages of several GPUs, and for its outputs that meet in one launch.
+NAME, EXCHANGE, MEETING = "mailbox", "exchange", "meeting"
 INBOX, COUNTS, ADDRESSES = "inbox", "counts", "addresses"
 # Of an array's name, which is unique within a model.
-BEGINNINGS = {NAME: "peer", EXCHANGE: "exchange"}
+BEGINNINGS = {NAME: "peer", EXCHANGE: "exchange", MEETING: "meeting"}
 # The most that a GPU sends in one launch. On four H200s 1.5 MiB take 14.5 us. There XLA's
 # all-reduce takes 12.3, and beside it a conversion, a norm and the end of a CUDA graph. 3 MiB take
 # 27 us, and its 16.
@@ -32,7 +33,8 @@ def most_tokens(features: int, gpus: int) -> int:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mailboxes(LayerCache):
     """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F], `peer_counts` [1, T, 1] and
-    `peer_addresses` [N + 1, 2]; those of an exchange begin with `exchange_`.
+    `peer_addresses` [N + 1, 2]; those of an exchange begin with `exchange_`, and those of outputs
+    that meet with `meeting_`.
 
     Attributes:
         gpus: N.
@@ -55,7 +57,7 @@ class Mailboxes(LayerCache):
         return closed(addressed(opened(arrays, self.name)), self.name)
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
-        what = "sums" if self.name == NAME else "attention"
+        what = {NAME: "sums", EXCHANGE: "attention", MEETING: "attention of few rows"}[self.name]
         if array.endswith(ADDRESSES):
             return f"where the inboxes of {self.gpus} GPUs lie, for {what} in one launch"
         if array.endswith(COUNTS):

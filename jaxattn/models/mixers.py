@@ -6,12 +6,13 @@ from typing import Any
 
 from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.models.base import DecodeBatch
 from jaxattn.models.block import Mixer
 from jaxattn.models.layer_cache import Arrays
-from jaxattn.models.mailbox import EXCHANGE, closed, opened, within
-from jaxattn.ops.all_reduce_norm import Mailbox
-from jaxattn.parallel import ALONE, Parallel, Spread, pieces_of
+from jaxattn.models.mailbox import EXCHANGE, MEETING, closed, opened, within
+from jaxattn.ops.mla.meeting import meeting_room
+from jaxattn.parallel import ALONE, Parallel, Spread, gathered_in, pieces_of
 
 
 def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int, int, int]:
@@ -68,14 +69,27 @@ class PagedMixer(Mixer):
         spread = shared["spread"]
         if spread is None or not within(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
             return shared
-        pieces, _ = pieces_of(*self.exchanged) or (1, 0)
         mailbox = opened(arrays, EXCHANGE)
-        spread = spread.exchanging(mailbox, pieces=pieces, implementation=implementation)
+        options: dict[str, Any] = {"pieces": (pieces_of(*self.exchanged) or (1, 0))[0]}
+        rows, max_pages = spread.tables.shape
+        heads, numbers, _ = self.exchanged
+        gathered = gathered_in(heads * numbers)
+        if within(arrays, MEETING) and gathered and rows * gathered[0] <= mailbox.inbox.shape[2]:
+            size: Any = dict(max_pages=max_pages, page_size=self.page_size(arrays))
+            if meeting_room(rows, heads * spread.ways, **size):
+                options = {"pieces": gathered[0], "meeting": opened(arrays, MEETING)}
+        spread = spread.exchanging(mailbox, implementation=implementation, **options)
         return {**shared, "spread": spread}
 
     def exchanged_by(self, sent: list[Mailbox]) -> Arrays:
-        """The arrays of the mailbox after rows were sent through it, if they were."""
-        return closed(sent[0], EXCHANGE) if sent else {}
+        """The arrays of the mailboxes after rows were sent through them, if they were."""
+        found = zip(sent, (EXCHANGE, MEETING), strict=False)
+        return {name: array for each, of in found for name, array in closed(each, of).items()}
+
+    @property
+    def meeting(self) -> tuple[int, int] | None:
+        """(tokens, features) of a mailbox by which outputs of few rows meet; None: they do not."""
+        return None
 
     @abc.abstractmethod
     def page_size(self, arrays: Arrays) -> int:

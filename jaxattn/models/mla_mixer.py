@@ -19,6 +19,7 @@ from jaxattn.models.caches import LatentPages
 from jaxattn.models.layer_cache import Arrays
 from jaxattn.models.mixers import PagedMixer, addressing, attended, spread_of
 from jaxattn.nn import MultiHeadLatentAttention
+from jaxattn.ops.mla.meeting import most_room
 from jaxattn.ops.norm_linear import Unnormed
 
 
@@ -149,6 +150,10 @@ class MLA(PagedMixer):
     def exchanged(self) -> tuple[int, int, int]:
         latent = self.kv_lora_rank
         return self.num_heads, latent + self.qk_rope_head_dim, latent
+
+    @property
+    def meeting(self) -> tuple[int, int] | None:
+        return most_room()
 
     def page_size(self, arrays: Arrays) -> int:
         return int(arrays["kv_cache"].shape[2])

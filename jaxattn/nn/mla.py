@@ -27,7 +27,7 @@ from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.nn.paged import Paged
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 from jaxattn.ops.norm_linear import Unnormed, tokens_of
-from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel import ALONE, First, Parallel, Spread
 from jaxattn.parallel.context import prefix_of, written_places
 
 
@@ -291,16 +291,11 @@ class MultiHeadLatentAttention(Paged):
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
-            queries: Any, tables: Any, lens: Any, query_lens: Any = None
-        ) -> tuple[Array, Array, list[Any]]:
+            queries: Any, tables: Any, lens: Any, query_lens: Any = None, meeting: Any = None
+        ) -> tuple[Array, Any, list[Any]]:
             both: Any = tuple(queries) if len(queries) > 1 else queries[0]
-            out, lse, *rest = mla.mla_decode(
-                both,
-                kv_cache,
-                tables,
-                lens,
+            given: Any = dict(
                 scale=self.scale,
-                query_lens=query_lens,
                 layer=layer,
                 kv_lora_rank=self.kv_lora_rank,
                 kv_scale=kv_scale,
@@ -308,13 +303,23 @@ class MultiHeadLatentAttention(Paged):
                 arena=arena,
                 implementation=implementation,
             )
+            if meeting is not None:
+                found = mla.mla_decode_met(both, kv_cache, tables, lens, meeting=meeting, **given)
+                out, after, mailbox = found
+                return out, mailbox, [] if after is None else [after]
+            out, lse, *rest = mla.mla_decode(
+                both, kv_cache, tables, lens, query_lens=query_lens, **given
+            )
             return out, lse, rest
 
         sent: list[Any] = []
         if spread is None:
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
         else:
-            out, rest, sent = spread.attend(queries, attend)
+            first = None
+            if layer is not None and schedule is not None:
+                first = First(kv_cache, layer, schedule)
+            out, rest, sent = spread.attend(queries, attend, first)
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.arguments import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.mailbox import Mailbox
+from jaxattn.kernels.hopper.ahead import Ahead
 from jaxattn.kernels.peer_exchange import peer_exchange_mosaic
-from jaxattn.ops.all_reduce_norm import Mailbox
 
 
 def peer_exchange(
@@ -22,15 +23,19 @@ def peer_exchange(
     mailbox: Mailbox,
     *,
     axes: Sequence[str],
+    room: int = 0,
+    ahead: Ahead | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "T N P F"], Mailbox]:
+) -> tuple[Float[Array, "T N_room P F"], Mailbox]:
     """(what each of N GPUs sent here, the mailbox). Nothing is computed: bits stay as they are.
 
     Args:
         part: of 16 bits each; T rows in P pieces. M is 1, and all GPUs are sent the same; or M is
             N, and GPU n is sent `part[:, n]`.
         mailbox: the kernel's, of at least T * P tokens and F features; XLA leaves it as it is.
-            Calls that share it send the same pieces P of a row, of any F.
+            Calls that share it may send other T, P and F.
+        room: zeros behind what the N GPUs sent, as of so many more GPUs.
+        ahead: pages that an attention behind it reads first. The kernel asks for them.
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
         implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
             It has F a multiple of 256, at most 8192, and no gradient.
@@ -55,8 +60,9 @@ def peer_exchange(
     def mosaic(interpret: bool) -> tuple[Array, Mailbox]:
         bits = lax.bitcast_convert_type(part, jnp.bfloat16)
         met, inbox, counts = peer_exchange_mosaic(
-            bits, mailbox.inbox, mailbox.counts, mailbox.addresses, axes=names, interpret=interpret
-        )
+            bits, mailbox.inbox, mailbox.counts, mailbox.addresses,
+            axes=names, room=room, ahead=ahead, interpret=interpret,
+        )  # fmt: skip
         met = lax.bitcast_convert_type(met, part.dtype)
         return met, Mailbox(inbox, counts, mailbox.addresses)
 
@@ -66,6 +72,7 @@ def peer_exchange(
             met = lax.all_gather(bits[:, 0], names, axis=1)
         else:
             met = lax.all_to_all(bits, names, split_axis=1, concat_axis=1, tiled=True)
+        met = jnp.pad(met, ((0, 0), (0, room), (0, 0), (0, 0)))
         return lax.bitcast_convert_type(met, part.dtype), mailbox
 
     with jax.named_scope(op):

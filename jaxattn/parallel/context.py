@@ -13,7 +13,7 @@ all N GPUs over its own pages, and the parts of a head meet on the GPU that has 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,16 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import taken_apart
+from jaxattn.core.mailbox import Mailbox
+from jaxattn.kernels.hopper.ahead import Ahead, askable
+from jaxattn.kernels.mla_decode.schedule import Schedule
 from jaxattn.kernels.peer_exchange import exchanges
-from jaxattn.ops.all_reduce_norm import Mailbox
+from jaxattn.ops.mla.meeting import Meeting, filled
 from jaxattn.ops.mla.merge import merge_attention_states
 from jaxattn.ops.peer_exchange import peer_exchange
 from jaxattn.parallel.layout import Parallel
 
-type Attend = Callable[
-    [list[Array], Int[Array, "rows M"], Within], tuple[Array, Array, list[Array]]
-]
+type Attend = Callable[..., tuple[Array, Any, list[Array]]]
 
 
 WIDEST = 4608  # numbers of a piece that a warpgroup sends: eight heads of 576
@@ -54,6 +55,22 @@ def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
     return None
 
 
+class First(NamedTuple):
+    """What an attention reads: a stack of layers' pages, the layer, and the launch's schedule."""
+
+    kv_cache: Array
+    layer: Array | int
+    schedule: Schedule
+
+
+def gathered_in(numbers: int) -> tuple[int, int] | None:
+    """(pieces, numbers of one) of what a GPU gives to all of a row, where nothing comes back by the
+    same mailbox: as many blocks as there are pieces of a warpgroup's smallest stores of 16 bytes.
+    None if no kernel has them."""
+    width = next((n for n in (WHOLE, WHOLE // 2) if numbers % n == 0), 0)
+    return (numbers // width, width) if width and exchanges(width, 2) else None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spread:
@@ -70,6 +87,8 @@ class Spread:
         most: tokens that a table has places for.
         mailbox: that rows are sent through; None: XLA's collectives.
         pieces: that a row is sent in, see `pieces_of`.
+        meeting: a mailbox by which outputs meet in the launch that merges a GPU's own; None: they
+            are merged, sent through `mailbox` and merged again.
         implementation: of `peer_exchange`.
     """
 
@@ -81,6 +100,7 @@ class Spread:
     most: int = dataclasses.field(metadata={"static": True})
     mailbox: Mailbox | None = None
     pieces: int = dataclasses.field(default=1, metadata={"static": True})
+    meeting: Mailbox | None = None
     implementation: Implementation | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -118,26 +138,36 @@ class Spread:
         return dataclasses.replace(self, mailbox=mailbox, **options)
 
     def attend(
-        self, heads: list[Float[Array, "B S h D"]], attend: Attend
+        self, heads: list[Float[Array, "B S h D"]], attend: Attend, first: First | None = None
     ) -> tuple[Float[Array, "B S h R"], list[Array], list[Mailbox]]:
         """Attention of this GPU's heads over the pages of all.
 
         Args:
             heads: what each of its h heads attends with: queries, and gates where there are any.
             attend: (those of all N x h heads [B * S, 1, N h, D], tables, lens) -> (out [B * S, 1,
-                N h, R], lse [B * S, 1, N h], whatever else comes back).
+                N h, R], lse [B * S, 1, N h], whatever else comes back). Where outputs meet it is
+                given `meeting` too, and returns (out [B * S, 1, h, R] of this GPU's heads, the
+                mailbox after it, whatever else).
+            first: what it reads, which the gather asks for where outputs meet.
 
         Returns:
-            (the output in `attend`'s dtype, 0 for padding; what else came back; the mailbox, if
-            there is one).
+            (the output in `attend`'s dtype, 0 for padding; what else came back; the mailboxes that
+            there are, `mailbox` and `meeting`).
         """
         widths = [x.shape[-1] for x in heads]
         batch, q_len, own, _ = heads[0].shape
         together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
         with jax.named_scope("context_gather"):
-            together, mailbox = self._gathered(together)
+            together, mailbox = self._gathered(together, first)
         parts = jnp.split(together, _ends(widths), axis=-1)
-        out, lse, rest = attend(parts, self.tables, Within(self.lens, self.most))
+        where = self.tables, Within(self.lens, self.most)
+        if self.meeting is not None:
+            meeting = Meeting(self.meeting, self.axes, self.ways * own)
+            out, after, rest = attend(parts, *where, meeting=meeting)
+            boxes = [mailbox or self.mailbox, after]
+            shape = batch, q_len, own, out.shape[-1]
+            return out.reshape(shape), rest, [each for each in boxes if each is not None]
+        out, lse, rest = attend(parts, *where)
         with jax.named_scope("context_merge"):
             shape = batch, q_len, own, out.shape[-1]
             if mailbox is None or out.dtype.itemsize != 2:
@@ -151,13 +181,23 @@ class Spread:
         given = [each for each in (mailbox or self.mailbox,) if each is not None]
         return merged, rest, given
 
-    def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, Mailbox | None]:
-        """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them)."""
+    def _gathered(
+        self, x: Float[Array, "T 1 h D"], first: First | None
+    ) -> tuple[Array, Mailbox | None]:
+        """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them). Where
+        outputs meet, zeros fill up what the launch of decode takes."""
         rows, _, own, width = x.shape
         if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
             return lax.all_gather(x, self.axes, axis=2, tiled=True), None
-        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox)
-        return met.reshape(rows, 1, self.ways * own, width), mailbox
+        more = 0 if self.meeting is None else filled(self.ways * own) - self.ways * own
+        options: dict[str, Any] = {"room": more // own if more % own == 0 else 0}
+        if self.meeting is not None and first is not None and askable(first.kv_cache):
+            layer = jnp.asarray(first.layer, jnp.int32).reshape(1)
+            of_schedule = first.schedule.cuts, first.schedule.order
+            options["ahead"] = Ahead(first.kv_cache, layer, self.tables, self.lens, *of_schedule)
+        room = options["room"]
+        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox, **options)
+        return met.reshape(rows, 1, (self.ways + room) * own, width), mailbox
 
     def _exchanged(self, x: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
         """What all GPUs have of this GPU's heads, [N, T, pieces, h / pieces, W].
@@ -173,8 +213,9 @@ class Spread:
         met = lax.bitcast_convert_type(met[..., : own * width], jnp.uint16)
         return jnp.moveaxis(met, 1, 0).reshape(self.ways, rows, self.pieces, own, width), mailbox
 
-    def _sent(self, part: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
-        return peer_exchange(part, mailbox, axes=self.axes, implementation=self.implementation)
+    def _sent(self, part: Array, mailbox: Mailbox, **options: Any) -> tuple[Array, Mailbox]:
+        where: Any = dict(axes=self.axes, implementation=self.implementation)
+        return peer_exchange(part, mailbox, **where, **options)
 
     def _room(self, rows: int) -> bool:
         return self.mailbox is not None and rows * self.pieces <= self.mailbox.inbox.shape[2]

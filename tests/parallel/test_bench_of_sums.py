@@ -52,11 +52,14 @@ def test_loops_have_sums_that_xlas_kernel_takes_or_none():
 @on_virtual_devices
 def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
     file = tmp_path / "run.json"
-    argv = ["--tokens", "600", "--heads", "16", "--gpus", "1", "4", "--layers", "2", "--nccl"]
+    argv = ["--tokens", "600", "--heads", "16", "--gpus", "1", "4", "--layers", "2"]
+    argv += ["--nccl", "--apart"]
     assert long_row.main([*argv, "--json", str(file)], "bench") == 0
-    one, four, xla = json.loads(file.read_text())["rows"]
-    assert [each["sent by"] for each in (one, four, xla)] == ["", "launches", "XLA"]
-    assert four["relative error"] == xla["relative error"]
+    one, four, not_ahead, apart, xla = rows = json.loads(file.read_text())["rows"]
+    plain = "one launch, nothing asked for"
+    assert [each["sent by"] for each in rows] == ["", "one launch", plain, "launches", "XLA"]
+    assert not_ahead["relative error"] == four["relative error"]
+    assert four["relative error"] == apart["relative error"] == xla["relative error"]
     assert one["relative error"] == 0 and 0 < four["relative error"] < 8e-3
     assert four["times one GPU"] == pytest.approx(one["us"] / four["us"])
     assert four["efficiency"] == pytest.approx((one["us"] / four["us"]) ** 0.5 / 2)
@@ -67,11 +70,13 @@ def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
 
 @on_virtual_devices
 def test_rows_say_launches_only_where_launches_send_them(monkeypatch):
-    assert long_row.Row(16, 4, tokens=600).pieces
+    assert long_row.Row(16, 4, tokens=600).sent_by() == "one launch"
+    assert long_row.Row(16, 4, tokens=600, sent="apart").sent_by() == "launches"
+    assert long_row.Row(16, 4, tokens=600, sent="XLA").sent_by() == "XLA"
     assert long_row.Row(16, 4, tokens=600, implementation="xla").pieces is None
     for bench in (collectives, long_row):
         monkeypatch.setattr(bench, "peers_reach", lambda devices: False)
-    assert long_row.Row(16, 4, tokens=600).pieces is None
+    assert long_row.Row(16, 4, tokens=600).sent_by() == "XLA"
     sums = collectives.wanted(collectives.parse(["--gpus", "4", "--kib", "64"], "bench"))
     assert {each.how for each in sums} == {"XLA"}
 

@@ -20,7 +20,7 @@ from jaxattn.engine.memory_plan import packed_shapes
 from jaxattn.engine.model_steps import EntryPoint
 from jaxattn.models import CacheSize, DecoderModel, Hybrid, decoder_network, divided
 from jaxattn.models.blocks import GQA
-from jaxattn.models.mailbox import EXCHANGE, NAME
+from jaxattn.models.mailbox import EXCHANGE, MEETING, NAME
 from jaxattn.parallel import Group, Parallel, context
 from jaxattn.parallel.compiled import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
@@ -86,6 +86,8 @@ def test_rows_that_meet_over_their_pages_give_the_same_bits(mixer, pieces, monke
     assert fused.model.spec.exchanged_in == pieces
     inbox = fused.state.caches[EXCHANGE]["exchange_inbox"]
     assert inbox.shape[1:] == (2, ROWS * pieces[0], pieces[1])
+    # Outputs of latents meet where rows are few.
+    assert (MEETING in fused.state.caches) == (mixer.cache_name == "latents")
     found, found_logits = followed(model, parallel, steps=fused)
     np.testing.assert_array_equal(found_logits, logits)
     np.testing.assert_array_equal(found, tokens)

@@ -5,6 +5,7 @@
 Where one GPU never hears of another, the kernel ends the program with an error.
 """
 
+import functools
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from jax import lax
 
 from jaxattn import check_aliasing
-from jaxattn.ops.all_reduce_norm import Mailbox, addressed
+from jaxattn.core.mailbox import Mailbox, addressed
 from jaxattn.ops.peer_exchange import peer_exchange
 from jaxattn.parallel import Group, Parallel
 
@@ -45,8 +46,9 @@ def mailboxes(group: Group, calls: int = 0, places: int = MOST, features: int = 
     return jax.block_until_ready(addressed(made))
 
 
-def layers(group: Group, implementation: str) -> Any:
-    """(queries, outputs, mailbox) -> (what each layer's two calls brought, mailbox).
+def layers(group: Group, implementation: str, room: int = 0) -> Any:
+    """(queries, outputs, mailbox) -> (what each layer's two calls brought, mailbox), the first with
+    zeros as of `room` more GPUs.
 
     Of each GPU, queries [T, 1, P, F] for all and outputs [T, N, P, F] with something for each; a
     layer turns their bits by one.
@@ -61,7 +63,8 @@ def layers(group: Group, implementation: str) -> Any:
         options: Any = dict(axes=axes, implementation=implementation)
 
         def layer(mailbox: Mailbox, number: jax.Array) -> Any:
-            gathered, mailbox = peer_exchange(turned(queries[0], number), mailbox, **options)
+            given = turned(queries[0], number)
+            gathered, mailbox = peer_exchange(given, mailbox, room=room, **options)
             met, mailbox = peer_exchange(turned(outputs[0], number), mailbox, **options)
             bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (gathered, met))
             return mailbox, tuple(bits)
@@ -147,6 +150,13 @@ def test_what_comes_has_the_bits_of_xlas_collectives(gpus, rows, pieces, widths,
         for n, width in zip((1, gpus), widths, strict=True)
     ]
     has_the_bits_of_xla(group, layers, given, calls)
+
+
+@pytest.mark.parametrize("gpus", EACH)
+def test_zeros_behind_what_came_fill_a_tile(gpus):
+    group = group_of(gpus)
+    given = [random_bits(gpus, 1, n, 9, 512) for n in (1, gpus)]
+    has_the_bits_of_xla(group, functools.partial(layers, room=gpus), given, 0)
 
 
 @pytest.mark.parametrize("gpus", EACH)

@@ -21,7 +21,7 @@ import time
 import jax, jax.numpy as jnp
 from jaxattn.kernels.hopper import inbox
 from jaxattn.parallel import Group, Parallel, rank
-from jaxattn.ops.all_reduce_norm import Mailbox, addressed
+from jaxattn.core.mailbox import Mailbox, addressed
 from jaxattn.ops.peer_exchange import peer_exchange
 
 inbox.MOST_TURNS = {TURNS}

@@ -40,6 +40,7 @@ from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST, kept_steps, par
 from tests.helpers.model_cases import state_of
 
 GIB = 2**30
+YOUTU = Path(__file__).parent.parent / "data" / "tiny_checkpoints" / "youtu"
 SERVING = Limits(batch=128, max_model_len=8192, prefill_chunk=512)
 
 # Groups of GPUs ----------------------------------------------------------------------------------
@@ -464,6 +465,20 @@ def test_json_has_every_line_in_bytes(capsys):
     assert result["inside_jax"] + result["outside_jax"] == result["total"]
     assert result["naive"][0]["name"] == "DeepSeek-V2-Lite"
     assert result["notes"]
+
+
+def test_a_layout_compares_what_one_of_its_gpus_has(capsys):
+    """2 heads of 512 numbers in a layer, over 2 GPUs; 8 rows in 2 data groups."""
+    command = f"{YOUTU} --tensor 2 --data 2 --gpus 4 --batch 8 --json --compare naive"
+    assert main(command.split()) == 0
+    found = json.loads(capsys.readouterr().out)["naive"][0]
+    assert found["nbytes"] == 4 * 512 * 2
+
+
+@pytest.mark.parametrize("more", ["--gpus 2", "--attention tensor", "--cache-dtype uint8"])
+def test_what_a_layout_would_not_obey_is_refused(more, capsys):
+    assert main(["DeepSeek-V2-Lite", "--tensor", "4", *more.split()]) == 2
+    assert f"leave {more.split()[0]} out" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_prints_the_table_the_line_and_what_would_help(capsys):

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxattn.bench.plot import PlotError, require_matplotlib
 from jaxattn.bench.tables import show, store
+from jaxattn.cli.options import ProseHelpFormatter
 
 KEYS = ("JAXATTN_API_KEY", "OPENAI_API_KEY")
 
@@ -24,21 +25,48 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} serve",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server's root")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="address of the server's root"
+    )
     parser.add_argument("--model", help="its name; without it the first that the server lists")
     parser.add_argument("--chat", action="store_true", help="chats instead of completions")
     load = parser.add_argument_group("load")
-    load.add_argument("--rate", nargs="+", type=_above_0(float), default=[], metavar="PER_SECOND")
-    load.add_argument("--concurrency", nargs="+", type=_above_0(int), default=[], metavar="N")
-    load.add_argument("--requests", type=_above_0(int), default=200, metavar="N", help="of each")
-    load.add_argument("--warmup", type=int, default=4, metavar="N", help="requests before all")
-    load.add_argument("--seed", type=int, default=0, help="of lengths, words and times")
+    load.add_argument(
+        "--rate",
+        nargs="+",
+        type=_above_0(float),
+        default=[],
+        metavar="PER_SECOND",
+        help="requests per second that come at random, one run for each rate",
+    )
+    load.add_argument(
+        "--concurrency",
+        nargs="+",
+        type=_above_0(int),
+        default=[],
+        metavar="N",
+        help="requests that run at a time, one run for each number",
+    )
+    load.add_argument(
+        "--requests",
+        type=_above_0(int),
+        default=200,
+        metavar="N",
+        help="requests of each run",
+    )
+    load.add_argument(
+        "--warmup", type=int, default=4, metavar="N", help="requests before the first run"
+    )
+    load.add_argument("--seed", type=int, default=0, help="seed of lengths, words and times")
     lengths = parser.add_argument_group("lengths", "drawn as ShareGPT has them, or fixed")
-    lengths.add_argument("--prompt-tokens", type=_above_0(int), metavar="N")
-    lengths.add_argument("--answer-tokens", type=_above_0(int), metavar="N")
-    lengths.add_argument("--most-tokens", type=_above_0(int), default=1024, metavar="N")
+    for option, what in (("--prompt-tokens", "prompt"), ("--answer-tokens", "answer")):
+        help = f"tokens of every {what}; drawn without it"
+        lengths.add_argument(option, type=_above_0(int), metavar="N", help=help)
+    lengths.add_argument(
+        "--most-tokens", type=_above_0(int), default=1024, metavar="N", help="longest that is drawn"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them (matplotlib)")
     args = parser.parse_args(argv)

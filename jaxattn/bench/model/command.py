@@ -27,7 +27,7 @@ from jaxattn.bench.model.rows import Rows
 from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, peak_bytes
 from jaxattn.bench.model.weights import random_params
 from jaxattn.bench.tables import show, store
-from jaxattn.cli.options import add_dense
+from jaxattn.cli.options import ProseHelpFormatter, add_dense
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.machine import require_hopper
 from jaxattn.memory.budget import nbytes
@@ -38,10 +38,12 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} model",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ProseHelpFormatter,
     )
     parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128], help="of decode steps")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
+    )
     parser.add_argument("--context", type=int, default=4096, help="tokens of each row")
     parser.add_argument(
         "--prompt", type=int, default=8192, help="tokens that prefill reads; 0 for no prefill"
@@ -49,12 +51,14 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--chunks", type=int, nargs="+", default=[2048, 8192], help="prompt tokens at a time"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, caches and tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, caches and tokens")
     parser.add_argument(
-        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        help="which kernels run (default: the best)",
     )
     add_dense(parser)
-    parser.add_argument("--no-peers", action="store_true", help="not vLLM's times")
+    parser.add_argument("--no-peers", action="store_true", help="leaves out vLLM's times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="bars of roof and time (needs matplotlib)"

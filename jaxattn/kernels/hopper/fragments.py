@@ -11,12 +11,32 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.mlir import mgpu
-from jaxattn.kernels.hopper.registers import element, fragmented, joined, pairs
+from jaxattn.kernels.hopper.mlir import llvm, mgpu
+from jaxattn.kernels.hopper.registers import (
+    Thread,
+    asm,
+    element,
+    f32,
+    fragmented,
+    i32,
+    joined,
+    pairs,
+    plus,
+    pointer,
+    single,
+    times,
+    word,
+)
 
 ROWS, GROUP = 64, 8
 NUMBERS = ROWS * GROUP  # of 8 columns
 PRODUCT = plgpu.Layout.WGMMA
+# 16 bytes of the shared memory of the cluster's block $5. `plgpu.load` of a `cluster_ref` takes
+# each number for itself, by a load that does not know of which memory.
+LOAD = (
+    "{{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
+    "ld.shared::cluster.v4.f32 {{$0, $1, $2, $3}}, [there + {}]; }}"
+)
 
 
 def threads(columns: int) -> Any:
@@ -52,3 +72,28 @@ def product_of(numbers: jax.Array, *, interpret: bool) -> jax.Array:
 
     out = plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=PRODUCT)
     return plgpu.inline_mgpu(arg_types=(threads(columns),), return_type=out)(moved)(numbers)
+
+
+def load_of_block(ref: Any, first: Any, columns: int, block: int) -> jax.Array:
+    """Numbers in threads' order from `first` on, out of another block's shared memory.
+
+    Args:
+        ref: the same place in this block's shared memory, float32.
+        block: of the cluster.
+    """
+    split = plgpu.Layout.WG_SPLAT
+    size = columns // GROUP * NUMBERS
+
+    def run(_: Any, ref: Any, first: Any) -> Any:
+        begin = llvm.ptrtoint(i32(), pointer(ref, word(0)))
+        place = plus(begin, times(single(first), 4), times(Thread().index, 16))
+        registers = []
+        for step in range(0, size * 4, NUMBERS * 4):
+            given = [place, word(block)]
+            four = asm(LOAD.format(step), [f32()] * 4, given, "=f,=f,=f,=f,r,r,~{memory}")
+            registers.append(joined(four))
+        return fragmented(registers, (size,), mgpu.WGStridedFragLayout((size,), vec_size=4))
+
+    out = plgpu.ShapeDtypeStruct((size,), jnp.float32, layout=threads(columns))
+    run_ = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), split), return_type=out)(run)
+    return run_(ref, first)

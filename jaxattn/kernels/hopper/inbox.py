@@ -68,6 +68,9 @@ COMPILER = plgpu.CompilerParams(
     lowering_semantics=plgpu.LoweringSemantics.Lane,  # where PTX can name a peer's memory
 )
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+# A piece of an attention's output that is sent with its log-sum-exp: two numbers a thread.
+STATE_DIMS = NUMBERS * THREADS
+STATE = plgpu.Layout.WG_STRIDED((STATE_DIMS,), vec_size=NUMBERS)
 
 
 def i64() -> Any:
@@ -114,15 +117,26 @@ def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> 
 
 
 class Call:
-    """One call for a token, in a kernel's body: a warpgroup sends its part, and receives all."""
+    """One call for a token, in a kernel's body: a warpgroup sends its part, and receives all.
+
+    Where several warpgroups send for a token, to a GPU each, each has a place of its own among the
+    counts, `counted`: none reads a count that another has changed.
+    """
 
     def __init__(
-        self, inbox_ref: Any, counts_ref: Any, addresses_ref: Any, token: Any, features: int
+        self,
+        inbox_ref: Any,
+        counts_ref: Any,
+        addresses_ref: Any,
+        token: Any,
+        features: int,
+        counted: Any = None,
     ):
         self.inbox_ref, self.counts_ref, self.addresses_ref = inbox_ref, counts_ref, addresses_ref
         self.token, self.features, self.gpus = token, features, inbox_ref.shape[1]
+        self.counted = token if counted is None else counted
         self.own = addresses_ref[self.gpus, 0]
-        self.number = counts_ref[0, token, 0] + 1
+        self.number = counts_ref[0, self.counted, 0] + 1
         self.side = self.number & 1  # of negative numbers, which follow the largest, too
 
     def send(self, parts: Sequence[jax.Array]) -> None:
@@ -133,17 +147,51 @@ class Call:
         of_call = self.number, self.side, self.own, self.token
         send(self.inbox_ref, self.addresses_ref, *of_call, *parts)
 
-    def receive(self) -> tuple[jax.Array, ...]:
-        """Each GPU's part, as soon as all are there."""
+    def receive(self, loads: int = LOADS) -> tuple[jax.Array, ...]:
+        """Each GPU's part, as soon as all are there; looks at `loads` of 16 bytes at a time."""
         layout = layout_of(self.features)
         part = plgpu.ShapeDtypeStruct((self.features,), jnp.bfloat16, layout=layout)
         receive = plgpu.inline_mgpu(
             arg_types=(PLAIN, PLAIN, SPLAT, SPLAT, SPLAT), return_type=(part,) * self.gpus
-        )(functools.partial(_receive, features=self.features))
+        )(functools.partial(_receive, features=self.features, loads=loads))
         come: tuple[jax.Array, ...] = receive(
             self.inbox_ref, self.counts_ref, self.number, self.side, self.token
         )
         return come
+
+    def address(self, gpu: Any) -> tuple[Any, Any]:
+        """Of a GPU's inbox, the lower word first."""
+        return self.addresses_ref[gpu, 0], self.addresses_ref[gpu, 1]
+
+    def send_state(
+        self, to: tuple[Any, Any], known: tuple[Any, Any], out: jax.Array, lse: Any
+    ) -> None:
+        """Sends a piece of an attention's output, [256] float32, to one GPU, rounded to bfloat16;
+        each thread's two numbers have the log-sum-exp beside them. It has a part's 512 numbers.
+
+        Args:
+            to: the address of that GPU's inbox.
+            known: that of this GPU's own.
+        """
+        send = plgpu.inline_mgpu(arg_types=(PLAIN, *[SPLAT] * 9, STATE))(_send_state)
+        of_call = self.number, self.side, self.own, self.token
+        send(self.inbox_ref, *of_call, *to, *known, lse, out)
+
+    def receive_states(self) -> list[tuple[jax.Array, jax.Array]]:
+        """(piece, log-sum-exp) of each GPU, as soon as all are there."""
+        piece = plgpu.ShapeDtypeStruct((STATE_DIMS,), jnp.float32, layout=STATE)
+        lse = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SPLAT)
+        receive = plgpu.inline_mgpu(
+            arg_types=(PLAIN, SPLAT, SPLAT, SPLAT), return_type=(piece, lse) * self.gpus
+        )(_receive_states)
+        come = receive(self.inbox_ref, self.number, self.side, self.token)
+        return list(zip(come[::2], come[1::2], strict=True))
+
+    def end(self) -> None:
+        """Counts the call, which has nothing more to send."""
+        plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(_end)(
+            self.counts_ref, self.number, self.counted
+        )
 
 
 def _send(
@@ -157,7 +205,65 @@ def _send(
     del ctx
     call, side, own, token = (single(x) for x in (call, side, own, token))
     gpus, count = ir.MemRefType(inbox.type).shape[1], sent[0].registers.size * _words(sent[0])
-    wide = 2 - count % 2
+    offset = _offset(inbox, side, own, token, count)
+    of_each = _addresses(addresses, gpus)
+    _must_be_at(inbox, _of(of_each, own))
+    there = [arith.addi(address, offset) for address in of_each]
+    for gpu, place in enumerate(there):
+        part = sent[gpu % len(sent)]
+        words = [
+            element(vector.bitcast(ir.VectorType.get((_words(part),), i32()), each), place)
+            for each in part.registers.flat
+            for place in range(_words(part))
+        ]
+        _write(place, words, call)
+
+
+def _send_state(ctx: Any, inbox: Any, *given: Any) -> None:
+    """Writes two numbers of an output, and its log-sum-exp, into the inbox on one GPU.
+
+    Args:
+        given: call, side, own, token, the two addresses' words, the log-sum-exp, the output.
+    """
+    del ctx
+    *scalars, out = given
+    call, side, own, token, low, high, known_low, known_high, lse = map(single, scalars)
+    to, known = (_address(*words) for words in ((low, high), (known_low, known_high)))
+    _must_be_at(inbox, known)
+    [numbers] = out.registers.flat
+    rounded = arith.truncf(ir.VectorType.get((NUMBERS,), ir.BF16Type.get()), numbers)
+    words = [
+        element(vector.bitcast(ir.VectorType.get((1,), i32()), rounded), 0),
+        arith.bitcast(i32(), lse),
+    ]
+    place = _offset(inbox, side, own, token, len(words))
+    _write(arith.addi(to, place), words, call)
+
+
+def _address(low: Any, high: Any) -> Any:
+    return asm("mov.b64 $0, {$1, $2};", [i64()], [low, high], "=l,r,r", movable=True)[0]
+
+
+def _addresses(addresses: Any, gpus: int) -> list[Any]:
+    """Of the inbox on each GPU."""
+    return [
+        asm("ld.global.b64 $0, [$1];", [i64()], [pointer(addresses, word(8 * gpu))], "=l,l")[0]
+        for gpu in range(gpus)
+    ]
+
+
+def _of(of_each: list[Any], gpu: Any) -> Any:
+    """A GPU's address among those of all."""
+    found = of_each[0]
+    for number, address in enumerate(of_each[1:], 1):
+        equal = arith.cmpi(arith.CmpIPredicate.eq, gpu, word(number))
+        found = arith.select(equal, address, found)
+    return found
+
+
+def _write(first: Any, words: list[Any], call: Any) -> None:
+    """A thread's words, from a place on, each with the call's number."""
+    wide = 2 - len(words) % 2
     if wide == 1:
         code = "{ .reg .b64 a; mov.b64 a, {$1, $2}; st.relaxed.sys.global.b64 [$0], a; }"
     else:
@@ -166,52 +272,74 @@ def _send(
             "st.relaxed.sys.global.v2.b64 [$0], {a, b}; }"
         )
     constraints = ",".join(["l", *"r" * (wide + 1), "~{memory}"])
-    offset = _offset(inbox, side, own, token, count)
-    of_each = [
-        asm("ld.global.b64 $0, [$1];", [i64()], [pointer(addresses, word(8 * gpu))], "=l,l")[0]
-        for gpu in range(gpus)
-    ]
-    _must_be_at(inbox, of_each, own)
-    there = [_places(arith.addi(address, offset), count) for address in of_each]
-    for gpu, places in enumerate(there):
-        part = sent[gpu % len(sent)]
-        words = [
-            element(vector.bitcast(ir.VectorType.get((_words(part),), i32()), each), place)
-            for each in part.registers.flat
-            for place in range(_words(part))
-        ]
-        for piece, place in enumerate(places):
-            asm(code, [], [place, *words[piece * wide :][:wide], call], constraints)
+    for piece, place in enumerate(_places(first, len(words))):
+        asm(code, [], [place, *words[piece * wide :][:wide], call], constraints)
 
 
-def _must_be_at(inbox: Any, of_each: list[Any], own: Any) -> None:
+def _must_be_at(inbox: Any, known: Any) -> None:
     """Ends the program with an error where this GPU's inbox is not where its peers write to.
 
     Without it, a kernel that was given a copy of the inbox would wait for ever.
     """
-    known = of_each[0]
-    for gpu, address in enumerate(of_each[1:], 1):
-        equal = arith.cmpi(arith.CmpIPredicate.eq, own, word(gpu))
-        known = arith.select(equal, address, known)
     here = llvm.ptrtoint(i64(), pointer(inbox, word(0)))
     code = "{ .reg .pred p; setp.ne.b64 p, $0, $1; @p trap; }"
     asm(code, [], [here, known], "l,l")
 
 
 def _receive(
-    ctx: Any, inbox: Any, counts: Any, call: Any, side: Any, token: Any, *, features: int
+    ctx: Any,
+    inbox: Any,
+    counts: Any,
+    call: Any,
+    side: Any,
+    token: Any,
+    *,
+    features: int,
+    loads: int,
 ) -> tuple[Any, ...]:
     """Each GPU's part of a token, as soon as all are there; then the call is counted.
 
     Args:
         features: numbers of a part, no more than the inbox has room for.
+        loads: of 16 bytes at a time.
     """
+    of_call = (single(x) for x in (call, side, token))
+    words = _come(inbox, *of_call, features=features, loads=loads)
+    _end(ctx, counts, call, token)
+    gpus, together = ir.MemRefType(inbox.type).shape[1], _together(features)
+    layout = mgpu.WGStridedFragLayout((features,), together)
+    of = ir.VectorType.get((together,), ir.BF16Type.get())
+    half = together // NUMBERS
+    vectors = [vector.bitcast(of, joined(words[i : i + half])) for i in range(0, len(words), half)]
+    each = len(vectors) // gpus
+    return tuple(
+        fragmented(vectors[gpu * each :][:each], (features,), layout) for gpu in range(gpus)
+    )
+
+
+def _receive_states(ctx: Any, inbox: Any, call: Any, side: Any, token: Any) -> tuple[Any, ...]:
+    """Each GPU's piece and its log-sum-exp, one GPU after another."""
     del ctx
-    call, side, token = (single(x) for x in (call, side, token))
+    of_call = (single(x) for x in (call, side, token))
+    words = _come(inbox, *of_call, features=NUMBERS * STATE_DIMS, loads=LOADS)
+    layout = mgpu.WGStridedFragLayout((STATE_DIMS,), NUMBERS)
+    narrow, wide = (
+        ir.VectorType.get((NUMBERS,), of) for of in (ir.BF16Type.get(), ir.F32Type.get())
+    )
+    found = list[Any]()
+    for numbers, lse in zip(words[::2], words[1::2], strict=True):
+        piece = arith.extf(wide, vector.bitcast(narrow, joined([numbers])))
+        found.append(fragmented([piece], (STATE_DIMS,), layout))
+        found.append(mgpu.FragmentedArray.splat(arith.bitcast(ir.F32Type.get(), lse), ()))
+    return tuple(found)
+
+
+def _come(inbox: Any, call: Any, side: Any, token: Any, *, features: int, loads: int) -> list[Any]:
+    """A thread's words of each GPU's part of a token, as soon as all are there."""
     gpus = ir.MemRefType(inbox.type).shape[1]
     count = features // (NUMBERS * THREADS)
     wide = 2 - count % 2
-    group = max(1, LOADS * wide // count)
+    group = max(1, loads * wide // count)
     here = llvm.ptrtoint(i64(), pointer(inbox, word(0)))
     words: list[Any] = []
     for first in range(0, gpus, group):
@@ -238,18 +366,15 @@ def _receive(
         with ir.InsertionPoint(loop.after.blocks.append(*come_types, i32())):
             scf.yield_([loop.after.blocks[0].arguments[-1]])
         words += list(loop.results)[:-1]
+    return words
+
+
+def _end(ctx: Any, counts: Any, call: Any, counted: Any) -> None:
+    """Counts the call."""
+    del ctx
     utils.warpgroup_barrier()  # all threads have read the count
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
-        store(call, counts, times(token, 4))
-    together = _together(features)
-    layout = mgpu.WGStridedFragLayout((features,), together)
-    of = ir.VectorType.get((together,), ir.BF16Type.get())
-    half = together // NUMBERS
-    vectors = [vector.bitcast(of, joined(words[i : i + half])) for i in range(0, len(words), half)]
-    each = len(vectors) // gpus
-    return tuple(
-        fragmented(vectors[gpu * each :][:each], (features,), layout) for gpu in range(gpus)
-    )
+        store(single(call), counts, times(single(counted), 4))
 
 
 def _words(part: Any) -> int:

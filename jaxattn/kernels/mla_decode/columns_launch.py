@@ -26,6 +26,7 @@ from jaxattn.kernels.mla_decode.columns_block import Cut, Refs
 from jaxattn.kernels.mla_decode.columns_body import Body
 from jaxattn.kernels.mla_decode.columns_memory import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla_decode.fp8_fragments import order_queries
+from jaxattn.kernels.mla_decode.meet import Met
 from jaxattn.kernels.mla_decode.results import Results
 from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE
 from jaxattn.kernels.mla_decode.schedule import Schedule, packed_rows
@@ -75,6 +76,7 @@ def mla_decode_columns(
     query_lens: jax.Array | None,
     arena: Arena | None,
     schedule: Schedule,
+    met: Met | None = None,
     interpret: bool,
     detect_races: bool,
 ) -> tuple[Any, ...]:
@@ -93,7 +95,7 @@ def mla_decode_columns(
         packed = order_queries(packed)
     kv_scale = None if kv_scale is None else kv_scale.reshape(1)
     kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
-    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), kept, dtype)
+    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), kept, dtype, met)
     cut = Cut(
         q_len=q_len, num_heads=num_heads, columns=columns, parts=parts, out_rows=results.rows,
         first_rows=results.first_rows, scale=scale, dtype=dtype, page_size=page_size,

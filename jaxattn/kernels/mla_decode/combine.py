@@ -26,7 +26,6 @@ AHEAD = 8  # partial results that are read at a time, of a row
 FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
 # Blocks without work cost more the more there are, and those with work more the longer they are.
 BLOCKS, LONGEST = 512, 16
-LAYOUT = plgpu.Layout.WG_STRIDED((RANK,), vec_size=4)
 SHARED_ROWS, SHARERS = 256, 4  # so few rows have many partial results, and this many warpgroups
 
 
@@ -105,25 +104,29 @@ def _rows_of_a_block(batch: int, used: int) -> int:
     return chunk
 
 
-def _full(value: Any) -> jax.Array:
-    return plgpu.layout_cast(lax.broadcast_in_dim(value, (RANK,), []), LAYOUT)
+def _layout_of(dims: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((dims,), vec_size=dims // 128)
 
 
-def _weight_of(lse: jax.Array, top: jax.Array) -> jax.Array:
+def full_of(value: Any, dims: int = RANK) -> jax.Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(value, (dims,), []), _layout_of(dims))
+
+
+def weight_of(lse: jax.Array, top: jax.Array) -> jax.Array:
     """exp(lse - top), 0 where nothing was seen."""
     return jnp.exp2((lse - jnp.where(top == -jnp.inf, 0.0, top)) * LOG2E)
 
 
-def _merge(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> Any:
+def merge_into(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> Any:
     """A sum of weights and of weighted pieces, relative to the greatest LSE so far."""
     top, total, out = state
-    new_top = functools.reduce(jnp.maximum, lses, top)
-    rescale = _weight_of(top, new_top)
-    total, out = total * rescale, out * _full(rescale)
+    new_top, dims = functools.reduce(jnp.maximum, lses, top), len(out)
+    rescale = weight_of(top, new_top)
+    total, out = total * rescale, out * full_of(rescale, dims)
     for lse, piece in zip(lses, pieces, strict=True):
-        weight = _weight_of(lse, new_top)
+        weight = weight_of(lse, new_top)
         total += weight
-        out += _full(weight) * piece
+        out += full_of(weight, dims) * piece
     return new_top, total, out
 
 
@@ -132,7 +135,7 @@ class Sharers:
     """`count` warpgroups that share a row's partial results, and show each other what they have.
 
     Attributes:
-        sums: float32 [count, 512]; tops, totals: float32 [count].
+        sums: float32 [count, dims]; tops, totals: float32 [count].
         there: barrier of all.
     """
 
@@ -148,11 +151,12 @@ class Sharers:
         self.sums.at[wg][...] = state[2]
         plgpu.barrier_arrive(self.there)
         plgpu.barrier_wait(self.there)
-        every = [plgpu.load(self.sums.at[i], layout=LAYOUT) for i in range(self.count)]
+        dims = self.sums.shape[1]
+        every = [plgpu.load(self.sums.at[i], layout=_layout_of(dims)) for i in range(self.count)]
         top = functools.reduce(jnp.maximum, [self.tops[i] for i in range(self.count)])
-        weights = [_weight_of(self.tops[i], top) for i in range(self.count)]
+        weights = [weight_of(self.tops[i], top) for i in range(self.count)]
         total = sum(self.totals[i] * weight for i, weight in enumerate(weights))
-        return top, total, sum(_full(weights[i]) * part for i, part in enumerate(every))
+        return top, total, sum(full_of(weights[i], dims) * part for i, part in enumerate(every))
 
 
 class Block:
@@ -202,7 +206,7 @@ class Block:
         """(LSEs, pieces) of a row's partial results."""
         at = [self.partial.at[self.first_rows[1] + slot * self.rows + packed] for slot in places]
         lses = [self.partial_lse[slot, packed] for slot in places]
-        return lses, [plgpu.load(piece, layout=LAYOUT) for piece in at]
+        return lses, [plgpu.load(piece, layout=_layout_of(RANK)) for piece in at]
 
     def _merged(self, packed: list[Any], ahead: int) -> list[Any]:
         """What a warpgroup has of the rows' partial results: all, or every so many."""
@@ -219,19 +223,19 @@ class Block:
                     jnp.where(k < number, lse, -jnp.inf)
                     for k, lse in zip(numbers, lses, strict=True)
                 ]
-                every.append(_merge(state, there, pieces))
+                every.append(merge_into(state, there, pieces))
             return every
 
         steps = lax.div(number + sharers * ahead - 1, sharers * ahead)
         nothing = jnp.float32(0)
-        empty = (jnp.float32(-jnp.inf), nothing, _full(nothing))
+        empty = (jnp.float32(-jnp.inf), nothing, full_of(nothing))
         return lax.fori_loop(0, steps, add, [empty] * len(packed))
 
     def _write(self, packed: Any, top: Any, total: Any, out: Any) -> None:
         @pl.when(self.wg == 0)
         def _():
             empty = top == -jnp.inf
-            written = out * _full(jnp.where(empty, 0.0, 1 / total))
+            written = out * full_of(jnp.where(empty, 0.0, 1 / total))
             at = self.first_rows[0] + self.row * self.rows + packed
             store(self.out.at[at], written.astype(self.out.dtype))
             lse = top + jnp.log2(total) * (1 / LOG2E)

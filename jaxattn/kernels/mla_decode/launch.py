@@ -27,6 +27,7 @@ from jaxattn.kernels.mla_decode.columns_launch import (
     mla_decode_columns,
     refuse_columns,
 )
+from jaxattn.kernels.mla_decode.meet import Met
 from jaxattn.kernels.mla_decode.results import Results
 from jaxattn.kernels.mla_decode.rows_body import Body
 from jaxattn.kernels.mla_decode.rows_memory import RANK, ROPE, Cut, Refs, scratch_types
@@ -100,6 +101,7 @@ def mla_decode_mosaic(
     arena: Arena | None = None,
     schedule: Schedule | None = None,
     kv_scale: jax.Array | None = None,
+    met: Met | None = None,
     columns: bool | None = None,
     output_by_tma: bool | None = None,
     interpret: bool = False,
@@ -110,13 +112,17 @@ def mla_decode_mosaic(
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
     takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
     32 of an FP8 cache.
+    `met`: see `Results.finish` for what comes back.
     `output_by_tma` (see rows_memory.py) is the faster by up to 8 us where most rows are whole, and
     by 3 us the slower where they are cut; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        columns = by_columns(latent, kv_cache)
+        heads = latent if met is None else latent[:, :, : met.heads]
+        columns = by_columns(heads, kv_cache)
+    if columns and met is not None and not isinstance(q, tuple):
+        q = latent = q[:, :, : met.heads]  # a tile is not filled
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
         refuse_columns(q, kv_cache, kv_lora_rank)
@@ -130,7 +136,8 @@ def mla_decode_mosaic(
             f"{kv_cache.shape} has {kv_cache.shape[-2]}"
         )
     q, kv_cache, kv_scale = without_gradient("mla_decode", (q, kv_cache, kv_scale))
-    batch, q_len, num_heads, _ = latent.shape
+    batch, q_len, given_heads, _ = latent.shape
+    num_heads = given_heads if met is None else met.heads
     dtype = latent.dtype
     if layer is None:
         kv_cache, layer = kv_cache[None], 0
@@ -151,7 +158,7 @@ def mla_decode_mosaic(
         return mla_decode_columns(
             q, kv_cache, block_tables, seq_lens,
             scale=scale, layer=layer, kv_scale=kv_scale, query_lens=query_lens, arena=arena,
-            schedule=schedule, interpret=interpret, detect_races=detect_races,
+            schedule=schedule, met=met, interpret=interpret, detect_races=detect_races,
         )  # fmt: skip
     parts, tiles, rope = schedule.parts, num_tiles(q_len, num_heads), kv_cache.shape[3] > RANK
     latents = LatentFormat(kv_cache.dtype)
@@ -161,10 +168,10 @@ def mla_decode_mosaic(
     if isinstance(q, tuple):
         queries, q_rope = q[0].transpose(2, 0, 1, 3), q[1]  # as the absorbed product comes
     else:
-        packed = q.reshape(batch, q_len * num_heads, -1)
-        queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * num_heads), (0, 0)))
+        packed = q.reshape(batch, q_len * given_heads, -1)
+        queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * given_heads), (0, 0)))
 
-    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype)
+    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype, met)
     if output_by_tma is None:
         output_by_tma = 2 * batch >= parts
     output_by_tma &= results.in_whole_tiles()

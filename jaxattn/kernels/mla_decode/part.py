@@ -80,8 +80,10 @@ class Part:
         return -(-self.table_ref.shape[1] * self.page_size // PAGE)
 
     def some_row(self, row: jax.Array) -> jax.Array:
-        """The row, or any where the part ends behind the last; of places likewise."""
-        return jnp.minimum(row, self.lens_ref.shape[0] - 1)
+        """The row, or any where the part ends behind the last; of places likewise. A batch's only
+        row is known: its length is read beside the cuts, and not after them."""
+        rows = self.lens_ref.shape[0]
+        return jnp.minimum(row, rows - 1) if rows > 1 else jnp.int32(0)
 
     def place(self, number: jax.Array) -> Place:
         """With some row where the part ends behind the last place."""

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import Arena, Region
+from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla_decode.combine import combine
+from jaxattn.kernels.mla_decode.meet import Met, meet
 from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.schedule import Schedule, may_split
 from jaxattn.kernels.mla_decode.scratch import spec_of
@@ -37,9 +39,11 @@ class Results:
         shape: tuple[int, int, int],
         rows: int,
         dtype: Any,
+        met: Met | None = None,
     ):
-        """`shape`: (B, S, H)."""
+        """`shape`: (B, S, H). `met`: with what several GPUs' outputs meet."""
         self.arena, self.schedule, self.seq_lens = arena, schedule, seq_lens
+        self.met = met
         self.shape, self.rows = shape, rows
         batch, parts = shape[0], schedule.parts
         self.spec = spec_of(batch, rows, RANK, dtype, parts)
@@ -67,22 +71,22 @@ class Results:
     def finish(
         self, written: Mapping[str, jax.Array], *, interpret: bool, detect_races: bool
     ) -> tuple[Any, ...]:
-        """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one.
+        """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one; where outputs met,
+        (out [B, 1, H / N, R], the arena or None, inbox, counts).
 
         `written` is what the launch returned.
         """
         (batch, q_len, num_heads), arena = self.shape, self.arena
         used = q_len * num_heads
         lse = written["lse_ref"]
+        if self.met is not None:
+            return self._meet(self.met, lse, written.get("partial_lse_ref"))
         if self.split:
             lse = combine(
                 self.refs, self.first_rows, lse, written["partial_lse_ref"], self.schedule,
                 self.seq_lens, used=used, interpret=interpret, detect_races=detect_races,
             )  # fmt: skip
-        lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
-        if arena is not None:
-            for name, lane in lanes.items():
-                arena = arena.with_lane(self.spec, name, lane)
+        lanes, arena = self._lanes()
         # Of one request the used rows lie together: one slice, where XLA would make two of it.
         kept = used if batch == 1 else self.rows
         first = self.first_rows[0]
@@ -90,6 +94,27 @@ class Results:
         out = out[:, :used].reshape(batch, q_len, num_heads, RANK)
         lse = lse[:, :used].reshape(batch, q_len, num_heads)
         return (out, lse) if arena is None else (out, lse, arena)
+
+    def _meet(self, met: Met, lse: jax.Array, partial_lse: jax.Array | None) -> tuple[Any, ...]:
+        batch, q_len, _ = self.shape
+        if partial_lse is None or q_len > 1:
+            raise Refusal(
+                f"mla_decode: outputs of several GPUs meet where rows of one token may be cut, and "
+                f"these are {batch} rows of {q_len} tokens in {self.schedule.parts} parts"
+            )
+        out, inbox, counts = meet(
+            self.refs, self.first_rows, lse, partial_lse, self.schedule, self.seq_lens, met=met
+        )
+        return out[:, None], self._lanes()[1], inbox, counts
+
+    def _lanes(self) -> tuple[dict[str, jax.Array], Arena | None]:
+        """What the launches wrote to, by name, and the arena with it."""
+        lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
+        arena = self.arena
+        if arena is not None:
+            for name, lane in lanes.items():
+                arena = arena.with_lane(self.spec, name, lane)
+        return lanes, arena
 
 
 def _own_lane(region: Region) -> tuple[jax.Array, int]:

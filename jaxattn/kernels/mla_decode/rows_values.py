@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.machine import wgmma
-from jaxattn.kernels.hopper.narrow import store
+from jaxattn.kernels.hopper.narrow import store, store_first_rows
 from jaxattn.kernels.hopper.online_softmax import emptied, rescaled
 from jaxattn.kernels.mla_decode.part import Place, nothing_or_nan
 from jaxattn.kernels.mla_decode.rows_fp8 import FP8Pages
@@ -80,9 +80,12 @@ class Values:
 
             @pl.when(jnp.logical_not(whole))
             def _():
-                for some, acc in zip(self.columns, accs, strict=True):
-                    shown = acc * factor
-                    self.refs.partial_ref[self.block.partial_rows_of(place.row), some] = shown
+                rows, cut = self.block.partial_rows_of(place.row), self.cut
+                used: Any = cut.q_len * cut.num_heads  # of the tile's
+                used -= 0 if cut.tiles == 1 else self.block.tile * TILE
+                to = [self.refs.partial_ref.at[rows, some] for some in self.columns]
+                shown = [acc * factor for acc in accs]
+                store_first_rows(to, shown, used, interpret=cut.interpret)
 
         return pages_before + steps, pages
 

@@ -5,6 +5,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
@@ -12,14 +13,17 @@ from jaxattn.core.arguments import Arguments
 from jaxattn.core.checks import check_arena, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.formats import LatentFormat
+from jaxattn.core.mailbox import Mailbox
 from jaxattn.core.pages import attend_pages
 from jaxattn.core.products import dot
 from jaxattn.core.softmax import Softmax
 from jaxattn.core.varying import refuse_explicit_axes, vary_alike
 from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic, reads_apart
+from jaxattn.kernels.mla_decode.meet import Met
 from jaxattn.kernels.mla_decode.schedule import Schedule, num_steps
 from jaxattn.kernels.mla_decode.scratch import scratch
 from jaxattn.ops.mla.cache import check_format
+from jaxattn.ops.mla.meeting import Meeting, met_by_xla
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
@@ -124,6 +128,39 @@ def mla_decode(
             that is concrete; it is named.
         Refusal: the named implementation refuses, and says why.
     """
+    return decoded(
+        q,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        scale=scale,
+        query_lens=query_lens,
+        layer=layer,
+        kv_lora_rank=kv_lora_rank,
+        kv_scale=kv_scale,
+        schedule=schedule,
+        arena=arena,
+        implementation=implementation,
+    )
+
+
+def decoded(
+    q: Any,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    scale: float,
+    query_lens: Array | None,
+    layer: Array | int | None,
+    kv_lora_rank: int,
+    kv_scale: Array | float | None,
+    schedule: Schedule | None,
+    arena: Arena | None,
+    implementation: Implementation | None,
+    meeting: Meeting | None = None,
+) -> tuple[Any, ...]:
+    """`mla_decode`, or with `meeting` `mla_decode_met`."""
     arguments = Arguments("mla_decode")
     parts = q if isinstance(q, tuple) else None
     q = _check_queries(arguments, q)
@@ -157,9 +194,22 @@ def mla_decode(
     check_arena("mla_decode", arena)
     refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
 
+    heads = q.shape[2]
+    if meeting is not None:
+        heads, gpus = meeting.heads or heads, lax.axis_size(meeting.axes)
+        if q.shape[1] > 1 or heads % gpus or heads > q.shape[2]:
+            raise ValueError(
+                f"mla_decode: with meeting, q {q.shape} must have S = 1 and the meeting's {heads} "
+                f"heads, which divide over {gpus} GPUs"
+            )
+
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        apart = reads_apart(q.shape[2])
-        return mla_decode_mosaic(
+        apart = reads_apart(heads)
+        met = None
+        if meeting is not None:
+            box = meeting.mailbox
+            met = Met(box.inbox, box.counts, box.addresses, meeting.axes, heads)
+        found = mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
             block_tables,
@@ -171,12 +221,19 @@ def mla_decode(
             query_lens=query_lens,
             schedule=schedule,
             arena=arena,
+            met=met,
             interpret=interpret,
         )
+        if meeting is None:
+            return found
+        out, after, inbox, counts = found
+        return out, after, Mailbox(inbox, counts, meeting.mailbox.addresses)
 
     def xla() -> tuple[Any, ...]:
-        args = (q, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
+        args = (q[:, :, :heads], kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
         out, lse = _decode_xla(*args, scale=scale, format=format)
+        if meeting is not None:
+            return met_by_xla(out, lse, meeting.axes), arena, meeting.mailbox
         return (out, lse) if arena is None else _into_arena(out, lse, arena)
 
     with jax.named_scope("mla_decode"):

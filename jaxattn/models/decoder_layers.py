@@ -1,0 +1,38 @@
+"""The modules of a decoder's layers: a block with its parameters, and a repeat of a segment."""
+
+from flax import nnx
+from jax import Array
+
+from jaxattn.models.blocks import Block, Stream
+from jaxattn.nn import RMSNorm
+
+
+class Layer(nnx.Module):
+    """A block with its parameters."""
+
+    def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
+        self.norm = norm_of(stream)
+        self.mixer = block.mixer.build(stream, rngs)
+        self.mlp_norm = norm_of(stream)
+        self.mlp = block.feed_forward.build(stream, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        x = x + self.mixer(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Pattern(nnx.Module):
+    """One repeat of a segment: the body of its scan."""
+
+    def __init__(self, pattern: tuple[Block, ...], stream: Stream, *, rngs: nnx.Rngs):
+        self.layers = nnx.List([Layer(block, stream, rngs=rngs) for block in pattern])
+
+    def __call__(self, x: Array) -> Array:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def norm_of(stream: Stream) -> RMSNorm:
+    dtype = stream.norm_dtype or stream.param_dtype
+    return RMSNorm(stream.hidden_size, eps=stream.eps, param_dtype=dtype)
