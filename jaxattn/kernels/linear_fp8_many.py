@@ -63,8 +63,8 @@ COLUMNS = 128  # most tokens of a block
 CONSUMERS = 2  # warpgroups that multiply
 MOST_STAGES = 8
 BARRIER_BYTES = 2048  # left for barriers and alignment
-# Clusters of so many blocks that run at a time, a block on a multiprocessor. A cluster has to fit in
-# one of the groups of multiprocessors, which are of 10 to 18.
+# Clusters of so many blocks that run at a time, a block on a multiprocessor. A cluster has to fit
+# in one of the groups of multiprocessors, which are of 10 to 18.
 AT_A_TIME = {1: NUM_SMS, 2: 64, 3: 40, 4: 28}
 # What a block takes beside its steps, and what a cluster's sums take, in steps.
 BEGINNING, SUMMING = 5, 4
