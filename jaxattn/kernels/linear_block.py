@@ -125,10 +125,9 @@ class Block:
 
     def run(self) -> None:
         cut, refs = self.cut, self.refs
-        asked = self.norm.ask() if self.norm else None
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
-        sums, weighted, squares = self.norm.make(asked) if self.norm else ([], [], None)
+        sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
         self._sum_up()
         if self.norm:
             refs.sums_smem.at[0, cut.tokens][...] = squares  # in the place of a next token's sums

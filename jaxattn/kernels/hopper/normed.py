@@ -3,10 +3,9 @@
     y = norm(x + added) @ W = factor * (((x + added) * weight) @ W)
 
 A launch of the norm alone begins and ends, and reads next to nothing meanwhile. Here each block of
-`linear_layer` asks for what the norm needs, and then for its matrix. Meanwhile it makes its part of
-(x + added) * weight, and the squares of this part. The factor needs the squares of all K, so it
-comes last. The blocks of a cluster have all K between them, and read one another's squares as they
-do their sums.
+`linear_layer` first asks for its matrix. Then it makes its part of (x + added) * weight, and the
+squares of this part. The factor needs the squares of all K, so it comes last. The blocks of a
+cluster have all K between them, and read one another's squares as they do their sums.
 
 The blocks of the first tile also store the sum and the normed token.
 
@@ -15,7 +14,7 @@ block sums them, in the order in which `moe_combine` would.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.machine import asked_for, meet, shown, swizzled
+from jaxattn.kernels.hopper.machine import meet, shown, swizzled
 from jaxattn.kernels.hopper.stores import store
 
 PAIR = 128  # numbers of K that a warpgroup makes at a time: two steps of the product
@@ -149,36 +148,15 @@ class Norm:
         """[steps, 8, 64], the token in each step's first row."""
         return self.x_smem if self.interpret else self.x_smem[0]
 
-    def ask(self) -> list[tuple[jax.Array, jax.Array, jax.Array]] | None:
-        """What the norm is made of, if it has only to be loaded: loads that nobody waits for yet.
-
-        Behind the copies of a matrix they would take as long as those.
-        """
-        if self.parts is not None:
-            return None
-        asked = list(self._operands())
-        asked_for(interpret=self.interpret)
-        return asked
-
-    def _operands(self) -> Iterator[tuple[jax.Array, jax.Array, jax.Array]]:
-        """(x, what is added, weights) of each pair of steps."""
+    def make(self) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+        """(the sums, the sums times weights, the squares by thread), with the operand written."""
+        sums, weighted = [], []
         added = self._added()
         for pair in range(self.pairs):
             some = self._some(pair)
-            x = self._load(self.x_ref.at[0, some])
-            yield x, added(pair), self._load(self.weights_ref.at[self.row, some])
-
-    def make(
-        self, asked: list[tuple[jax.Array, jax.Array, jax.Array]] | None = None
-    ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """(the sums, the sums times weights, the squares by thread), with the operand written.
-
-        `asked` is what `ask` gave.
-        """
-        sums, weighted = [], []
-        for x, added, weights in asked or self._operands():
-            sums.append(x + added)
-            weighted.append(sums[-1] * weights)
+            total = self._load(self.x_ref.at[0, some]) + added(pair)
+            sums.append(total)
+            weighted.append(total * self._load(self.weights_ref.at[self.row, some]))
         for pair, each in enumerate(weighted):
             self._put(pair, each.astype(self.operand.dtype))
         shown(interpret=self.interpret)
