@@ -27,7 +27,7 @@ pytestmark = [
 
 PAGE, DIM, LAYERS = 64, 576, 4
 SCALE = DIM**-0.5
-# Tokens of a GPU's own pages: none on some GPUs, one block's, each GPU's another, all blocks', none.
+# Tokens of a GPU's own pages: none on some GPUs, one block's, all blocks', another on each; none.
 LENGTHS = [(0, 5, 0, 3), (7, 0, 64, 1), (700, 2000, 64, 1), (40_000, 39_999, 40_064, 1), (0,) * 4]
 LAST = 4  # the first row's last token, which GPU 1 alone has
 
