@@ -25,6 +25,7 @@ from jaxattn.models.sharding.decoder import divided
 from jaxattn.parallel import Parallel
 from tests.helpers import checkpoint_variations
 from tests.helpers.fp8_folders import write_folder
+from tests.helpers.kernel_cases import slow
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_parity import every_expert, steps
 
@@ -81,6 +82,7 @@ def test_the_bytes_of_a_matrix_are_not_touched(folder):
     assert names and {stored[name].tobytes() for name in names} == found
 
 
+@pytest.mark.parametrize("folder", [CLASSES[0], slow(CLASSES[1]), CLASSES[2]], indirect=True)
 def test_logits_are_those_of_the_floats(folder):
     tokens = np.arange(24).reshape(2, 12) * 7 % 192
     wide, kept = (loaded(folder, dense) for dense in ("bfloat16", "fp8"))
