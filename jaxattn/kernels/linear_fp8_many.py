@@ -6,8 +6,7 @@ Up to 32 tokens linear_fp8.py is faster: it reads with more blocks. From there o
 takes as long as a read. So a block has two warpgroups that multiply, each 64 rows of W, and a third
 whose copies run ahead. A step is as deep as a block of scales: its product is finished before it is
 multiplied by the scale and added, in float32. While it runs, the warpgroup widens its numbers of
-the next step (hopper/fp8_tiles.py). Of many tokens the warpgroups begin to multiply in turns: else
-both wait for the same copies, end at one time, and leave the tensor cores idle while both add.
+the next step (hopper/fp8_tiles.py).
 
 A block has 128 rows of one matrix, or 64 of gate and 64 of up, and up to 128 tokens. With more
 tokens, two blocks that follow one another have the same rows, which the second finds in L2. Where
@@ -63,7 +62,6 @@ MOST_TOKENS = 256
 COLUMNS = 128  # most tokens of a block
 CONSUMERS = 2  # warpgroups that multiply
 MOST_STAGES = 8
-IN_TURNS = 64  # tokens of a block, above which its warpgroups multiply in turns
 BARRIER_BYTES = 2048  # left for barriers and alignment
 # Clusters of so many blocks that run at a time, a block on a multiprocessor. A cluster has to fit
 # in one of the groups of multiprocessors, which are of 10 to 18.
@@ -173,9 +171,6 @@ def many_linears_fp8_mosaic(
             else None,
             "loaded": plgpu.Barrier(num_arrivals=1 + CONSUMERS, num_barriers=cut.stages),
             "read": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=cut.stages),
-            "turns": plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS)
-            if cut.in_turns
-            else None,
             "met": plgpu.Barrier(num_arrivals=CONSUMERS) if gated and cut.parts == 1 else None,
             "all_met": None
             if apart is None
@@ -235,11 +230,6 @@ class Cut:
         return self.columns > 64
 
     @property
-    def in_turns(self) -> bool:
-        """Whether a warpgroup's product begins when the other's is about to end."""
-        return self.columns > IN_TURNS
-
-    @property
     def shares(self) -> tuple[int, int, int]:
         """(sharers of a tile's tokens, tokens that one adds up at a time, how often)."""
         sharers, groups = self.parts * (1 + self.gated), self.columns // GROUP
@@ -262,7 +252,6 @@ class Refs:
     sums_smem: Any  # [warpgroup, columns / 8 * 512], see hopper/fragments.py
     loaded: Any  # of each stage
     read: Any  # by both warpgroups
-    turns: Any  # of each warpgroup
     met: Any  # of gate's and up's warpgroups
     all_met: Any  # the interpreter's
 
@@ -355,19 +344,9 @@ class Block:
             return total + one * factor, scale, weights
 
         plgpu.barrier_wait(refs.loaded.at[0])
-        if cut.in_turns:
-            pl.when(self.wg == 1)(self._give_turn)  # the first has the first turn
         zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
         first = zero, self._scale(jnp.int32(0)), self._weights(0)
         return lax.fori_loop(0, self.mine, step, first)[0]
-
-    def _give_turn(self) -> None:
-        """To the other warpgroup."""
-        plgpu.barrier_arrive(self.refs.turns.at[1 - self.wg])
-
-    def _wait_for_turn(self) -> None:
-        if self.cut.in_turns:
-            plgpu.barrier_wait(self.refs.turns.at[self.wg])
 
     def _scale(self, step: Any) -> jax.Array:
         """Of the warpgroup's rows."""
@@ -395,25 +374,17 @@ class Block:
         """A step's, without its scale, and the weights of the following step."""
         cut, tokens = self.cut, self.refs.x_smem.at[slot]
 
-        other = lax.rem(following, cut.stages)
-        last = other == slot
-
         def next_weights() -> jax.Array:
-            pl.when(jnp.logical_not(last))(partial(plgpu.barrier_wait, self.refs.loaded.at[other]))
-            weights = self._weights(other)
-            if cut.in_turns:  # the product's end is near
-                nobody = last & (self.wg == CONSUMERS - 1)
-                pl.when(jnp.logical_not(nobody))(self._give_turn)
-            return weights
+            other = lax.rem(following, cut.stages)
+            wait = partial(plgpu.barrier_wait, self.refs.loaded.at[other])
+            pl.when(other != slot)(wait)  # not behind the last step
+            return self._weights(other)
 
         if cut.interpret:
-            self._wait_for_turn()
             return plain_product(weights, tokens[...]), next_weights()
-        numbers = multiplied(weights)
-        self._wait_for_turn()
 
         def products(acc: Any) -> tuple[jax.Array, jax.Array]:
-            plgpu.wgmma(acc, numbers, tokens.transpose((1, 0)))
+            plgpu.wgmma(acc, multiplied(weights), tokens.transpose((1, 0)))
             later = next_weights()
             return plgpu.wgmma_accumulator_load(acc, wait_n=0), later
 
