@@ -56,7 +56,7 @@ def cut_at(case, cuts):
 
 
 @both_devices
-@pytest.mark.parametrize("preset", ["4bit_nc", slow("k3v4_nc"), slow("3bit_nc")])
+@pytest.mark.parametrize("preset", ["4bit_nc", "k3v4_nc", slow("3bit_nc")])
 def test_steps_two_at_a_time_and_one_that_is_left(preset, implementation):
     """Of three warpgroups each has four steps, and one has a fifth, of the next row. k3v4_nc has
     four of three steps, which they take one by one."""
