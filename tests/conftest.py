@@ -4,7 +4,6 @@ import gc
 import os
 import signal
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 # A job in the background ignores Ctrl-C, and so would every process that it starts.
@@ -30,7 +29,6 @@ import pytest  # noqa: E402
 
 from tests.helpers.compiled_once import compile_programs_once  # noqa: E402
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
-from tests.helpers.moved_by_numpy import move_by_numpy  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
 # Of each operation JAX notes where in the source it comes from, ten callers deep; no test reads it,
@@ -156,23 +154,6 @@ def _little_garbage_to_look_through(request: pytest.FixtureRequest) -> None:
     if "gc" in vars(request.module):
         gc.collect()
         gc.freeze()
-
-
-# Folders whose tests count no programs, and in one of them the file whose tests do.
-MOVED_BY_NUMPY = {"core", "kernels", "models", "nn", "ops", "padding"}
-COUNTS_PROGRAMS = {"test_adding_a_model.py"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _moves_by_numpy(request: pytest.FixtureRequest) -> Iterator[None]:
-    path = request.path.relative_to(os.path.dirname(__file__))
-    ours = path.parts[0] in MOVED_BY_NUMPY and path.name not in COUNTS_PROGRAMS
-    if not ours or jax.default_backend() != "cpu":
-        yield
-        return
-    end = move_by_numpy()
-    yield
-    end()
 
 
 @pytest.hookimpl(optionalhook=True)

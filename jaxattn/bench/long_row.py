@@ -50,7 +50,7 @@ from jaxattn.engine.runner import in_turn
 from jaxattn.kernels.hopper.repeated import launches_shared
 from jaxattn.models.base import jit_step
 from jaxattn.models.mixers import attended
-from jaxattn.parallel import First, Group, Parallel, Spread, gathered_in, pieces_of, rank
+from jaxattn.parallel import Group, Parallel, Spread, gathered_in, pieces_of, rank
 from jaxattn.parallel.peers import peers_reach
 
 HEADS = (32, 128)
@@ -96,9 +96,9 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     return args
 
 
-# How the outputs of several GPUs come together: in the launch that merges a GPU's own, with pages
-# that the gather asks for or without, in launches apart, or by XLA's collectives.
-type Sent = Literal["met", "not ahead", "apart", "XLA"]
+# How the outputs of several GPUs come together: in the launch that merges a GPU's own, in launches
+# apart, or by XLA's collectives.
+type Sent = Literal["met", "apart", "XLA"]
 
 
 class Row:
@@ -125,9 +125,8 @@ class Row:
         by_launches = by_launches and peers_reach(self.group.devices)
         self.pieces = pieces_of(heads // gpus, DIM, RANK) if by_launches else None
         self.room = None
-        self.ahead = sent == "met"  # the gather asks for pages
         gathered = gathered_in(heads // gpus * DIM)
-        if self.pieces and gathered and sent in ("met", "not ahead"):
+        if self.pieces and gathered and sent == "met":
             self.room = mla.meeting_room(1, heads, max_pages=self.stripes, page_size=PAGE)
             self.pieces = gathered if self.room else self.pieces
         self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
@@ -205,8 +204,7 @@ class Row:
                     options: Any = dict(implementation=self.implementation)
                     options |= dict(zip(["meeting"], mailbox[1:], strict=False))
                     meeting = spread.exchanging(mailbox[0], pieces=self.pieces[0], **options)
-                first = First(cache, layer, schedule) if self.ahead else None
-                out, rest, mailbox = meeting.attend([queries], attend, first)
+                out, rest, mailbox = meeting.attend([queries], attend)
             return (queries, lax.optimization_barrier(out), rest[0], mailbox), None
 
         layers = jnp.arange(turns) % self.layers
@@ -249,7 +247,7 @@ class Row:
 
     def sent_by(self) -> str:
         if self.room:
-            return "one launch" if self.ahead else "one launch, nothing asked for"
+            return "one launch"
         return "" if self.gpus == 1 else "launches" if self.pieces else "XLA"
 
     def time(self) -> dict[str, Any]:
@@ -292,7 +290,7 @@ def main(argv: Sequence[str], program: str) -> int:
     sizes: Any = dict(tokens=args.tokens, layers=args.layers)
     ways: list[Sent] = ["met"]
     if args.apart:
-        ways += ["not ahead", "apart"]
+        ways.append("apart")
     if args.nccl:
         ways.append("XLA")
     rows = [

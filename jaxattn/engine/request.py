@@ -13,6 +13,7 @@ from jaxattn.engine.stats import Stats as Stats
 
 # Bounds of what a row's state on the device holds.
 MOST_BIASES = 300
+MOST_PENALTY = 1e30  # what it makes of logits, and a million times that, float32 holds
 MOST_LOGPROBS = 20
 
 
@@ -42,10 +43,10 @@ class Request:
         top_p: in (0, 1]; samples from the fewest most likely tokens that together reach it.
         top_k: samples from the k most likely tokens; 0 from all.
         min_p: in [0, 1]; samples from tokens at least this likely beside the most likely one.
-        repetition_penalty: above 0. The logit of a token that the prompt or the text has is divided
-            by it where positive, and multiplied where negative.
-        presence_penalty: taken from the logit of a token that the text has.
-        frequency_penalty: taken from a token's logit once per time that the text has it.
+        repetition_penalty: 1e-30 to 1e30. The logit of a token that the prompt or the text has is
+            divided by it where positive, and multiplied where negative.
+        presence_penalty: taken from the logit of a token that the text has; at most 1e30 in size.
+        frequency_penalty: taken from a token's logit once per time that the text has it; likewise.
         logit_bias: token -> number in [-100, 100] that is added to its logit; at most 300 tokens.
             It is kept as pairs in the order of tokens.
         logprobs: how many likely alternatives are told with each token, 0 to 20; None tells no
@@ -126,6 +127,10 @@ class Request:
             value = getattr(self, name)
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"{name} must be a number, got {value!r}")
+            try:
+                float(value)
+            except OverflowError:
+                raise ValueError(f"{name} must be finite; got more than a float holds") from None
         calls = (getattr(self.grammar, name, None) for name in ("mask", "accept"))
         if self.grammar is not None and not all(map(callable, calls)):
             raise TypeError(
@@ -148,13 +153,17 @@ class Request:
             raise ValueError(f"min_p must be from 0 to 1; got {self.min_p}")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k must be from 0 to 2**31 - 1; got {self.top_k}")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
             raise ValueError(
-                f"repetition_penalty must be above 0 and finite; got {self.repetition_penalty}"
+                f"repetition_penalty must be from {1 / MOST_PENALTY:g} to {MOST_PENALTY:g}; got "
+                f"{self.repetition_penalty}"
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) < float("inf"):
-                raise ValueError(f"{name} must be finite; got {getattr(self, name)}")
+            if not abs(getattr(self, name)) <= MOST_PENALTY:
+                raise ValueError(
+                    f"{name} must be from -{MOST_PENALTY:g} to {MOST_PENALTY:g}; got "
+                    f"{getattr(self, name)}"
+                )
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise ValueError(f"logprobs must be from 0 to {MOST_LOGPROBS}; got {self.logprobs}")
         if not -(2**31) <= self.priority < 2**31:

@@ -15,12 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper import inbox as peers
-from jaxattn.kernels.hopper.ahead import Ahead, ask
 from jaxattn.kernels.hopper.launch import launch
 
 MOST_FEATURES = 8192
@@ -42,7 +40,6 @@ def peer_exchange_mosaic(
     *,
     axes: tuple[str, ...],
     room: int = 0,
-    ahead: Ahead | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(what came, inbox, counts), as `jaxattn.ops.peer_exchange` documents it.
@@ -50,7 +47,6 @@ def peer_exchange_mosaic(
     Args:
         part: bfloat16 [T, 1, P, F] for all GPUs, or [T, N, P, F] of a piece for each.
         room: zeros behind the pieces of the N GPUs, as of so many more.
-        ahead: what the next launch reads first, which blocks of their own ask for.
     """
     op = "peer_exchange"
     peers.check(op, inbox, axes, interpret)
@@ -65,18 +61,9 @@ def peer_exchange_mosaic(
     [part] = without_gradient(op, (part,))
     layout = peers.layout_of(features)
 
-    blocks = rows * pieces
-
-    def body(part_ref, addresses_ref, inbox_ref, counts_ref, out_ref, **first) -> None:
-        place = lax.axis_index("block")
-        if ahead is not None:
-            pl.when(place >= blocks)(lambda: ask(place - blocks, first))
-        pl.when(place < blocks)(
-            lambda: meet(place, part_ref, addresses_ref, inbox_ref, counts_ref, out_ref)
-        )
-
-    def meet(place, part_ref, addresses_ref, inbox_ref, counts_ref, out_ref) -> None:
-        row, piece = lax.div(place, pieces), lax.rem(place, pieces)
+    def body(part_ref, addresses_ref, inbox_ref, counts_ref, out_ref) -> None:
+        row, piece = lax.axis_index("row"), lax.axis_index("piece")
+        place = row * pieces + piece
         call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features)
         sent = [
             plgpu.load(part_ref.at[row, each, piece], layout=layout, optimized=False)
@@ -93,14 +80,13 @@ def peer_exchange_mosaic(
     out: dict[str, Any] = launch(
         body,
         name="peer_exchange",
-        grid={"block": blocks + (0 if ahead is None else ahead.parts)},
+        grid={"row": rows, "piece": pieces},
         warpgroups=None,
         inputs={
             "part_ref": part,
             "addresses_ref": addresses,
             "inbox_ref": inbox_ref,
             "counts_ref": counts_ref,
-            **({} if ahead is None else ahead.inputs()),
         },
         outputs={
             "out_ref": jax.ShapeDtypeStruct((rows, gpus + room, pieces, features), jnp.bfloat16)

@@ -27,7 +27,7 @@ from jaxattn.nn.overlong import nan_beyond_table
 from jaxattn.nn.paged import Paged
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 from jaxattn.ops.norm_linear import Unnormed, tokens_of
-from jaxattn.parallel import ALONE, First, Parallel, Spread
+from jaxattn.parallel import ALONE, Parallel, Spread
 from jaxattn.parallel.context import prefix_of, written_places
 
 
@@ -316,10 +316,7 @@ class MultiHeadLatentAttention(Paged):
         if spread is None:
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
         else:
-            first = None
-            if layer is not None and schedule is not None:
-                first = First(kv_cache, layer, schedule)
-            out, rest, sent = spread.attend(queries, attend, first)
+            out, rest, sent = spread.attend(queries, attend)
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from jaxattn.core.arguments import Arguments
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.mailbox import Mailbox
-from jaxattn.kernels.hopper.ahead import Ahead
 from jaxattn.kernels.peer_exchange import peer_exchange_mosaic
 
 
@@ -24,7 +23,6 @@ def peer_exchange(
     *,
     axes: Sequence[str],
     room: int = 0,
-    ahead: Ahead | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T N_room P F"], Mailbox]:
     """(what each of N GPUs sent here, the mailbox). Nothing is computed: bits stay as they are.
@@ -35,7 +33,6 @@ def peer_exchange(
         mailbox: the kernel's, of at least T * P tokens and F features; XLA leaves it as it is.
             Calls that share it may send other T, P and F.
         room: zeros behind what the N GPUs sent, as of so many more GPUs.
-        ahead: pages that an attention behind it reads first. The kernel asks for them.
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
         implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
             It has F a multiple of 256, at most 8192, and no gradient.
@@ -61,7 +58,7 @@ def peer_exchange(
         bits = lax.bitcast_convert_type(part, jnp.bfloat16)
         met, inbox, counts = peer_exchange_mosaic(
             bits, mailbox.inbox, mailbox.counts, mailbox.addresses,
-            axes=names, room=room, ahead=ahead, interpret=interpret,
+            axes=names, room=room, interpret=interpret,
         )  # fmt: skip
         met = lax.bitcast_convert_type(met, part.dtype)
         return met, Mailbox(inbox, counts, mailbox.addresses)

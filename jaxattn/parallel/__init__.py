@@ -12,7 +12,6 @@ from jaxattn.parallel.collectives import met as met
 from jaxattn.parallel.collectives import own_part as own_part
 from jaxattn.parallel.collectives import rank as rank
 from jaxattn.parallel.collectives import total as total
-from jaxattn.parallel.context import First as First
 from jaxattn.parallel.context import Spread as Spread
 from jaxattn.parallel.context import gathered_in as gathered_in
 from jaxattn.parallel.context import pieces_of as pieces_of

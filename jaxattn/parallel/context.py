@@ -13,7 +13,7 @@ all N GPUs over its own pages, and the parts of a head meet on the GPU that has 
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,6 @@ from jaxattn.core.checks import Within
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layers import taken_apart
 from jaxattn.core.mailbox import Mailbox
-from jaxattn.kernels.hopper.ahead import Ahead, askable
-from jaxattn.kernels.mla_decode.schedule import Schedule
 from jaxattn.kernels.peer_exchange import exchanges
 from jaxattn.ops.mla.meeting import Meeting, filled
 from jaxattn.ops.mla.merge import merge_attention_states
@@ -53,14 +51,6 @@ def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
         if max(widths) <= WIDEST and all(exchanges(width, 2) for width in widths):
             return pieces, max(widths)
     return None
-
-
-class First(NamedTuple):
-    """What an attention reads: a stack of layers' pages, the layer, and the launch's schedule."""
-
-    kv_cache: Array
-    layer: Array | int
-    schedule: Schedule
 
 
 def gathered_in(numbers: int) -> tuple[int, int] | None:
@@ -138,7 +128,7 @@ class Spread:
         return dataclasses.replace(self, mailbox=mailbox, **options)
 
     def attend(
-        self, heads: list[Float[Array, "B S h D"]], attend: Attend, first: First | None = None
+        self, heads: list[Float[Array, "B S h D"]], attend: Attend
     ) -> tuple[Float[Array, "B S h R"], list[Array], list[Mailbox]]:
         """Attention of this GPU's heads over the pages of all.
 
@@ -148,7 +138,6 @@ class Spread:
                 N h, R], lse [B * S, 1, N h], whatever else comes back). Where outputs meet it is
                 given `meeting` too, and returns (out [B * S, 1, h, R] of this GPU's heads, the
                 mailbox after it, whatever else).
-            first: what it reads, which the gather asks for where outputs meet.
 
         Returns:
             (the output in `attend`'s dtype, 0 for padding; what else came back; the mailboxes that
@@ -158,7 +147,7 @@ class Spread:
         batch, q_len, own, _ = heads[0].shape
         together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
         with jax.named_scope("context_gather"):
-            together, mailbox = self._gathered(together, first)
+            together, mailbox = self._gathered(together)
         parts = jnp.split(together, _ends(widths), axis=-1)
         where = self.tables, Within(self.lens, self.most)
         if self.meeting is not None:
@@ -181,22 +170,15 @@ class Spread:
         given = [each for each in (mailbox or self.mailbox,) if each is not None]
         return merged, rest, given
 
-    def _gathered(
-        self, x: Float[Array, "T 1 h D"], first: First | None
-    ) -> tuple[Array, Mailbox | None]:
+    def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, Mailbox | None]:
         """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them). Where
         outputs meet, zeros fill up what the launch of decode takes."""
         rows, _, own, width = x.shape
         if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
             return lax.all_gather(x, self.axes, axis=2, tiled=True), None
         more = 0 if self.meeting is None else filled(self.ways * own) - self.ways * own
-        options: dict[str, Any] = {"room": more // own if more % own == 0 else 0}
-        if self.meeting is not None and first is not None and askable(first.kv_cache):
-            layer = jnp.asarray(first.layer, jnp.int32).reshape(1)
-            of_schedule = first.schedule.cuts, first.schedule.order
-            options["ahead"] = Ahead(first.kv_cache, layer, self.tables, self.lens, *of_schedule)
-        room = options["room"]
-        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox, **options)
+        room = more // own if more % own == 0 else 0
+        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox, room)
         return met.reshape(rows, 1, (self.ways + room) * own, width), mailbox
 
     def _exchanged(self, x: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
@@ -213,9 +195,9 @@ class Spread:
         met = lax.bitcast_convert_type(met[..., : own * width], jnp.uint16)
         return jnp.moveaxis(met, 1, 0).reshape(self.ways, rows, self.pieces, own, width), mailbox
 
-    def _sent(self, part: Array, mailbox: Mailbox, **options: Any) -> tuple[Array, Mailbox]:
-        where: Any = dict(axes=self.axes, implementation=self.implementation)
-        return peer_exchange(part, mailbox, **where, **options)
+    def _sent(self, part: Array, mailbox: Mailbox, room: int = 0) -> tuple[Array, Mailbox]:
+        options: Any = dict(axes=self.axes, implementation=self.implementation)
+        return peer_exchange(part, mailbox, room=room, **options)
 
     def _room(self, rows: int) -> bool:
         return self.mailbox is not None and rows * self.pieces <= self.mailbox.inbox.shape[2]

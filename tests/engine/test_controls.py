@@ -14,9 +14,12 @@ from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-        ({"presence_penalty": float("inf")}, "presence_penalty must be finite"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty must be finite"),
+        ({"repetition_penalty": 0}, r"repetition_penalty must be from 1e-30 to 1e\+30; got 0"),
+        # In float32 it would be 0, and logits infinite.
+        ({"repetition_penalty": 1e-60}, "repetition_penalty must be from 1e-30"),
+        ({"presence_penalty": -1e39}, r"presence_penalty must be from -1e\+30 to"),
+        ({"frequency_penalty": float("nan")}, r"frequency_penalty must be from -1e\+30 to"),
+        ({"temperature": 10**400}, "temperature must be finite; got more than a float holds"),
         ({"logprobs": 21}, "logprobs must be from 0 to 20; got 21"),
         ({"logit_bias": {3: 101}}, r"logit_bias\[3\] must be from -100 to 100; got 101"),
         ({"logit_bias": {i: 1.0 for i in range(301)}}, "logit_bias has 301 tokens; at most 300"),

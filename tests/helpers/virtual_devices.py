@@ -39,7 +39,6 @@ def _begin() -> None:
     import jax
 
     from tests.helpers.compiled_once import compile_programs_once
-    from tests.helpers.moved_by_numpy import move_by_numpy
 
     compile_programs_once()
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -47,7 +46,6 @@ def _begin() -> None:
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == DEVICES, jax.devices()
-    move_by_numpy()
 
 
 def _run(module: str, name: str, arguments: dict[str, Any]) -> None:

@@ -210,6 +210,20 @@ def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
     jax.tree.map(np.testing.assert_array_equal, found, again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_number_of_fp8_is_exact_on_a_gpu(dtype):
+    """Tokens that each pick a column out of 128, for all 254 numbers in each column."""
+    codes = np.add.outer(np.arange(256), np.arange(128)).astype(np.uint8)
+    codes[codes % 128 == 127] = 0  # NaN
+    numbers = jax.lax.bitcast_convert_type(jnp.asarray(codes), jnp.float8_e4m3fn)
+    weights, scales = [in_pairs(numbers)[None]], [jnp.ones((1, 2, 1))]
+    for first in range(0, 128, 32):
+        x = jnp.eye(32, 128, first, dtype=dtype)
+        [found] = linear_fp8_layer(x, weights, scales, layer=0, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(found, numbers[:, first : first + 32].T.astype(jnp.float32))
+
+
 def normed_case(inner, *sizes, layers=2, seed=0):
     keys = jax.random.split(jax.random.key(seed), 3)
     x, added = (3 * jax.random.normal(key, (1, inner)) for key in keys[:2])

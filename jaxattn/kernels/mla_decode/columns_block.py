@@ -43,7 +43,7 @@ class Cut:
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Where a copy of queries or of a page begins, and its width."""
+        """Where a copy of queries begins, and its width."""
         return ((0, RANK), (RANK, ROPE))[: 1 + self.rope]
 
 
@@ -66,7 +66,6 @@ class Refs:
     lse_ref: Any
     partial_lse_ref: Any
     pages_smem: Any  # a piece's pages, and in their place its two outputs
-    rope_smem: Any  # the pages' rope columns, of a 16-bit cache that has such
     q_smem: Any  # Q; of an FP8 cache as it comes, and as the products take it
     q_rope_smem: Any  # likewise
     score_smem: Any

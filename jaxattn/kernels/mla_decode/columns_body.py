@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.formats import BLOCK
+from jaxattn.kernels.hopper.machine import asked_for
 from jaxattn.kernels.mla_decode.columns_block import Block
 from jaxattn.kernels.mla_decode.columns_fp8 import LEAST_UNIT, FP8Pages
 from jaxattn.kernels.mla_decode.columns_interpreted import InterpretedFP8Pages, InterpretedPages
@@ -39,6 +40,7 @@ class Body(Block):
     """The two warpgroups of a block."""
 
     def run(self) -> None:
+        self._load_first(*self.part.first_piece())
         begun = self.part.each_piece(self._piece, jnp.bool_(False))
         pl.when(jnp.logical_not(begun))(self._write_empty_rows)
 
@@ -53,12 +55,10 @@ class Body(Block):
         """Scores and values of its pages, the two warpgroups' in turns, and one result of both.
         Rows without tokens are written beside the first piece's copies: to read their lengths at a
         block's end would make it longer."""
-        row, stop = place.row, start + steps
+        row = place.row
         refs, scaled = self.refs, self.cut.latents.block_scaled
-        self._load_queries(row)
-        piece = Piece(row, start + self.wg, stop, lax.div(steps + 1 - self.wg, WARPGROUPS))
-        pages = self._pages(piece)
-        pages.load_first()
+        pl.when(place.number != self.part.begin[0])(lambda: self._load_first(place, start, steps))
+        pages = self._pages(self._mine(place, start, steps))
         pl.when(jnp.logical_not(begun))(self._write_empty_rows)
         pages.see(*self._seen(row))
         plgpu.barrier_wait(refs.q_loaded)
@@ -73,6 +73,20 @@ class Body(Block):
             as_values=pages.as_values, interpret=self.cut.interpret,
         )  # fmt: skip
         return jnp.bool_(True)
+
+    def _mine(self, place: Place, start: jax.Array, steps: jax.Array) -> Piece:
+        """What this warpgroup takes of a piece."""
+        taken = lax.div(steps + 1 - self.wg, WARPGROUPS)
+        return Piece(place.row, start + self.wg, start + steps, taken)
+
+    def _load_first(self, place: Place, start: jax.Array, steps: jax.Array) -> None:
+        """A piece's queries and first pages. Those of a part's first piece come before all else:
+        what is worked out once for all pages is so while they are on the way."""
+        pages = self._pages(self._mine(place, start, steps))
+        numbers = pages.first_numbers()
+        asked_for(interpret=self.cut.interpret)  # beside the row's length
+        pl.when(steps > 0)(lambda: self._load_queries(place.row))
+        pages.load_first(numbers)
 
     def _pages(self, piece: Piece) -> Pages:
         if self.cut.latents.quantized:

@@ -71,11 +71,10 @@ class FP8Pages(Pages):
     def unit_of_all(self) -> Any:
         return self.block.kv_scale / ROOM
 
-    def load_first(self) -> None:
+    def load_first(self, numbers: list[list[jax.Array]]) -> None:
         piece = self.piece
-        for k in range(DEPTH):
+        for k, some in enumerate(numbers):
             page = piece.first + k * WARPGROUPS
-            some = self.part.numbers(piece.row, page, piece.stop)
             load = lambda some=some, page=page, k=k: self._load_slot(some, page, k)  # noqa: E731
             pl.when(piece.taken > k)(load)
 

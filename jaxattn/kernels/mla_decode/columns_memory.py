@@ -67,8 +67,9 @@ def scratch_types(
         arrivals = copies if cache_dtype == BYTES else TILES * copies
         loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=(WARPGROUPS, DEPTH))
     else:
-        pages = plgpu.SMEM((WARPGROUPS, PAGE, RANK), dtype, transforms=tiles)
-        loaded = plgpu.Barrier(num_arrivals=pieces * copies, num_barriers=WARPGROUPS)
+        width = RANK + ROPE if with_rope else RANK
+        pages = plgpu.SMEM((WARPGROUPS, PAGE, width), dtype, transforms=tiles)
+        loaded = plgpu.Barrier(num_arrivals=copies, num_barriers=WARPGROUPS)
     outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
     half = jnp.float16 if quantized else dtype
     rope = dtype if cache_dtype == BYTES else half
@@ -80,10 +81,8 @@ def scratch_types(
         both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
         return plgpu.RefUnion(*both) if quantized else both[0]
 
-    ropes = plgpu.SMEM((WARPGROUPS, PAGE, ROPE), dtype, transforms=tiles)
     return {
         "pages_smem": plgpu.RefUnion(pages, outputs),
-        "rope_smem": ropes if with_rope and not quantized else None,
         "q_smem": queries(RANK, half),
         "q_rope_smem": queries(ROPE, rope) if with_rope else None,
         "score_smem": plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),

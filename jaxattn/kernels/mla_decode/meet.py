@@ -28,7 +28,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper import inbox as peers
 from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import NUM_SMS
 from jaxattn.kernels.mla_decode.combine import Sharers, full_of, merge_into, weight_of
 from jaxattn.kernels.mla_decode.rows_memory import RANK
 from jaxattn.kernels.mla_decode.rows_scores import LOG2E
@@ -36,9 +35,7 @@ from jaxattn.kernels.mla_decode.schedule import Schedule
 
 HALVES = RANK // peers.STATE_DIMS
 SHARERS = 4  # warpgroups that share a block's partial results
-# That each reads at a time: two turns for those of 132 blocks. Where there are more blocks than
-# multiprocessors, so few that two run on each at a time.
-AHEAD, FEW_AHEAD = 17, 8
+AHEAD = 17  # that each reads at a time: two turns for those of 132 blocks
 LAYOUT = peers.STATE
 
 
@@ -95,7 +92,6 @@ def meet(
             f"{inbox.shape}"
         )
     own = heads // gpus
-    ahead = AHEAD if batch * heads * HALVES <= NUM_SMS else FEW_AHEAD
     out_ref, partial_ref = refs
     if out_ref.dtype != jnp.bfloat16:
         raise Refusal(f"{op}: outputs meet in bfloat16, and these are {out_ref.dtype.name}")
@@ -107,7 +103,7 @@ def meet(
         call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu)
         to, known = call.address(gpu), call.address(call.own)  # there when the state is
         sharers = Sharers(SHARERS, sums, tops, totals, there)
-        block = Block(first_rows, rows, ahead, sharers, **given)
+        block = Block(first_rows, rows, sharers, **given)
         out, lse = block.state(row, gpu * own + head, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -161,7 +157,6 @@ class Block:
         self,
         first_rows: list[int],
         rows: int,
-        ahead: int,
         sharers: Sharers,
         *,
         partial_lse: Any,
@@ -173,7 +168,7 @@ class Block:
         lse: Any,
         out: Any,
     ):
-        self.first_rows, self.rows, self.ahead, self.sharers = first_rows, rows, ahead, sharers
+        self.first_rows, self.rows, self.sharers = first_rows, rows, sharers
         self.partial_lse, self.slots, self.lens, self.made_of = partial_lse, slots, lens, made_of
         self.alone, self.partial, self.lse, self.out = alone, partial, lse, out
 
@@ -189,10 +184,10 @@ class Block:
         whole = plgpu.load(self.alone.at[at, dims], layout=LAYOUT, optimized=False)
         whole_lse = self.lse[row, head]
 
-        wg, ahead = lax.axis_index("wg"), self.ahead
+        wg = lax.axis_index("wg")
 
         def add(j: jax.Array, state: Any) -> Any:
-            numbers = [(j * SHARERS + wg) * ahead + k for k in range(ahead)]
+            numbers = [(j * SHARERS + wg) * AHEAD + k for k in range(AHEAD)]
             slots_of = [Schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
             rows = [self.first_rows[1] + slot * self.rows + head for slot in slots_of]
             lses = [
@@ -206,7 +201,7 @@ class Block:
 
         nothing = jnp.float32(0)
         empty = (jnp.float32(-jnp.inf), nothing, _full(nothing))
-        steps = lax.div(number + SHARERS * ahead - 1, SHARERS * ahead)
+        steps = lax.div(number + SHARERS * AHEAD - 1, SHARERS * AHEAD)
         state = lax.fori_loop(0, steps, add, empty)
         top, total, out = self.sharers.gathered(wg, state)
         empty = top == -jnp.inf

@@ -125,6 +125,12 @@ class Part:
         places = last_place - first_place + (last_page > 0).astype(jnp.int32)
         return lax.fori_loop(0, places, each, carry)
 
+    def first_piece(self) -> tuple[Place, jax.Array, jax.Array]:
+        """(place, first page, pages) of where the part begins: there may be no pages."""
+        number, page = self.begin
+        place = self.place(number)
+        return place, page, jnp.maximum(self._stop_of(place) - page, 0)
+
     def first(self) -> Any:
         """The first page: (place, page, the piece's stop). There is none if page >= stop."""
         number, page = self.begin

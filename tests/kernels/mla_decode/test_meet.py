@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper import inbox as peers
 from jaxattn.kernels.hopper.launch import launch
 from jaxattn.kernels.mla_decode.combine import Sharers
-from jaxattn.kernels.mla_decode.meet import FEW_AHEAD, SHARERS, Block, places_of, shared
+from jaxattn.kernels.mla_decode.meet import SHARERS, Block, places_of, shared
 from tests.helpers.kernel_cases import both_devices, no_races
 from tests.kernels.mla_decode.test_combine import PARTS, SLOTS, merged_exactly
 
@@ -63,7 +63,7 @@ def test_the_state_of_rows_that_are_cut_and_of_rows_that_are_not(implementation)
     def body(sums, tops, totals, there, state_ref, found_ref, **given) -> None:
         row, half = lax.axis_index("row"), lax.axis_index("half")
         sharers = Sharers(SHARERS, sums, tops, totals, there)
-        block = Block([FIRST, 0], ROWS, FEW_AHEAD, sharers, out=None, **given)
+        block = Block([FIRST, 0], ROWS, sharers, out=None, **given)
         state, lse = block.state(row, HEAD, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -101,7 +101,7 @@ def test_the_states_of_all_gpus_make_one_output(seen, implementation):
     def body(pieces_ref, lses_ref, out) -> None:
         half = lax.axis_index("half")
         given = dict.fromkeys(("partial_lse", "slots", "lens", "made_of", "alone", "partial"))
-        block = Block([0, 0], ROWS, 1, None, lse=None, out=out, **given)
+        block = Block([0, 0], ROWS, None, lse=None, out=out, **given)
         dims = pl.ds(half * 256, 256)
         states = [
             (plgpu.load(pieces_ref.at[i, dims], layout=peers.STATE, optimized=False), lses_ref[i])

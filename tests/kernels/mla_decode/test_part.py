@@ -11,7 +11,8 @@ ROWS, PAGES = 4, 7
 
 
 def walks(begin, end, lens, order):
-    """How many pages there are and their (row, page): piece by piece, and ahead."""
+    """How many pages there are and their (row, page): piece by piece, ahead, and of the first place
+    alone."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
     part = Part(tuple(begin), tuple(end), lens, table, cache, 0, 0, order, None)
     nothing = jnp.int32(0), jnp.full((ROWS * PAGES, 2), -1)
@@ -30,12 +31,16 @@ def walks(begin, end, lens, order):
 
     some_left = lambda state: state[0][1] < state[0][2]  # noqa: E731
     first = part.first(), nothing
-    return part.each_piece(take, nothing), jax.lax.while_loop(some_left, ahead, first)[1]
+    return (
+        part.each_piece(take, nothing),
+        jax.lax.while_loop(some_left, ahead, first)[1],
+        take(*part.first_piece(), nothing),
+    )
 
 
-def expected(begin, end, lens, order):
+def expected(begin, end, lens, order, places=ROWS):
     pages = []
-    for place in range(begin[0], min(end[0] + 1, ROWS)):
+    for place in range(begin[0], min(end[0] + 1, begin[0] + places, ROWS)):
         row = place if order is None else order[place]
         start = begin[1] if place == begin[0] else 0
         stop = min(-(-lens[row] // 64), end[1] if place == end[0] else PAGES)
@@ -54,7 +59,8 @@ def test_ahead_and_behind_agree_for_any_lengths_and_cuts(ordered):
     order = rng.permuted(np.tile(np.arange(ROWS), (cases, 1)), axis=1) if ordered else None
     given = [cuts[:, 0], cuts[:, 1], lens, order]
     args = [None if x is None else jnp.asarray(x, jnp.int32) for x in given]
-    for count, taken in jax.jit(jax.vmap(walks))(*args):
+    of_places = ROWS, ROWS, 1
+    for places, (count, taken) in zip(of_places, jax.jit(jax.vmap(walks))(*args), strict=True):
         for i in range(cases):
-            wanted = expected(*(None if x is None else x[i] for x in given))
+            wanted = expected(*(None if x is None else x[i] for x in given), places)
             assert [tuple(x) for x in np.asarray(taken[i, : int(count[i])])] == wanted
