@@ -7,8 +7,9 @@ lie as checkpoints have them, [N, K], with K in pairs (`core.fp8_blocks.in_pairs
 row become two registers of wgmma (hopper/fp8_tiles.py). A step is as deep as a block of scales. Its
 product is finished before it is multiplied by the scale and added, in float32.
 
-Limits: 32 tokens; K a multiple of 128; N a multiple of 64, at least 128; tokens in bfloat16 or
-float16. With a norm before it (hopper/normed.py): one token. There are no heads.
+Limits: 32 tokens (linear_fp8_many.py has more); K a multiple of 128; N a multiple of 64, at least
+128; tokens in bfloat16 or float16. With a norm before it (hopper/normed.py): one token. There are
+no heads.
 Reference: `jaxattn.ops.linear_fp8` (implementation="xla"). Tests: tests/kernels/test_linear_fp8.py.
 """
 

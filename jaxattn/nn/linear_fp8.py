@@ -1,8 +1,8 @@
 """Products with matrices that stay FP8, as checkpoints publish them.
 
-A weight is [out_features, in_features] with a float32 scale for each block of 128 x 128. For a few
-tokens of a decode step a kernel reads it where it lies, a byte for each number. For more tokens XLA
-makes a matrix of the compute dtype out of one layer's, and multiplies by this.
+A weight is [out_features, in_features] with a float32 scale for each block of 128 x 128. For up to
+256 tokens kernels read it where it lies, a byte for each number. For more tokens XLA makes a matrix
+of the compute dtype out of one layer's, and multiplies by this.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.fp8_blocks import dequantize, in_order, in_pairs, quantize
-from jaxattn.kernels.linear_fp8 import refusal
 from jaxattn.nn.linear import InStack, Linear, matmul, normal
-from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
+from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer, refusal
 from jaxattn.ops.norm_linear import Unnormed, tokens_of
 
 

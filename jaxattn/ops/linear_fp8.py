@@ -4,9 +4,9 @@
     h = gated_fp8_layer(x, (gate_proj, up_proj), (gate_scale, up_scale), layer=l)
 
 Matrices are [N, K], as checkpoints have them, with a scale for each block of 128 x 128. Columns are
-put in pairs on loading, `in_pairs(numbers)`. For a few tokens the kernel reads matrices where they
-lie, a byte for each number. XLA's product takes a layer's matrix out of the stack, and rounds its
-weights to the tokens' dtype: it is made for many tokens.
+put in pairs on loading, `in_pairs(numbers)`. For up to 256 tokens kernels read matrices where they
+lie, a byte for each number: one for up to 32, one for more. XLA's product takes a layer's matrix
+out of the stack, and rounds its weights to the tokens' dtype: it is made for many tokens.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,10 @@ from jaxattn.core.checks import check_features, check_layer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.fp8_blocks import block_counts, dequantize, in_order
 from jaxattn.core.layers import taken_apart
+from jaxattn.kernels import linear_fp8, linear_fp8_many
+from jaxattn.kernels.linear import Shaped
 from jaxattn.kernels.linear_fp8 import OP, linears_fp8_mosaic
+from jaxattn.kernels.linear_fp8_many import many_linears_fp8_mosaic
 from jaxattn.ops.linear import Layer
 
 
@@ -40,15 +43,15 @@ def linear_fp8_layer(
     """`x @ (scale * weight)[layer].T` of each stack of weights, summed in float32.
 
     Args:
-        x: tokens; the kernel has bfloat16 and float16.
+        x: tokens; the kernels have bfloat16 and float16.
         weights: stacks of float8_e4m3fn, of any N each and K a multiple of 16, in pairs
             (`jaxattn.core.fp8_blocks.in_pairs`).
         scales: float32, of blocks of 128 x 128 of each; sizes are rounded up.
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
         out_dtypes: of the results; float32 if None.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to 32
-            tokens, K a multiple of 128, N a multiple of 64 and at least 128. It multiplies exact
-            FP8 numbers; "xla" rounds weights to x's dtype. The gradient is "xla"'s.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have 1 to
+            256 tokens, K a multiple of 128, N a multiple of 64 and at least 128. They multiply
+            exact FP8 numbers; "xla" rounds weights to x's dtype. The gradient is "xla"'s.
 
     Raises:
         ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
@@ -78,6 +81,12 @@ def gated_fp8_layer(
     return _linears(x, list(weights), list(scales), layer, dtypes, True, implementation)[0]
 
 
+def refusal(x: tuple[int, int], dtype: DTypeLike, weights: Sequence[Shaped]) -> str | None:
+    """Why no kernel serves x [T, K] of this dtype and these weights [L, N, K], or None."""
+    few = x[0] <= linear_fp8.MOST_TOKENS
+    return (linear_fp8 if few else linear_fp8_many).refusal(x, dtype, weights)
+
+
 def _linears(
     x: Array,
     weights: list[Array],
@@ -94,7 +103,8 @@ def _linears(
     def kernel(
         tokens: Array, first: Array, weights: list[Array], scales: list[Array], interpret: bool
     ) -> list[Array]:
-        return linears_fp8_mosaic(
+        few = tokens.shape[0] <= linear_fp8.MOST_TOKENS
+        return (linears_fp8_mosaic if few else many_linears_fp8_mosaic)(
             tokens, weights, scales, layer=first, affine=affine, out_dtypes=out_dtypes,
             gated=gated, interpret=interpret,
         )  # fmt: skip

@@ -27,8 +27,9 @@ pytestmark = [
 
 PAGE, DIM, LAYERS = 64, 576, 4
 SCALE = DIM**-0.5
-# Tokens of a GPU's own pages: none on some GPUs, one block's, all blocks', each GPU's another.
-LENGTHS = [(0, 5, 0, 3), (7, 0, 64, 1), (700, 2000, 64, 1), (40_000, 39_999, 40_064, 1)]
+# Tokens of a GPU's own pages: none on some GPUs, one block's, all blocks', another on each; none.
+LENGTHS = [(0, 5, 0, 3), (7, 0, 64, 1), (700, 2000, 64, 1), (40_000, 39_999, 40_064, 1), (0,) * 4]
+LAST = 4  # the first row's last token, which GPU 1 alone has
 
 
 def lengths_of(gpus: int, rows: int) -> np.ndarray:
@@ -74,8 +75,11 @@ def step_of(group: Group, rows: int, heads: int, pages: int, implementation: str
     return jax.jit(group.step(step, specs, (own, own, own)), donate_argnums=(3, 4))
 
 
-def results(group: Group, rows: int, heads: int, implementation: str, calls: int) -> np.ndarray:
-    """float32 [GPUs, layers, rows, 1, heads / GPUs, 512]; the same bits in three calls."""
+def results(
+    group: Group, rows: int, heads: int, implementation: str, calls: int = 0, last: float = 0
+) -> np.ndarray:
+    """float32 [GPUs, layers, rows, 1, heads / GPUs, 512]; the same bits in three calls. `last` is
+    added to the first row's last token."""
     gpus, pages = group.parallel.gpus, -(-40_064 // PAGE)
     room = mla.meeting_room(rows, heads, max_pages=pages, page_size=PAGE)
     assert room is not None
@@ -88,7 +92,7 @@ def results(group: Group, rows: int, heads: int, implementation: str, calls: int
     mailbox = jax.block_until_ready(group.make(boxed, group.each))
     mailbox = addressed(mailbox)
     arena = group.make(lambda: Arena.allocate(mla.scratch(**sizes)), group.each)
-    kv_cache = group.make(functools.partial(drawn, rows * pages), group.each)
+    kv_cache = group.make(functools.partial(drawn, rows * pages, last), group.each)
     queries = jax.random.normal(jax.random.key(7), (rows, 1, heads, DIM), jnp.bfloat16)
     queries = group.put(np.asarray(queries), PartitionSpec())
     lens = group.put(lengths_of(gpus, rows).astype(np.int32), group.each)
@@ -105,19 +109,24 @@ def results(group: Group, rows: int, heads: int, implementation: str, calls: int
     return found[0].astype(np.float32)
 
 
-def drawn(pages: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(3), (1, pages, PAGE, DIM), jnp.bfloat16)
+def drawn(pages: int, last: float) -> jax.Array:
+    numbers = jax.random.normal(jax.random.key(3), (1, pages, PAGE, DIM), jnp.bfloat16)
+    return numbers.at[0, 0, LAST].add(last)
+
+
+def group_of(gpus: int) -> Group:
+    if jax.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs; there are {jax.device_count()}")
+    return Group(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
 
 
 @pytest.mark.parametrize("gpus", (2, 4, 8))
 @pytest.mark.parametrize(
-    "rows, heads, calls", [(1, 32, 0), (4, 32, 2**31 - 5), (1, 128, 0), (3, 16, 2**31 - 20)]
+    "rows, heads, calls", [(1, 32, 0), (5, 32, 2**31 - 5), (1, 128, 0), (3, 16, 2**31 - 20)]
 )
 def test_outputs_meet_as_xlas_do(gpus, rows, heads, calls):
     """Rows that are cut, that one block has whole, and without a token on some GPUs or on all."""
-    if jax.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs; there are {jax.device_count()}")
-    group = Group(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
+    group = group_of(gpus)
     xla, kernel = (
         results(group, rows, heads, implementation, calls)
         for implementation in ("xla", "mosaic_gpu")
@@ -128,3 +137,12 @@ def test_outputs_meet_as_xlas_do(gpus, rows, heads, calls):
         error = np.linalg.norm(one - other) / max(np.linalg.norm(one), 1e-30)
         print(f"{gpus} GPUs, {heads} heads, row {row}: relative error {error:.2e}")
         assert error < 8e-3
+
+
+@pytest.mark.parametrize("gpus", (2, 4, 8))
+def test_a_nan_on_one_gpu_stays_in_its_row(gpus):
+    """All GPUs' heads of the row are NaN, and the other rows have the bits that they had."""
+    group = group_of(gpus)
+    clean, found = (results(group, 3, 16, "mosaic_gpu", last=x) for x in (0, np.nan))
+    assert np.isfinite(clean).all() and np.isnan(found[:, :, 0]).all()
+    np.testing.assert_array_equal(found[:, :, 1:], clean[:, :, 1:])

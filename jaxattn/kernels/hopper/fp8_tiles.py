@@ -11,6 +11,7 @@ are exact, subnormal numbers included. The two NaN of e4m3 become 480, which no 
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, vector
 from jaxattn.kernels.hopper.registers import (
     Thread,
     asm_word,
+    element,
     fragmented,
     i32,
     joined,
@@ -41,15 +43,16 @@ SPREAD = (
     "{ .reg .b32 x, y; prmt.b32 x, $1, 0, 0x1404; shr.u32 y, x, 4; and.b32 y, y, 0x07f007f0; "
     "and.b32 x, x, 0x80008000; or.b32 x, x, y; mul.rn.bf16x2 $0, x, $2; }"
 )
-# The same of the bytes 0 and 2 of a word, and of its bytes 1 and 3.
+# The same of the bytes 0 and 2 of a word, and of its bytes 1 and 3, up to the multiplication.
 EVEN = (
     "{ .reg .b32 x, y; shl.b32 x, $1, 8; shl.b32 y, $1, 4; and.b32 y, y, 0x07f007f0; "
-    "and.b32 x, x, 0x80008000; or.b32 x, x, y; mul.rn.bf16x2 $0, x, $2; }"
+    "and.b32 x, x, 0x80008000; or.b32 "
 )
 ODD = (
     "{ .reg .b32 x, y; shr.u32 y, $1, 4; and.b32 y, y, 0x07f007f0; "
-    "and.b32 x, $1, 0x80008000; or.b32 x, x, y; mul.rn.bf16x2 $0, x, $2; }"
+    "and.b32 x, $1, 0x80008000; or.b32 "
 )
+MOVED, MULTIPLIED = "$0, x, y; }", "x, x, y; mul.rn.bf16x2 $0, x, $2; }"
 # Of the bytes 0 and 2, or 1 and 3.
 SELECTED = {EVEN: 0x2020, ODD: 0x3131}
 TWO_TO_120 = 0x7B807B80  # as bfloat16, twice
@@ -64,11 +67,31 @@ def widened(
     Args:
         paired: the columns are stored in pairs.
     """
-    out = plgpu.ShapeDtypeStruct((ROWS, width), dtype, layout=plgpu.Layout.WGMMA)
-    half = jnp.dtype(dtype) == jnp.float16
-    steps = range(first // 16, (first + width) // 16)
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=out)
-    return run(lambda _, x: _widened(x, half, steps, paired))(tile)
+    return _made(_of_pairs if paired else _of_columns, tile, dtype, first, width)
+
+
+def moved(tile: Any, dtype: Any) -> jax.Array:
+    """The tile [64, 128], columns in pairs, half way to `widened`; `multiplied` is the rest.
+
+    Registers of wgmma must not be made while it runs. These are others.
+    """
+    return _made(partial(_of_pairs, half_way=True), tile, dtype, 0, BLOCK)
+
+
+def multiplied(numbers: jax.Array) -> jax.Array:
+    """What `widened` gives, of `moved` numbers."""
+    half, layout = numbers.dtype == jnp.float16, plgpu.Layout.WGMMA
+
+    def run(_: Any, x: Any) -> Any:
+        registers = []
+        for each in x.registers.flat:
+            two = element(vector.bitcast(ir.VectorType.get((1,), i32()), each), 0)
+            wide = _as_float16(two) if half else _times_two_to_120(two)
+            registers.append(vector.bitcast(each.type, joined([wide])))
+        return fragmented(registers, x.shape, mgpu.WGMMA_LAYOUT)
+
+    out = plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=out)(run)(numbers)
 
 
 def plain_product(weights: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -77,12 +100,19 @@ def plain_product(weights: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T, precision=exact)
 
 
-def _widened(tile: Any, half: bool, steps: range, paired: bool) -> Any:
+def _made(words: Any, tile: Any, dtype: Any, first: int, width: int) -> jax.Array:
+    out = plgpu.ShapeDtypeStruct((ROWS, width), dtype, layout=plgpu.Layout.WGMMA)
+    half = jnp.dtype(dtype) == jnp.float16
+    steps = range(first // 16, (first + width) // 16)
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=out)
+    return run(lambda _, x: _widened(words, x, half, steps))(tile)
+
+
+def _widened(words: Any, tile: Any, half: bool, steps: range) -> Any:
     place = Thread()
     row = plus(times(place.warp, 16), place.g)
-    inside = plus(times(row, BLOCK), times(place.t, 4 if paired else 2))
+    inside = plus(times(row, BLOCK), times(place.t, 2 if words is _of_columns else 4))
     pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
-    words = _of_pairs if paired else _of_columns
     registers = []
     for step in steps:
         at = plus(inside, times(arith.xori(word(step), place.g), 16))
@@ -99,16 +129,18 @@ def _of_columns(tile: Any, at: Any, half: bool) -> Iterator[Any]:
             yield _as_float16(two) if half else _as_bfloat16(two)
 
 
-def _of_pairs(tile: Any, at: Any, half: bool) -> Iterator[Any]:
+def _of_pairs(tile: Any, at: Any, half: bool, half_way: bool = False) -> Iterator[Any]:
     """The same words of columns in pairs."""
     both = [load(tile, at, HALF_WARP * rows, 1)[0] for rows in range(2)]
     for code in (EVEN, ODD):
         for four in both:
             if half:
                 two = asm_word(f"prmt.b32 $0, $1, 0, {SELECTED[code]};", four, movable=True)
-                yield _as_float16(two)
+                yield two if half_way else _as_float16(two)
+            elif half_way:
+                yield asm_word(code + MOVED, four, movable=True)
             else:
-                yield asm_word(code, four, word(TWO_TO_120), movable=True)
+                yield asm_word(code + MULTIPLIED, four, word(TWO_TO_120), movable=True)
 
 
 def _two_bytes(tile: Any, offset: Any, fixed: int) -> Any:
@@ -119,6 +151,10 @@ def _two_bytes(tile: Any, offset: Any, fixed: int) -> Any:
 
 def _as_bfloat16(two: Any) -> Any:
     return asm_word(SPREAD, two, word(TWO_TO_120), movable=True)
+
+
+def _times_two_to_120(two: Any) -> Any:
+    return asm_word("mul.rn.bf16x2 $0, $1, $2;", two, word(TWO_TO_120), movable=True)
 
 
 def _as_float16(two: Any) -> Any:

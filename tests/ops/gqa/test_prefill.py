@@ -17,6 +17,7 @@ from tests.helpers.gqa_reference import (
     make_pool,
     normal,
 )
+from tests.helpers.kernel_cases import slow
 
 EVERYTHING = dict(window=9, sinks=np.array([0.5, -1, 2, 0], np.float32), soft_cap=3.0, scale=0.4)
 
@@ -96,7 +97,7 @@ def test_no_array_has_the_size_of_all_scores():
     assert max(sizes(traced.jaxpr)) <= max(heads * 512 * 1024, 2 * tokens * heads * 64)
 
 
-@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("bfloat16", 0.03)])
+@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), slow("bfloat16", 0.03)])
 def test_training_prefill_in_chunks_and_decode_are_one_function(dtype, atol):
     batch, tokens, page, heads, kv_heads, dim = 2, 13, 4, 4, 2, 8
     q, gate = (jnp.asarray(normal(batch, tokens, heads, dim, seed=s), dtype) for s in (1, 2))
