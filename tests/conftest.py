@@ -27,7 +27,6 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.helpers.compiled_once import compile_programs_once  # noqa: E402
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
@@ -37,7 +36,6 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 if jax.default_backend() == "cpu":
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
-    compile_programs_once()
 use_numpy_callbacks()
 # All of it is read once, and most of it stays.
 gc.set_threshold(100_000, 20, 20)

@@ -38,9 +38,6 @@ def end_virtual_devices() -> None:
 def _begin() -> None:
     import jax
 
-    from tests.helpers.compiled_once import compile_programs_once
-
-    compile_programs_once()
     jax.config.update("jax_default_matmul_precision", "highest")
     jax.config.update("jax_traceback_in_locations_limit", 0)  # see conftest.py
     # Without it LLVM optimizes at length what runs once.
