@@ -172,7 +172,7 @@ def off_rows(x, wanted):
     return np.linalg.norm(x - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
 
-@pytest.mark.parametrize("preset, dim, page", [("4bit_nc", 64, 16), ("3bit_nc", 256, 128)])
+@pytest.mark.parametrize("preset, dim, page", [("4bit_nc", 64, 16), slow("3bit_nc", 256, 128)])
 def test_the_common_key_is_a_mean_of_tokens_of_the_row(preset, dim, page):
     """128 of them, from all parts of it; all else is NaN. The random keys' norms are alike, but for
     a factor of 3: those above twice the least of their group are cut."""
