@@ -30,6 +30,18 @@ def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
     return x, weights, scales
 
 
+@partial(jax.jit, static_argnames=("gated", "implementation"))
+def scanned(x, weights, scales, gated, implementation="mosaic_gpu"):
+    """The results of three layers, one after another in a scan."""
+
+    def body(layer, _):
+        op = gated_fp8_layer if gated else linear_fp8_layer
+        ys = op(x, tuple(weights), tuple(scales), layer=layer, implementation=implementation)
+        return layer + 1, (ys,) if gated else ys
+
+    return jax.lax.scan(body, jnp.int32(0), None, 3)[1]
+
+
 def wanted(x, weights, scales, layer, gated=False):
     x, products = np.asarray(x, np.float64), []
     for weight, scale in zip(weights, scales, strict=True):
@@ -192,21 +204,11 @@ def test_several_blocks_of_a_multiprocessor_fit(inner, sizes, gated, tokens):
 @real
 def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
     x, weights, scales = case(tokens, inner, *sizes, layers=3, seed=tokens)
-
-    @jax.jit
-    def scanned(x, weights, scales):
-        def body(layer, _):
-            op = gated_fp8_layer if gated else linear_fp8_layer
-            ys = op(x, tuple(weights), tuple(scales), layer=layer, implementation="mosaic_gpu")
-            return layer + 1, (ys,) if gated else ys
-
-        return jax.lax.scan(body, jnp.int32(0), None, 3)[1]
-
-    found = scanned(x, weights, scales)
+    found = scanned(x, weights, scales, gated)
     for layer in (1, 2) if inner * max(sizes) < 2**25 else (2,):  # float64 takes its time
         expected = wanted(x, weights, scales, layer, gated)
         close([y[layer] for y in found], expected, 4e-3 if gated else 1e-4)
-    again = scanned(x, weights, scales)
+    again = scanned(x, weights, scales, gated)
     jax.tree.map(np.testing.assert_array_equal, found, again)
 
 

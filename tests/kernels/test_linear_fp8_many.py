@@ -16,9 +16,9 @@ from jaxattn.kernels.linear_fp8_many import (
     many_linears_fp8_mosaic,
     sums_bytes,
 )
-from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
+from jaxattn.ops.linear_fp8 import linear_fp8_layer
 from tests.helpers.kernel_cases import no_races, slow
-from tests.kernels.test_linear_fp8 import SHAPES, case, close, wanted
+from tests.kernels.test_linear_fp8 import SHAPES, case, close, scanned, wanted
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,10 @@ def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, monkeypatch):
 @pytest.mark.parametrize("inner, sizes, gated", [(2048, (12288, 128), False), *SHAPES[1:5]])
 def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
     x, weights, scales = case(tokens, inner, *sizes, layers=3, seed=tokens)
-
-    @jax.jit
-    def scanned(x, weights, scales):
-        def body(layer, _):
-            op = gated_fp8_layer if gated else linear_fp8_layer
-            ys = op(x, tuple(weights), tuple(scales), layer=layer, implementation="mosaic_gpu")
-            return layer + 1, (ys,) if gated else ys
-
-        return jax.lax.scan(body, jnp.int32(0), None, 3)[1]
-
-    found = scanned(x, weights, scales)
+    found = scanned(x, weights, scales, gated)
     expected = wanted(x, weights, scales, 2, gated)
     close([y[2] for y in found], expected, 4e-3 if gated else 1e-4)
-    jax.tree.map(np.testing.assert_array_equal, found, scanned(x, weights, scales))
+    jax.tree.map(np.testing.assert_array_equal, found, scanned(x, weights, scales, gated))
 
 
 @pytest.mark.gpu
