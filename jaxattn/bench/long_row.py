@@ -55,9 +55,8 @@ from jaxattn.parallel.peers import peers_reach
 
 HEADS = (32, 128)
 LAYERS = 4  # read in turn, so that none is in L2
-TIMES = (
-    26  # that the longer loop has all layers: 2 ms of a shorter one were within the host's noise
-)
+# That the longer loop has all layers: 2 ms of a shorter one were within the host's noise.
+TIMES = 26
 MOST_ERROR = 8e-3  # parts and their sum are rounded to bfloat16
 COMPILERS = 8  # threads
 # What a kernel does by a part of its name or its instruction's, the first that is there.

@@ -168,22 +168,26 @@ SHAPES = [  # Qwen3-Next's, and DeepSeek-V3's
 real = pytest.mark.parametrize("inner, sizes, gated", SHAPES)
 
 
-@pytest.mark.sampled
-@real
-@pytest.mark.parametrize("tokens", [1, 32])
-def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypatch):
-    monkeypatch.setattr(linear_fp8, "require_hopper", lambda *args, **kwargs: None)
+def kernels_lowered(linears, tokens, inner, sizes, gated):
+    """How many kernels a launch of `linears` is, lowered for a GPU."""
     shape = jax.ShapeDtypeStruct
     weights = [shape((4, size, inner), jnp.float8_e4m3fn) for size in sizes]
     scales = [shape((4, -(-size // 128), inner // 128), jnp.float32) for size in sizes]
 
     def step(x, weights, scales):
         dtypes = [jnp.float32] * (1 if gated else len(sizes))
-        return linears_fp8_mosaic(x, weights, scales, layer=1, out_dtypes=dtypes, gated=gated)
+        return linears(x, weights, scales, layer=1, out_dtypes=dtypes, gated=gated)
 
     traced = jax.jit(step).trace(shape((tokens, inner), jnp.bfloat16), weights, scales)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    return traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.sampled
+@real
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypatch):
+    monkeypatch.setattr(linear_fp8, "require_hopper", lambda *args, **kwargs: None)
+    assert kernels_lowered(linears_fp8_mosaic, tokens, inner, sizes, gated) == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 24, 32])

@@ -18,7 +18,7 @@ from jaxattn.kernels.linear_fp8_many import (
 )
 from jaxattn.ops.linear_fp8 import linear_fp8_layer
 from tests.helpers.kernel_cases import no_races, slow
-from tests.kernels.test_linear_fp8 import SHAPES, case, close, scanned, wanted
+from tests.kernels.test_linear_fp8 import SHAPES, case, close, kernels_lowered, scanned, wanted
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,7 @@ def test_a_block_has_room_and_its_tokens(inner, sizes, gated, tokens):
 @pytest.mark.parametrize("inner, sizes, gated", [SHAPES[0], SHAPES[4]])
 def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, monkeypatch):
     monkeypatch.setattr(linear_fp8_many, "require_hopper", lambda *args, **kwargs: None)
-    shape = jax.ShapeDtypeStruct
-    weights = [shape((4, size, inner), jnp.float8_e4m3fn) for size in sizes]
-    scales = [shape((4, -(-size // 128), inner // 128), jnp.float32) for size in sizes]
-
-    def step(x, weights, scales):
-        dtypes = [jnp.float32] * (1 if gated else len(sizes))
-        return many_linears_fp8_mosaic(x, weights, scales, layer=1, out_dtypes=dtypes, gated=gated)
-
-    traced = jax.jit(step).trace(shape((128, inner), jnp.bfloat16), weights, scales)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1
+    assert kernels_lowered(many_linears_fp8_mosaic, 128, inner, sizes, gated) == 1
 
 
 @pytest.mark.gpu
