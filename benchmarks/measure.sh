@@ -32,7 +32,7 @@ case $TOPIC in
     suite tests/kernels/mla_decode tests/kernels/mla_prefill tests/ops/mla
     suite tests/kernels/gdn_decode tests/kernels/gdn_prefill tests/ops/gdn tests/ops/kda
     suite tests/kernels/gqa_decode tests/kernels/gqa_prefill tests/kernels/gqa_turbo tests/ops/gqa
-    suite tests/kernels/moe tests/kernels/test_linear.py tests/ops tests/nn tests/core tests/padding --ignore=tests/ops/mla \
+    suite tests/kernels/moe tests/kernels/linear/test_linear.py tests/ops tests/nn tests/core tests/padding --ignore=tests/ops/mla \
       --ignore=tests/ops/gdn --ignore=tests/ops/kda --ignore=tests/ops/gqa
     suite tests/engine tests/cli tests/bench tests/plan tests/server
     suite tests/models

@@ -4,7 +4,7 @@ python3 examples/serve.py
 """
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.engine.outcome import FinishEvent
+from jaxattn.engine.requests.outputs import FinishEvent
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED
 

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from jaxattn.cli.command import exit_code
-from jaxattn.cli.options import VERSION, InputError, Parser
+from jaxattn.cli.exit_codes import exit_code
+from jaxattn.cli.options.parser import VERSION, InputError, Parser
 
 PROGRAM = "python -m jaxattn"
 COMMANDS = {

@@ -13,12 +13,12 @@ as tiles of columns do, 7% less in bfloat16 (benchmarks/LOG.md). Value head h us
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024); Qwen3-Next and Qwen3.5 are built on it.
 """
 
-from jaxattn.core.slots import state_read as state_read
-from jaxattn.core.slots import state_write as state_write
-from jaxattn.kernels.gdn_decode.launch import scratch as scratch
+from jaxattn.core.cache.slots import state_read as state_read
+from jaxattn.core.cache.slots import state_write as state_write
+from jaxattn.kernels.gdn.decode.launch import scratch as scratch
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from jaxattn.ops.gdn.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
-from jaxattn.ops.gdn.conv import causal_conv1d as causal_conv1d
-from jaxattn.ops.gdn.conv import causal_conv1d_update as causal_conv1d_update
 from jaxattn.ops.gdn.decode import gated_delta_rule_decode as gated_delta_rule_decode
 from jaxattn.ops.gdn.layer import gated_delta_net_decode as gated_delta_net_decode
 from jaxattn.ops.gdn.layer import pack_gdn_weights as pack_gdn_weights

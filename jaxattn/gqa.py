@@ -19,18 +19,18 @@ A TurboQuant cache has pages of bytes, of a `TurboFormat`, and ops of its own:
     kv_cache uint8 [L, N, Hk, C * form.slot_bytes]
 """
 
-from jaxattn.core.formats import KVFormat as KVFormat
-from jaxattn.core.turboquant import TurboFormat as TurboFormat
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule as PairSchedule
-from jaxattn.kernels.gqa_decode.schedule import decode_schedule as decode_schedule
-from jaxattn.kernels.gqa_decode.scratch import scratch as scratch
+from jaxattn.core.cache.formats import KVFormat as KVFormat
+from jaxattn.core.turboquant.codec import TurboFormat as TurboFormat
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule as PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as decode_schedule
+from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch as scratch
 from jaxattn.ops.gqa.append import gqa_append as gqa_append
 from jaxattn.ops.gqa.append import pack_gqa_weights as pack_gqa_weights
 from jaxattn.ops.gqa.cache import gqa_cache_write as gqa_cache_write
 from jaxattn.ops.gqa.decode import gqa_decode as gqa_decode
 from jaxattn.ops.gqa.prefill import gqa_attention as gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as gqa_prefill
-from jaxattn.ops.gqa.turbo_append import turbo_append as turbo_append
-from jaxattn.ops.gqa.turbo_cache import turbo_cache_write as turbo_cache_write
-from jaxattn.ops.gqa.turboquant import turbo_attention as turbo_attention
-from jaxattn.ops.gqa.turboquant_vllm import import_vllm_slots as import_vllm_slots
+from jaxattn.ops.turboquant.append import turbo_append as turbo_append
+from jaxattn.ops.turboquant.attention import turbo_attention as turbo_attention
+from jaxattn.ops.turboquant.cache import turbo_cache_write as turbo_cache_write
+from jaxattn.ops.turboquant.vllm_import import import_vllm_slots as import_vllm_slots

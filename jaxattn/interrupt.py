@@ -6,7 +6,7 @@ exceptions. While XLA compiles, the main thread runs no Python and raises nothin
 raised: a thread waits for the signal and ends the process.
 
 A command has something to report while it generates. It raises KeyboardInterrupt then
-(`interrupts_raised` in cli/command.py). A program that only imports jaxattn keeps Python's own
+(`interrupts_raised` in cli/exit_codes.py). A program that only imports jaxattn keeps Python's own
 Ctrl-C. This file imports nothing that takes time: what runs before it is Python's own start.
 """
 

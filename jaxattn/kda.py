@@ -11,11 +11,11 @@ States, slots, packed sequences, checkpoints and padding are as in `jaxattn.gdn`
 Kimi Linear (2025); Kimi-Linear-48B and Ling-3.0 are built on it.
 """
 
-from jaxattn.core.slots import state_read as state_read
-from jaxattn.core.slots import state_write as state_write
-from jaxattn.kernels.gdn_decode.launch import scratch as scratch
-from jaxattn.ops.gdn.conv import causal_conv1d as causal_conv1d
-from jaxattn.ops.gdn.conv import causal_conv1d_update as causal_conv1d_update
+from jaxattn.core.cache.slots import state_read as state_read
+from jaxattn.core.cache.slots import state_write as state_write
+from jaxattn.kernels.gdn.decode.launch import scratch as scratch
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from jaxattn.ops.gdn.prefill_options import Checkpoints as Checkpoints
 from jaxattn.ops.gdn.prefill_options import OutputNorm as OutputNorm
 from jaxattn.ops.gdn.recent import fold_recent as fold_recent

@@ -11,6 +11,6 @@ Shazeer et al., "Outrageously Large Neural Networks" (2017); routers as in DeepS
 """
 
 from jaxattn.kernels.moe.launch import scratch as scratch
-from jaxattn.ops.moe import mixture_of_experts as mixture_of_experts
-from jaxattn.ops.moe_route import Router as Router
-from jaxattn.ops.moe_route import route as route
+from jaxattn.ops.moe.experts import mixture_of_experts as mixture_of_experts
+from jaxattn.ops.moe.routing import Router as Router
+from jaxattn.ops.moe.routing import route as route

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxattn.bench.tables import show, store
-from jaxattn.bench.timing import device_facts, seconds
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.timing import device_facts, seconds
 from jaxattn.gdn import chunk_gated_delta_rule
 from jaxattn.mla import causal_attention
 

@@ -14,21 +14,21 @@ import jaxattn.kda
 import jaxattn.mla
 from jaxattn import moe
 from jaxattn.arena import Arena
-from jaxattn.core.layers import LayerOf
-from jaxattn.core.rope import RopeConfig, Rotation
-from jaxattn.core.turboquant import TurboFormat
-from jaxattn.kernels.gqa_turbo.common import turbo_common_mosaic
-from jaxattn.kernels.gqa_turbo.unpack import turbo_unpack_mosaic
-from jaxattn.kernels.hopper.normed import Normed
-from jaxattn.kernels.linear_fp8 import linears_fp8_mosaic
-from jaxattn.ops.gqa.turbo_common import MOST, SAMPLES
-from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
-from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
-from jaxattn.ops.moe_route import Router, route
-from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
-from jaxattn.ops.norm_linear import Unnormed
-from jaxattn.ops.opening import open_experts
-from jaxattn.ops.router import choose_experts
+from jaxattn.core.numerics.rope import RopeConfig, Rotation
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.turboquant.codec import TurboFormat
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
+from jaxattn.kernels.turboquant.cache.dequantization import turbo_unpack_mosaic
+from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
+from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
+from jaxattn.ops.linear.linear import gated_layer, heads_layer, linear_layer
+from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
+from jaxattn.ops.moe.router_logits import choose_experts
+from jaxattn.ops.moe.router_shared_experts import open_experts
+from jaxattn.ops.moe.routing import Router, route
+from jaxattn.ops.turboquant.key_mean import MOST, SAMPLES
 
 # A function and its arguments, of which shapes will do.
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -25,7 +25,7 @@ from jaxattn import (
     moe,
 )
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.core.numerics.rope import RopeConfig, rotation
 from jaxattn.gdn import Checkpoints, OutputNorm
 from jaxattn.mla import LatentFormat
 from jaxattn.ops.mla.prefill import causal_attention, mla_prefill

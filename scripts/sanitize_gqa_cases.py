@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxattn import gqa
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.core.numerics.rope import RopeConfig, rotation
 
 HEADS, KV_HEADS, PAGE, LAYERS = 8, 2, 64, 2
 

@@ -16,16 +16,16 @@ import jax
 from rich.console import Console
 
 from jaxattn import text
-from jaxattn.bench.model.named import find
-from jaxattn.bench.model.weights import random_params
-from jaxattn.cli import listening
-from jaxattn.cli.compiled import NONE, keep_compiled
-from jaxattn.cli.inputs import model_length, read_limits
-from jaxattn.cli.models import Chosen, choose
-from jaxattn.cli.serve_options import parser
-from jaxattn.cli.stages import Stages
-from jaxattn.cli.start import choose_device
-from jaxattn.models.huggingface import CONFIG
+from jaxattn.bench.model.model_lookup import find
+from jaxattn.bench.model.random_weights import random_params
+from jaxattn.cli.options.serve_options import parser
+from jaxattn.cli.serve import http_server
+from jaxattn.cli.serve.request_inputs import model_length, read_limits
+from jaxattn.cli.startup.compilation_cache import NONE, keep_compiled
+from jaxattn.cli.startup.engine_startup import choose_device
+from jaxattn.cli.startup.model_source import Chosen, choose
+from jaxattn.cli.startup.stage_timings import Stages
+from jaxattn.models.loading.huggingface_checkpoint import CONFIG
 
 
 class Drawn:
@@ -65,7 +65,7 @@ def main() -> int:
     stages.ended("device")
     messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = chosen, chosen.model(tokenizer), tokenizer, limits, options, messages, stages
-    return listening.serve(*given)
+    return http_server.serve(*given)
 
 
 if __name__ == "__main__":

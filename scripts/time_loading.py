@@ -1,4 +1,4 @@
-"""Times `jaxattn.models.huggingface.load` on shards of DeepSeek-V2-Lite's layout.
+"""Times `jaxattn.models.loading.huggingface_checkpoint.load` on shards of DeepSeek-V2-Lite's layout.
 
     python -m scripts.time_loading make FOLDER --gigabytes 20 [--weights fp8]
     python -m scripts.time_loading load FOLDER [--readers 8] [--cold]
@@ -27,13 +27,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.models import huggingface
-from jaxattn.models.families.fields import Fields
-from jaxattn.models.quantization import stored_as
+from jaxattn.models.checkpoint.safetensors_header import DTYPES
+from jaxattn.models.checkpoint.safetensors_index import CONFIG, INDEX
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.quantization import stored_as
+from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
-from jaxattn.models.safetensors_header import DTYPES
-from jaxattn.models.shards import CONFIG, INDEX
-from jaxattn.models.stored import Part
+from jaxattn.models.weight_map.encodings import Part
 
 SHARD_BYTES = 4 * 10**9
 CHUNK = 64 * 2**20
@@ -160,7 +160,7 @@ def load(folder: Path, readers: int, cold: bool = False) -> dict[str, Any]:
         _drop(folder)
     with tempfile.TemporaryDirectory() as small:
         write_folder(Path(small), 1, sparse=True, **SMALL)
-        jax.block_until_ready(huggingface.load(small, readers=readers)[1])
+        jax.block_until_ready(huggingface_checkpoint.load(small, readers=readers)[1])
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     begun, total = time.perf_counter(), 0
@@ -169,7 +169,7 @@ def load(folder: Path, readers: int, cold: bool = False) -> dict[str, Any]:
         nonlocal total
         total = of
 
-    _, params = huggingface.load(folder, readers=readers, on_progress=on_progress)
+    _, params = huggingface_checkpoint.load(folder, readers=readers, on_progress=on_progress)
     jax.block_until_ready(params)
     seconds = time.perf_counter() - begun
     final = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -214,7 +214,7 @@ def main() -> None:
     make.add_argument("--sparse", action="store_true", help="holes, which take no space")
     read = commands.add_parser("load", help="load a folder and print what it took")
     read.add_argument("folder", type=Path)
-    read.add_argument("--readers", type=int, default=huggingface.READERS)
+    read.add_argument("--readers", type=int, default=huggingface_checkpoint.READERS)
     read.add_argument("--cold", action="store_true", help="drop the files from the page cache")
     args = parser.parse_args()
     if args.command == "make":

@@ -1,7 +1,7 @@
-"""Trains the byte-level model in jaxattn/models/tiny on the Python standard library's sources.
+"""Trains the byte-level model in jaxattn/models/embedded/tiny on the Python standard library's sources.
 
-    python -m scripts.train_tiny --minutes 8 --out jaxattn/models/tiny     # on an H200
-    python -m scripts.train_tiny --eval --out jaxattn/models/tiny          # bits per byte, anywhere
+    python -m scripts.train_tiny --minutes 8 --out jaxattn/models/embedded/tiny     # on an H200
+    python -m scripts.train_tiny --eval --out jaxattn/models/embedded/tiny          # bits per byte, anywhere
 
 What is read: every *.py of the running interpreter's standard library (or of `--corpus DIR`, a copy
 of such a folder), without third-party packages, files that are mostly numbers (code tables and the
@@ -35,9 +35,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array
 
-from jaxattn.models import checkpoint
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.checkpoint import native_format
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
 
 # Top-level modules that training never sees: parsers, formats, arithmetic, scheduling, text.
 HELD_OUT = (
@@ -293,12 +293,12 @@ def train(args: argparse.Namespace, config: HybridConfig, corpus: Corpus) -> Non
 def save(args: argparse.Namespace, config: HybridConfig, params: nnx.State) -> None:
     shapes = Hybrid(config).param_shapes()
     stored = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, shapes)
-    checkpoint.save(args.out, config, stored)
+    native_format.save(args.out, config, stored)
 
 
 def evaluate(args: argparse.Namespace, corpus: Corpus) -> str:
     """The saved model's held-out bits per byte, as a line."""
-    config, params = checkpoint.load(args.out)
+    config, params = native_format.load(args.out)
     evaluation = Evaluation(config, corpus.held_out, args.seq_len, args.eval_batch)
     return (
         f"{evaluation(params):.4f} bits per byte on the {evaluation.bytes:,} held-out bytes "
@@ -379,7 +379,7 @@ def write_card(
         minutes=seconds / 60,
         result=evaluate(args, corpus),
         held_out=", ".join(f"`{name}`" for name in HELD_OUT),
-        out="jaxattn/models/tiny",
+        out="jaxattn/models/embedded/tiny",
         options=" ".join(f"--{n.replace('_', '-')} {value}" for n, value in changed.items()),
     )
     (args.out / "README.md").write_text(text)

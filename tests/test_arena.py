@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxattn import arena as arena_module
-from jaxattn.aliasing.check import check_aliasing
+from jaxattn.aliasing.checker import check_aliasing
 from jaxattn.arena import ALIGNMENT, Arena, ArenaError, ArenaSpec
 
 DTYPES = ["bfloat16", "float32", "int32", "float8_e4m3fn", "uint8"]

@@ -57,10 +57,10 @@ def test_imports_inside_functions_and_of_submodules_count(tmp_path: Path):
     (package / "core").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "core" / "__init__.py").touch()
-    (package / "core" / "checks.py").write_text("def f():\n    from jaxattn.ops import mla\n")
+    (package / "core" / "array_checks.py").write_text("def f():\n    from jaxattn.ops import mla\n")
     (package / "ops").mkdir()
     (package / "ops" / "__init__.py").touch()
-    (package / "ops" / "mla.py").write_text("import jaxattn.core.checks\n")
+    (package / "ops" / "mla.py").write_text("import jaxattn.core.validation.array_checks\n")
     graph = import_graph.import_graph(tmp_path)
     assert graph["core.checks"] == {"ops.mla": 2}
     assert graph["ops.mla"] == {"core.checks": 1}

@@ -7,7 +7,7 @@ import pytest
 
 import jaxattn
 from jaxattn import Arena, ArenaError, ArenaSpec, Limits, Request, gqa, mla, moe
-from jaxattn.engine.prepare import prepare
+from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models import Hybrid, load
 from jaxattn.models.checkpoint import EMBEDDED
 

@@ -36,64 +36,59 @@ from typing import Any
 import jax
 
 from jaxattn import __version__, interrupt
-from jaxattn.bench import (
-    collectives,
-    compare,
-    dense,
-    gdn_decode,
-    gdn_norm,
-    gdn_prefill,
+from jaxattn.bench import comparison, recent
+from jaxattn.bench.attention import (
     gqa,
     gqa_prefill,
-    gqa_turbo,
-    gqa_turbo_prefill,
-    host,
-    kda_decode,
-    kda_prefill,
-    long_row,
     mla,
     mla_fp8,
     mla_prefill,
-    moe,
-    moe_cuts,
-    parallel,
-    peers,
-    plot,
-    recent,
-    record,
-    step,
-    triton_peers,
+    turboquant,
+    turboquant_prefill,
 )
-from jaxattn.bench.ceilings import ceilings, of_ceilings
+from jaxattn.bench.baselines import torch_baselines, triton_baselines
+from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.peak_rates import ceilings, of_ceilings
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.host import command as host
+from jaxattn.bench.layers import decode_step, linear, moe, moe_tile_configs
+from jaxattn.bench.linear_attention import (
+    gdn_decode,
+    gdn_output_norm,
+    gdn_prefill,
+    kda_decode,
+    kda_prefill,
+)
 from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command
-from jaxattn.bench.tables import show, store
-from jaxattn.cli.command import exit_code
-from jaxattn.cli.options import ProseHelpFormatter
+from jaxattn.bench.multi_gpu import collectives, context_parallel, parallel_decode
+from jaxattn.bench.plots import roofline_plot
+from jaxattn.cli.exit_codes import exit_code
+from jaxattn.cli.options.parser import ProseHelpFormatter
+from jaxattn.core.cache.formats import CACHE_FORMATS
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.formats import CACHE_FORMATS
-from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.hopper.device import require_hopper
 
 PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
-    "gqa": [gqa, gqa_turbo],
-    "gqa-prefill": [gqa_prefill, gqa_turbo_prefill],
-    "gdn": [gdn_decode, gdn_prefill, gdn_norm],
+    "gqa": [gqa, turboquant],
+    "gqa-prefill": [gqa_prefill, turboquant_prefill],
+    "gdn": [gdn_decode, gdn_prefill, gdn_output_norm],
     "kda": [kda_decode, kda_prefill],
     "recent": [recent],
     "moe": [moe],
-    "moe-cuts": [moe_cuts],
+    "moe-cuts": [moe_tile_configs],
 }
 # What has options of its own: (argv after its name, the program's name) -> exit code.
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
-    "parallel": parallel.main,
+    "parallel": parallel_decode.main,
     "collectives": collectives.main,
-    "long-row": long_row.main,
-    "compare": compare.main,
-    "dense": dense.main,
+    "long-row": context_parallel.main,
+    "compare": comparison.main,
+    "dense": linear.main,
     "host": host.main,
     "serve": load_command.main,
 }
@@ -225,7 +220,9 @@ def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
     return tuple(shape for shape in found if stores(shape) == args.kv_cache_dtype)
 
 
-def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, peers.Times]:
+def measure_peers(
+    args: argparse.Namespace, facts: dict[str, Any]
+) -> dict[Any, torch_baselines.Times]:
     """The peers' times by module, before JAX takes memory; what was used is one of the facts."""
     times = {}
     for module in MODULES.get(args.what, []):
@@ -233,8 +230,8 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
         if not shapes:
             continue
         name = module.__name__.rpartition(".")[2]
-        times[module], said = peers.measure(name, shapes)
-        said += triton_peers.said(name)
+        times[module], said = torch_baselines.measure(name, shapes)
+        said += triton_baselines.said(name)
         facts.setdefault("peers", []).extend(said)
         for line in said:
             print(line, file=sys.stderr, flush=True)
@@ -242,7 +239,7 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
 
 
 def measure(
-    module: Any, args: argparse.Namespace, facts: dict[str, Any], others: peers.Times
+    module: Any, args: argparse.Namespace, facts: dict[str, Any], others: torch_baselines.Times
 ) -> Iterator[dict]:
     """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
     for shape in shapes_of(module, args):
@@ -250,25 +247,25 @@ def measure(
         row = module.measure(shape, args.implementation, xla=xla)
         if "burst" in facts:
             row |= of_ceilings(row, facts)
-        unit = plot.unit(row)
+        unit = roofline_plot.unit(row)
         for who, times in others.items():
             time = times.get(json.dumps(shape))
-            row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
+            row[f"{who} {unit}"] = time / roofline_plot.TIMES[unit] if time else ""
         if not args.no_peers and not args.small:
-            row |= triton_peers.times(module.__name__.rpartition(".")[2], shape)
+            row |= triton_baselines.times(module.__name__.rpartition(".")[2], shape)
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
         yield row
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    facts = record.begin(args.what, PROGRAM, argv)
+    facts = run_metadata.begin(args.what, PROGRAM, argv)
     others = {} if args.no_peers else measure_peers(args, facts)
     if not args.small:
         facts |= ceilings()
     result: dict[str, Any] = {**facts, "rows": [], "notes": []}
     tables: list[list[dict]] = []
     if args.what == "step":
-        tables.append(step.measure(small=args.small, implementation=args.implementation))
+        tables.append(decode_step.measure(small=args.small, implementation=args.implementation))
         result["rows"] += tables[0]
     for module in MODULES.get(args.what, []):
         tables.append([])
@@ -277,7 +274,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
             result["rows"].append(row)
             store(result, args.json)
         result["notes"] += module.notes(tables[-1]) if hasattr(module, "notes") else []
-    record.end(result)
+    run_metadata.end(result)
     store(result, args.json)
     print(json.dumps({name: x for name, x in result.items() if name not in ("rows", "notes")}))
     for rows in filter(None, tables):
@@ -285,11 +282,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     for note in result["notes"]:
         print(note)
     if args.plot:
-        plot.save(result, args.plot)
+        roofline_plot.save(result, args.plot)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Ends as all commands do: see cli/command.py."""
+    """Ends as all commands do: see cli/exit_codes.py."""
     return exit_code(PROGRAM, lambda: answer(sys.argv[1:] if argv is None else argv))
 
 
@@ -299,12 +296,12 @@ def answer(given: list[str]) -> int:
     args = parse(given)
     try:
         if args.plot:
-            plot.require_matplotlib()  # before all the measuring
+            roofline_plot.require_matplotlib()  # before all the measuring
         if args.what == "plot":
-            plot.save(plot.load(args.run), args.plot)
+            roofline_plot.save(roofline_plot.load(args.run), args.plot)
         else:
             run(args, given)
-    except plot.PlotError as error:
+    except roofline_plot.PlotError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     return 0

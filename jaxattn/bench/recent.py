@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gdn, kda
-from jaxattn.bench.delta_decode import BARELY
-from jaxattn.bench.reference import relative_l2
-from jaxattn.bench.timing import Op, columns, rotation
+from jaxattn.bench.harness.numpy_reference import relative_l2
+from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.linear_attention.delta_rule_decode import BARELY
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.gdn_decode.recent import PLACES
 

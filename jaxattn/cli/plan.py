@@ -14,9 +14,9 @@ from pathlib import Path
 import jax
 
 from jaxattn import interrupt
-from jaxattn.cli.command import exit_code
-from jaxattn.cli.layout import read_layout
-from jaxattn.cli.options import (
+from jaxattn.cli.exit_codes import exit_code
+from jaxattn.cli.options.parallel_layout import read_layout
+from jaxattn.cli.options.parser import (
     VERSION,
     HelpFormatter,
     InputError,
@@ -26,23 +26,23 @@ from jaxattn.cli.options import (
     add_layout,
     in_options,
 )
-from jaxattn.cli.planned import tell
-from jaxattn.cli.values import fraction, size, sizes
+from jaxattn.cli.options.value_types import fraction, size, sizes
+from jaxattn.cli.plan_report import tell
 from jaxattn.memory.budget import MemoryPlan, PlanError
-from jaxattn.memory.device import KNOWN, DeviceError, DeviceMemory, known_device
+from jaxattn.memory.device_memory import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models import known
-from jaxattn.models.checkpoint import CheckpointError, read_config
-from jaxattn.models.huggingface import CONFIG, read_json
-from jaxattn.models.hybrid import Hybrid
-from jaxattn.models.known_model import KnownModel
-from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.checkpoint.native_format import CheckpointError, read_config
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
 from jaxattn.models.registry import WeightsFormat
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
-from jaxattn.plan.naive import Naive, of_model, published
-from jaxattn.plan.parallel import best_layout
+from jaxattn.plan.layout_plan import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, Placement
+from jaxattn.plan.scratch_comparison import Naive, of_model, published
 
 PROGRAM = interrupt.program("plan")
 
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "model",
         nargs="?",
-        help=f"{', '.join(known.NAMES)}, or a folder with a config.json (one of those models', or "
+        help=f"{', '.join(public_models.NAMES)}, or a folder with a config.json (one of those models', or "
         "one of jaxattn's own)",
     )
     root.add_argument(
@@ -139,7 +139,9 @@ def run(options: argparse.Namespace) -> int:
     """Plans and prints."""
     naive: Sequence[Naive] = published() if options.compare else ()
     if not options.model:
-        raise InputError(f"name a model: {', '.join(known.NAMES)}, or a folder with a config.json")
+        raise InputError(
+            f"name a model: {', '.join(public_models.NAMES)}, or a folder with a config.json"
+        )
     model = read_model(options.model, options.dense)
     try:
         memory = known_device(options.device)
@@ -215,8 +217,8 @@ def read_model(name: str, dense: WeightsFormat | None = None) -> KnownModel:
                 if dense:
                     raise InputError(f"--dense {dense}: the config.json of {folder} says its dtype")
                 return BuiltModel.of(folder.name, Hybrid(read_config(folder)))
-        return known.load(name, dense)
-    except (known.KnownModelError, CheckpointError) as error:
+        return public_models.load(name, dense)
+    except (public_models.KnownModelError, CheckpointError) as error:
         raise InputError(" ".join(str(error).split())) from error
 
 

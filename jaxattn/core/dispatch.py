@@ -8,11 +8,12 @@ another implementation runs instead, a warning at the caller's line says so.
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+
+from jaxattn.core import package
 
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -20,7 +21,7 @@ Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 # It needs a host thread for each thread of the kernel: on a machine of few cores set the
 # environment variable PJRT_NPROC=16 before JAX is imported, or it may wait for ever.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
-PACKAGE = str(Path(__file__).parent.parent) + os.sep
+PACKAGE = str(package.PACKAGE) + os.sep
 
 
 # With `traced_for_hopper(True)`, ops that are traced choose what a Hopper GPU runs, whatever device

@@ -1,5 +1,5 @@
 """Serving: requests, batches, compiled steps, the memory plan and the seal."""
 
 from jaxattn.engine.engine import Engine as Engine
-from jaxattn.engine.outcome import Completion as Completion
-from jaxattn.engine.request import Request as Request
+from jaxattn.engine.requests.outputs import Completion as Completion
+from jaxattn.engine.requests.request import Request as Request

@@ -5,7 +5,7 @@
         completions = engine.generate([Request(b"def fib(n):"), Request(b"import ")])
 
 `generate` is a loop over `add` and `step`. Each `step` sends a round of the device's steps, and
-gives the events of a round before it (loop.py). A row that finishes frees its pages and its slot,
+gives the events of a round before it (overlap_loop.py). A row that finishes frees its pages and its slot,
 and the next waiting request takes them (scheduler.py). The steps are executables of fixed shapes,
 so nothing can be compiled after `start`. State and rows are donated to each step and come back in
 the same buffers.
@@ -18,12 +18,10 @@ from typing import Any, Self
 import jax
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.compiling import OnCompile
-from jaxattn.engine.endings import Detokenize
-from jaxattn.engine.garbage import unsearched
+from jaxattn.engine.compilation.compiler import OnCompile
+from jaxattn.engine.execution.output_processor import Detokenize
 from jaxattn.engine.lifecycle import Lifecycle
-from jaxattn.engine.numbering import MOST_IDS, all_numbered, numbered
-from jaxattn.engine.outcome import (
+from jaxattn.engine.requests.outputs import (
     Completion,
     Event,
     FinishEvent,
@@ -31,14 +29,16 @@ from jaxattn.engine.outcome import (
     GenerationInterrupted,
     TokenEvent,
 )
-from jaxattn.engine.owner import EngineBusyError as EngineBusyError
-from jaxattn.engine.parameters import packed_params
-from jaxattn.engine.prepare import Prepared, prepare
-from jaxattn.engine.request import Request
-from jaxattn.engine.start import check_arrays
-from jaxattn.engine.stats import Clock, Stats
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.requests.request_ids import MOST_IDS, all_numbered, numbered
+from jaxattn.engine.requests.stats import Clock, Stats
+from jaxattn.engine.runtime.gc_pause import unsearched
+from jaxattn.engine.runtime.thread_guard import EngineBusyError as EngineBusyError
+from jaxattn.engine.startup.engine_build import Prepared, prepare
+from jaxattn.engine.startup.placed_params import packed_params
+from jaxattn.engine.startup.warmup import check_arrays
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import Model
+from jaxattn.models.interface import Model
 from jaxattn.parallel import ALONE, Parallel
 
 OnToken = Callable[[Request, int], None]

@@ -5,30 +5,30 @@ from typing import Any, Self
 
 import jax
 
-from jaxattn.engine.crew import Crew
-from jaxattn.engine.devices import group_of
-from jaxattn.engine.endings import Detokenize, Endings
-from jaxattn.engine.hosts import Leader, run_as_told
-from jaxattn.engine.links import HostError
-from jaxattn.engine.loop import Loop
-from jaxattn.engine.outcome import FinishReason
-from jaxattn.engine.owner import Owner
-from jaxattn.engine.parameters import checked_params, packed_params
-from jaxattn.engine.prefix import Counts
-from jaxattn.engine.prepare import Prepared, of_this_process
-from jaxattn.engine.process import PROCESS
-from jaxattn.engine.request import Request
-from jaxattn.engine.runner import Runner
-from jaxattn.engine.scheduler import Scheduler
-from jaxattn.engine.seal import Seal
-from jaxattn.engine.start import allocated, check_arrays, measured, tried
-from jaxattn.engine.state import recurrent
-from jaxattn.engine.stats import Stats
-from jaxattn.engine.steps import entry_points
+from jaxattn.engine.compilation.sharded_step import group_of
+from jaxattn.engine.distributed.driver import Leader, run_as_told
+from jaxattn.engine.distributed.process_group import Crew
+from jaxattn.engine.distributed.transport import HostError
+from jaxattn.engine.execution.model_runner import Runner
+from jaxattn.engine.execution.output_processor import Detokenize, Endings
+from jaxattn.engine.execution.overlap_loop import Loop
+from jaxattn.engine.requests.outputs import FinishReason
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.requests.stats import Stats
+from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.runtime.recompilation_guard import Seal
+from jaxattn.engine.runtime.thread_guard import Owner
+from jaxattn.engine.scheduling.prefix_cache import Counts
+from jaxattn.engine.scheduling.scheduler import Scheduler
+from jaxattn.engine.startup.engine_build import Prepared, of_this_process
+from jaxattn.engine.startup.placed_params import checked_params, packed_params
+from jaxattn.engine.startup.warmup import allocated, check_arrays, measured, tried
+from jaxattn.engine.steps.engine_state import recurrent
+from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import Model
-from jaxattn.models.layer_cache import DecodeState
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.interface import Model
 
 
 class Lifecycle:
@@ -73,7 +73,7 @@ class Lifecycle:
 
     @property
     def executables(self) -> dict[str, jax.stages.Compiled]:
-        """Name -> compiled step; steps.py says what each takes."""
+        """Name -> compiled step; step_catalog.py says what each takes."""
         return self._prepared.steps.executables
 
     @property

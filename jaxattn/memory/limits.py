@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from jaxattn.core.arguments import MOST
-from jaxattn.core.checks import check_sizes, is_integer
-from jaxattn.core.formats import CACHE_FORMATS, PAGE_SIZE
+from jaxattn.core.cache.formats import CACHE_FORMATS, PAGE_SIZE
+from jaxattn.core.validation.arguments import MOST
+from jaxattn.core.validation.array_checks import check_sizes, is_integer
 from jaxattn.memory.budget import check_utilization
 
 # The decode kernels take so many tokens beside a row's last one.
@@ -38,10 +38,10 @@ class Limits:
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
             its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
-        cache_format: what the cache stores, of `jaxattn.core.formats.CACHE_FORMATS`; "auto" is the
+        cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto" is the
             model's own. The parameters are then those of `model.with_cache_format(...)`.
         speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
-            3 (speculate.py). What rows say is the same up to rounding; it may come sooner. A row
+            3 (prompt_lookup.py). What rows say is the same up to rounding; it may come sooner. A row
             with recurrent states takes as many slots more. On one GPU alone.
         steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
             prompt is being read, and no row has a stop string, a grammar or log-probabilities.

@@ -5,9 +5,8 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Literal, NamedTuple
 
-from jaxattn.core.fields import shown
+from jaxattn.core.validation.config_fields import shown
 from jaxattn.models.blocks import Block, MoE
-from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import (
     bailing_hybrid,
     deepseek,
@@ -18,10 +17,15 @@ from jaxattn.models.families import (
     qwen3_next,
     youtu,
 )
-from jaxattn.models.families.fields import ConfigError, Fields
-from jaxattn.models.fp8_linears import in_floats, kept, listed, with_fp8_linears
-from jaxattn.models.placing import Placed
-from jaxattn.models.quantization import Quantization, listed_floats, read_quantization
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.quantization import (
+    Quantization,
+    listed_floats,
+    read_quantization,
+)
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
+from jaxattn.models.weight_map.tensor_mapping import Placed
 
 FAMILIES: dict[str, ModuleType] = {
     name: family

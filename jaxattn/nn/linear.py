@@ -17,18 +17,18 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import check_features, check_sizes
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.layers import LayerOf
-from jaxattn.core.rope import RopeConfig, Rotation
-from jaxattn.core.varying import vary_alike
-from jaxattn.ops.linear import (
+from jaxattn.core.numerics.rope import RopeConfig, Rotation
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.validation.array_checks import check_features, check_sizes
+from jaxattn.core.validation.shard_map_axes import vary_alike
+from jaxattn.ops.linear.linear import (
     heads_layer,
     heads_serve,
     kernel_serves,
     linear_layer,
 )
-from jaxattn.ops.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
 
 
 def matmul(

@@ -9,9 +9,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import check_features, check_sizes
-from jaxattn.nn.linear_fp8 import Fp8Linear, gated, new_linear
-from jaxattn.ops.linear import gated_layer
+from jaxattn.core.validation.array_checks import check_features, check_sizes
+from jaxattn.nn.fp8_linear import Fp8Linear, gated, new_linear
+from jaxattn.ops.linear.linear import gated_layer
 
 
 class GatedMLP(nnx.Module):

@@ -10,17 +10,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import check_features
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.fp8_blocks import BLOCK, quantize
-from jaxattn.core.layers import LayerOf
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.validation.array_checks import check_features
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
-from jaxattn.ops.moe import Listed, mixture_of_experts
-from jaxattn.ops.moe_route import Router, route_serves
-from jaxattn.ops.norm_linear import Unnormed, Unsummed, tokens_of
-from jaxattn.ops.opening import open_experts, opens
-from jaxattn.ops.router import added_up, choose_experts, router_products
+from jaxattn.ops.linear.norm_linear import Unnormed, Unsummed, tokens_of
+from jaxattn.ops.moe.experts import Listed, mixture_of_experts
+from jaxattn.ops.moe.router_logits import added_up, choose_experts, router_products
+from jaxattn.ops.moe.router_shared_experts import open_experts, opens
+from jaxattn.ops.moe.routing import Router, route_serves
 
 type WeightFormat = Literal["fp8"]
 
@@ -66,7 +66,7 @@ class MixtureOfExperts(nnx.Module):
             rest; None: all.
         fp8: of a shared MLP beside the stacks, see `GatedMLP`.
         dtype: the operands of every product but the router's and the gate's. Those are float32; in
-            `step`, if `dtype` is bfloat16, they are two bfloat16 products (`ops/router.py`).
+            `step`, if `dtype` is bfloat16, they are two bfloat16 products (`moe/router_logits.py`).
 
     Raises:
         ValueError: there is a gate, and nothing shared.

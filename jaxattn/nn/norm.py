@@ -5,8 +5,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import check_features, check_sizes, finite
-from jaxattn.core.norms import rms_norm
+from jaxattn.core.numerics.rms_norm import rms_norm
+from jaxattn.core.validation.array_checks import check_features, check_sizes, finite
 
 
 class RMSNorm(nnx.Module):

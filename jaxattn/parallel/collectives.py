@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.parallel.compiled import SCOPE
+from jaxattn.parallel.hlo_all_reduces import SCOPE
 from jaxattn.parallel.layout import Dimension, Parallel
 
 

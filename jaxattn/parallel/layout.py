@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxattn.core.checks import is_integer
+from jaxattn.core.validation.array_checks import is_integer
 
 # "experts": all GPUs that a token's experts are spread over. "columns": those of them that share
 # whole experts, and have columns of each.

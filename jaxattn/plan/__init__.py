@@ -6,26 +6,26 @@
 An `Engine` makes the same plan, with what XLA says of its executables in place of upper bounds.
 """
 
-from jaxattn.engine.executable_memory import Executable
-from jaxattn.engine.memory_plan import advice, packed_shapes
-from jaxattn.engine.prepare import check_arguments
+from jaxattn.engine.startup.engine_build import check_arguments
+from jaxattn.engine.startup.executable_memory import Executable
+from jaxattn.engine.startup.memory_plan import advice, packed_shapes
 from jaxattn.memory.budget import Budget as Budget
 from jaxattn.memory.budget import Item as Item
 from jaxattn.memory.budget import MemoryPlan as MemoryPlan
 from jaxattn.memory.budget import PlanError as PlanError
 from jaxattn.memory.budget import nbytes as nbytes
 from jaxattn.memory.budget import solve as solve
-from jaxattn.memory.device import DeviceMemory, known_device
+from jaxattn.memory.device_memory import DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models.base import Model
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.known_model import KnownModel
-from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.interface import Model
+from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.parallel import Parallel
-from jaxattn.plan.fit import plan_known
-from jaxattn.plan.parallel import plan_parallel
+from jaxattn.plan.device_plan import Single
+from jaxattn.plan.layout_plan import plan_parallel
 from jaxattn.plan.placement import Placement
-from jaxattn.plan.single import Single
+from jaxattn.plan.plan_check import plan_known
 
 
 def plan(
@@ -42,8 +42,8 @@ def plan(
     `prepare` replaces it by what the executables say.
 
     Args:
-        model: such as `jaxattn.models.Hybrid(config)`, or `jaxattn.models.known.load(name)`.
-        device: its memory, or its name for `known_device` (memory/device.py). What its `free` says
+        model: such as `jaxattn.models.Hybrid(config)`, or `jaxattn.models.catalog.public_models.load(name)`.
+        device: its memory, or its name for `known_device` (memory/device_memory.py). What its `free` says
             is in use is left alone.
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
             leaves of the device.

@@ -3,13 +3,13 @@
 import dataclasses
 from typing import Literal
 
-from jaxattn.core.checks import is_integer
-from jaxattn.engine import memory_plan
+from jaxattn.core.validation.array_checks import is_integer
+from jaxattn.engine.startup import memory_plan
 from jaxattn.memory.budget import Item
 from jaxattn.memory.limits import Limits
-from jaxattn.models.caches import LatentPages
-from jaxattn.models.known_model import KnownModel, Weights
-from jaxattn.models.layer_cache import LayerCache
+from jaxattn.models.caches.cache_layouts import LatentPages
+from jaxattn.models.caches.layer_cache import LayerCache
+from jaxattn.models.catalog.model_sizes import KnownModel, Weights
 
 # What `Placement.cache_dtype` and --cache-dtype call a format, and its dtype.
 CACHE_DTYPES = {"bfloat16": "bfloat16", "float8": "float8_e4m3fn", "uint8": "uint8"}

@@ -17,16 +17,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxattn.server import status
-from jaxattn.server.access import AccessLog
-from jaxattn.server.chat import chat_completions
-from jaxattn.server.completions import completions
-from jaxattn.server.errors import ApiError
-from jaxattn.server.exchange import Endpoint, Exchange
-from jaxattn.server.keys import KeyGate
-from jaxattn.server.refusal import response
-from jaxattn.server.service import Service
-from jaxattn.server.sites import SiteGate
-from jaxattn.server.tokens import detokenize, tokenize
+from jaxattn.server.http.access_log import AccessLog
+from jaxattn.server.http.allowed_origins import SiteGate
+from jaxattn.server.http.api_keys import KeyGate
+from jaxattn.server.http.error_response import response
+from jaxattn.server.http.errors import ApiError
+from jaxattn.server.http.request import Endpoint, Exchange
+from jaxattn.server.openai.chat_completions import chat_completions
+from jaxattn.server.openai.completions import completions
+from jaxattn.server.openai.tokenization import detokenize, tokenize
+from jaxattn.server.runtime.service import Service
 
 Call = Callable[[Service, Exchange], Awaitable[None]]
 PAGE = Path(__file__).with_name("page")

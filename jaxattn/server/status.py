@@ -5,10 +5,10 @@ import time
 from typing import Any
 
 from jaxattn import __version__
-from jaxattn.server.exchange import Exchange
-from jaxattn.server.metrics import CONTENT_TYPE
-from jaxattn.server.phase import Phase, unavailable
-from jaxattn.server.service import Service
+from jaxattn.server.http.request import Exchange
+from jaxattn.server.runtime.metrics import CONTENT_TYPE
+from jaxattn.server.runtime.server_state import Phase, unavailable
+from jaxattn.server.runtime.service import Service
 
 
 async def health(service: Service, exchange: Exchange) -> None:

@@ -20,9 +20,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from jaxattn.text.config import Added, Settings
-from jaxattn.text.files import TextError, read_bytes
-from jaxattn.text.spelling import byte_alphabet
+from jaxattn.text.byte_decoder import byte_alphabet
+from jaxattn.text.json_files import TextError, read_bytes
+from jaxattn.text.tokenizer_config import Added, Settings
 
 MOST_BYTES = 32 * 2**20
 MOST_TOKEN_BYTES = 1024

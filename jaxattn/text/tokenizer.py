@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxattn.text.config import SamplingDefaults
-from jaxattn.text.files import TextError
-from jaxattn.text.stream import TokenStream
+from jaxattn.text.json_files import TextError
+from jaxattn.text.token_stream import TokenStream
+from jaxattn.text.tokenizer_config import SamplingDefaults
 
 type Message = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxattn.aliasing.check import AliasingError, check_aliasing
+from jaxattn.aliasing.checker import AliasingError, check_aliasing
 from jaxattn.arena import Arena, ArenaSpec
 
 LAYERS = 12

@@ -15,25 +15,15 @@ import pytest
 
 from jaxattn import gdn
 from jaxattn import mla as ops
-from jaxattn.aliasing.check import AliasingReport, Copy
+from jaxattn.aliasing.checker import AliasingReport, Copy
 from jaxattn.bench import __main__ as bench
-from jaxattn.bench import (
-    ceilings,
-    gdn_decode,
-    gdn_norm,
-    gdn_prefill,
-    gqa_prefill,
-    mla,
-    mla_fp8,
-    mla_prefill,
-    moe,
-    peers,
-    plot,
-    recent,
-    record,
-    step,
-    timing,
-)
+from jaxattn.bench import recent
+from jaxattn.bench.attention import gqa_prefill, mla, mla_fp8, mla_prefill
+from jaxattn.bench.baselines import torch_baselines
+from jaxattn.bench.harness import peak_rates, run_metadata, timing
+from jaxattn.bench.layers import decode_step, moe
+from jaxattn.bench.linear_attention import gdn_decode, gdn_output_norm, gdn_prefill
+from jaxattn.bench.plots import roofline_plot
 
 STORED = "benchmarks/results/mla.json"
 
@@ -141,7 +131,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(timing.Op, "time", lambda op: times(op)[0])
     monkeypatch.setattr(timing.Op, "__call__", lambda op, i=0: (None, None))
     monkeypatch.setattr(mla, "kernel_seconds", lambda op: 3e-3)
-    for module in (mla, mla_prefill, gdn_decode, gdn_prefill, gdn_norm, moe):
+    for module in (mla, mla_prefill, gdn_decode, gdn_prefill, gdn_output_norm, moe):
         monkeypatch.setattr(module, "check", lambda *_: 1e-3)
         monkeypatch.setattr(module, "inputs", functools.partial(zeros, inputs=module.inputs))
     monkeypatch.setattr(mla_prefill, "chunk", functools.partial(zeros, inputs=mla_prefill.chunk))
@@ -193,7 +183,7 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
     [
         (gdn_decode, (1, 1, 1, 1, "float32")),
         (gdn_prefill, (1, 1, 2, 3)),
-        (gdn_norm, (1, 1, 2, 3)),
+        (gdn_output_norm, (1, 1, 2, 3)),
         (mla_prefill, (1, 8, 1, 0)),
         (mla_prefill, (1, 8, 1, 8)),
         (mla_fp8, (1, 2, 70, 1, "e4m3")),
@@ -203,12 +193,12 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
 )
 def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     row = module.measure(shape, None, xla=True)
-    unit = plot.unit(row)
-    assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / plot.TIMES[unit])
+    unit = roofline_plot.unit(row)
+    assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / roofline_plot.TIMES[unit])
     assert row[f"call {unit}"] == 2 * row[unit]
     ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
-    assert ceilings.of_ceilings(row, {"burst": ones})
-    assert plot.shape(row) == module.label(shape)
+    assert peak_rates.of_ceilings(row, {"burst": ones})
+    assert roofline_plot.shape(row) == module.label(shape)
 
 
 @pytest.mark.parametrize("shape", recent.SMALL_SHAPES)
@@ -217,7 +207,7 @@ def test_recent_tokens_stand_beside_the_op_without_them(shape, timed):
     assert row["us"] == row["without us"] == pytest.approx(1e3)
     assert row["in step us"] == pytest.approx(1e3) and row["times"] == 1
     assert 0 < row["relative error"] < 1e-6
-    assert plot.shape(row) == recent.label(shape)
+    assert roofline_plot.shape(row) == recent.label(shape)
 
 
 def bits(tree):
@@ -285,7 +275,7 @@ def test_states_stay_random_and_of_order_1_for_thousands_of_calls(monkeypatch):
         (gqa_prefill, gqa_prefill.SMALL_SHAPES[1]),
         (gdn_decode, (2, 1, 2, 2, "bfloat16")),
         (gdn_prefill, (1, 2, 2, 70)),
-        (gdn_norm, (1, 2, 2, 70)),
+        (gdn_output_norm, (1, 2, 2, 70)),
     ],
 )
 def test_results_are_checked_against_float64(module, shape, monkeypatch):
@@ -296,7 +286,7 @@ def test_results_are_checked_against_float64(module, shape, monkeypatch):
     else:
         op = (module.decode if module is gdn_decode else module.prefill)(shape, "xla")
     # The norm makes small outputs as large as others, with their errors.
-    assert 1e-4 < module.check(op, shape) < (1e-2 if module is gdn_norm else 5e-3)
+    assert 1e-4 < module.check(op, shape) < (1e-2 if module is gdn_output_norm else 5e-3)
 
 
 def test_a_wrong_result_is_refused(monkeypatch):
@@ -387,22 +377,22 @@ def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):
 def test_the_ceiling_that_binds_is_named_and_is_that_of_a_burst():
     burst = {"copy_GB_s": 3800.0, "read_GB_s": 4000.0, "matmul_TFLOP_s": 800.0}
     facts = {"copy_GB_s": 3900.0, "matmul_TFLOP_s": 600.0, "burst": burst}
-    shares = ceilings.of_ceilings({"GB/s": 1000.0, "TFLOP/s": 600.0}, facts)
+    shares = peak_rates.of_ceilings({"GB/s": 1000.0, "TFLOP/s": 600.0}, facts)
     assert shares == {"of memory": 0.25, "of matmul": 0.75, "% of roof": "75.0% matmul"}
-    shares = ceilings.of_ceilings({"GB/s": 3000.0, "TFLOP/s": 80.0}, facts)
+    shares = peak_rates.of_ceilings({"GB/s": 3000.0, "TFLOP/s": 80.0}, facts)
     assert shares["% of roof"] == "75.0% memory"
 
 
 def test_ceilings_are_rates():
-    assert ceilings.copy_bandwidth(1024) > 0
-    assert ceilings.matmul_rate(32) > 0
-    assert min(ceilings.bursts(2048, 32).values()) > 0
+    assert peak_rates.copy_bandwidth(1024) > 0
+    assert peak_rates.matmul_rate(32) > 0
+    assert min(peak_rates.bursts(2048, 32).values()) > 0
 
 
 def test_a_burst_s_ceilings_are_taken_as_a_row_s_time_is(monkeypatch):
-    monkeypatch.setattr(ceilings, "kernel_seconds", lambda call: call(0).size and 1e-3)
+    monkeypatch.setattr(peak_rates, "kernel_seconds", lambda call: call(0).size and 1e-3)
     wanted = {"copy_GB_s": 8192e-6, "read_GB_s": 4096e-6, "matmul_TFLOP_s": 2 * 32**3 * 1e-9}
-    assert ceilings.bursts(2048, 32) == pytest.approx(wanted)
+    assert peak_rates.bursts(2048, 32) == pytest.approx(wanted)
 
 
 def test_notes_compare_drawn_lengths_with_even_ones():
@@ -423,10 +413,10 @@ def test_notes_compare_fp8_caches_with_bfloat16():
 
 
 def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch, capsys):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(peers.subprocess, "run", None)
-    monkeypatch.setattr(record, "card", dict)  # which asks programs
-    monkeypatch.setattr(record, "commit", str)
+    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch_baselines.subprocess, "run", None)
+    monkeypatch.setattr(run_metadata, "card", dict)  # which asks programs
+    monkeypatch.setattr(run_metadata, "commit", str)
     assert bench.main(["mla", "--small"]) == 0
     said = capsys.readouterr()
     assert "flashinfer-mla: not installed (python3 -m pip install flashinfer-python torch)" in (
@@ -472,13 +462,13 @@ def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     def hang(command, **_):
         raise subprocess.TimeoutExpired(command, 1)
 
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(peers.subprocess, "run", crash)
-    times, said = peers.measure("gdn_decode", [(1,), (2,)])
+    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch_baselines.subprocess, "run", crash)
+    times, said = torch_baselines.measure("gdn_decode", [(1,), (2,)])
     assert times == {"fla": {"[1]": 1.0}, "fla call": {"[1]": 2.0}}
     assert said == ["fla-decode: fla-core 1, by so", "fla-decode: exit code -11: last"]
-    monkeypatch.setattr(peers.subprocess, "run", hang)
-    times, said = peers.measure("gdn_decode", [(1,)])
+    monkeypatch.setattr(torch_baselines.subprocess, "run", hang)
+    times, said = torch_baselines.measure("gdn_decode", [(1,)])
     assert times == {} and said == ["fla-decode: took more than 1200 seconds"]
 
 
@@ -517,7 +507,7 @@ def test_a_profile_is_read_where_warnings_are_errors():
     """Without what launches_in says about them the process aborts."""
     program = """
 import jax, jax.numpy as jnp
-from jaxattn.bench.timing import launches_in, recorded
+from jaxattn.bench.harness.timing import launches_in, recorded
 step = jax.jit(lambda x: jnp.tanh(x @ x))
 x = jnp.ones((64, 64))
 step(x)
@@ -559,19 +549,19 @@ def test_an_output_that_takes_no_more_ends_without_a_traceback(
 def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
     benches = {module.__name__.rpartition(".")[2] for each in bench.MODULES.values()
                for module in each}  # fmt: skip
-    assert all(peer.bench in benches and peer.package for peer in peers.PEERS.values())
+    assert all(peer.bench in benches and peer.package for peer in torch_baselines.PEERS.values())
     with pytest.raises(ValueError, match="float32, not bfloat16"):
-        peers.fla_decode(1, 1, 1, 1, "bfloat16")
+        torch_baselines.fla_decode(1, 1, 1, 1, "bfloat16")
 
 
 def test_what_overlaps_counts_once_in_a_burst():
-    assert peers.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
+    assert torch_baselines.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
 
 
 def test_labels_are_spread_as_little_as_they_need():
-    assert plot.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
-    assert plot.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
-    assert plot.spread([0.2, 1.0, 1.0], 0.1) == pytest.approx([0.2, 0.9, 1.0])
+    assert roofline_plot.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
+    assert roofline_plot.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert roofline_plot.spread([0.2, 1.0, 1.0], 0.1) == pytest.approx([0.2, 0.9, 1.0])
 
 
 def test_a_stored_run_is_drawn_opaque(tmp_path, request):
@@ -592,9 +582,9 @@ def test_a_run_of_gdn_has_bars_of_both_units(tmp_path):
         {"B,Hk,Hv,S": "1,1,1,1", "us": 5.0, "TFLOP/s": 0.1, "GB/s": 90.0, "fla us": 6.0},
         {"sequences": "1x9", "ms": 2.0, "TFLOP/s": 3.0, "GB/s": 9.0, "fla ms": "", "xla ms": 9.0},
     ]
-    plot.save({"what": "gdn", "rows": rows}, tmp_path / "gdn.png")
+    roofline_plot.save({"what": "gdn", "rows": rows}, tmp_path / "gdn.png")
     assert (tmp_path / "gdn.png").exists()
-    assert [list(plot.times(row, ["fla", "xla"])) for row in rows] == [
+    assert [list(roofline_plot.times(row, ["fla", "xla"])) for row in rows] == [
         [("jaxattn", 5.0), ("fla", 6.0)],
         [("jaxattn", 2.0), ("xla", 9.0)],
     ]
@@ -606,12 +596,12 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert bench.main(["plot", str(run), "--plot", "x.png"]) == 2
     assert "--plot needs matplotlib: install jaxattn[plot]" in capsys.readouterr().err
-    with pytest.raises(plot.PlotError, match="matplotlib"):
-        plot.save(json.loads(run.read_text()), tmp_path / "x.png")
+    with pytest.raises(roofline_plot.PlotError, match="matplotlib"):
+        roofline_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    with pytest.raises(plot.PlotError, match="no rows with TFLOP/s"):
-        plot.save(json.loads(run.read_text()), tmp_path / "x.png")
+    with pytest.raises(roofline_plot.PlotError, match="no rows with TFLOP/s"):
+        roofline_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
     assert bench.main(["plot", str(tmp_path / "none.json"), "--plot", "x.png"]) == 2
     assert "none.json" in capsys.readouterr().err
 
@@ -643,5 +633,5 @@ def test_a_command_that_makes_no_sense_is_refused(argv, message, capsys):
 def test_the_step_says_which_leaf_its_loop_copies():
     copy = Copy("params.w_uk", 1_048_576, 16_777_216, "while.1", "copy.2", "")
     report = AliasingReport(1, 1, None, (copy,))
-    assert step.copied_in_loop(report) == "params.w_uk: 1,048,576 bytes"
-    assert step.copied_in_loop(AliasingReport(1, 1, None, ())) == "none"
+    assert decode_step.copied_in_loop(report) == "params.w_uk: 1,048,576 bytes"
+    assert decode_step.copied_in_loop(AliasingReport(1, 1, None, ())) == "none"

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from jaxattn.bench import __main__ as bench
-from jaxattn.bench import compare, record
+from jaxattn.bench import comparison
+from jaxattn.bench.harness import run_metadata
 
 
 @pytest.fixture
@@ -15,8 +16,8 @@ def run():
         {"B,H,T,S": "2,16,256,1", "us": 10.0, "call us": 12.0, "xla us": 30.0, "TFLOP/s": 1.0},
         {"B,H,T,S": "1,20,130,2", "us": 5.0, "call us": 6.0, "TFLOP/s": 1.0},
     ]
-    made = record.begin("mla", "jaxattn-bench", ["mla", "--seed", "a b"]) | {"rows": rows}
-    record.end(made)
+    made = run_metadata.begin("mla", "jaxattn-bench", ["mla", "--seed", "a b"]) | {"rows": rows}
+    run_metadata.end(made)
     return json.loads(json.dumps(made))
 
 
@@ -62,8 +63,8 @@ def test_runs_of_different_conditions_are_refused(name, value, words, run, tmp_p
     assert bench.main(["compare", *paths]) == 2
     said = capsys.readouterr().err
     assert "not comparable, they differ in" in said
-    with pytest.raises(compare.NotComparable, match=words):
-        compare.check(run, run | {name: value})
+    with pytest.raises(comparison.NotComparable, match=words):
+        comparison.check(run, run | {name: value})
 
 
 def test_files_that_say_no_method_or_are_none_are_refused(run, tmp_path, capsys):

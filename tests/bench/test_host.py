@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxattn.bench import host, host_grammar, host_queue
+from jaxattn.bench.host import command, executable_replay, word_grammar
 from jaxattn.engine.engine import Engine
 from jaxattn.memory.limits import Limits
 from jaxattn.models import Hybrid
@@ -17,7 +17,7 @@ from jaxattn.models.checkpoint import EMBEDDED, load, read_config
 def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "20", "--repeats", "2", "--json", str(file)]
-    assert host.main(given, "bench") == 0
+    assert command.main(given, "bench") == 0
     assert "exposed us" in capsys.readouterr().out
     result = json.loads(file.read_text())
     [row] = result["rows"]
@@ -31,17 +31,17 @@ def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
 
 
 def test_the_rows_of_the_default_options_fit_the_embedded_model():
-    given = host.parse([], "bench")
+    given = command.parse([], "bench")
     model = Hybrid(read_config(EMBEDDED))
     for rows in given.rows:
-        assert host.longest(rows, given.steps) <= model.max_position_embeddings
+        assert command.longest(rows, given.steps) <= model.max_position_embeddings
 
 
 @pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "40", "--repeats", "1", "--json", str(file)]
-    assert host.main([*given, "--steps-per-round", str(several)], "bench") == 0
+    assert command.main([*given, "--steps-per-round", str(several)], "bench") == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["steps"] == several and row["sealed"] == row["same tokens"] == "yes"
 
@@ -53,26 +53,28 @@ def test_the_queue_decodes_what_the_rounds_decode(several):
     config, params = load(EMBEDDED)
     model = Hybrid(config)
     rows, steps = 2, 72  # the last tokens have a page of their own
-    length = host.longest(rows, steps)
+    length = command.longest(rows, steps)
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
     with Engine(model, params, limits) as engine:
         for _ in range(2):  # the queue's pages come from nowhere else; then behind rounds
-            alone = host_queue.queued(engine, rows, steps)
-            more = len(alone.texts[-1]) - (host_queue.WARM + 1 + steps)
+            alone = executable_replay.queued(engine, rows, steps)
+            more = len(alone.texts[-1]) - (executable_replay.WARM + 1 + steps)
             assert 0 <= more < several  # it ends with the last call that counts
             pages = [np.asarray(engine._runner.rows.tables)]
-            run = host.rounds(engine, rows, steps)
-            assert host.differing(run.texts, alone.texts) == "yes"
+            run = command.rounds(engine, rows, steps)
+            assert command.differing(run.texts, alone.texts) == "yes"
             pages.append(np.asarray(engine._runner.rows.tables))
-            used = -(-(len(host_queue.PROMPT) + len(alone.texts[-1])) // engine.limits.page_tokens)
+            used = -(
+                -(len(executable_replay.PROMPT) + len(alone.texts[-1])) // engine.limits.page_tokens
+            )
             assert used > 1 and np.array_equal(pages[0][:, :used], pages[1][:, :used])
     first = alone.texts[0]
     assert len(set(first)) > 4  # a text, which other rows or lengths would not give
 
 
 def test_tokens_that_differ_are_counted():
-    assert host.differing([[1, 2, 3], [4, 5]], [[1, 2], [4, 5]]) == "yes"
-    assert host.differing([[1, 2, 3], [4, 5]], [[1, 3], [4, 5, 6]]) == "2 of 5 differ"
+    assert command.differing([[1, 2, 3], [4, 5]], [[1, 2], [4, 5]]) == "yes"
+    assert command.differing([[1, 2, 3], [4, 5]], [[1, 3], [4, 5, 6]]) == "2 of 5 differ"
 
 
 @pytest.mark.parametrize(
@@ -88,26 +90,26 @@ def test_tokens_that_differ_are_counted():
 )
 def test_what_cannot_be_measured_is_refused_by_name(given, message, capsys):
     with pytest.raises(SystemExit):
-        host.parse(given, "bench")
+        command.parse(given, "bench")
     assert message in capsys.readouterr().err
 
 
 def test_grammars_without_their_library_are_refused_at_once(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(SystemExit):
-        host.parse(["--small", "--grammars", "1"], "bench")
+        command.parse(["--small", "--grammars", "1"], "bench")
     assert "--grammars needs llguidance" in capsys.readouterr().err
 
 
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
-    assert host.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
+    assert command.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
     assert "4 rows of 9000 steps take 9,082 tokens" in capsys.readouterr().err
 
 
 def test_rows_that_follow_a_grammar_have_columns_of_their_own(tmp_path):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "3", "--steps", "12", "--repeats", "1", "--grammars", "1", "3"]
-    assert host.main([*given, "--json", str(file)], "bench") == 0
+    assert command.main([*given, "--json", str(file)], "bench") == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["sealed"] == "yes"
     for rows in (1, 3):
@@ -115,10 +117,10 @@ def test_rows_that_follow_a_grammar_have_columns_of_their_own(tmp_path):
 
 
 def test_words_are_tokens_of_a_large_vocabulary():
-    words = host_grammar.Words(5000)
+    words = word_grammar.Words(5000)
     texts = {words.token_bytes(id) for id in range(5000)}
     assert len(texts) == 5000 and words.token_bytes(97) == b"a"
-    [grammar] = host_grammar.maker(5000)(1)
+    [grammar] = word_grammar.maker(5000)(1)
     mask = np.zeros(-(-5000 // 32), np.int32)
     grammar.mask(mask)
     allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:5000]

@@ -9,8 +9,8 @@ import pytest
 
 from jaxattn.bench.__main__ import main
 from jaxattn.bench.load.client import Outcome
-from jaxattn.bench.load.lengths import LEAST, MOST, Lengths
-from jaxattn.bench.load.measures import measured, percentile
+from jaxattn.bench.load.metrics import measured, percentile
+from jaxattn.bench.load.request_lengths import LEAST, MOST, Lengths
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 

@@ -12,12 +12,22 @@ import pytest
 from flax import nnx
 
 from jaxattn.bench import __main__ as bench
-from jaxattn.bench import dense, plot, timing
-from jaxattn.bench.model import command, experts, kinds, named, roof, vllm, weights
+from jaxattn.bench.harness import timing
+from jaxattn.bench.harness.hlo_writes import written
+from jaxattn.bench.harness.timing import Launch, Spent
+from jaxattn.bench.layers import linear
+from jaxattn.bench.model import (
+    command,
+    expert_usage,
+    model_lookup,
+    op_categories,
+    random_weights,
+    roofline,
+    vllm_baseline,
+)
 from jaxattn.bench.model import steps as steps_module
-from jaxattn.bench.timing import Launch, Spent
-from jaxattn.bench.written import written
-from jaxattn.core.fp8_blocks import in_pairs, quantize
+from jaxattn.bench.plots import roofline_plot
+from jaxattn.core.numerics.fp8_block_scaling import in_pairs, quantize
 
 CONFIG = {
     "model_type": "deepseek_v2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
@@ -115,10 +125,10 @@ def test_the_time_is_divided_among_kinds(ran):
 def test_what_xla_made_is_found_by_scope_and_function(ran):
     _, _, steps = ran
     (compiled,) = [f.result() for entry, f in steps._compiled.items() if entry.kind == "decode"]
-    origins = kinds.origins_of(compiled.as_text())
+    origins = op_categories.origins_of(compiled.as_text())
     of_kind = {}
     for origin in origins.values():
-        of_kind.setdefault(kinds.kind_of("fusion", origin), []).append(origin)
+        of_kind.setdefault(op_categories.kind_of("fusion", origin), []).append(origin)
     # Lists of long words: what pytest would say of them takes minutes.
     words = {"norms": "rms_norm", "dense products": "mla_o_proj", "attention": "/mla_decode/"}
     for kind, word in words.items():
@@ -148,7 +158,7 @@ def test_what_xla_made_is_found_by_scope_and_function(ran):
     ],
 )
 def test_a_kernel_is_of_the_kind_that_its_name_or_its_origin_says(kernel, origin, kind):
-    assert kinds.kind_of(kernel, origin) == kind
+    assert op_categories.kind_of(kernel, origin) == kind
 
 
 def test_a_fusion_that_says_nothing_is_of_the_kind_of_its_product():
@@ -165,7 +175,7 @@ ENTRY %main (q: f32[2]) -> f32[2] {
   ROOT %slice-fusion.3 = f32[2]{0} fusion(%q), kind=kCustom, calls=%gemm
 }
 """
-    assert kinds.origins_of(text)["slice_fusion_3"].split() == ["mlp/dot_general"]
+    assert op_categories.origins_of(text)["slice_fusion_3"].split() == ["mlp/dot_general"]
 
 
 def test_a_frame_is_found_with_all_that_called_it():
@@ -192,7 +202,7 @@ ENTRY %main (p: f32[2]) -> f32[2] {
 """
     for first, second in ((1, 2), (0, 1)):  # both ways in which versions of XLA count parents
         said = text.replace("PARENT_1", str(first)).replace("PARENT_2", str(second))
-        assert kinds.origins_of(said) == {"add_3": "jit(f)/add outer route "}
+        assert op_categories.origins_of(said) == {"add_3": "jit(f)/add outer route "}
 
 
 def test_experts_are_counted_from_the_rows_of_the_run(ran):
@@ -210,17 +220,17 @@ def test_rows_that_choose_alike_touch_no_more_experts_than_one(ran):
     alike = [(k, v.replace(jnp.zeros_like(v[...])) if "router" in k else v) for k, v in flat]
     params = dataclasses.replace(steps.params, params=nnx.from_flat_state(alike))
     batches = [steps.rows.decode(3, step) for step in range(2)]
-    found, steps.state = experts.distinct(steps.model, params, steps.state, batches, (1, 3))
+    found, steps.state = expert_usage.distinct(steps.model, params, steps.state, batches, (1, 3))
     assert found == {1: [2] * 4, 3: [2] * 4}
 
 
 def test_experts_that_were_called_unseen_are_an_error(ran, monkeypatch):
     *_, steps = ran
     monkeypatch.setattr(
-        experts, "jit_step", lambda *_, **__: lambda params, state, batch: (0, state)
+        expert_usage, "jit_step", lambda *_, **__: lambda params, state, batch: (0, state)
     )
     with pytest.raises(RuntimeError, match="0 calls of experts were seen in 1 steps of 2 layers"):
-        experts.distinct(steps.model, steps.params, steps.state, [None], (3,))
+        expert_usage.distinct(steps.model, steps.params, steps.state, [None], (3,))
 
 
 def test_rows_of_a_batch_have_pages_and_slots_of_their_own(ran):
@@ -250,51 +260,51 @@ def test_random_weights_keep_activations_finite_and_of_order_1(ran):
 
 
 def filled(shape, dtype, draw, name="w"):
-    return weights.filled([name], [jax.ShapeDtypeStruct(shape, dtype)], [draw], 0)[0]
+    return random_weights.filled([name], [jax.ShapeDtypeStruct(shape, dtype)], [draw], 0)[0]
 
 
 def test_a_leaf_is_filled_block_by_block_without_repeating_itself(monkeypatch):
-    monkeypatch.setattr(weights, "BLOCK", 2**10)
+    monkeypatch.setattr(random_weights, "BLOCK", 2**10)
     shape = (4, 96, 64)
-    array = np.asarray(filled(shape, jnp.bfloat16, weights.Draw.of(0.5, 2.0)), np.float32)
+    array = np.asarray(filled(shape, jnp.bfloat16, random_weights.Draw.of(0.5, 2.0)), np.float32)
     assert array.mean() == pytest.approx(2, abs=0.02) and array.std() == pytest.approx(
         0.5, abs=0.02
     )
     rows = array.reshape(-1, 64)
     assert len(np.unique(rows, axis=0)) == len(rows)
-    whole = weights._compiled(shape, "bfloat16").memory_analysis()
+    whole = random_weights._compiled(shape, "bfloat16").memory_analysis()
     assert whole.output_size_in_bytes == 2 * 4 * 96 * 64
     assert whole.temp_size_in_bytes < 32 * 2**10 + whole.output_size_in_bytes / 2
 
 
 def test_fp8_weights_are_finite_and_their_scales_bring_them_back(folder):
-    _, _, model = named.find(str(folder))
+    _, _, model = model_lookup.find(str(folder))
     leaf = jax.ShapeDtypeStruct((2, 8, 64, 128), jnp.float8_e4m3fn)
     scale = jax.ShapeDtypeStruct((2, 8, 1, 1), jnp.float32)
     name = "segments.0.layers.0.mlp.gate_up"
     values = np.asarray(
-        filled(leaf.shape, leaf.dtype, weights.draw_of(name, leaf, model)), np.float32
+        filled(leaf.shape, leaf.dtype, random_weights.draw_of(name, leaf, model)), np.float32
     )
     assert np.isfinite(values).all() and values.max() == 448
-    scales = filled(scale.shape, scale.dtype, weights.draw_of(f"{name}_scale", scale, model))
+    scales = filled(scale.shape, scale.dtype, random_weights.draw_of(f"{name}_scale", scale, model))
     assert (np.asarray(scales) > 0).all()
     assert np.std(values * np.asarray(scales)) == pytest.approx(64**-0.5, rel=0.05)
 
 
 def test_a_leaf_that_is_no_float_is_refused_by_name():
     with pytest.raises(ValueError, match="latents.kv_cache is uint8"):
-        filled((2, 2), jnp.uint8, weights.Draw.of(1.0), "latents.kv_cache")
+        filled((2, 2), jnp.uint8, random_weights.Draw.of(1.0), "latents.kv_cache")
 
 
 def test_the_bytes_of_a_published_model_are_those_of_its_configuration():
-    _, fields, model = named.find("deepseek-v2-lite")
+    _, fields, model = model_lookup.find("deepseek-v2-lite")
     hidden, layers, moe = fields["hidden_size"], 27, 26
     attention = 2048 * 3072 + 2048 * 576 + 512 + 512 * 16 * (128 + 128) + 16 * 128 * 2048
     norms, dense_mlp = (2 * layers + 1) * hidden, 3 * hidden * 10944
     head, always = hidden * 102400, 2  # as many experts' columns have the shared ones
     router = moe * hidden * 64  # float32
     fixed = layers * attention + norms + dense_mlp + head
-    moved = roof.moved(model, 32, 4096, 16.0)
+    moved = roofline.moved(model, 32, 4096, 16.0)
     assert moved.weights == 2 * fixed + 4 * router
     assert moved.experts == 2 * moe * (16 + always) * 3 * hidden * 1408
     assert moved.pages == 32 * 4096 * layers * 576 * 2 and moved.states == 0
@@ -302,20 +312,20 @@ def test_the_bytes_of_a_published_model_are_those_of_its_configuration():
 
 
 def test_the_operations_of_prefill_are_those_of_its_matrices_and_its_attention(folder):
-    _, _, model = named.find(str(folder))
+    _, _, model = model_lookup.find(str(folder))
     tokens = 10
     attention = 2 * 2 * (16 + 8 + 16) * tokens * (tokens + 1) / 2
     q, kv, o, up = 64 * 48, 64 * 40, 32 * 64, 2 * 32 * 16 * 2
     moe = 64 * 8 + (2 + 1) * 3 * 64 * 32  # the router, two experts of eight and the shared one
-    total, unknown = roof.flops(model, tokens)
+    total, unknown = roofline.flops(model, tokens)
     assert total == 2 * (2 * tokens * (q + kv + o + up + moe) + attention) + 2 * 64 * 96
     assert unknown == []
 
 
 def test_the_roof_is_the_cards_rate_or_what_was_copied():
-    assert roof.rate("NVIDIA H200", 1.0) == 4.0e12
-    assert roof.rate("NVIDIA H100 80GB HBM3", 1.0) == 2.9e12
-    assert roof.rate("cpu", 5.0) == 5.0
+    assert roofline.rate("NVIDIA H200", 1.0) == 4.0e12
+    assert roofline.rate("NVIDIA H100 80GB HBM3", 1.0) == 2.9e12
+    assert roofline.rate("cpu", 5.0) == 5.0
 
 
 def test_launches_are_counted_per_call(monkeypatch):
@@ -367,10 +377,10 @@ def test_a_step_that_fails_is_a_row_with_the_reason():
 
 def test_bars_of_a_run_are_drawn(ran, tmp_path):
     pytest.importorskip("matplotlib")
-    plot.save(ran[0], tmp_path / "model.png")
+    roofline_plot.save(ran[0], tmp_path / "model.png")
     assert (tmp_path / "model.png").exists()
-    with pytest.raises(plot.PlotError, match="no decode steps"):
-        plot.save({"what": "model", "rows": []}, tmp_path / "x.png")
+    with pytest.raises(roofline_plot.PlotError, match="no decode steps"):
+        roofline_plot.save({"what": "model", "rows": []}, tmp_path / "x.png")
 
 
 def test_a_step_of_vllm_is_the_difference_of_two_lengths(tmp_path, monkeypatch):
@@ -387,20 +397,20 @@ def test_a_step_of_vllm_is_the_difference_of_two_lengths(tmp_path, monkeypatch):
         "pathlib.Path(given['--output-json']).write_text(json.dumps(answer))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda name: True)
-    said = vllm.measure(CONFIG, [1, 8], 4096)
+    monkeypatch.setattr(vllm_baseline.importlib.util, "find_spec", lambda name: True)
+    said = vllm_baseline.measure(CONFIG, [1, 8], 4096)
     assert said == ["vLLM: decode of 1 rows: 2.00 ms", "vLLM: decode of 8 rows: 2.00 ms"]
-    (failed,) = vllm.measure(CONFIG, [99], 4096)
+    (failed,) = vllm_baseline.measure(CONFIG, [99], 4096)
     assert failed == "vLLM: CalledProcessError: no room for 99"
-    (unknown,) = vllm.measure(CONFIG | {"model_type": "youtu"}, [1], 4096)
+    (unknown,) = vllm_baseline.measure(CONFIG | {"model_type": "youtu"}, [1], 4096)
     assert unknown == "vLLM: its name for models of type 'youtu' is not known here"
 
 
 def test_vllm_has_a_name_for_each_model_of_the_table():
     table = "DeepSeek-V2-Lite GLM-4.7-Flash Qwen3.5-35B-A3B Qwen3-Next-80B-A3B-FP8 Qwen3-32B"
     for name in table.split():
-        _, fields, _ = named.find(name)
-        assert fields["model_type"] in vllm.ARCHITECTURES
+        _, fields, _ = model_lookup.find(name)
+        assert fields["model_type"] in vllm_baseline.ARCHITECTURES
 
 
 def test_every_way_of_a_product_is_the_same_product():
@@ -410,24 +420,24 @@ def test_every_way_of_a_product_is_the_same_product():
     turned = w.swapaxes(1, 2)
     numbers, scales = quantize(turned)
     stacks = (w,), (turned,), (w,), (in_pairs(numbers), scales)
-    for way, stack in zip(dense.WAYS, stacks, strict=True):
-        seen, _ = dense.loop(x, stack, way=way, implementation="xla")
-        limit = 1e-2 if way != dense.WAYS[3] else 0.1  # FP8 numbers have four bits
+    for way, stack in zip(linear.WAYS, stacks, strict=True):
+        seen, _ = linear.loop(x, stack, way=way, implementation="xla")
+        limit = 1e-2 if way != linear.WAYS[3] else 0.1  # FP8 numbers have four bits
         assert float(seen) == pytest.approx(last, rel=limit, abs=0.1)
 
 
 def test_a_product_that_models_share_is_measured_once():
-    found = dense.products(dense.MODELS, [1, 8], dense.WAYS[:2])
-    shared = dense.Product(1, 2048, 576, dense.WAYS[0])
+    found = linear.products(linear.MODELS, [1, 8], linear.WAYS[:2])
+    shared = linear.Product(1, 2048, 576, linear.WAYS[0])
     assert found[shared] == ["DeepSeek-V2-Lite kv_a_proj", "GLM-4.7-Flash kv_a_proj"]
     assert len(found) == 4 * len({(p.inner, p.outer) for p in found})
 
 
 def test_the_products_of_a_shipped_model_are_those_of_its_parameters():
-    _, _, model = named.find("DeepSeek-V2-Lite")
-    shapes = {leaf.shape[1:] for keys, leaf in roof.leaves_of(model) if "weight" in keys
+    _, _, model = model_lookup.find("DeepSeek-V2-Lite")
+    shapes = {leaf.shape[1:] for keys, leaf in roofline.leaves_of(model) if "weight" in keys
               and keys[0] == "segments" and leaf.ndim == 3}  # fmt: skip
-    listed = set(dense.MODELS["DeepSeek-V2-Lite"].values()) - {(2048, 102400)}
+    listed = set(linear.MODELS["DeepSeek-V2-Lite"].values()) - {(2048, 102400)}
     assert listed in (shapes, {shape[::-1] for shape in shapes})
 
 
@@ -453,17 +463,17 @@ def test_dense_products_are_shown_and_stored(tmp_path, monkeypatch, capsys):
     file = tmp_path / "dense.json"
     assert bench.main(["dense", "--small", "--rows", "1", "--json", str(file)]) == 0
     run = json.loads(file.read_text())
-    assert [row["way"] for row in run["rows"]] == [*dense.WAYS, *dense.WAYS]
+    assert [row["way"] for row in run["rows"]] == [*linear.WAYS, *linear.WAYS]
     assert {row["of"] for row in run["rows"]} == {"small q_proj", "small o_proj"}
     assert all(row["GB/s"] > 0 and row["us"] == row["call us"] for row in run["rows"])
     assert "dense products on cpu" in capsys.readouterr().out
 
 
 def test_a_run_without_a_checkout_or_a_card_says_so(monkeypatch):
-    from jaxattn.bench import card
+    from jaxattn.bench.harness import device_info
 
     def missing(*_, **__):
         raise FileNotFoundError
 
-    monkeypatch.setattr(card.subprocess, "run", missing)
-    assert card.commit() == "" and card.card() == {}
+    monkeypatch.setattr(device_info.subprocess, "run", missing)
+    assert device_info.commit() == "" and device_info.card() == {}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxattn.cli.command import Terminated, code_of, exit_code
-from jaxattn.cli.options import InputError
-from jaxattn.engine.outcome import GenerationInterrupted
+from jaxattn.cli.exit_codes import Terminated, code_of, exit_code
+from jaxattn.cli.options.parser import InputError
+from jaxattn.engine.requests.outputs import GenerationInterrupted
 
 
 def of(error):

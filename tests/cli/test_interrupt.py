@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxattn import __main__, interrupt
-from jaxattn.cli.command import interrupts_raised
+from jaxattn.cli.exit_codes import interrupts_raised
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("jaxattn", "jaxattn.serve", "jaxattn.plan", "jaxattn.bench")

@@ -17,25 +17,25 @@ from rich.console import Console
 
 import jaxattn
 from jaxattn.__main__ import main as list_main
-from jaxattn.cli.inputs import Prompt, read_prompts
-from jaxattn.cli.options import in_options
+from jaxattn.cli.options.parser import in_options
+from jaxattn.cli.options.serve_options import parser
+from jaxattn.cli.options.value_types import size
 from jaxattn.cli.plan import main as plan_main
-from jaxattn.cli.prompts import PROMPTS
-from jaxattn.cli.report import ending, plan_lines
-from jaxattn.cli.serve import main
-from jaxattn.cli.serve_options import parser
-from jaxattn.cli.stream import Printer, TextStream
-from jaxattn.cli.values import size
-from jaxattn.core.rope import RopeConfig
-from jaxattn.engine import executable_memory
-from jaxattn.engine.outcome import Completion, GenerationInterrupted
-from jaxattn.engine.request import Request, Stats
-from jaxattn.memory.bound import Bound
+from jaxattn.cli.serve.command import main
+from jaxattn.cli.serve.default_prompts import PROMPTS
+from jaxattn.cli.serve.request_inputs import Prompt, read_prompts
+from jaxattn.cli.serve.text_stream import Printer, TextStream
+from jaxattn.cli.startup.run_report import ending, plan_lines
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.requests.outputs import Completion, GenerationInterrupted
+from jaxattn.engine.requests.request import Request, Stats
+from jaxattn.engine.startup import executable_memory
 from jaxattn.memory.budget import Budget, Item, MemoryPlan
 from jaxattn.memory.limits import Limits
-from jaxattn.models import checkpoint
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.memory.temp_bound import Bound
+from jaxattn.models.checkpoint import native_format
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
 from jaxattn.text import ByteTokenizer
 
 CONFIG = HybridConfig(
@@ -62,7 +62,7 @@ SMALL = ["--max-model-len", "64", "--prefill-chunk", "16"]
 def model(tmp_path_factory):
     """A folder with a random model of bytes; its name can be given to --model."""
     folder = tmp_path_factory.mktemp("model")
-    checkpoint.save(folder, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
+    native_format.save(folder, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
     return str(folder)
 
 
@@ -231,8 +231,8 @@ def test_the_summary_says_which_option_cut_a_text(tokens, reason, said):
 
 
 def test_quiet_still_says_that_it_was_interrupted(model, capsys, monkeypatch):
-    monkeypatch.setattr("jaxattn.cli.serve.start_engine", lambda *a: (Interrupted(), {}))
-    monkeypatch.setattr("jaxattn.cli.serve.summary_lines", lambda *a: ["summary"])
+    monkeypatch.setattr("jaxattn.cli.serve.command.start_engine", lambda *a: (Interrupted(), {}))
+    monkeypatch.setattr("jaxattn.cli.serve.command.summary_lines", lambda *a: ["summary"])
     for extra, said in ([], "summary\n"), (["--quiet"], "interrupted\n"):
         assert main(["--model", model, "--prompt", "ab", *extra, *SMALL]) == 130
         lines = capsys.readouterr().err.splitlines(keepends=True)
@@ -290,8 +290,8 @@ def test_empty_stdin_is_an_empty_prompt(model, capsys, monkeypatch):
     ],
 )
 def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys):
-    config, params = checkpoint.load(model)
-    checkpoint.save(tmp_path, config, params)
+    config, params = native_format.load(model)
+    native_format.save(tmp_path, config, params)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(damage(weights.read_bytes()))
     assert main(["--model", str(tmp_path)]) == 2
@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_path, capsys):
-    checkpoint.save(tmp_path, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
+    native_format.save(tmp_path, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
     (tmp_path / "model.safetensors").unlink()
     assert main(["--model", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
     assert "prompt 1 has 64 bytes and the model length is 64" in capsys.readouterr().err
@@ -310,7 +310,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_pa
 
 def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=300)
-    checkpoint.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
+    native_format.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
     assert main(["--model", str(tmp_path)]) == 2
     assert "its vocab_size is 300, not 256" in capsys.readouterr().err
 
@@ -370,7 +370,7 @@ def test_json_is_one_object_with_everything_and_text_is_not_on_stdout(model, cap
 
 
 def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "read_tensors", lambda *a: pytest.fail("read the weights"))
+    monkeypatch.setattr(native_format, "read_tensors", lambda *a: pytest.fail("read the weights"))
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
     assert main(["--model", model, "--plan", *SMALL]) == 0
     printed = capsys.readouterr()
@@ -478,7 +478,7 @@ def test_the_plan_counts_each_parameter_once(capsys):
         each for each in json.loads(capsys.readouterr().out)["items"] if each["name"] == "weights"
     ]
     count = weights["why"].partition(" parameters")[0]
-    assert f"| parameters | {count}," in (checkpoint.EMBEDDED / "README.md").read_text()
+    assert f"| parameters | {count}," in (native_format.EMBEDDED / "README.md").read_text()
 
 
 def test_a_picture_without_a_plan(capsys):
@@ -614,7 +614,7 @@ def test_a_hopper_gpu_runs_the_kernels_within_the_plan(tmp_path, capsys):
         num_attention_heads=2,
         linear_num_value_heads=2,
     )
-    checkpoint.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
+    native_format.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
     assert main(["--model", str(tmp_path), "--json", "--max-tokens", "40"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["implementations"].values()) == {"mosaic_gpu"}

@@ -18,12 +18,12 @@ import pytest
 import safetensors.numpy
 
 from jaxattn import Limits, text
-from jaxattn.cli.chat import turns
-from jaxattn.cli.models import is_name
-from jaxattn.cli.serve import main
-from jaxattn.engine.prepare import prepare
+from jaxattn.cli.serve.chat_session import turns
+from jaxattn.cli.serve.command import main
+from jaxattn.cli.startup.model_source import is_name
+from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.memory.budget import nbytes
-from jaxattn.models import huggingface
+from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 from tests.helpers.fake_hub import FakeHub, files_of, use
 
@@ -43,7 +43,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model(tokenizer):
     """Youtu's folder in float32, with the tokens of its tokenizer."""
-    whole, params = huggingface.load(YOUTU, dtype="float32")
+    whole, params = huggingface_checkpoint.load(YOUTU, dtype="float32")
     return whole.with_tokens(tokenizer.vocab_size), params
 
 
@@ -411,7 +411,7 @@ def test_what_can_be_a_name_on_the_hub(given, name):
 
 def test_a_plan_is_made_of_config_json_alone(tmp_path, capsys):
     shutil.copy(DEEPSEEK / "config.json", tmp_path)
-    model = huggingface.read_config(tmp_path).model
+    model = huggingface_checkpoint.read_config(tmp_path).model
     weights = nbytes(jax.eval_shape(model.pack, model.param_shapes()))
     plan = run(capsys, "--model", tmp_path, "--plan", *SMALL)
     assert plan["fits"]
@@ -434,7 +434,7 @@ def test_experts_in_fp8_may_become_bfloat16(capsys):
 
 
 def test_a_model_that_does_not_fit_prints_its_plan_and_loads_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(huggingface, "fill", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr(huggingface_checkpoint, "fill", lambda *a, **k: pytest.fail("loaded"))
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
     arguments = ["--model", str(YOUTU), "--prompt", "x", "--num-pages", "1000m", *GREEDY]
     assert main(arguments) == 2

@@ -2,7 +2,7 @@
 
 import time
 
-from jaxattn.cli.stages import Stages, executable_lines, since_start
+from jaxattn.cli.startup.stage_timings import Stages, executable_lines, since_start
 
 
 def test_stages_add_up_to_the_time_since_the_process_began(tmp_path):

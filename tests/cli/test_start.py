@@ -18,20 +18,20 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxattn.cli.models import Chosen
-from jaxattn.cli.options import InputError
-from jaxattn.cli.progress import Display
-from jaxattn.cli.stages import Stages
-from jaxattn.cli.start import Loading, Stopped, start_engine
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.prepare import prepare
-from jaxattn.engine.process import PROCESS
-from jaxattn.memory import device as memory_device
+from jaxattn.cli.options.parser import InputError
+from jaxattn.cli.startup.engine_startup import Loading, Stopped, start_engine
+from jaxattn.cli.startup.model_source import Chosen
+from jaxattn.cli.startup.progress_display import Display
+from jaxattn.cli.startup.stage_timings import Stages
+from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.startup.engine_build import prepare
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.memory import device_memory as memory_device
 from jaxattn.memory.budget import nbytes
-from jaxattn.memory.device import DeviceMemory
+from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.loading import ModelFolder, Weights
+from jaxattn.models.loading.loader import ModelFolder, Weights
 from jaxattn.text import ByteTokenizer
 from tests.helpers.engine_cases import SMALLEST, TRIAL, WHOLE, kept_steps, params_of
 

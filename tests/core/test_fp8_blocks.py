@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.fp8_blocks import block_counts, dequantize, quantize
+from jaxattn.core.numerics.fp8_block_scaling import block_counts, dequantize, quantize
 
 
 def numbers_of(*shape: int, seed: int = 0) -> np.ndarray:

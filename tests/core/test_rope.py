@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxattn.core.rope import (
+from jaxattn.core.numerics.rope import (
     MOST_FACTOR,
     MOST_THETA,
     RopeConfig,

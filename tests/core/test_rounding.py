@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.rounding import rounded
-from jaxattn.ops.router import split_router
+from jaxattn.core.numerics.rounding import rounded
+from jaxattn.ops.moe.router_logits import split_router
 
 devices = pytest.mark.parametrize("device", ["any", pytest.param("gpu", marks=pytest.mark.gpu)])
 

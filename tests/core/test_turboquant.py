@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core import turboquant
-from jaxattn.core.formats import KVFormat
-from jaxattn.core.turbo_slots import GROUP, places
-from jaxattn.core.turboquant import HEAD_DIMS, PRESETS, TurboFormat
+from jaxattn.core.cache.formats import KVFormat
+from jaxattn.core.turboquant import codec
+from jaxattn.core.turboquant.codec import HEAD_DIMS, PRESETS, TurboFormat
+from jaxattn.core.turboquant.slot_layout import GROUP, places
 from tests.helpers.turbo_cases import (
     POSITIVE,
     UNITS,
@@ -110,8 +110,8 @@ def test_quantization_agrees_with_float64(preset, dim):
 def test_levels_lose_what_lloyd_and_max_do_on_normal_numbers(bits, error):
     x = np.random.default_rng(3).normal(size=400_000)
     table, unit = table64(bits), UNITS[bits]
-    np.testing.assert_array_equal(turboquant.levels(bits), table)
-    assert turboquant.LEVELS[bits] == tuple(POSITIVE[bits])
+    np.testing.assert_array_equal(codec.levels(bits), table)
+    assert codec.LEVELS[bits] == tuple(POSITIVE[bits])
     codes = np.searchsorted((table[1:] + table[:-1]) / 2, x * unit)
     assert abs(np.mean((table[codes] / unit - x) ** 2) / error - 1) < 0.02
 
@@ -209,7 +209,7 @@ def test_the_gradient_reaches_the_float16_numbers():
 
     numbers = [x.astype(jnp.float32) for x in (codes.norm, codes.scale, codes.minimum)]
     by_norm, by_scale, by_minimum = jax.grad(total, (0, 1, 2))(*numbers)
-    table = turboquant.levels(4)
+    table = codec.levels(4)
     np.testing.assert_allclose(by_norm, table[np.asarray(codes.keys, int)].sum(), rtol=1e-5)
     assert by_scale == codes.values.astype(jnp.float32).sum() and by_minimum == 64
 
@@ -227,7 +227,7 @@ def test_a_head_dim_that_is_no_power_of_two_is_refused(dim):
 
 
 def test_three_bits_warn_once_a_configuration():
-    turboquant._warn_of_three_bits.cache_clear()
+    codec._warn_of_three_bits.cache_clear()
     with pytest.warns(UserWarning, match="k3v4_nc at head_dim 128 keeps 3 bits"):
         TurboFormat(preset="k3v4_nc", head_dim=128)
     with pytest.warns(UserWarning, match="3bit_nc at head_dim 128"):

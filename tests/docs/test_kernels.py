@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(jaxattn.__file__).parent
 PAGE = (ROOT / "docs" / "kernels.md").read_text()
 # Of several kernels.
-PARTS = ("hopper", "__init__.py", "linear_block.py", "linear_turned.py", "written_place.py")
+PARTS = ("hopper", "__init__.py", "linear/cta.py", "rope_epilogue.py", "slot_mapping.py")
 
 
 def rows() -> list[tuple[list[str], str, str, str]]:

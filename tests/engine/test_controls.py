@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.engine.outcome import FinishReason
-from jaxattn.engine.steps import all_steps
+from jaxattn.engine.requests.outputs import FinishReason
+from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
 

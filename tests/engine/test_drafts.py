@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxattn import Limits
-from jaxattn.engine import speculate
-from jaxattn.engine.advance import End
-from jaxattn.engine.rows import CONTROLS, INTEGERS, NUMBERS, STOPS
-from jaxattn.engine.sampling import Level
-from jaxattn.engine.state import row_shapes
+from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.steps import prompt_lookup
+from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, NUMBERS, STOPS
+from jaxattn.engine.steps.engine_state import row_shapes
+from jaxattn.engine.steps.token_selection import End
 
 
 def on_the_host(function):
@@ -20,9 +20,9 @@ def on_the_host(function):
 
 
 # Compiled as one; what they give is NumPy's, of which a part is no operation of JAX.
-draft = on_the_host(jax.jit(speculate.draft, static_argnums=(2, 3)))
-draft_batch = on_the_host(jax.jit(speculate.draft_batch, static_argnames="recurrent"))
-verify = on_the_host(jax.jit(speculate.verify, static_argnames="level"))
+draft = on_the_host(jax.jit(prompt_lookup.draft, static_argnums=(2, 3)))
+draft_batch = on_the_host(jax.jit(prompt_lookup.draft_batch, static_argnames="recurrent"))
+verify = on_the_host(jax.jit(prompt_lookup.verify, static_argnames="level"))
 
 
 def rows_of(histories, *, batch=None, **numbers):

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.aliasing.check import check_aliasing
+from jaxattn.aliasing.checker import check_aliasing
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.outcome import Completion, GenerationInterrupted
-from jaxattn.engine.request import Request
-from jaxattn.engine.scheduler import Scheduler
+from jaxattn.engine.requests.outputs import Completion, GenerationInterrupted
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.memory.limits import Limits
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.embedded.model import Hybrid
 from jaxattn.parallel import Parallel
 from jaxattn.plan import PlanError
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Request
-from jaxattn.engine.grammar import EVERY, masked, masks, words_of
+from jaxattn.engine.sampling.grammar_bitmask import EVERY, masked, masks, words_of
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
 

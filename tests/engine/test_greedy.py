@@ -10,11 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.cli.prompts import PROMPTS
+from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Request
+from jaxattn.engine.requests.request import Request
 from jaxattn.memory.limits import Limits
-from jaxattn.models import Hybrid, checkpoint
+from jaxattn.models import Hybrid
+from jaxattn.models.checkpoint import native_format
 from tests.helpers.kernel_cases import relative
 from tests.helpers.make_greedy import FILE, TOKENS, Followed, follow, gaps
 
@@ -25,7 +26,7 @@ TEXTS = [stored["text"].encode() for stored in STORED]
 
 @pytest.fixture(scope="module")
 def model():
-    return checkpoint.load(checkpoint.EMBEDDED)
+    return native_format.load(native_format.EMBEDDED)
 
 
 def greedy(engine: Engine, prompts: list[bytes], max_tokens: int) -> list[bytes]:

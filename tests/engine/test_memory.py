@@ -16,13 +16,13 @@ import pytest
 from jax import lax
 
 from jaxattn import mla
-from jaxattn.aliasing.check import check_aliasing
+from jaxattn.aliasing.checker import check_aliasing
 from jaxattn.arena import Arena
-from jaxattn.core.rope import RopeConfig
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.models.base import DecodeBatch, jit_step, scratch_spec
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import DecodeBatch, jit_step, scratch_spec
 from tests.helpers import model_cases
 
 SLACK = 64 * 1024

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.engine import penalties
-from jaxattn.engine.logprobs import logprobs, told
+from jaxattn.engine.sampling import penalties
+from jaxattn.engine.sampling.logprobs import logprobs, told
 
 VOCAB = 12
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(3, VOCAB)), jnp.float32)

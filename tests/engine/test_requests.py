@@ -12,8 +12,13 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.engine import EngineBusyError
-from jaxattn.engine.outcome import FinishEvent, FinishReason, GenerationInterrupted, TokenEvent
-from jaxattn.engine.prepare import prepare
+from jaxattn.engine.requests.outputs import (
+    FinishEvent,
+    FinishReason,
+    GenerationInterrupted,
+    TokenEvent,
+)
+from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (
     EXACT,

@@ -4,9 +4,9 @@ import threading
 from typing import Any
 
 from jaxattn import Limits
-from jaxattn.engine.row_steps import Update
-from jaxattn.engine.runner import Runner
-from jaxattn.engine.seal import Seal
+from jaxattn.engine.execution.model_runner import Runner
+from jaxattn.engine.runtime.recompilation_guard import Seal
+from jaxattn.engine.steps.batch_steps import Update
 
 
 def test_threads_send_steps_over_several_devices_in_one_order():

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.engine.request import Request
-from jaxattn.engine.sampling import (
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.sampling.sampler import (
     NOT_FINITE,
     Level,
     SamplingBatch,

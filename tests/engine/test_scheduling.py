@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.engine.outcome import FinishEvent, TokenEvent
-from jaxattn.engine.scheduler import AHEAD, Scheduler
+from jaxattn.engine.requests.outputs import FinishEvent, TokenEvent
+from jaxattn.engine.scheduling.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (
     EXACT,

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.aliasing.check import check_aliasing
-from jaxattn.engine.outcome import FinishEvent
-from jaxattn.engine.scheduler import Scheduler
-from jaxattn.engine.state import cache_size
-from jaxattn.engine.steps import all_steps
+from jaxattn.aliasing.checker import check_aliasing
+from jaxattn.engine.requests.outputs import FinishEvent
+from jaxattn.engine.scheduling.scheduler import Scheduler
+from jaxattn.engine.steps.engine_state import cache_size
+from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, ONE_BY_ONE, kept_steps, params_of
 

@@ -15,24 +15,24 @@ from rich.console import Console
 
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
-from jaxattn.engine import start as start_module
-from jaxattn.engine.batches import prefill_width
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.executable_memory import from_shapes
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.request import Request
-from jaxattn.engine.state import arena_spec, new_state, op_specs
-from jaxattn.engine.steps import entry_points
-from jaxattn.memory.device import DeviceMemory
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.startup import warmup as start_module
+from jaxattn.engine.startup.executable_memory import from_shapes
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.engine_state import arena_spec, new_state, op_specs
+from jaxattn.engine.steps.prefill_batch import prefill_width
+from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
-from jaxattn.models import known
-from jaxattn.models.base import jit_step, scratch_spec
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.catalog import public_models
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import jit_step, scratch_spec
 from jaxattn.plan import Budget, MemoryPlan, PlanError, nbytes, plan, solve
-from jaxattn.plan.naive import published, split_kv_workspace
 from jaxattn.plan.placement import Placement, page_bytes
-from jaxattn.plan.show import print_plan
+from jaxattn.plan.plan_display import print_plan
+from jaxattn.plan.scratch_comparison import published, split_kv_workspace
 from tests.helpers.engine_cases import BUCKETS, SMALLEST, kept_steps, params_of, run_step
 
 GIB, MIB = 2**30, 2**20
@@ -92,7 +92,7 @@ def test_scratch_does_not_grow_with_layers_in_what_is_compiled():
 
 
 def test_scratch_is_not_left_out_when_the_cache_is_sized():
-    model = known.load("DeepSeek-R1")
+    model = public_models.load("DeepSeek-R1")
     made = plan(model, "h200", SERVING, placement=PLACE)
     page = page_bytes(model, PLACE)
     allowed = made.budget.arrays(made.outside)
@@ -307,7 +307,9 @@ def test_the_largest_batch_does_not_size_the_arena_of_a_small_one_that_asks_for_
 def test_units_and_defaults_do_not_drift(capsys):
     gib = [f"{each.nbytes / GIB:.3f}" for each in published()]
     assert gib == ["15.250", "62.358", "39.494", "16.250"]
-    made = plan(known.load("DeepSeek-V2-Lite"), "h200", dataclasses.replace(SERVING, num_pages=512))
+    made = plan(
+        public_models.load("DeepSeek-V2-Lite"), "h200", dataclasses.replace(SERVING, num_pages=512)
+    )
     console = Console(width=160)
     print_plan(console, made)
     printed = capsys.readouterr().out

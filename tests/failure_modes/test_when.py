@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.model_steps import EntryPoint
-from jaxattn.engine.request import Request
-from jaxattn.engine.seal import Seal, SealError
-from jaxattn.engine.state import new_state
-from jaxattn.engine.steps import all_steps, entry_points
-from jaxattn.models.base import DecodeBatch
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.runtime.recompilation_guard import Seal, SealError
+from jaxattn.engine.steps.engine_state import new_state
+from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.engine.steps.step_catalog import all_steps, entry_points
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import DecodeBatch
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,

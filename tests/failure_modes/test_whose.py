@@ -22,13 +22,13 @@ import pytest
 
 import jaxattn
 from jaxattn import gdn, mla
-from jaxattn.aliasing.check import AliasingError, check_aliasing
+from jaxattn.aliasing.checker import AliasingError, check_aliasing
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine.engine import Engine, EngineBusyError
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.state import new_state
-from jaxattn.engine.steps import entry_points
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.engine_state import new_state
+from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.models.embedded.model import Hybrid
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,
@@ -120,9 +120,9 @@ def test_models_of_several_shapes_in_one_arena_do_not_read_each_others_rows():
 
 # Of an extra, at the top of the module.
 NEEDS = {
-    "jaxattn.bench.triton_recurrence": ("triton", "fla"),
-    "jaxattn.bench.triton_latent": ("triton", "flag_gems"),
-    "jaxattn.bench.triton_turboquant": ("triton", "vllm"),
+    "jaxattn.bench.baselines.triton_delta_rule": ("triton", "fla"),
+    "jaxattn.bench.baselines.triton_mla": ("triton", "flag_gems"),
+    "jaxattn.bench.baselines.triton_turboquant": ("triton", "vllm"),
 }
 
 

@@ -9,19 +9,19 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.core.rope import RopeConfig
-from jaxattn.engine.compiling import Steps, compiled_steps
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.compilation.compiler import Steps, compiled_steps
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.request import Request
-from jaxattn.engine.rows import CONTROLS, INTEGERS, Places
-from jaxattn.engine.state import row_shapes
-from jaxattn.engine.step import Step
-from jaxattn.memory import device as memory_device
-from jaxattn.memory.device import DeviceMemory
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, Places
+from jaxattn.engine.steps.engine_state import row_shapes
+from jaxattn.engine.steps.engine_step import Step
+from jaxattn.memory import device_memory as memory_device
+from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
 
 CONFIG = HybridConfig(
     vocab_size=256,

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gdn, gqa, kda, mla, moe
-from jaxattn.core.rope import RopeConfig, rotation
-from jaxattn.core.turboquant import TurboFormat
-from jaxattn.ops.linear import gated_layer, heads_layer, linear_layer
-from jaxattn.ops.linear_fp8 import gated_fp8_layer, linear_fp8_layer
-from jaxattn.ops.norm import rms_norm_layer
+from jaxattn.core.numerics.rope import RopeConfig, rotation
+from jaxattn.core.turboquant.codec import TurboFormat
+from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
+from jaxattn.ops.linear.linear import gated_layer, heads_layer, linear_layer
+from jaxattn.ops.linear.rms_norm import rms_norm_layer
 
 PAGE, PAGES = 16, 4
 HOPPER = types.SimpleNamespace(device_kind="H200", compute_capability="9.0", core_count=132)

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxattn import gdn, gqa, kda, mla
-from jaxattn.core.rope import RopeConfig, rotation, softmax_scale
+from jaxattn.core.numerics.rope import RopeConfig, rotation, softmax_scale
 from jaxattn.nn import (
     GatedDeltaNet,
     GatedMLP,
@@ -20,7 +20,7 @@ from jaxattn.nn import (
     MultiHeadLatentAttention,
     RMSNorm,
 )
-from jaxattn.ops.norm import rms_norm_layer
+from jaxattn.ops.linear.rms_norm import rms_norm_layer
 
 CONFIG = RopeConfig(dim=4)
 HIDDEN, PAGES, PAGE, SLOTS = 16, 8, 4, 4

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxattn.core.formats import FP8, FP8_MAX
+from jaxattn.core.cache.formats import FP8, FP8_MAX
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, poisoned, relative
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jaxattn.kernels.gdn_decode import launch as gdn_decode
+from jaxattn.kernels.gdn.decode import launch as gdn_decode
 
 NO_SUCH_PAGE = 2147480000
 

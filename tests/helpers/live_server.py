@@ -11,15 +11,15 @@ from pathlib import Path
 import httpx
 
 from jaxattn.server.app import build
-from jaxattn.server.connection import Config
-from jaxattn.server.run import Server, listen
-from jaxattn.server.service import Served, Service
+from jaxattn.server.http.connection import Config
+from jaxattn.server.runtime.engine_worker import Engine
+from jaxattn.server.runtime.service import Served, Service
 from jaxattn.server.settings import Settings
-from jaxattn.server.worker import Engine
+from jaxattn.server.uvicorn_server import Server, listen
 from jaxattn.text import ByteTokenizer, SamplingDefaults, Tokenizer
-from jaxattn.text.chat import ChatTemplate
-from jaxattn.text.config import Settings as TextSettings
-from jaxattn.text.config import Template
+from jaxattn.text.chat_template import ChatTemplate
+from jaxattn.text.tokenizer_config import Settings as TextSettings
+from jaxattn.text.tokenizer_config import Template
 from tests.helpers.scripted_engine import LIMITS
 
 TEMPLATE = (

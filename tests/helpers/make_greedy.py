@@ -15,17 +15,17 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxattn.cli.prompts import PROMPTS
+from jaxattn.cli.serve.default_prompts import PROMPTS
+from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.formats import PAGE_SIZE
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Request
+from jaxattn.engine.requests.request import Request
 from jaxattn.memory.limits import Limits
-from jaxattn.models import checkpoint
-from jaxattn.models.base import DecodeBatch, PrefillBatch, jit_step
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
-from jaxattn.models.layer_cache import DecodeState
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.checkpoint import native_format
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step
 from tests.helpers.model_cases import state_of
 
 FILE = Path(__file__).parents[1] / "data" / "greedy_cpu.json"
@@ -92,7 +92,7 @@ def gaps(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def main() -> None:
-    config, params = checkpoint.load(checkpoint.EMBEDDED)
+    config, params = native_format.load(native_format.EMBEDDED)
     prompts = [prompt.encode() for prompt in PROMPTS]
     engine = Engine(Hybrid(config), params, Limits(batch=len(prompts)), implementation="xla")
     done = engine.generate([Request(prompt, max_tokens=TOKENS) for prompt in prompts])

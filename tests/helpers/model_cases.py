@@ -5,9 +5,9 @@ from typing import Any
 import jax
 from jax import Array
 
-from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.models import CacheSize, DecodeState, Hybrid, HybridConfig
-from jaxattn.models.base import init_state, scratch_spec
+from jaxattn.models.interface import init_state, scratch_spec
 
 
 def params_of(config: HybridConfig, seed: int = 0) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.models.safetensors_header import DTYPES, read_header
+from jaxattn.models.checkpoint.safetensors_header import DTYPES, read_header
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from jaxattn.engine.outcome import Completion, Event, FinishEvent, FinishReason, TokenEvent
-from jaxattn.engine.prefix import Counts
-from jaxattn.engine.request import Request
+from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.scheduling.prefix_cache import Counts
 from jaxattn.memory.budget import Item, MemoryPlan
 from jaxattn.memory.limits import Limits
 

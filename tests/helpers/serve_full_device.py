@@ -11,13 +11,13 @@ import time
 
 import jax
 
-from jaxattn.core.formats import PAGE_SIZE
+from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.outcome import GenerationInterrupted
-from jaxattn.engine.request import Request
+from jaxattn.engine.requests.outputs import GenerationInterrupted
+from jaxattn.engine.requests.request import Request
 from jaxattn.memory.limits import Limits
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
 from jaxattn.plan import nbytes
 
 UTILIZATION, STEPS = 0.98, 500

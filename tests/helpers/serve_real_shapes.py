@@ -15,10 +15,10 @@ import time
 
 import jax
 
-from jaxattn.bench.model.named import find
-from jaxattn.bench.model.weights import random_params
+from jaxattn.bench.model.model_lookup import find
+from jaxattn.bench.model.random_weights import random_params
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Request
+from jaxattn.engine.requests.request import Request
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.limits import Limits
 

@@ -9,7 +9,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.core.turboquant import TurboFormat
+from jaxattn.core.turboquant.codec import TurboFormat
 from tests.helpers.turbo_cases import TurboCase, hadamard64, turbo_case
 from tests.helpers.turbo_compiled import dequantize, pack, page_slots, quantize, slot_pages
 

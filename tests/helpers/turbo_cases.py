@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
-from jaxattn.core.turboquant import TurboFormat
+from jaxattn.core.turboquant.codec import TurboFormat
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, relative
 from tests.helpers.turbo_compiled import slot_pages
 

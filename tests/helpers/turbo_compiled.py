@@ -2,13 +2,13 @@
 
 import jax
 
-from jaxattn.core import turbo_slots, turboquant
+from jaxattn.core.turboquant import codec, slot_layout
 
-quantize = jax.jit(turboquant.quantize, static_argnums=0)
-dequantize = jax.jit(turboquant.dequantize, static_argnums=0)
-rotate = jax.jit(turboquant.rotate)
-pack = jax.jit(turbo_slots.pack, static_argnums=0)
-unpack = jax.jit(turbo_slots.unpack, static_argnums=0)
-group = jax.jit(turbo_slots.group, static_argnums=0)
-page_slots = jax.jit(turbo_slots.page_slots, static_argnums=0)
-slot_pages = jax.jit(turbo_slots.slot_pages, static_argnums=0)
+quantize = jax.jit(codec.quantize, static_argnums=0)
+dequantize = jax.jit(codec.dequantize, static_argnums=0)
+rotate = jax.jit(codec.rotate)
+pack = jax.jit(slot_layout.pack, static_argnums=0)
+unpack = jax.jit(slot_layout.unpack, static_argnums=0)
+group = jax.jit(slot_layout.group, static_argnums=0)
+page_slots = jax.jit(slot_layout.page_slots, static_argnums=0)
+slot_pages = jax.jit(slot_layout.slot_pages, static_argnums=0)

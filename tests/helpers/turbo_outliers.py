@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.ops.gqa.scores import Scores, window_begins
-from jaxattn.ops.gqa.turbo_common import common_key
+from jaxattn.ops.turboquant.key_mean import common_key
 from tests.helpers.turbo_cases import TurboCase, hadamard64, read_page, turbo_case
 from tests.helpers.turbo_compiled import pack, page_slots, quantize, slot_pages
 

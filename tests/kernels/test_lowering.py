@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxattn.core.layers import LayerOf
-from jaxattn.core.rope import RopeConfig, rotation
-from jaxattn.kernels import gqa_append as gqa_append_kernel
-from jaxattn.kernels import mla_append
-from jaxattn.kernels.gdn_decode import launch as gdn_decode
-from jaxattn.kernels.gqa_decode import launch as gqa_decode
-from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
-from jaxattn.kernels.gqa_decode.schedule import decode_schedule as gqa_schedule
-from jaxattn.kernels.gqa_prefill import launch as gqa_prefill
-from jaxattn.kernels.mla_decode import launch as mla_decode
-from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic
-from jaxattn.kernels.mla_decode.scratch import decode_schedule
+from jaxattn.core.numerics.rope import RopeConfig, rotation
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.kernels.gdn.decode import launch as gdn_decode
+from jaxattn.kernels.gqa import append as gqa_append_kernel
+from jaxattn.kernels.gqa.decode import launch as gqa_decode
+from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as gqa_schedule
+from jaxattn.kernels.gqa.prefill import launch as gqa_prefill
+from jaxattn.kernels.mla import append
+from jaxattn.kernels.mla.decode import launch as mla_decode
+from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
+from jaxattn.kernels.mla.decode.workspace import decode_schedule
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gqa.append import gqa_append
@@ -28,7 +28,7 @@ from jaxattn.ops.gqa.prefill import gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.mla.prefill import causal_attention
-from jaxattn.ops.moe import mixture_of_experts
+from jaxattn.ops.moe.experts import mixture_of_experts
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def no_gpu_needed(monkeypatch):
         gqa_append_kernel,
         gqa_decode,
         gqa_prefill,
-        mla_append,
+        append,
         mla_decode,
         moe,
     ):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
-from jaxattn.core.rope import RopeConfig
-from jaxattn.engine.prepare import prepare
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, PrefillBatch
-from jaxattn.models.base import init_state, scratch_spec
 from jaxattn.models.blocks import MLA, Block
+from jaxattn.models.interface import init_state, scratch_spec
 from jaxattn.plan import plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-model.md"

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.formats import LatentFormat
-from jaxattn.engine.memory_plan import page_bytes
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.engine.startup.memory_plan import page_bytes
 from jaxattn.models import CacheSize, Hybrid, LayerCache
-from jaxattn.models.base import check_params, init_state, scratch_spec
 from jaxattn.models.blocks import Block
-from jaxattn.models.caches import LatentPages, RecurrentState
-from jaxattn.models.decoder_spec import DecoderSpec
-from jaxattn.models.layer_cache import check_caches
+from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState
+from jaxattn.models.caches.layer_cache import check_caches
+from jaxattn.models.interface import check_params, init_state, scratch_spec
+from jaxattn.models.network.decoder_spec import DecoderSpec
 from tests.helpers.engine_cases import SMALLEST
 
 LATENTS = LatentPages(name="latents", layers=2, format=LatentFormat("bfloat16", 64, 16))

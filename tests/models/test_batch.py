@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch, huggingface
-from jaxattn.models.base import init_state, jit_step, scratch_spec
+from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch
+from jaxattn.models.interface import init_state, jit_step, scratch_spec
+from jaxattn.models.loading import huggingface_checkpoint
 
 FOLDER = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "deepseek_v3"
 ROWS, PAGES = 32, 2
@@ -18,7 +19,7 @@ ROWS, PAGES = 32, 2
 
 @cache
 def loaded(dtype: str):
-    model, params = huggingface.load(FOLDER, dtype=dtype)
+    model, params = huggingface_checkpoint.load(FOLDER, dtype=dtype)
     return model, model.pack(params)
 
 

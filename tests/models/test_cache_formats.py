@@ -12,17 +12,17 @@ import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.cli.plan import main as plan_main
-from jaxattn.cli.serve import main as serve_main
-from jaxattn.core.formats import CACHE_FORMATS, TURBOQUANT, KVFormat
-from jaxattn.models import known
-from jaxattn.models.base import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
+from jaxattn.cli.serve.command import main as serve_main
+from jaxattn.core.cache.formats import CACHE_FORMATS, TURBOQUANT, KVFormat
 from jaxattn.models.blocks import GQA, Block
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.decoder_spec import DecoderSpec
-from jaxattn.models.hybrid import Hybrid
-from jaxattn.models.layer_cache import CacheSize
-from jaxattn.models.loading import load
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
+from jaxattn.models.loading.loader import load
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.plan import plan
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_gqa_decoder import ATTENTION, DELTA, MLPS, STREAM
@@ -135,7 +135,7 @@ def test_commands_refuse_a_format_in_one_line(main, capsys):
 def test_a_plan_counts_the_pages_of_each_format():
     limits = Limits(batch=2, max_model_len=640, num_pages=20)
     bf16, fp8, mixed = (
-        plan(known.load("Qwen3-32B"), "h200", dataclasses.replace(limits, **more))
+        plan(public_models.load("Qwen3-32B"), "h200", dataclasses.replace(limits, **more))
         for more in ({}, {"cache_format": "fp8"}, {"cache_format": "fp8", "native_layers": 2})
     )
     token = 8 * KVFormat("fp8", 128).nbytes * 20 * 64

@@ -19,11 +19,11 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jaxattn.core.rope import RopeConfig
-from jaxattn.models import checkpoint, known
-from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid, stored_shapes
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.models.catalog import public_models
+from jaxattn.models.checkpoint import CheckpointError, native_format
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid, stored_shapes
 from scripts import train_tiny
 from tests.models.test_safetensors_header import DAMAGED
 
@@ -54,7 +54,7 @@ def params():
 
 @pytest.fixture
 def folder(tmp_path, params):
-    checkpoint.save(tmp_path / "model", SMALL, params)
+    native_format.save(tmp_path / "model", SMALL, params)
     return tmp_path / "model"
 
 
@@ -78,7 +78,7 @@ def rewrite_header(folder: Path, change) -> None:
 
 
 def test_a_saved_model_comes_back_bit_for_bit(folder, params):
-    config, loaded = checkpoint.load(folder)
+    config, loaded = native_format.load(folder)
     assert config == SMALL
     assert jax.tree.structure(loaded) == jax.tree.structure(params)
     for (path, mine), (_, theirs) in zip(
@@ -100,7 +100,7 @@ def test_names_are_flat_and_dotted_and_the_file_is_plain_safetensors(folder):
 def test_params_of_another_config_are_not_saved(tmp_path, params):
     other = dataclasses.replace(SMALL, intermediate_size=64)
     with pytest.raises(CheckpointError, match=r"down_proj.* is bfloat16\[2, 48, 32\]; expected"):
-        checkpoint.save(tmp_path / "model", other, params)
+        native_format.save(tmp_path / "model", other, params)
     assert not (tmp_path / "model" / "config.json").exists()
 
 
@@ -108,12 +108,12 @@ def test_params_of_another_config_are_not_saved(tmp_path, params):
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"cannot read .*{name}: No such file"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot read .*nowhere.config\.json"):
-        checkpoint.load(tmp_path / "nowhere")
+        native_format.load(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_missing_folder_is_named(tmp_path):
 def test_a_damaged_config_says_what_is_wrong(folder, text, message):
     (folder / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def test_a_damaged_config_says_what_is_wrong(folder, text, message):
 def test_a_tensor_that_does_not_fit_is_named(folder, change, message):
     rewrite(folder, change)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_nothing_reaches_a_device_before_all_is_checked(folder, monkeypatch):
     rewrite(folder, lambda t: t.pop(OUT))
     monkeypatch.setattr(jnp, "asarray", lambda *_: pytest.fail("allocated"))
     with pytest.raises(CheckpointError):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 60])
@@ -184,7 +184,7 @@ def test_a_file_cut_off_in_its_header_is_refused(folder, keep):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="cut off or no safetensors file"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_a_file_cut_off_in_its_data_names_the_first_tensor_lost(folder):
@@ -196,7 +196,7 @@ def test_a_file_cut_off_in_its_data_names_the_first_tensor_lost(folder):
     last = max(header, key=lambda name: header[name]["data_offsets"])
     file.write_bytes(content[:-1])
     with pytest.raises(CheckpointError, match=f"cut off within tensor '{last}'"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_a_flipped_bit_names_its_tensor(folder):
@@ -210,7 +210,7 @@ def test_a_flipped_bit_names_its_tensor(folder):
     content[8 + length + place.begin + 3] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"tensor '{OUT}' is damaged"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -225,20 +225,20 @@ def test_a_flipped_bit_names_its_tensor(folder):
 def test_a_damaged_header_is_refused(folder, change, message):
     rewrite_header(folder, change)
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_a_file_that_is_no_safetensors_is_refused(folder):
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops" + bytes(64))
     with pytest.raises(CheckpointError, match="has a damaged header"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 @pytest.mark.parametrize("content", [case[0] for case in DAMAGED.values()], ids=DAMAGED)
 def test_every_damaged_header_is_an_error_of_the_checkpoint(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="model.safetensors"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_every_damaged_header_is_an_error_of_the_checkpoint(folder, content):
 def test_a_header_of_another_model_is_refused(folder, change, message):
     rewrite_header(folder, change)
     with pytest.raises(CheckpointError, match=message) as told:
-        checkpoint.load(folder)
+        native_format.load(folder)
     assert len(str(told.value)) < 500
 
 
@@ -270,11 +270,11 @@ def test_bytes_after_the_last_tensor_and_shared_bytes_are_refused(folder):
     whole = file.read_bytes()
     file.write_bytes(whole + bytes(3))
     with pytest.raises(CheckpointError, match="is damaged: 3 bytes after tensor '.*' belong to no"):
-        checkpoint.load(folder)
+        native_format.load(folder)
     file.write_bytes(whole)
     rewrite_header(folder, share)
     with pytest.raises(CheckpointError, match="is damaged: .* (overlaps|belong to no tensor)"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -285,13 +285,13 @@ def test_a_tensor_that_is_not_finite_is_named(folder, name, value):
 
     rewrite(folder, spoil)
     with pytest.raises(CheckpointError, match=f"safetensors: NaN or infinity in tensor '{name}'$"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_tensors_that_are_not_finite_are_counted(folder):
     rewrite(folder, lambda tensors: [x.fill(np.nan) for x in tensors.values()])
     with pytest.raises(CheckpointError, match=r"in tensor '.*', '.*', '.*', '.*' and \d+ more$"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_the_largest_finite_numbers_are_loaded(folder):
@@ -300,25 +300,25 @@ def test_the_largest_finite_numbers_are_loaded(folder):
             x.reshape(-1)[0] = -jnp.finfo(x.dtype).max
 
     rewrite(folder, grow)
-    checkpoint.load(folder)
+    native_format.load(folder)
 
 
 def test_every_block_of_a_tensor_is_scanned(folder, monkeypatch):
     """Of a tensor longer than is scanned at a time."""
-    monkeypatch.setattr(checkpoint, "SCANNED_BYTES", 64)
-    checkpoint.load(folder)  # with the checksums of whole tensors
+    monkeypatch.setattr(native_format, "SCANNED_BYTES", 64)
+    native_format.load(folder)  # with the checksums of whole tensors
     for place in 0, 40, -1:
-        checkpoint.save(folder, *checkpoint.load(folder))
+        native_format.save(folder, *native_format.load(folder))
         rewrite(folder, lambda t, place=place: t[OUT].reshape(-1).__setitem__(place, np.nan))
         with pytest.raises(CheckpointError, match="NaN or infinity"):
-            checkpoint.load(folder)
+            native_format.load(folder)
         rewrite(folder, lambda t, place=place: t[OUT].reshape(-1).__setitem__(place, 0))
 
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path, params):
     broken = jax.tree.map(lambda x: x.at[0].set(jnp.nan) if x.ndim == 2 else x, params)
     with pytest.raises(CheckpointError, match="NaN or infinity in tensor 'embedding', "):
-        checkpoint.save(tmp_path / "model", SMALL, broken)
+        native_format.save(tmp_path / "model", SMALL, broken)
     assert not (tmp_path / "model").exists()
 
 
@@ -328,13 +328,13 @@ def test_what_is_no_regular_file_is_not_read(folder, name):
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(CheckpointError, match=f"cannot read .*{name}: it is not a regular file"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        known.config_of("DeepSeek-V2-Lite"),
+        public_models.config_of("DeepSeek-V2-Lite"),
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096},
         {"architectures": ["LlamaForCausalLM"]},
         {"model_type": ["llama"], "text_config": None},
@@ -345,7 +345,7 @@ def test_a_hugging_face_folder_is_told_what_is_supported(tmp_path, values):
     (tmp_path / "config.json").write_text(json.dumps(values))
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError) as told:
-        checkpoint.load(tmp_path)
+        native_format.load(tmp_path)
     message = str(told.value)
     for part in (
         f"is a Hugging Face configuration (model_type {values.get('model_type')!r})",
@@ -361,12 +361,12 @@ def test_weights_in_several_files_are_told_apart_from_missing_ones(folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(CheckpointError, match="index.json, and weights in several files are not"):
-        checkpoint.load(folder)
+        native_format.load(folder)
 
 
 def test_the_example_of_the_format_runs_as_printed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = doctest.testmod(checkpoint, raise_on_error=True)
+    result = doctest.testmod(native_format, raise_on_error=True)
     assert result.attempted == 6 and result.failed == 0
 
 
@@ -397,7 +397,7 @@ def stated_tensors(config: HybridConfig) -> dict[str, tuple[str, tuple[int, ...]
     gdn = [f"repeats.gdn.{j}" for j in range(config.gdn_per_repeat)]
     layers = {"G": gdn, "M": ["repeats.mla"], "L": [*gdn, "repeats.mla"]}
     found = {}
-    table = re.findall(r"^    ([\w.]+) +(\[.*?\]) *(.*)$", checkpoint.__doc__, re.MULTILINE)
+    table = re.findall(r"^    ([\w.]+) +(\[.*?\]) *(.*)$", native_format.__doc__, re.MULTILINE)
     for name, shape, note in table:
         if absent.get(note):
             continue
@@ -422,9 +422,9 @@ def test_a_failed_save_leaves_the_old_model(folder, params):
     before = (folder / "model.safetensors").read_bytes()
     other = dataclasses.replace(SMALL, num_repeats=3)
     with pytest.raises(CheckpointError):
-        checkpoint.save(folder, other, params)
+        native_format.save(folder, other, params)
     assert (folder / "model.safetensors").read_bytes() == before
-    assert checkpoint.load(folder)[0] == SMALL
+    assert native_format.load(folder)[0] == SMALL
 
 
 # --- the training script
@@ -496,6 +496,6 @@ def test_training_lowers_the_loss_and_leaves_a_model(library, tmp_path, capsys):
     result = printed.splitlines()[-1]
     assert float(result.split()[0]) < 7 and "on the 808 held-out bytes" in result
     assert result in (out / "README.md").read_text()
-    assert checkpoint.load(out)[0] == SMALL
+    assert native_format.load(out)[0] == SMALL
     train_tiny.main([*shared, "--eval"])
     assert capsys.readouterr().out.strip() == result

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxattn.core.fields import Integer, check_fields, from_dict, rules
-from jaxattn.core.rope import RopeConfig, YarnConfig
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.core.numerics.rope import RopeConfig, YarnConfig
+from jaxattn.core.validation.config_fields import Integer, check_fields, from_dict, rules
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
 
 YARN = YarnConfig(factor=40, original_max_position_embeddings=4096)
 CONFIG = HybridConfig(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxattn.models import huggingface
 from jaxattn.models.checkpoint import CheckpointError
+from jaxattn.models.loading import huggingface_checkpoint
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 KV = "model.layers.0.self_attn.kv_b_proj.weight"
@@ -51,7 +51,7 @@ def write_index(folder: Path, weight_map: Any) -> None:
 def refused(folder: Path, message: str, **options: Any) -> None:
     before = len(jax.live_arrays())
     with pytest.raises(CheckpointError, match=message) as told:
-        huggingface.load(folder, **options)
+        huggingface_checkpoint.load(folder, **options)
     assert len(jax.live_arrays()) <= before
     assert len(str(told.value)) < 1000
 
@@ -151,7 +151,7 @@ def test_links_of_the_hubs_cache_are_read(shards):
         file, blob = shards / SHARD.format(number), shards.parent / f"blob{number}"
         file.rename(blob)
         file.symlink_to(os.path.relpath(blob, shards))
-    huggingface.load(shards)
+    huggingface_checkpoint.load(shards)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
@@ -295,7 +295,7 @@ def test_options_that_do_not_fit_the_folder(tmp_path):
     refused(folder, "experts must be None, 'fp8' or 'bfloat16'; got 'int4'", experts="int4")
     refused(folder, "dtype must be None, 'bfloat16' or 'float32'; got 'float16'", dtype="float16")
     with pytest.raises(ValueError, match="readers must be a positive integer, got 0"):
-        huggingface.load(folder, readers=0)
+        huggingface_checkpoint.load(folder, readers=0)
 
 
 def test_a_field_that_is_absent_is_not_null(folder):

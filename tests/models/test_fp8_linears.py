@@ -12,16 +12,19 @@ import pytest
 import safetensors.numpy
 from jax.sharding import PartitionSpec
 
-from jaxattn.core.fp8_blocks import dequantize, in_order
-from jaxattn.models import CacheSize, DecodeBatch, decoder_network, huggingface, known, registry
-from jaxattn.models.base import init_state, scratch_spec
+from jaxattn.core.numerics.fp8_block_scaling import dequantize, in_order
+from jaxattn.models import CacheSize, DecodeBatch, registry
 from jaxattn.models.blocks import MLA
+from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.families.fields import Fields
-from jaxattn.models.fp8_linears import with_fp8_linears
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.interface import init_state, scratch_spec
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.network import decoder_network
 from jaxattn.models.registry import read_model
-from jaxattn.models.sharding.cut import CannotDivide
+from jaxattn.models.sharding.axis_sharding import CannotDivide
 from jaxattn.models.sharding.decoder import divided
+from jaxattn.models.weight_map.fp8_linears import with_fp8_linears
 from jaxattn.parallel import Parallel
 from tests.helpers import checkpoint_variations
 from tests.helpers.fp8_folders import write_folder
@@ -44,7 +47,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 @cache
 def loaded(folder: Path, dense: str):
-    return huggingface.load(folder, dtype="float32", dense=dense)
+    return huggingface_checkpoint.load(folder, dtype="float32", dense=dense)
 
 
 def leaves(params) -> dict:
@@ -108,7 +111,7 @@ def test_transformers_computes_the_same_in_float64(classes, tmp_path):
     from tests.helpers import make_checkpoints
 
     make_checkpoints.write(checkpoint_variations.whole_blocks(classes), tmp_path)
-    model, params = huggingface.load(tmp_path, dtype="float32", dense="fp8")
+    model, params = huggingface_checkpoint.load(tmp_path, dtype="float32", dense="fp8")
     names = {name for block in model.spec.blocks for name in block.mixer.fp8}
     assert names == NAMES[classes]
     wanted = safetensors.numpy.load_file(tmp_path / "reference.safetensors")
@@ -124,7 +127,7 @@ def test_transformers_computes_the_same_in_float64(classes, tmp_path):
 
 
 def model_of(name: str, dense: str | None = "fp8", **more):
-    return read_model(Fields(known.config_of(name) | more, name), dense=dense).model
+    return read_model(Fields(public_models.config_of(name) | more, name), dense=dense).model
 
 
 def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
@@ -141,7 +144,7 @@ def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
 
 @pytest.mark.parametrize("name", ["DeepSeek-R1", "Qwen3-Next-80B-A3B-FP8"])
 def test_a_plan_counts_numbers_and_scales(name):
-    wide, kept = (known.load(name, dense) for dense in ("bfloat16", "fp8"))
+    wide, kept = (public_models.load(name, dense) for dense in ("bfloat16", "fp8"))
     assert kept.total_parameters() == wide.total_parameters()
     assert kept.whole_fp8_bytes == wide.whole_fp8_bytes <= kept.total_bytes() < wide.total_bytes()
     params = kept.model.param_shapes()
@@ -172,11 +175,11 @@ def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
     write_file(tmp_path / "model.safetensors", tensors)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(CheckpointError, match=rf"{name}' bfloat16\[.*expected float8.*dense"):
-        huggingface.load(tmp_path, dense="fp8")
-    huggingface.load(tmp_path, dense="bfloat16")
+        huggingface_checkpoint.load(tmp_path, dense="fp8")
+    huggingface_checkpoint.load(tmp_path, dense="bfloat16")
     # Where nothing is asked for, all of that name are floats.
     monkeypatch.setattr(registry, "DENSE", "fp8")
-    model, params = huggingface.load(tmp_path, dtype="float32")
+    model, params = huggingface_checkpoint.load(tmp_path, dtype="float32")
     names = [block.mixer.fp8 for block in model.spec.blocks]
     assert all("o_proj" not in each for each in names) and any(
         "k_proj" in each or "q_a_proj" in each for each in names
@@ -199,7 +202,7 @@ def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
 def test_before_there_are_weights_the_list_of_config_json_counts(modules, floats, monkeypatch):
     monkeypatch.setattr(registry, "DENSE", "fp8")
     name = "Qwen3-Next-80B-A3B-FP8"
-    given = known.config_of(name)["quantization_config"]
+    given = public_models.config_of(name)["quantization_config"]
     more = {"quantization_config": given | {"modules_to_not_convert": modules}}
 
     def names(model):
@@ -271,7 +274,7 @@ def test_a_step_with_the_kernels(folder, unrolled, monkeypatch):
     if unrolled:
         monkeypatch.setattr(decoder_network, "MANY_REPEATS", 1)
     exact, params = loaded(folder, "fp8")
-    model, own = huggingface.load(folder, dense="fp8")
+    model, own = huggingface_checkpoint.load(folder, dense="fp8")
     # No kernel has latents of 128 numbers: there XLA attends, and the products have their kernels.
     latent = any(isinstance(block.mixer, MLA) for block in model.spec.blocks)
     found = decoded(every_expert(model), own, None if latent else "mosaic_gpu")

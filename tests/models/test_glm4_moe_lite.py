@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.rope import RopeConfig
+from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import MLP, MoE
-from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
 from jaxattn.models.registry import read_model
 from jaxattn.nn import MultiHeadLatentAttention
 

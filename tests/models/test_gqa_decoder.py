@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
-from jaxattn.bench.model.roof import mixer_flops
-from jaxattn.core.rope import RopeConfig
-from jaxattn.models.base import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
+from jaxattn.bench.model.roofline import mixer_flops
+from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, Stream
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.decoder_spec import DecoderSpec
-from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.models.layer_cache import CacheSize
-from jaxattn.models.parts import divided
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.sharding.partition_rules import divided
 
 STREAM = Stream(hidden_size=32, eps=1e-6, dtype="float32", param_dtype="float32")
 ATTENTION = GQA(

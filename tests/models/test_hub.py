@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from jaxattn.models import hub
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.hub import HubError, fetch_config, fetch_text, fetch_weights
-from jaxattn.models.loading import read_folder
+from jaxattn.models.loading import hub_download
+from jaxattn.models.loading.hub_download import HubError, fetch_config, fetch_text, fetch_weights
+from jaxattn.models.loading.loader import read_folder
 from tests.helpers.fake_hub import COMMITS, FakeHub, files_of, use
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def test_bytes_of_the_chunked_store_count_once_when_they_are_on_the_disk():
     """Xet reports what comes over the network beside what is written."""
     progress = pytest.importorskip("huggingface_hub.utils._xet_progress_reporting")
     seen, options = [], {"total": 100, "log_level": 0, "name": "a.b"}
-    bar = hub._counting(seen.append)
+    bar = hub_download._counting(seen.append)
     with progress.XetDownloadProgressReporter(
         reconstruction_desc="file", tqdm_class=bar, **options
     ) as reporter:
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_up_is_named(fake, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hub, "hf_hub_download", full)
+    monkeypatch.setattr(hub_download, "hf_hub_download", full)
     with pytest.raises(HubError, match="org/tiny: no room is left in .* set HF_HOME"):
         fetch("org/tiny")
 

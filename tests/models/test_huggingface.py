@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxattn.models import Hybrid, checkpoint, cutting, filling, huggingface, load
-from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models import Hybrid, load
+from jaxattn.models.checkpoint import CheckpointError, native_format
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.loading import huggingface_checkpoint, read_plan, weight_loader
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 
 
 @cache
 def loaded(family: str, dtype: str):
-    return huggingface.load(TINY / family, dtype=dtype)
+    return huggingface_checkpoint.load(TINY / family, dtype=dtype)
 
 
 @pytest.fixture
@@ -58,8 +59,10 @@ def test_shards_and_small_blocks_give_the_same_parameters(folder, monkeypatch):
     _, whole = loaded("youtu", "bfloat16")
     shard(folder, 3)
     progress = []
-    monkeypatch.setattr(cutting, "BLOCK_BYTES", 5000)
-    _, params = huggingface.load(folder, readers=3, on_progress=lambda *now: progress.append(now))
+    monkeypatch.setattr(read_plan, "BLOCK_BYTES", 5000)
+    _, params = huggingface_checkpoint.load(
+        folder, readers=3, on_progress=lambda *now: progress.append(now)
+    )
     same(params, whole)
     assert progress[-1][0] == progress[-1][1] and len(progress) > 100
     assert progress == sorted(progress)
@@ -67,7 +70,7 @@ def test_shards_and_small_blocks_give_the_same_parameters(folder, monkeypatch):
 
 def test_the_host_holds_a_block_for_each_reader(folder, monkeypatch):
     mapped, given = [], []
-    new = filling.Buffers.new
+    new = weight_loader.Buffers.new
 
     def counted(number, size, flags):
         mapped.append(size)
@@ -77,18 +80,18 @@ def test_the_host_holds_a_block_for_each_reader(folder, monkeypatch):
         given.append(nbytes)
         return new(buffers, nbytes)
 
-    monkeypatch.setattr(cutting, "BLOCK_BYTES", 60_000)
+    monkeypatch.setattr(read_plan, "BLOCK_BYTES", 60_000)
     flags = {name: getattr(mmap, name) for name in ("MAP_PRIVATE", "MAP_ANONYMOUS")}
-    monkeypatch.setattr(filling, "mmap", SimpleNamespace(mmap=counted, **flags))
-    monkeypatch.setattr(filling.Buffers, "new", noted)
-    huggingface.load(folder, readers=3)
+    monkeypatch.setattr(weight_loader, "mmap", SimpleNamespace(mmap=counted, **flags))
+    monkeypatch.setattr(weight_loader.Buffers, "new", noted)
+    huggingface_checkpoint.load(folder, readers=3)
     largest_group = (128 + 128) * 512 * 2  # a head of kv_b_proj is not divided
     assert max(mapped) == max(given) <= largest_group and len(given) > 20
     assert len(mapped) <= 3 + 1  # on the CPU the array that is being placed is a buffer too
 
 
 def test_a_buffer_is_used_again_when_no_array_refers_to_it():
-    buffers = filling.Buffers(64)
+    buffers = weight_loader.Buffers(64)
     buffer = buffers.new(64)
     buffer[:] = 7
     kept = buffer[8:16].view(np.uint16).reshape(2, 2)
@@ -109,26 +112,26 @@ def test_what_on_progress_raises_ends_the_loading(folder, monkeypatch):
     def stop(done, total):
         raise Stop
 
-    monkeypatch.setattr(cutting, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(read_plan, "BLOCK_BYTES", 5000)
     before = threading.active_count()
     with pytest.raises(Stop):
-        huggingface.load(folder, on_progress=stop)
+        huggingface_checkpoint.load(folder, on_progress=stop)
     assert threading.active_count() == before
 
 
 def test_a_file_that_is_cut_off_after_its_header_was_read(folder):
-    published = huggingface.read_config(folder)
-    weights, scales = huggingface.open_weights(folder, published)
+    published = huggingface_checkpoint.read_config(folder)
+    weights, scales = huggingface_checkpoint.open_weights(folder, published)
     os.truncate(folder / "model.safetensors", 100_000)
     with pytest.raises(CheckpointError, match="model.safetensors became shorter while it was read"):
-        huggingface.place(published.model, weights, scales)
+        huggingface_checkpoint.place(published.model, weights, scales)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two devices")
 def test_the_device_is_that_of_the_caller(folder):
     devices = jax.devices()
     with jax.default_device(devices[-1]):
-        _, params = huggingface.load(folder)
+        _, params = huggingface_checkpoint.load(folder)
     assert {leaf.device for leaf in jax.tree.leaves(params)} == {devices[-1]}
 
 
@@ -153,7 +156,7 @@ def test_both_spellings_of_rope_are_read(values):
 def test_other_dtypes_of_the_file_are_converted_on_the_device(folder):
     wide = {name: tensor.astype(np.float32) for name, tensor in tensors_of(folder).items()}
     safetensors.numpy.save_file(wide, folder / "model.safetensors")
-    model, params = huggingface.load(folder)
+    model, params = huggingface_checkpoint.load(folder)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
     same(params, loaded("youtu", "bfloat16")[1])
     assert model.vocab_size == 512
@@ -163,12 +166,12 @@ def test_one_call_reads_folders_of_either_format(tmp_path):
     model, params = load(TINY / "youtu")
     assert model == loaded("youtu", "bfloat16")[0]
     same(params, loaded("youtu", "bfloat16")[1])
-    config, own = checkpoint.load(checkpoint.EMBEDDED)
-    model, params = load(checkpoint.EMBEDDED)
+    config, own = native_format.load(native_format.EMBEDDED)
+    model, params = load(native_format.EMBEDDED)
     assert model == Hybrid(config)
     same(params, own)
     with pytest.raises(ValueError, match="dtype='float32' is for folders from the hub"):
-        load(checkpoint.EMBEDDED, dtype="float32")
+        load(native_format.EMBEDDED, dtype="float32")
     with pytest.raises(CheckpointError, match="config.json is missing"):
         load(tmp_path)
     with pytest.raises(CheckpointError, match="no folder 'org/name'; fetch a model of the hub"):

@@ -10,17 +10,17 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxattn.core.rope import RopeConfig, YarnConfig
-from jaxattn.engine.memory_plan import page_bytes
-from jaxattn.models.base import (
+from jaxattn.core.numerics.rope import RopeConfig, YarnConfig
+from jaxattn.engine.startup.memory_plan import page_bytes
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import (
     DecodeBatch,
     PrefillBatch,
     compiler_options,
     jit_step,
     scratch_spec,
 )
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
 from tests.helpers.model_cases import changed, state_of
 
 SMALL = HybridConfig(

@@ -14,9 +14,9 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jaxattn.models import huggingface
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
-from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
 
 HIDDEN, HEADS, DIM, RANK, ROPE, VOCAB = 32, 2, 8, 16, 4, 40
@@ -321,7 +321,7 @@ def assert_logits(folder, config, tensors, expected, count):
     """A checkpoint of these tensors gives `expected`'s logits of as many tokens, in float32."""
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
-    model, params = huggingface.load(folder, dtype="float32")
+    model, params = huggingface_checkpoint.load(folder, dtype="float32")
     tokens = np.random.default_rng(1).integers(0, VOCAB, count)
     found = jax.jit(lambda tokens: model.bind(params)(tokens))(tokens[None])[0]
     np.testing.assert_allclose(found, expected.logits(tokens), atol=1e-4, rtol=1e-4)

@@ -10,13 +10,14 @@ import pytest
 from flax import nnx
 
 from jaxattn.memory.budget import nbytes
-from jaxattn.models import huggingface, known
 from jaxattn.models.blocks import MoE
-from jaxattn.models.families.fields import Fields
-from jaxattn.models.hybrid import Hybrid
-from jaxattn.models.known_shapes import BuiltModel
-from jaxattn.models.parts import divided, part_of
+from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import FAMILIES, read_decoder, read_model
+from jaxattn.models.sharding.partition_rules import divided, part_of
 from tests.helpers.engine_cases import CONFIG
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -27,9 +28,11 @@ FOLDERS = {
     for root in (TINY, *([Path(MORE)] if MORE else []))
     for folder in sorted(root.iterdir())
     if (folder / "config.json").is_file()
-    and huggingface.read_json(folder / "config.json").get("model_type") in FAMILIES
+    and huggingface_checkpoint.read_json(folder / "config.json").get("model_type") in FAMILIES
 }
-BUILT = [name for name in known.NAMES if known.config_of(name)["model_type"] in FAMILIES]
+BUILT = [
+    name for name in public_models.NAMES if public_models.config_of(name)["model_type"] in FAMILIES
+]
 
 
 def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 * 16, out=2048):
@@ -48,7 +51,7 @@ def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 *
 def prediction_layer(name):
     """Parameters of a Qwen checkpoint's mtp.*: a layer with attention, two norms and a linear
     before it, and a norm behind it."""
-    published = read_model(Fields(known.config_of(name), name))
+    published = read_model(Fields(public_models.config_of(name), name))
     tensors = {each.name: math.prod(each.shape) for each in published.placed()}
     hidden = published.model.spec.stream.hidden_size
     layer = sum(size for name, size in tensors.items() if name.startswith("model.layers.3."))
@@ -83,24 +86,24 @@ QWEN_NEXT, QWEN = "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"
     ],
 )
 def test_models_have_their_published_parameters(name, text, published, beside):
-    model = known.load(name.lower())
+    model = public_models.load(name.lower())
     assert model.total_parameters() == text
     assert text + (beside() if callable(beside) else beside) == published
 
 
 def test_every_shipped_configuration_names_its_source():
-    for name in known.NAMES:
-        assert known.config_of(name)["source"].startswith("https://huggingface.co/"), name
+    for name in public_models.NAMES:
+        assert public_models.config_of(name)["source"].startswith("https://huggingface.co/"), name
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
-    config = known.config_of(name)
+    config = public_models.config_of(name)
     config.pop("quantization_config", None)
     placed = read_model(Fields(config, name)).placed()
     tensors = {each.name: each.shape for each in placed}  # keys and values share one
-    assert known.load(name).total_parameters() == sum(map(math.prod, tensors.values()))
+    assert public_models.load(name).total_parameters() == sum(map(math.prod, tensors.values()))
 
 
 # A count by hand of each tensor from config.json, which this package had before it had the models.
@@ -131,7 +134,7 @@ BY_HAND = {
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
-def lines(model: known.KnownModel) -> tuple[Counter[str], Counter[str]]:
+def lines(model: public_models.KnownModel) -> tuple[Counter[str], Counter[str]]:
     """(parameters, bytes) of each line."""
     numbers, sizes = Counter[str](), Counter[str]()
     for weights in model.weights:
@@ -143,9 +146,9 @@ def lines(model: known.KnownModel) -> tuple[Counter[str], Counter[str]]:
 @pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_shapes_and_the_count_by_hand_agree(name, quantized):
-    config = known.config_of(name)
+    config = public_models.config_of(name)
     config.pop("quantization_config", None)
-    model = known.from_config(name, config | (FP8 if quantized else {}), name, "bfloat16")
+    model = public_models.from_config(name, config | (FP8 if quantized else {}), name, "bfloat16")
     numbers, sizes = lines(model)
     by_hand = {line: count for line, (count, _) in BY_HAND[name].items()}
     assert numbers == by_hand and model.total_parameters() == sum(by_hand.values())
@@ -163,9 +166,9 @@ def test_shapes_and_the_count_by_hand_agree(name, quantized):
 @pytest.mark.sampled
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
-    model = known.load(str(FOLDERS[folder]))
+    model = public_models.load(str(FOLDERS[folder]))
     assert isinstance(model, BuiltModel)
-    loaded, params = huggingface.load(FOLDERS[folder])
+    loaded, params = huggingface_checkpoint.load(FOLDERS[folder])
     assert model.total_bytes() == nbytes(params)
     assert model.copied_bytes() == nbytes(loaded.pack(params)) - nbytes(params)
 
@@ -173,8 +176,8 @@ def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
 @pytest.mark.parametrize("width", [64, 128, 192])
 def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
     """Of 64 columns of the gate and 64 beside them, each has a block of its own."""
-    config = huggingface.read_json(TINY / "deepseek_v3" / "config.json") | FP8
-    model = known.from_config("tiny", config | {"moe_intermediate_size": width}, "tiny")
+    config = huggingface_checkpoint.read_json(TINY / "deepseek_v3" / "config.json") | FP8
+    model = public_models.from_config("tiny", config | {"moe_intermediate_size": width}, "tiny")
     kinds = [block.feed_forward for block in model.model.spec.blocks]
     layers = sum(isinstance(kind, MoE) for kind in kinds)
     hidden, experts = model.sizes.hidden_size, model.sizes.experts
@@ -191,7 +194,10 @@ def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
     ],
 )
 def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
-    plain, model = known.load(name), known.from_config(name, known.config_of(name) | FP8, "x")
+    plain, model = (
+        public_models.load(name),
+        public_models.from_config(name, public_models.config_of(name) | FP8, "x"),
+    )
     assert model.total_parameters() == plain.total_parameters()
     assert lines(model)[1]["experts"] == experts
 
@@ -201,7 +207,7 @@ def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
 
 @pytest.mark.parametrize("name", ["hybrid", *BUILT])
 def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(name):
-    model = Hybrid(CONFIG) if name == "hybrid" else known.load(name).model
+    model = Hybrid(CONFIG) if name == "hybrid" else public_models.load(name).model
     half = divided(model, 2) if _heads_are_even(model) else None
     shapes = dict(nnx.to_flat_state(model.param_shapes()))
     halves = dict(nnx.to_flat_state(half.param_shapes())) if half else {}
@@ -229,12 +235,14 @@ def test_a_parameter_without_a_part_is_named():
     spec = Hybrid(CONFIG).spec
     with pytest.raises(ValueError, match="how GPUs divide the parameter 'segments.0.layers.0.mix"):
         part_of(spec, ("segments", 0, "layers", 0, "mixer", "adapter", "weight"))
-    with pytest.raises(ValueError, match="'vision'; add it to jaxattn/models/parts.py"):
+    with pytest.raises(
+        ValueError, match="'vision'; add it to jaxattn/models/sharding/partition_rules.py"
+    ):
         part_of(spec, ("vision",))
 
 
 def test_one_gpu_of_a_group_has_its_heads_and_the_whole_latent():
-    model = known.load("DeepSeek-R1").model
+    model = public_models.load("DeepSeek-R1").model
     eighth = divided(model, 8)
     assert {mixer.num_heads for mixer in eighth.spec.mixers.values()} == {16}
     assert eighth.caches == model.caches
@@ -244,7 +252,7 @@ def test_one_gpu_of_a_group_has_its_heads_and_the_whole_latent():
 
 
 def test_scales_and_fp8_numbers_are_lines_of_the_experts():
-    config = huggingface.read_json(TINY / "deepseek_v3" / "config.json")
+    config = huggingface_checkpoint.read_json(TINY / "deepseek_v3" / "config.json")
     plain, loaded = (
         read_decoder(Fields(config | more, "x"), dense="bfloat16")[0] for more in ({}, FP8)
     )

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.model_steps import EntryPoint
-from jaxattn.engine.state import new_state
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.engine_state import new_state
+from jaxattn.engine.steps.model_steps import EntryPoint
 from jaxattn.memory.limits import Limits
-from jaxattn.models import checkpoint, huggingface
-from jaxattn.models.checkpoint import EMBEDDED, CheckpointError
-from jaxattn.models.loading import read_folder
+from jaxattn.models.checkpoint import EMBEDDED, CheckpointError, native_format
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.loading.loader import read_folder
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 YOUTU = TINY / "youtu"
@@ -33,7 +33,11 @@ def test_progress_ends_with_the_bytes_that_were_promised(folder):
     weights, seen = read_folder(folder).open(), []
     params = weights.place(lambda *now: seen.append(now))
     assert seen[-1] == (weights.nbytes, weights.nbytes)
-    loaded = checkpoint.load(EMBEDDED)[1] if folder == EMBEDDED else huggingface.load(YOUTU)[1]
+    loaded = (
+        native_format.load(EMBEDDED)[1]
+        if folder == EMBEDDED
+        else huggingface_checkpoint.load(YOUTU)[1]
+    )
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxattn.models.filling import PART_BYTES, READERS
+from jaxattn.models.loading.weight_loader import PART_BYTES, READERS
 from scripts.time_loading import write_folder
 
 MIB = 2**20

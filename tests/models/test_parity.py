@@ -18,13 +18,14 @@ import pytest
 import safetensors.numpy
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch, huggingface
-from jaxattn.models.base import init_state, scratch_spec
+from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch
 from jaxattn.models.blocks import Block, DeltaMixer, MoE
-from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.interface import init_state, scratch_spec
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import FAMILIES
 from jaxattn.nn import moe as nn_moe
-from jaxattn.ops.router import choose_experts
+from jaxattn.ops.moe.router_logits import choose_experts
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
@@ -74,7 +75,7 @@ def of(*names: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def loaded(folder):
-    return huggingface.load(folder, dtype="float32")
+    return huggingface_checkpoint.load(folder, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ def every_expert(model: DecoderModel) -> DecoderModel:
 @of("qwen3_next_fp8")
 def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(loaded, wanted, folder):
     """Without a choice no near-tie of a router falls to another expert."""
-    model, params = huggingface.load(folder)
+    model, params = huggingface_checkpoint.load(folder)
     exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
     found = steps(every_expert(model), params, wanted)[0]
     # A norm enlarges the rounding where a recurrent head's output is small.
@@ -199,7 +200,7 @@ def test_bfloat16_chooses_the_experts_of_the_reference_but_in_near_ties(
     folder, wanted, exact, device
 ):
     """A random router of 12 experts is often near a tie: over all folders 0.7% of its choices."""
-    model, params = huggingface.load(folder)
+    model, params = huggingface_checkpoint.load(folder)
     if recurrent(model):
         pytest.skip("a recurrent state carries another choice to all tokens behind")
     found = run(model, params, wanted)

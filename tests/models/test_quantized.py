@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.models import cutting, huggingface
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.stored import Floats, Fp8Blocks, Int4Groups, Scales
+from jaxattn.models.loading import huggingface_checkpoint, read_plan
+from jaxattn.models.weight_map.encodings import Floats, Fp8Blocks, Int4Groups, Scales
 from tests.helpers.safetensors_files import read_file, write_file
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -45,7 +45,7 @@ def meant(folder: Path, name: str) -> np.ndarray:
 
 @cache
 def loaded(folder: Path, experts=None, dtype="float32"):
-    model, params = huggingface.load(folder, dtype=dtype, experts=experts)
+    model, params = huggingface_checkpoint.load(folder, dtype=dtype, experts=experts)
     return model, params, params["segments"][0]["layers"][1]
 
 
@@ -87,8 +87,8 @@ def test_heads_that_end_within_blocks_are_split_after_the_product():
 @pytest.mark.parametrize("folder", [FP8, INT4], ids=["fp8", "int4"])
 def test_small_blocks_give_the_same_parameters(folder, monkeypatch):
     whole = loaded(folder)[1]
-    monkeypatch.setattr(cutting, "BLOCK_BYTES", 3000)
-    _, params = huggingface.load(folder, dtype="float32", readers=2)
+    monkeypatch.setattr(read_plan, "BLOCK_BYTES", 3000)
+    _, params = huggingface_checkpoint.load(folder, dtype="float32", readers=2)
     jax.tree.map(np.testing.assert_array_equal, params, whole)
 
 
@@ -201,17 +201,17 @@ def test_tensors_that_do_not_fit_each_other_are_named(copied, folder, change, me
     damaged = copied(folder, change)
     before = len(jax.live_arrays())
     with pytest.raises(CheckpointError, match=message):
-        huggingface.load(damaged)
+        huggingface_checkpoint.load(damaged)
     assert len(jax.live_arrays()) <= before
 
 
 def test_a_width_that_no_group_divides_is_named(copied):
     folder = copied(INT4, lambda t: None, {"moe_intermediate_size": 40})
     with pytest.raises(CheckpointError, match=r"down_proj.weight' is .* \[64, 40\] is no matrix"):
-        huggingface.load(folder)
+        huggingface_checkpoint.load(folder)
 
 
 def test_quantized_tensors_that_the_configuration_does_not_state_are_named(copied):
     damaged = copied(FP8, lambda t: None, {"quantization_config": None})
     with pytest.raises(CheckpointError, match="float8_e4m3fn.*, expected a float"):
-        huggingface.load(damaged)
+        huggingface_checkpoint.load(damaged)

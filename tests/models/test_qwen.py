@@ -10,10 +10,10 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from jaxattn.models import huggingface
 from jaxattn.models.blocks import GDN, GQA, MLP, MoE
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.families.fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -144,8 +144,8 @@ def text_only(folder: Path, change=lambda tensors: tensors) -> Path:
 
 
 def test_every_spelling_of_a_checkpoint_gives_the_same_parameters(tmp_path):
-    model, params = huggingface.load(FUSED)
-    other, again = huggingface.load(text_only(tmp_path / "text"))
+    model, params = huggingface_checkpoint.load(FUSED)
+    other, again = huggingface_checkpoint.load(text_only(tmp_path / "text"))
     assert model == other
     jax.tree.map(np.testing.assert_array_equal, params, again)
 
@@ -157,7 +157,7 @@ def test_what_is_missing_is_named_as_the_folder_spells_it(tmp_path):
         return {name: tensor for name, tensor in tensors.items() if name != lost}
 
     with pytest.raises(CheckpointError, match=f"missing '{lost}'"):
-        huggingface.load(text_only(tmp_path / "text", without))
+        huggingface_checkpoint.load(text_only(tmp_path / "text", without))
     folder = tmp_path / "fused"
     shutil.copytree(FUSED, folder)
     file = folder / "model.safetensors"
@@ -165,13 +165,13 @@ def test_what_is_missing_is_named_as_the_folder_spells_it(tmp_path):
     lost = "model.language_model.layers.0.mlp.experts.down_proj"
     safetensors.numpy.save_file(without(tensors), file)
     with pytest.raises(CheckpointError, match=f"missing '{lost}'"):
-        huggingface.load(folder)
+        huggingface_checkpoint.load(folder)
 
 
 def test_one_is_added_to_the_norms_in_float32():
     """Of w = 2**-10, bfloat16 would keep 1 of 1 + w."""
     tensors = safetensors.numpy.load_file(FUSED / "model.safetensors")
-    model, params = huggingface.load(FUSED)
+    model, params = huggingface_checkpoint.load(FUSED)
     flat = dict(nnx.to_flat_state(params))
 
     def stored(name):

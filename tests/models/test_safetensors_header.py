@@ -11,7 +11,7 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxattn.models.safetensors_header import DTYPES, Header, check_layout, read_header
+from jaxattn.models.checkpoint.safetensors_header import DTYPES, Header, check_layout, read_header
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, jnp.bfloat16)}
 CONTENT = safetensors.numpy.save(TENSORS, metadata={"k": "v"})
@@ -100,7 +100,7 @@ def test_a_damaged_file_is_refused_in_words(content, message):
 
 
 def test_a_header_longer_than_the_library_reads_is_refused(monkeypatch):
-    monkeypatch.setattr("jaxattn.models.safetensors_header.MOST_HEADER_BYTES", 20)
+    monkeypatch.setattr("jaxattn.models.checkpoint.safetensors_header.MOST_HEADER_BYTES", 20)
     with pytest.raises(ValueError, match="has a header of .* bytes; at most 20 are supported"):
         read(CONTENT)
 

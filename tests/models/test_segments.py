@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxattn.models.segments import MOST_LAYERS, Segment, derive
+from jaxattn.models.network.layer_segments import MOST_LAYERS, Segment, derive
 
 
 def written(segments):

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.bench.model.named import find
+from jaxattn.bench.model.model_lookup import find
 from jaxattn.models import divided
-from jaxattn.models.decoder_network import Decoder
-from jaxattn.models.looped import loop
+from jaxattn.models.network.decoder_network import Decoder
+from jaxattn.models.network.layer_scan import loop
 from jaxattn.parallel import Parallel
 from tests.models.test_unrolled import decoded
 

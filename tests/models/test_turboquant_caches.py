@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request
-from jaxattn.core.rope import RopeConfig
-from jaxattn.core.turboquant import TurboFormat, _warn_of_three_bits
-from jaxattn.models.base import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
-from jaxattn.models.block import Block, Stream
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.core.turboquant.codec import TurboFormat, _warn_of_three_bits
 from jaxattn.models.blocks import GQA, MLP
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.decoder_spec import DecoderSpec
-from jaxattn.models.layer_cache import CacheSize
+from jaxattn.models.blocks.block import Block, Stream
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.sharding import divided
-from jaxattn.models.sharding.cut import CannotDivide
+from jaxattn.models.sharding.axis_sharding import CannotDivide
 from jaxattn.parallel import Parallel
 
 three_bits = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.bench.model.named import find
-from jaxattn.bench.model.weights import random_params
-from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, divided, huggingface
-from jaxattn.models.base import init_state, jit_step, scratch_spec
+from jaxattn.bench.model.model_lookup import find
+from jaxattn.bench.model.random_weights import random_params
+from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, divided
 from jaxattn.models.blocks import Block
-from jaxattn.models.decoder_network import Decoder
+from jaxattn.models.interface import init_state, jit_step, scratch_spec
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.network.decoder_network import Decoder
 from jaxattn.parallel import Parallel
 
 FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -40,7 +41,7 @@ def decoded(folder: str, dtype: str) -> tuple[np.ndarray, list[np.ndarray], str]
     if folder == "kimi_linear":
         model, params = kimi_linear()
     else:
-        model, params = huggingface.load(FOLDERS / folder, dtype=dtype)
+        model, params = huggingface_checkpoint.load(FOLDERS / folder, dtype=dtype)
     params = model.pack(params)
     spec = scratch_spec(model, 1, max_pages=1)
     state = init_state(model, CacheSize(pages=1, slots=1), spec)

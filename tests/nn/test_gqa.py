@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.rope import RopeConfig, inv_freq
+from jaxattn.core.numerics.rope import RopeConfig, inv_freq
 from jaxattn.nn import GroupedQueryAttention
 from tests.helpers.gqa_reference import attend_numpy, normal
 from tests.helpers.kernel_cases import slow

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.rope import RopeConfig
-from jaxattn.core.turboquant import hadamard
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.core.turboquant.codec import hadamard
 from jaxattn.nn import TurboQuantAttention
 from jaxattn.parallel import Parallel
 from tests.helpers.kernel_cases import slow

@@ -8,14 +8,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.fp8_blocks import dequantize, in_order, in_pairs, quantize, two_parts
-from jaxattn.core.layers import LayerOf
+from jaxattn.core.numerics.fp8_block_scaling import (
+    dequantize,
+    in_order,
+    in_pairs,
+    quantize,
+    two_parts,
+)
+from jaxattn.core.stacked_layer import LayerOf
 from jaxattn.nn import Fp8Linear, GatedDeltaNet, GatedMLP, Linear
-from jaxattn.nn import gdn as gdn_module
+from jaxattn.nn.fp8_linear import Beside
 from jaxattn.nn.linear import InStack, linears
-from jaxattn.nn.linear_fp8 import Beside
-from jaxattn.ops import norm_linear
-from jaxattn.ops.norm_linear import Unnormed
+from jaxattn.nn.linear_attention import gdn as gdn_module
+from jaxattn.ops.linear import norm_linear
+from jaxattn.ops.linear.norm_linear import Unnormed
 
 INTERPRET = "mosaic_gpu_interpret"
 

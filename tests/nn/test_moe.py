@@ -8,12 +8,12 @@ from flax import nnx
 
 from jaxattn import moe
 from jaxattn.arena import Arena
-from jaxattn.bench.model.experts import Choices, WatchedExperts
-from jaxattn.core.layers import LayerOf
+from jaxattn.bench.model.expert_usage import Choices, WatchedExperts
+from jaxattn.core.stacked_layer import LayerOf
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.nn import moe as nn_moe
-from jaxattn.ops.moe_route import Router
-from jaxattn.ops.router import split_router
+from jaxattn.ops.moe.router_logits import split_router
+from jaxattn.ops.moe.routing import Router
 from tests.helpers.kernel_cases import relative
 
 FEATURES, SIZE = 128, 64

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.rope import RopeConfig, YarnConfig, rope, softmax_scale
+from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rope, softmax_scale
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import matmul
 from tests.helpers.at_once import at_once

@@ -14,17 +14,17 @@ import pytest
 from flax import nnx
 
 from jaxattn import gdn, gqa, mla
-from jaxattn.core.rope import RopeConfig, rotation
-from jaxattn.core.varying import vary_alike
+from jaxattn.core.numerics.rope import RopeConfig, rotation
+from jaxattn.core.validation.shard_map_axes import vary_alike
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention
-from jaxattn.ops.gdn import conv
+from jaxattn.ops.gdn import causal_conv1d
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from jaxattn.ops.gqa import decode as gqa_decode
 from jaxattn.ops.gqa import prefill as gqa_prefill
+from jaxattn.ops.linear.rms_norm import rms_norm_layer
 from jaxattn.ops.mla import decode
 from jaxattn.ops.mla.append import mla_append
-from jaxattn.ops.norm import rms_norm_layer
 from tests.helpers.every_op import OPS, arguments
 from tests.helpers.kernel_cases import slow
 
@@ -279,17 +279,17 @@ def test_gated_delta_net_decode():
 
 def test_convolution():
     shared = dict(weight=normal(0, 5, 4), bias=normal(1, 5))
-    check_with_gradients(conv.causal_conv1d, shared, dict(x=each(2, BATCH, 7, 5)))
+    check_with_gradients(causal_conv1d.causal_conv1d, shared, dict(x=each(2, BATCH, 7, 5)))
     packed = dict(x=each(2, 1, 7, 5), cu_seqlens=ints([0, 3, 7], [0, 6, 6]))
-    check_with_gradients(conv.causal_conv1d, shared, packed)
+    check_with_gradients(causal_conv1d.causal_conv1d, shared, packed)
     own = dict(x=each(2, BATCH, 2, 5), state_indices=ints([1, 3], [2, -1]))
-    check(conv.causal_conv1d_update, shared, own | dict(conv_state=each(3, 4, 3, 5)))
+    check(causal_conv1d.causal_conv1d_update, shared, own | dict(conv_state=each(3, 4, 3, 5)))
 
 
 def test_states_of_a_pool():
     def op(pool, state_indices):
-        states = conv.state_read(pool, state_indices)
-        return states, conv.state_write(pool, 2 * states, state_indices)
+        states = causal_conv1d.state_read(pool, state_indices)
+        return states, causal_conv1d.state_write(pool, 2 * states, state_indices)
 
     slots = dict(state_indices=ints([1, 3], [2, -1]))
     check(op, {}, slots | dict(pool=each(0, 4, 5)))

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from jaxattn.arena import Arena
-from jaxattn.core.layers import LayerOf
+from jaxattn.core.stacked_layer import LayerOf
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
-from jaxattn.ops.router import added_up, router_products, split_router
+from jaxattn.ops.moe.router_logits import added_up, router_products, split_router
 from tests.helpers.at_once import at_once
 from tests.helpers.moe_cases import expected, moe_case
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.layers import LayerOf
-from jaxattn.kernels.rms_norm import rms_norm_mosaic
-from jaxattn.ops.norm import add_rms_norm_layer, rms_norm_layer
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.kernels.linear.rms_norm import rms_norm_mosaic
+from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
 from tests.helpers.kernel_cases import both_devices, no_races
 
 

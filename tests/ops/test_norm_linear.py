@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.layers import LayerOf
+from jaxattn.core.stacked_layer import LayerOf
 from jaxattn.nn.linear import InStack, Linear, linears
-from jaxattn.ops.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
 from tests.helpers.kernel_cases import no_races
 
 
@@ -45,7 +45,7 @@ def test_a_product_makes_the_norm_that_it_reads(implementation, give):
 
 
 def test_no_race_between_a_norm_and_its_product(monkeypatch):
-    from jaxattn.ops import norm_linear
+    from jaxattn.ops.linear import norm_linear
 
     real = norm_linear.linears_mosaic
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxattn import gdn, mla
 from jaxattn.arena import Arena
-from jaxattn.core.formats import LatentFormat
+from jaxattn.core.cache.formats import LatentFormat
 from tests.helpers.poison import (
     DIMS,
     POISONS,

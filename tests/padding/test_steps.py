@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.formats import PAGE_SIZE
-from jaxattn.models.base import DecodeBatch, PrefillBatch, jit_step
+from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.models.blocks import GDN, MLA
-from jaxattn.models.config import HybridConfig
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step
 from tests.helpers import model_cases
 from tests.helpers.engine_cases import SMALLEST
 from tests.helpers.poison import devices, every_poison, fill, fp8_scale, is_zero, same_bits

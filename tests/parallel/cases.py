@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxattn.bench.model.weights import draw_of
+from jaxattn.bench.model.random_weights import draw_of
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.rope import RopeConfig
+from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, DecoderSpec, PrefillBatch, divided
-from jaxattn.models.base import init_state, jit_step, scratch_spec
 from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
-from jaxattn.ops.moe_route import Router
+from jaxattn.models.interface import init_state, jit_step, scratch_spec
+from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import Group, Parallel
 
 STEPS = 5

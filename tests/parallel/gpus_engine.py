@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from jaxattn import Engine, Limits, Parallel, Request
-from jaxattn.bench.parallel import read_layout
-from jaxattn.memory.device import device_memory
+from jaxattn.bench.multi_gpu.parallel_decode import read_layout
+from jaxattn.memory.device_memory import device_memory
 from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import EMBEDDED, load
 from tests.parallel.cases import drawn_params

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from jaxattn import Engine, Parallel
-from jaxattn.cli.hosts import Place, joined
-from jaxattn.engine import hosts
+from jaxattn.cli.startup.multihost import Place, joined
+from jaxattn.engine.distributed import driver
 from jaxattn.memory.budget import PlanError
 from jaxattn.models import Hybrid
 from tests.parallel import gpus_engine
@@ -62,7 +62,7 @@ def main(rank: int, coordinator: str, what: str) -> None:
                 print(json.dumps(tokens), flush=True)
                 return
             if wrong in ("killed", "stuck"):
-                hosts.EntryPoint = Fails(wrong)
+                driver.EntryPoint = Fails(wrong)
             made.follow(crew)
             print("followed", flush=True)
 

@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxattn.core.cache.symmetric_memory import Mailbox
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
-from jaxattn.core.mailbox import Mailbox
-from jaxattn.ops.all_reduce_norm import all_reduce_norm_layer
+from jaxattn.ops.collectives.all_reduce_norm import all_reduce_norm_layer
 from jaxattn.parallel import Group, Parallel
 from tests.helpers.virtual_devices import on_virtual_devices
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxattn.bench import parallel, plot, plot_parallel
-from jaxattn.bench.parallel_layout import Layout
-from jaxattn.memory.device import KNOWN
+from jaxattn.bench.multi_gpu import parallel_decode
+from jaxattn.bench.multi_gpu.sharded_model import Layout
+from jaxattn.bench.plots import parallel_plot, roofline_plot
+from jaxattn.memory.device_memory import KNOWN
 from jaxattn.memory.limits import Limits
-from jaxattn.models import known
-from jaxattn.plan.parallel import layouts_that_fit
+from jaxattn.models.catalog import public_models
+from jaxattn.plan.layout_plan import layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices
 
 YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
@@ -27,7 +28,7 @@ def test_a_layout_is_timed_beside_one_gpu(tmp_path):
     options = ["--xla-options", "xla_cpu_enable_fast_min_max=True"]
     sizes = ["--rows", "4", "--tokens", "128"]
     argv = [str(YOUTU), *sizes, *layout, "--one-launch", *options, "--json", str(file)]
-    assert parallel.main(argv, "bench") == 0
+    assert parallel_decode.main(argv, "bench") == 0
     one, two, again, fused = json.loads(file.read_text())["rows"]
     assert fused["one launch"] and not any(each["one launch"] for each in (one, two, again))
     assert [each["XLA options"] for each in (one, two)] == ["", ""]
@@ -44,17 +45,17 @@ def test_what_no_layout_is_and_rows_that_groups_do_not_share_are_refused(capsys)
         (["--data", "2", "--rows", "3"], "--rows 3 is no multiple of --data 2"),
     ):
         with pytest.raises(SystemExit):
-            parallel.parse([str(YOUTU), *flags], "bench")
+            parallel_decode.parse([str(YOUTU), *flags], "bench")
         assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "Qwen3.5-35B-A3B"])
 @on_virtual_devices
 def test_cache_tokens_are_those_of_the_plan_of_each_layout(name, monkeypatch):
-    whole = known.load(name)
+    whole = public_models.load(name)
     card, rows = KNOWN["h200"], 128
     limits = Limits(batch=rows, max_model_len=whole.max_position_embeddings, utilization=0.9)
-    monkeypatch.setattr("jaxattn.bench.parallel_layout.device_memory", lambda device: card)
+    monkeypatch.setattr("jaxattn.bench.multi_gpu.sharded_model.device_memory", lambda device: card)
     planned = list(layouts_that_fit(whole.model, card, limits, 2))
     for tokens, layout in planned:
         over = Layout(whole.model, layout, [rows], tokens=4096, devices=jax.devices()[:2])
@@ -67,7 +68,7 @@ def test_the_commands_for_2_4_and_8_gpus_name_models_and_layouts_that_there_are(
     for line in COMMANDS.read_text().splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["bench"]:
-            args = parallel.parse([*words[1:], "--one-launch"], "bench")
+            args = parallel_decode.parse([*words[1:], "--one-launch"], "bench")
             found.append(max(layout.gpus for layout in args.layouts))
     assert set(found) == {2, 4, 8}
 
@@ -89,7 +90,7 @@ def test_a_line_of_the_picture_is_beside_one_gpu_of_as_many_rows_or_of_a_groups(
         (4, "--data 4 --expert 4", 128, 50.0),
         (4, "--tensor 4 --context 4", 64, 50.0),  # nothing to compare with
     )
-    found = plot_parallel.lines([{"model": "tiny", **row} for row in ran["rows"]])
+    found = parallel_plot.lines([{"model": "tiny", **row} for row in ran["rows"]])
     assert found == {
         "tiny, TP, 32 rows of 4,096": [(1, 1.0), (2, 1.6), (4, 2.5)],
         "tiny, DP + EP, 32 rows per GPU of 4,096": [(1, 1.0), (2, 2.5), (4, 5.0)],
@@ -100,10 +101,10 @@ def test_a_line_of_the_picture_is_beside_one_gpu_of_as_many_rows_or_of_a_groups(
 def test_a_picture_has_lines_bars_or_both(alone, tmp_path):
     pytest.importorskip("matplotlib")
     rows = [(1, "", 32, 10.0)] * alone + [(2, "--tensor 2", 32, 15.0)]
-    plot.save(run(*rows), tmp_path / "run.png")
+    roofline_plot.save(run(*rows), tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(plot.PlotError, match="no decode steps"):
-        plot.save(run(), tmp_path / "none.png")
+    with pytest.raises(roofline_plot.PlotError, match="no decode steps"):
+        roofline_plot.save(run(), tmp_path / "none.png")
 
 
 def test_a_run_with_nothing_to_compare_is_no_picture(tmp_path):
@@ -111,5 +112,5 @@ def test_a_run_with_nothing_to_compare_is_no_picture(tmp_path):
     of_one_gpu, without_roof = run((1, "", 32, 10.0)), run((2, "--tensor 2", 32, 15.0))
     without_roof["rows"][0]["roof ms"] = None  # of a card whose rate is not known
     for ran in (of_one_gpu, without_roof):
-        with pytest.raises(plot.PlotError, match="no steps of several GPUs"):
-            plot.save(ran, tmp_path / "none.png")
+        with pytest.raises(roofline_plot.PlotError, match="no steps of several GPUs"):
+            roofline_plot.save(ran, tmp_path / "none.png")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxattn.bench import collectives, long_row
-from jaxattn.parallel.compiled import all_reduces
+from jaxattn.bench.multi_gpu import collectives, context_parallel
+from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 
 COMMANDS = Path(__file__).parents[2] / "benchmarks" / "several-gpus.sh"
@@ -54,7 +54,7 @@ def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
     file = tmp_path / "run.json"
     argv = ["--tokens", "600", "--heads", "16", "--gpus", "1", "4", "--layers", "2"]
     argv += ["--nccl", "--apart"]
-    assert long_row.main([*argv, "--json", str(file)], "bench") == 0
+    assert context_parallel.main([*argv, "--json", str(file)], "bench") == 0
     one, four, apart, xla = rows = json.loads(file.read_text())["rows"]
     assert [each["sent by"] for each in rows] == ["", "one launch", "launches", "XLA"]
     assert four["relative error"] == apart["relative error"] == xla["relative error"]
@@ -68,32 +68,32 @@ def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
 
 @on_virtual_devices
 def test_rows_say_launches_only_where_launches_send_them(monkeypatch):
-    assert long_row.Row(16, 4, tokens=600).sent_by() == "one launch"
-    assert long_row.Row(16, 4, tokens=600, sent="apart").sent_by() == "launches"
-    assert long_row.Row(16, 4, tokens=600, sent="XLA").sent_by() == "XLA"
-    assert long_row.Row(16, 4, tokens=600, implementation="xla").pieces is None
-    for bench in (collectives, long_row):
+    assert context_parallel.Row(16, 4, tokens=600).sent_by() == "one launch"
+    assert context_parallel.Row(16, 4, tokens=600, sent="apart").sent_by() == "launches"
+    assert context_parallel.Row(16, 4, tokens=600, sent="XLA").sent_by() == "XLA"
+    assert context_parallel.Row(16, 4, tokens=600, implementation="xla").pieces is None
+    for bench in (collectives, context_parallel):
         monkeypatch.setattr(bench, "peers_reach", lambda devices: False)
-    assert long_row.Row(16, 4, tokens=600).sent_by() == "XLA"
+    assert context_parallel.Row(16, 4, tokens=600).sent_by() == "XLA"
     sums = collectives.wanted(collectives.parse(["--gpus", "4", "--kib", "64"], "bench"))
     assert {each.how for each in sums} == {"XLA"}
 
 
 @on_virtual_devices
 def test_a_long_row_that_is_wrong_is_refused():
-    row = long_row.Row(4, 2, tokens=300, layers=1)
+    row = context_parallel.Row(4, 2, tokens=300, layers=1)
     row.compile()
     row.fill()
     right = row.output()
-    assert long_row._checked(row, right) == 0
+    assert context_parallel._checked(row, right) == 0
     with pytest.raises(AssertionError, match="4 heads on 2 GPUs: relative error"):
-        long_row._checked(row, right * 1.01)
+        context_parallel._checked(row, right * 1.01)
 
 
 def test_the_commands_for_several_gpus_are_ones_that_there_are():
     found = []
     for line in COMMANDS.read_text().splitlines():
-        for name, bench in ("collectives", collectives), ("long-row", long_row):
+        for name, bench in ("collectives", collectives), ("long-row", context_parallel):
             _, there, rest = line.partition(f"jaxattn.bench {name} ")
             if there:
                 found.append(name)
@@ -105,8 +105,8 @@ def test_numbers_that_do_not_fit_are_refused(capsys):
     for bench, argv, message in (
         (collectives, ["--gpus", "1"], "--gpus 1: a sum is over two GPUs or more"),
         (collectives, ["--kib", "1"], "--kib must be at least 4"),
-        (long_row, ["--gpus", "3"], "--heads 32 do not divide over --gpus 3"),
-        (long_row, ["--tokens", "0"], "must be positive"),
+        (context_parallel, ["--gpus", "3"], "--heads 32 do not divide over --gpus 3"),
+        (context_parallel, ["--tokens", "0"], "must be positive"),
     ):
         with pytest.raises(SystemExit):
             bench.parse(argv, "bench")

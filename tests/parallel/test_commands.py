@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from jaxattn.cli.layout import over_devices, read_layout
-from jaxattn.cli.options import InputError
+from jaxattn.cli.options.parallel_layout import over_devices, read_layout
+from jaxattn.cli.options.parser import InputError
+from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.plan import main
-from jaxattn.cli.serve_options import parser
 from jaxattn.memory.limits import Limits
 from jaxattn.parallel import Parallel
 from tests.parallel.cases import decoder

@@ -6,7 +6,7 @@ import pytest
 
 from jaxattn import check_aliasing
 from jaxattn.parallel import Parallel
-from jaxattn.parallel.compiled import all_reduces
+from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, decoder
 

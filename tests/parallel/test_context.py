@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.parallel.context import _apart, _joined
+from jaxattn.parallel.context_parallel import _apart, _joined
 
 
 @pytest.mark.parametrize("dtype, numbers", [("bfloat16", 10), ("float16", 10), ("float32", 9)])

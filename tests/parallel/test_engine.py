@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
-from jaxattn.core.rope import RopeConfig
-from jaxattn.engine.prepare import prepare
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models import DecoderModel, Hybrid, HybridConfig
 from jaxattn.parallel import Parallel
-from jaxattn.parallel.compiled import all_reduces
+from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 
 CONFIG = HybridConfig(

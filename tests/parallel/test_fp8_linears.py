@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.models import huggingface
-from jaxattn.models.loading import read_folder
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.loading.loader import read_folder
 from jaxattn.models.sharding import divided
 from jaxattn.parallel import Group, Parallel
 from tests.helpers.fp8_folders import write_folder
@@ -24,7 +24,7 @@ def test_two_devices_give_the_tokens_of_one(classes):
     two = Parallel(tensor=2, expert=2)
     with tempfile.TemporaryDirectory() as name:
         folder = write_folder(Path(name), classes)
-        model, params = huggingface.load(folder, dtype="float32", dense="fp8")
+        model, params = huggingface_checkpoint.load(folder, dtype="float32", dense="fp8")
         assert all(block.mixer.fp8 for block in model.spec.blocks)
         group = Group(two, tuple(jax.devices()[:2]))
         opened = read_folder(folder, dtype="float32", dense="fp8")

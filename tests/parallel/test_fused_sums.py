@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
-from jaxattn.engine import prepare
-from jaxattn.engine.devices import arguments, jitted_step
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.model_steps import EntryPoint
-from jaxattn.models import CacheSize, DecoderModel, Hybrid, decoder_network, divided
+from jaxattn.engine.compilation.sharded_step import arguments, jitted_step
+from jaxattn.engine.startup import engine_build
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
 from jaxattn.models.blocks import GQA
-from jaxattn.models.mailbox import EXCHANGE, MEETING, NAME
-from jaxattn.parallel import Group, Parallel, context
-from jaxattn.parallel.compiled import all_reduces
+from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, NAME
+from jaxattn.models.network import decoder_network
+from jaxattn.parallel import Group, Parallel, context_parallel
+from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import LATENT, ROPE, SMALL, Stepped, decoder, followed
 from tests.parallel.test_engine import CONFIG, LIMITS
@@ -73,7 +74,7 @@ def test_a_step_gives_the_same_bits(layout):
 @on_virtual_devices
 def test_rows_that_meet_over_their_pages_give_the_same_bits(mixer, pieces, monkeypatch):
     """Queries and outputs are sent in pieces of as many numbers as a launch sends."""
-    monkeypatch.setattr(context, "WIDEST", pieces[1])
+    monkeypatch.setattr(context_parallel, "WIDEST", pieces[1])
     parallel = Parallel(tensor=2, context=2)
     spec = plain(layers=(("mla", "moe"), ("gdn", "mlp"))).spec
     blocks = tuple(
@@ -210,7 +211,7 @@ def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
             assert not engine.seal.counts
             inbox = {item.name: item.nbytes for item in engine.plan.items}.get("peer inbox")
             assert inbox == (2 * 2 * 8 * 256 * 4 if each is not model else None)
-    with mock.patch.object(prepare, "peers_reach", lambda devices: False):
+    with mock.patch.object(engine_build, "peers_reach", lambda devices: False):
         apart = Engine(model.with_fused_sums(8), params, limits, **options)
     with apart:
         assert "peer inbox" not in {item.name for item in apart.plan.items}

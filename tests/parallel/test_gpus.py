@@ -21,13 +21,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing
-from jaxattn.core.rope import RopeConfig
+from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models import DecoderModel, DecoderSpec
-from jaxattn.models.base import jit_step
 from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, MoE, Stream
-from jaxattn.ops.moe_route import Router
+from jaxattn.models.interface import jit_step
+from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import ALONE, Group, Parallel
-from jaxattn.parallel.compiled import all_reduces
+from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.parallel.cases import Sizes, Stepped, drawn_params, prompts
 
 GPUS = jax.device_count()

@@ -16,8 +16,8 @@ import pytest
 from jax import lax
 
 from jaxattn import check_aliasing
-from jaxattn.core.mailbox import Mailbox, addressed
-from jaxattn.ops.peer_exchange import peer_exchange
+from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.ops.collectives.peer_exchange import peer_exchange
 from jaxattn.parallel import Group, Parallel
 
 pytestmark = [

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing, mla
 from jaxattn.arena import Arena
-from jaxattn.core.mailbox import Mailbox, addressed
+from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
 from jaxattn.parallel import Group, Parallel
 
 pytestmark = [

@@ -18,9 +18,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing
-from jaxattn.core.mailbox import Mailbox, addressed
-from jaxattn.models.base import jit_step
-from jaxattn.ops.all_reduce_norm import (
+from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.models.interface import jit_step
+from jaxattn.ops.collectives.all_reduce_norm import (
     all_reduce_norm_layer,
     norm_gather_layer,
     own_sum_norm_layer,

@@ -21,8 +21,8 @@ import time
 import jax, jax.numpy as jnp
 from jaxattn.kernels.hopper import inbox
 from jaxattn.parallel import Group, Parallel, rank
-from jaxattn.core.mailbox import Mailbox, addressed
-from jaxattn.ops.peer_exchange import peer_exchange
+from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.ops.collectives.peer_exchange import peer_exchange
 
 inbox.MOST_TURNS = {TURNS}
 group = Group(Parallel(tensor=2), tuple(jax.devices()[:2]))

@@ -8,12 +8,12 @@ from typing import NoReturn
 import jax
 import pytest
 
-from jaxattn.cli import hosts
-from jaxattn.cli.hosts import Place, first_node, read_place
-from jaxattn.cli.options import InputError
-from jaxattn.cli.serve_options import parser
+from jaxattn.cli.options.parser import InputError
+from jaxattn.cli.options.serve_options import parser
+from jaxattn.cli.startup import multihost
+from jaxattn.cli.startup.multihost import Place, first_node, read_place
 from jaxattn.models.checkpoint import EMBEDDED
-from jaxattn.models.fingerprint import fingerprint
+from jaxattn.models.checkpoint.fingerprint import fingerprint
 
 SLURM = {
     "SLURM_STEP_NODELIST": "gpu[003-006,010],cpu1",
@@ -91,15 +91,15 @@ def test_a_process_whose_leader_does_not_come_ends_with_one_line(monkeypatch):
         raise Ended(message)
 
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
-    monkeypatch.setattr(hosts, "end_process", end)
+    monkeypatch.setattr(multihost, "end_process", end)
     kept = []
-    monkeypatch.setattr(hosts, "keep_nothing", lambda: kept.append("nothing"))
+    monkeypatch.setattr(multihost, "keep_nothing", lambda: kept.append("nothing"))
     with socket.socket() as taken:  # and so nobody listens there
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1] - 1
         with (
             pytest.raises(Ended, match=f"no leader at 127.0.0.1:{port + 1}"),
-            hosts.joined(Place(1, 2, f"127.0.0.1:{port}"), timeout=0.2),
+            multihost.joined(Place(1, 2, f"127.0.0.1:{port}"), timeout=0.2),
         ):
             pytest.fail("it goes on alone")
     assert kept == ["nothing"]

@@ -7,15 +7,16 @@ import jax
 import pytest
 
 from jaxattn import Limits
-from jaxattn.engine.devices import arguments, group_of, jitted_step
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.steps import entry_points
-from jaxattn.memory.device import known_device
-from jaxattn.models import divided, known
-from jaxattn.models.known_shapes import BuiltModel
+from jaxattn.engine.compilation.sharded_step import arguments, group_of, jitted_step
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.memory.device_memory import known_device
+from jaxattn.models import divided
+from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
-from jaxattn.plan.parallel import best_layout
+from jaxattn.plan.layout_plan import best_layout
 from tests.helpers.virtual_devices import on_virtual_devices
 
 LIMITS = Limits(batch=32, max_model_len=8192, prefill_chunk=512)
@@ -23,7 +24,7 @@ LIMITS = Limits(batch=32, max_model_len=8192, prefill_chunk=512)
 
 @functools.cache
 def decoder(name: str):
-    model = known.load(name)
+    model = public_models.load(name)
     assert isinstance(model, BuiltModel)
     return model.model
 
@@ -84,10 +85,10 @@ def test_a_step_is_lowered_for_eight_devices(name, layout, which):
 )
 def test_a_layout_is_planned_for_each_gpu(name, gpus, rows, layout):
     limits = dataclasses.replace(LIMITS, batch=rows)
-    found = plan(known.load(name), "h200", limits, parallel=layout)
+    found = plan(public_models.load(name), "h200", limits, parallel=layout)
     facts = dict(found.facts)
     assert facts["layout"] == layout.flags and found.reserve is not None and found.reserve >= 0
-    whole = plan(known.load(name), "2000GiB", limits)
+    whole = plan(public_models.load(name), "2000GiB", limits)
     assert found["weights"] < whole["weights"] / (gpus / 2)
     assert found["kv cache"] * gpus >= whole["kv cache"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxattn.models import divided
 from jaxattn.models.sharding import layouts
-from jaxattn.models.sharding.cut import CannotDivide, Cut
+from jaxattn.models.sharding.axis_sharding import CannotDivide, Cut
 from jaxattn.parallel import Dimension, Parallel
 from tests.parallel.cases import MIXERS, decoder
 

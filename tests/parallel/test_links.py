@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.engine import links
-from jaxattn.engine.crew import CODE, Crew
-from jaxattn.engine.hosts import Leader
+from jaxattn.engine.distributed import transport
+from jaxattn.engine.distributed.driver import Leader
+from jaxattn.engine.distributed.process_group import CODE, Crew
+from jaxattn.engine.distributed.transport import HostError, Link
+from jaxattn.engine.execution.model_runner import Runner
 from jaxattn.engine.lifecycle import Lifecycle
-from jaxattn.engine.links import HostError, Link
-from jaxattn.engine.runner import Runner
 
 
 def free_port() -> int:
@@ -32,9 +32,9 @@ def free_port() -> int:
 def pair() -> tuple[Link, Link]:
     """(the leader's end, the other's)."""
     address, found = f"127.0.0.1:{free_port()}", []
-    waiting = threading.Thread(target=lambda: found.append(links.follow(address, timeout=10)))
+    waiting = threading.Thread(target=lambda: found.append(transport.follow(address, timeout=10)))
     waiting.start()
-    [leader] = links.lead(address, 2, timeout=10)
+    [leader] = transport.lead(address, 2, timeout=10)
     waiting.join()
     return leader, found[0]
 
@@ -79,14 +79,14 @@ def crews(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Crew, Ends, En
 def test_messages_arrive_as_they_were_sent(linked):
     leader, other = linked
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
-    leader.send(links.PREFILL, array, 4, 128, 1)
-    leader.send(links.ALIVE, None, 3)
-    leader.send(links.FORGET)
-    leader.send_text(links.FACTS, "naïve")
+    leader.send(transport.PREFILL, array, 4, 128, 1)
+    leader.send(transport.ALIVE, None, 3)
+    leader.send(transport.FORGET)
+    leader.send_text(transport.FACTS, "naïve")
     kind, found, numbers = other.receive()
-    assert (kind, numbers) == (links.PREFILL, [4, 128, 1])
+    assert (kind, numbers) == (transport.PREFILL, [4, 128, 1])
     np.testing.assert_array_equal(found, array)
-    assert other.receive()[:2] == (links.FORGET, None)
+    assert other.receive()[:2] == (transport.FORGET, None)
     assert other.receive().text == "naïve"
     leader.close()
     with pytest.raises(HostError, match="the leader at .* is gone: it closed its connection"):
@@ -97,9 +97,9 @@ def test_messages_arrive_as_they_were_sent(linked):
     "sent",
     [
         b"GET / HTTP/1.1\r\nHost: somewhere.else\r\n\r\n",
-        np.array([links.MAGIC, links.UPDATE, 1, -4, 0, 0, 0, 0], np.int32).tobytes(),
-        np.array([links.MAGIC, links.UPDATE, 2, 2**15, 2**15, 0, 0, 0], np.int32).tobytes(),
-        np.array([links.MAGIC, 99, 0, 0, 0, 0, 0, 0], np.int32).tobytes(),
+        np.array([transport.MAGIC, transport.UPDATE, 1, -4, 0, 0, 0, 0], np.int32).tobytes(),
+        np.array([transport.MAGIC, transport.UPDATE, 2, 2**15, 2**15, 0, 0, 0], np.int32).tobytes(),
+        np.array([transport.MAGIC, 99, 0, 0, 0, 0, 0, 0], np.int32).tobytes(),
     ],
     ids=["HTTP", "less than nothing", "four gigabytes", "of no kind"],
 )
@@ -113,15 +113,15 @@ def test_what_is_no_process_of_this_engine_is_refused(linked, sent):
 def test_a_leader_says_how_many_are_missing_and_a_follower_that_there_is_no_leader():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(HostError, match="0 of 2 other processes came"):
-        links.lead(address, 3, timeout=0.2)
+        transport.lead(address, 3, timeout=0.2)
     with pytest.raises(HostError, match=f"no leader at {address}"):
-        links.follow(address, timeout=0.2)
+        transport.follow(address, timeout=0.2)
 
 
 def test_an_address_without_a_port_is_refused():
     for address in ("host", "host:", ":1", "host:port", "host:70000"):
         with pytest.raises(ValueError, match="an address is HOST:PORT"):
-            links.host_and_port(address)
+            transport.host_and_port(address)
 
 
 def agreed(leader: Crew, other: Crew, ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
@@ -187,12 +187,12 @@ def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
 
     def send() -> None:  # and so it waits, as the other reads nothing
         with contextlib.suppress(HostError):
-            leaders.send(links.MASKS, np.zeros(2**24, np.int32))
+            leaders.send(transport.MASKS, np.zeros(2**24, np.int32))
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
     late = time.monotonic() + 5
-    while leaders.offer(links.ALIVE, None, 1):  # the thread has not begun
+    while leaders.offer(transport.ALIVE, None, 1):  # the thread has not begun
         assert time.monotonic() < late
         time.sleep(0.01)
     assert "has said nothing for" in end.wait(10)
@@ -203,7 +203,7 @@ def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
 
 def test_a_process_ends_also_where_nobody_reads_what_it_says():
     code = (
-        "import sys; from jaxattn.engine.crew import end_process; "
+        "import sys; from jaxattn.engine.distributed.process_group import end_process; "
         "print('begun', flush=True); sys.stdin.read(); print('more'); end_process('it is over')"
     )
     process = subprocess.Popen(
@@ -281,7 +281,7 @@ def test_a_step_that_ends_and_a_crew_that_is_closed_end_nothing(crews):
     leader.sent(result)
     time.sleep(1.0)
     leader.close()
-    assert other.links[0].receive().kind == links.END
+    assert other.links[0].receive().kind == transport.END
     other.close()
     time.sleep(0.3)
     assert [end.messages for end in ends] == [[], []]

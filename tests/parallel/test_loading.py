@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from jaxattn.models import divided, load
-from jaxattn.models.sharding import filling
-from jaxattn.models.sharding.cut import own
+from jaxattn.models.loading import sharded_weight_loader
+from jaxattn.models.sharding.axis_sharding import own
 from jaxattn.parallel import Group, Parallel
 from tests.helpers.virtual_devices import on_virtual_devices
 
@@ -37,12 +37,14 @@ def test_each_device_has_its_cut_of_every_parameter(name):
     model, whole = load(FOLDERS / name)
     local = divided(model, parallel)
     sent = []
-    place = filling._place
-    filling._place = lambda *given, **options: sent.append(given[0]) or place(*given, **options)
+    place = sharded_weight_loader._place
+    sharded_weight_loader._place = lambda *given, **options: (
+        sent.append(given[0]) or place(*given, **options)
+    )
     try:
         _, over = load(FOLDERS / name, parallel=parallel)
     finally:
-        filling._place = place
+        sharded_weight_loader._place = place
     group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
     found = [dict(nnx.to_flat_state(each)) for each in group.split(over)]
     for key, leaf in nnx.to_flat_state(whole):

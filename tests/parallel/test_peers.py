@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jaxattn.parallel.peers import peers_reach
+from jaxattn.parallel.peer_access import peers_reach
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cpu"])

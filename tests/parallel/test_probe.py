@@ -11,10 +11,10 @@ from unittest import mock
 import jax
 import pytest
 
-from jaxattn.engine import prepare
-from jaxattn.memory.device import GIB, MIB, DeviceMemory
-from jaxattn.parallel import Group, Parallel, probe
-from jaxattn.parallel.splitting import OFF, VARIABLE
+from jaxattn.engine.startup import engine_build
+from jaxattn.memory.device_memory import GIB, MIB, DeviceMemory
+from jaxattn.parallel import Group, Parallel, collective_memory
+from jaxattn.parallel.comm_split import OFF, VARIABLE
 from tests.helpers.virtual_devices import on_virtual_devices
 
 TAKEN, OTHERS = 300 * MIB, GIB
@@ -41,13 +41,18 @@ class Card:
 @on_virtual_devices
 def test_what_others_take_of_a_gpu_meanwhile_does_not_count(own):
     card, group = Card(own), Group(Parallel(tensor=2), tuple(jax.devices()[:2]))
-    with mock.patch.multiple(probe, device_memory=card.memory, process_bytes=card.of_process):
-        assert probe.collectives_bytes(group) == TAKEN
+    with mock.patch.multiple(
+        collective_memory, device_memory=card.memory, process_bytes=card.of_process
+    ):
+        assert collective_memory.collectives_bytes(group) == TAKEN
 
 
 @on_virtual_devices
 def test_nothing_counts_where_nothing_says_what_is_free():
-    assert probe.collectives_bytes(Group(Parallel(tensor=2), tuple(jax.devices()[:2]))) == 0
+    assert (
+        collective_memory.collectives_bytes(Group(Parallel(tensor=2), tuple(jax.devices()[:2])))
+        == 0
+    )
 
 
 class Device(NamedTuple):
@@ -74,12 +79,12 @@ def test_each_layout_is_looked_at_once_and_what_all_took_counts():
         return TAKEN if len(ran) == 1 else 0  # NCCL keeps what it has
 
     def taken(layout: Parallel) -> int:
-        return prepare.collectives_of(mock.Mock(parallel=layout), devices)
+        return engine_build.collectives_of(mock.Mock(parallel=layout), devices)
 
     whole, context = Parallel(tensor=4), Parallel(tensor=4, context=2)
     with (
-        mock.patch.object(prepare, "collectives_bytes", measured),
-        mock.patch.dict(prepare.PROCESS.collectives, clear=True),
+        mock.patch.object(engine_build, "collectives_bytes", measured),
+        mock.patch.dict(engine_build.PROCESS.collectives, clear=True),
         ThreadPoolExecutor(4) as pool,
     ):
         assert list(pool.map(taken, [whole] * 4)) == [TAKEN] * 4
@@ -98,12 +103,14 @@ def test_each_layout_is_looked_at_once_and_what_all_took_counts():
 )
 def test_gpus_of_several_processes_are_refused_where_communicators_are_split(layout, processes):
     group = group_of(layout, processes)
-    with pytest.raises(probe.CollectiveError, match=f"GPUs of {processes} processes") as refused:
-        probe.check_processes(group, {})
+    with pytest.raises(
+        collective_memory.CollectiveError, match=f"GPUs of {processes} processes"
+    ) as refused:
+        collective_memory.check_processes(group, {})
     assert f'{VARIABLE}="{OFF}" in its environment' in str(refused.value)
-    probe.check_processes(group, {VARIABLE: f"--xla_dump_to=/tmp {OFF}"})
-    probe.check_processes(group_of(layout, processes, platform="cpu"), {})
-    probe.check_processes(group_of(layout, 1), {})
+    collective_memory.check_processes(group, {VARIABLE: f"--xla_dump_to=/tmp {OFF}"})
+    collective_memory.check_processes(group_of(layout, processes, platform="cpu"), {})
+    collective_memory.check_processes(group_of(layout, 1), {})
 
 
 # Axes of four devices of which {0, 2} and {1, 3} meet, or {0, 1} and {2, 3}.
@@ -138,23 +145,27 @@ def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
 
     with (
         mock.patch.object(Group, "make", make),
-        mock.patch.object(probe, "_processes", lambda _: processes),
+        mock.patch.object(collective_memory, "_processes", lambda _: processes),
     ):
-        probe._meet(group)
+        collective_memory._meet(group)
     assert found == programs
 
 
 def test_processes_that_do_not_meet_are_an_error_after_a_time():
     group, wait = group_of(dict(tensor=4), 2), threading.Event()
-    with mock.patch.object(probe, "_meet", lambda *_: wait.wait(60)):
-        with pytest.raises(probe.CollectiveError, match="did not meet in 0 s; XLA_FLAGS has to"):
-            probe._meet_in_time(group, 0.05)
+    with mock.patch.object(collective_memory, "_meet", lambda *_: wait.wait(60)):
+        with pytest.raises(
+            collective_memory.CollectiveError, match="did not meet in 0 s; XLA_FLAGS has to"
+        ):
+            collective_memory._meet_in_time(group, 0.05)
     wait.set()
-    with mock.patch.object(probe, "_meet", side_effect=probe.CollectiveError("no")):
-        with pytest.raises(probe.CollectiveError, match="no"):
-            probe._meet_in_time(group)
-    with mock.patch.object(probe, "_meet"):
-        probe._meet_in_time(group)
+    with mock.patch.object(
+        collective_memory, "_meet", side_effect=collective_memory.CollectiveError("no")
+    ):
+        with pytest.raises(collective_memory.CollectiveError, match="no"):
+            collective_memory._meet_in_time(group)
+    with mock.patch.object(collective_memory, "_meet"):
+        collective_memory._meet_in_time(group)
 
 
 def test_each_set_has_that_time_of_its_own():
@@ -168,9 +179,9 @@ def test_each_set_has_that_time_of_its_own():
         if waits:
             wait.wait(60)
 
-    with mock.patch.object(probe, "_meet", meet):
-        probe._meet_in_time(group, 0.25)
-    with mock.patch.object(probe, "_meet", partial(meet, waits=True)):
-        with pytest.raises(probe.CollectiveError, match="did not meet"):
-            probe._meet_in_time(group, 0.25)
+    with mock.patch.object(collective_memory, "_meet", meet):
+        collective_memory._meet_in_time(group, 0.25)
+    with mock.patch.object(collective_memory, "_meet", partial(meet, waits=True)):
+        with pytest.raises(collective_memory.CollectiveError, match="did not meet"):
+            collective_memory._meet_in_time(group, 0.25)
     wait.set()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxattn.parallel.compiled import SCOPE, all_reduces
+from jaxattn.parallel.hlo_all_reduces import SCOPE, all_reduces
 
 META = f'metadata={{op_name="jit(step)/{SCOPE}/psum" source_file="x.py"}}'
 

@@ -6,8 +6,8 @@ import sys
 import jax
 import pytest
 
-from jaxattn.cli import hosts
-from jaxattn.parallel.splitting import NAME, OFF, VARIABLE, may_split, never_split
+from jaxattn.cli.startup import multihost
+from jaxattn.parallel.comm_split import NAME, OFF, VARIABLE, may_split, never_split
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,22 @@ def test_several_processes_never_split_and_one_is_left_as_it_is(monkeypatch):
         pass
 
     def start(*_, **__):
-        assert hosts.os.environ[VARIABLE].split() == ["--x=1", OFF]
+        assert multihost.os.environ[VARIABLE].split() == ["--x=1", OFF]
         raise Starts
 
     monkeypatch.setenv(VARIABLE, "--x=1")
     monkeypatch.setattr(jax.distributed, "initialize", start)
-    with hosts.joined(None):
-        assert hosts.os.environ[VARIABLE] == "--x=1"
-    with pytest.raises(Starts), hosts.joined(hosts.Place(0, 2, "127.0.0.1:1")):
+    with multihost.joined(None):
+        assert multihost.os.environ[VARIABLE] == "--x=1"
+    with pytest.raises(Starts), multihost.joined(multihost.Place(0, 2, "127.0.0.1:1")):
         pytest.fail("it starts without its processes")
 
 
 def test_xla_reads_the_flag_when_its_backend_starts_though_jax_was_imported_before(tmp_path):
     program = f"""
 import os
-import jax, jaxattn.cli.hosts
-from jaxattn.parallel.splitting import never_split
+import jax, jaxattn.cli.startup.multihost
+from jaxattn.parallel.comm_split import never_split
 os.environ["{VARIABLE}"] = "{NAME}=true --xla_dump_to={tmp_path}"
 never_split(os.environ)
 jax.jit(lambda x: x + 1)(1.0)

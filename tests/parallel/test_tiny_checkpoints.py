@@ -21,9 +21,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxattn.models import Hybrid, huggingface
+from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import EMBEDDED, load
-from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import FAMILIES
 from jaxattn.models.sharding import layouts
 from jaxattn.parallel import Parallel
@@ -50,7 +51,7 @@ QUICK = {"deepseek_v3_fp8": [Parallel(data=2, expert=2)]}
 @functools.cache
 def loaded(name: str) -> tuple[DecoderModel, Any]:
     if name != "embedded":
-        return huggingface.load(FOLDERS[name], dtype="float32")
+        return huggingface_checkpoint.load(FOLDERS[name], dtype="float32")
     config, params = load(EMBEDDED)
     wide: Any = dict(dtype="float32", param_dtype="float32")
     return Hybrid(dataclasses.replace(config, **wide)), jax.tree.map(in_float32, params)

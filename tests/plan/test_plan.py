@@ -20,22 +20,22 @@ from rich.console import Console
 from jaxattn import gqa, mla
 from jaxattn.cli.plan import main
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.executable_memory import bound_of
-from jaxattn.engine.memory_plan import packed_shapes
-from jaxattn.engine.state import new_state
-from jaxattn.engine.step import int32
-from jaxattn.engine.steps import entry_points
-from jaxattn.memory.bound import LIBRARY_WORKSPACE, temp_bound
-from jaxattn.memory.device import DeviceError, DeviceMemory, known_device
+from jaxattn.engine.startup.executable_memory import bound_of
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.engine_state import new_state
+from jaxattn.engine.steps.engine_step import int32
+from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.memory.device_memory import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models import known
-from jaxattn.models.base import DecodeBatch, PrefillBatch, jit_step, overlaid
-from jaxattn.models.hybrid import Hybrid
+from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE, temp_bound
+from jaxattn.models.catalog import public_models
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step, overlaid
 from jaxattn.plan import Budget, Item, MemoryPlan, PlanError, plan, solve
-from jaxattn.plan.group import plan_group
-from jaxattn.plan.naive import published, split_kv_workspace
+from jaxattn.plan.group_plan import plan_group
 from jaxattn.plan.placement import Placement
-from jaxattn.plan.show import bar, print_plan
+from jaxattn.plan.plan_display import bar, print_plan
+from jaxattn.plan.scratch_comparison import published, split_kv_workspace
 from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST, kept_steps, params_of
 from tests.helpers.model_cases import state_of
 
@@ -58,7 +58,9 @@ def mla_scratch(heads):
 
 def test_r1_on_8_and_16_gpus_leaves_this_cache():
     plans = {
-        gpus: plan(known.load("DeepSeek-R1"), "h200", SERVING, placement=Placement(gpus=gpus))
+        gpus: plan(
+            public_models.load("DeepSeek-R1"), "h200", SERVING, placement=Placement(gpus=gpus)
+        )
         for gpus in (8, 16)
     }
     for gpus, made in plans.items():
@@ -68,7 +70,7 @@ def test_r1_on_8_and_16_gpus_leaves_this_cache():
         attention = 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
         assert scratch_of(made, "mla_decode") == attention
         # All GPUs' rows may choose the experts of one of them.
-        spec = known.load("DeepSeek-R1").model.spec
+        spec = public_models.load("DeepSeek-R1").model.spec
         experts = spec.blocks[-1].feed_forward.scratch(spec.stream, 128 * gpus)
         assert made["arena"] == overlaid((experts, mla_scratch(128))).nbytes
         assert made.reserve >= 0
@@ -79,7 +81,7 @@ def test_r1_on_8_and_16_gpus_leaves_this_cache():
 
 
 def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
-    r1 = known.load("DeepSeek-R1")
+    r1 = public_models.load("DeepSeek-R1")
     limits = dataclasses.replace(SERVING, num_pages=100)
     one = plan(r1, "400GiB", limits, placement=Placement(gpus=8, attention="data"))
     divided = plan(r1, "400GiB", limits, placement=Placement(gpus=8, attention="tensor"))
@@ -89,7 +91,7 @@ def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
     assert scratch_of(one, "mla_decode") == 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
     assert scratch_of(divided, "mla_decode") == 128 * 16 * 512 * 2 + 132 * 2 * 16 * 512 * 4
 
-    qwen = known.load("Qwen3-Next-80B-A3B")
+    qwen = public_models.load("Qwen3-Next-80B-A3B")
     caches = {
         gpus: plan(qwen, "400GiB", limits, placement=Placement(gpus=gpus, attention="tensor"))[
             "kv cache"
@@ -100,7 +102,7 @@ def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
 
 
 def test_a_float8_cache_is_half_and_states_are_a_slot_a_row():
-    kimi = known.load("Kimi-Linear-48B-A3B")
+    kimi = public_models.load("Kimi-Linear-48B-A3B")
     limits = dataclasses.replace(SERVING, num_pages=100)
     wide = plan(kimi, "h200", limits)
     narrow = plan(kimi, "h200", limits, placement=Placement(cache_dtype="float8"))
@@ -240,7 +242,7 @@ def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
             Limits(batch=2000, max_model_len=256, prefill_chunk=16, utilization=0.9),
         )
         if name == "hybrid"
-        else (known.load(name), 60, dataclasses.replace(SERVING, utilization=0.9))
+        else (public_models.load(name), 60, dataclasses.replace(SERVING, utilization=0.9))
     )
     total = gib * GIB
     empty = plan(model, DeviceMemory("x", total), limits)
@@ -297,7 +299,7 @@ def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, ro
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
 def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
     """The experts' weights are most of it: XLA copies a layer's out of the stack."""
-    config = known.config_of("DeepSeek-V2-Lite") | {
+    config = public_models.config_of("DeepSeek-V2-Lite") | {
         "vocab_size": 256,
         "hidden_size": 512,
         "intermediate_size": 512,
@@ -305,7 +307,7 @@ def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
         "num_hidden_layers": 2,
         "first_k_dense_replace": 0,
     }
-    model = known.from_config("experts", config, "experts").model.with_dtype(dtype)
+    model = public_models.from_config("experts", config, "experts").model.with_dtype(dtype)
     limits = Limits(batch=1, max_model_len=64, prefill_chunk=16)
     params = packed_shapes(model)
     [prefill] = [entry for entry in entry_points(limits) if entry.kind == "prefill"]
@@ -418,7 +420,7 @@ def test_what_would_help_the_decoder_helps_with_its_temp_too():
 )
 def test_a_larger_share_of_the_device_is_advised_first(model, limits, device, share, advised):
     limits = dataclasses.replace(limits, utilization=share)
-    model = known.load(model) if isinstance(model, str) else model
+    model = public_models.load(model) if isinstance(model, str) else model
     with pytest.raises(PlanError) as caught:
         plan(model, device, limits)
     word, larger = caught.value.advice[0].split()
@@ -557,7 +559,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 def test_a_folder_is_a_model_too(tmp_path, capsys):
     (tmp_path / "config.json").write_text(
-        json.dumps(known.config_of("DeepSeek-V2-Lite") | {"num_hidden_layers": 3})
+        json.dumps(public_models.config_of("DeepSeek-V2-Lite") | {"num_hidden_layers": 3})
     )
     assert main([str(tmp_path), "--json"]) == 0
     assert main([str(tmp_path), "--gpus", "2", "--json"]) == 0
@@ -578,7 +580,7 @@ def test_the_bar_is_as_wide_as_it_says_and_in_proportion():
 
 def test_a_narrow_terminal_keeps_every_byte(capsys):
     console = Console(width=80, force_terminal=False)
-    print_plan(console, plan(known.load("DeepSeek-V2-Lite"), "h200", SERVING))
+    print_plan(console, plan(public_models.load("DeepSeek-V2-Lite"), "h200", SERVING))
     assert "31,420,537,600" in capsys.readouterr().out
 
 
@@ -586,7 +588,7 @@ def test_a_narrow_terminal_keeps_every_byte(capsys):
 def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
     out = io.StringIO()
     console = Console(width=columns, file=out, force_terminal=True, color_system=None)
-    made = plan_group(known.load("DeepSeek-R1"), known_device("h200"), SERVING, Placement())
+    made = plan_group(public_models.load("DeepSeek-R1"), known_device("h200"), SERVING, Placement())
     print_plan(console, made, published())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= columns

@@ -9,22 +9,23 @@ import pytest
 from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
-from jaxattn.engine.executable_memory import from_shapes
-from jaxattn.engine.memory_plan import packed_shapes, plan_engine
-from jaxattn.engine.several import with_steps
-from jaxattn.engine.steps import EntryPoint
-from jaxattn.memory.device import known_device
+from jaxattn.engine.startup.decode_step_count import with_steps
+from jaxattn.engine.startup.executable_memory import from_shapes
+from jaxattn.engine.startup.memory_plan import packed_shapes, plan_engine
+from jaxattn.engine.steps.step_catalog import EntryPoint
+from jaxattn.memory.device_memory import known_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models import huggingface, known
-from jaxattn.models.base import Model
-from jaxattn.models.caches import LatentPages
+from jaxattn.models.caches.cache_layouts import LatentPages
+from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
+from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.hybrid import Hybrid
-from jaxattn.models.layer_cache import CacheSize, LayerCache
+from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.interface import Model
+from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.plan import PlanError, plan
-from jaxattn.plan.notes import notes
+from jaxattn.plan.device_plan import _bound_in, traced_bounds
 from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches, latents_of
-from jaxattn.plan.single import _bound_in, traced_bounds
+from jaxattn.plan.plan_notes import notes
 from tests.helpers.engine_cases import CONFIG, LIMITS
 
 ROWS = Limits(batch=2, max_model_len=1024, num_pages=40, prefill_chunk=64)
@@ -32,7 +33,7 @@ SMALL = "Youtu-LLM-2B"
 
 
 def of(name: str):
-    return known.load(name).model
+    return public_models.load(name).model
 
 
 # One GPU ------------------------------------------------------------------------------------------
@@ -40,7 +41,7 @@ def of(name: str):
 
 def test_one_gpu_is_planned_as_the_engine_plans_it():
     model = of(SMALL)
-    made = plan(known.load(SMALL), "h100", ROWS)
+    made = plan(public_models.load(SMALL), "h100", ROWS)
     engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
     for line in ("weights", "arena", "kv cache"):
         assert made[line] == engine[line]
@@ -70,7 +71,7 @@ def test_what_xla_would_hold_is_not_counted_where_a_kernel_runs():
 )
 def test_one_gpu_counts_the_cache_that_is_asked_for(cache_dtype, width):
     place = Placement(cache_dtype=cache_dtype)
-    made = plan(known.load(SMALL), "h100", ROWS, placement=place)
+    made = plan(public_models.load(SMALL), "h100", ROWS, placement=place)
     assert made["kv cache"] == 32 * 40 * 64 * width
     served = "No model of jaxattn serves a float8 cache yet"
     assert any(served in note for note in made.notes) == (cache_dtype == "float8")
@@ -78,7 +79,7 @@ def test_one_gpu_counts_the_cache_that_is_asked_for(cache_dtype, width):
 
 def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
     monkeypatch.setattr(jax, "make_jaxpr", lambda *_: pytest.fail("traced"))
-    model, limits = known.load("DeepSeek-R1"), Limits(batch=8, max_model_len=4096)
+    model, limits = public_models.load("DeepSeek-R1"), Limits(batch=8, max_model_len=4096)
     with pytest.raises(PlanError, match="the line that does not fit is the weights") as refused:
         plan(model, "h100", limits)
     [advised] = refused.value.advice
@@ -93,18 +94,18 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
 def test_what_is_advised_for_one_gpu_fits_it():
     limits = Limits(batch=512, max_model_len=8192, prefill_chunk=512)
     with pytest.raises(PlanError) as refused:
-        plan(known.load(SMALL), "6GiB", limits)
+        plan(public_models.load(SMALL), "6GiB", limits)
     option, value = refused.value.advice[0].split()
     assert option == "--batch"
     fitting = dataclasses.replace(limits, batch=int(value))
-    assert plan(known.load(SMALL), "6GiB", fitting).reserve >= 0
+    assert plan(public_models.load(SMALL), "6GiB", fitting).reserve >= 0
     with pytest.raises(PlanError):
-        plan(known.load(SMALL), "6GiB", dataclasses.replace(limits, batch=2 * int(value)))
+        plan(public_models.load(SMALL), "6GiB", dataclasses.replace(limits, batch=2 * int(value)))
 
 
 def test_an_fp8_checkpoint_says_what_stays_in_fp8():
     made = plan(
-        known.load("DeepSeek-R1"),
+        public_models.load("DeepSeek-R1"),
         "h200",
         Limits(batch=8, max_model_len=4096),
         placement=Placement(gpus=8),
@@ -162,7 +163,7 @@ def test_what_is_no_decoder_cannot_be_placed():
 )
 def test_a_placement_that_cannot_be_is_refused_by_name(name, place, message):
     with pytest.raises(ValueError, match=message):
-        plan(known.load(name), "h200", ROWS, placement=place)
+        plan(public_models.load(name), "h200", ROWS, placement=place)
 
 
 # Folders ------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ def written(folder, values) -> str:
 
 
 def changed(name, **fields):
-    config = known.config_of(name) | fields
+    config = public_models.config_of(name) | fields
     return {field: value for field, value in config.items() if value is not ...}
 
 
@@ -222,7 +223,7 @@ def test_a_bad_folder_is_one_line_in_the_loaders_words(values, message, tmp_path
     program = "python -m jaxattn.plan: error: "
     assert error.startswith(program) and error.count("\n") == 1 and message in error
     with pytest.raises(CheckpointError) as refused:
-        huggingface.load(folder)
+        huggingface_checkpoint.load(folder)
     assert error.removeprefix(program).startswith(" ".join(str(refused.value).split()))
 
 
@@ -259,12 +260,12 @@ def test_what_a_plan_counts_itself_is_refused_as_briefly(values, message, tmp_pa
 
 
 def test_a_nested_text_config_is_the_model(tmp_path):
-    text = known.config_of("Qwen3.5-35B-A3B")
+    text = public_models.config_of("Qwen3.5-35B-A3B")
     folder = written(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text})
-    assert known.load(folder).weights == known.load("Qwen3.5-35B-A3B").weights
+    assert public_models.load(folder).weights == public_models.load("Qwen3.5-35B-A3B").weights
     (tmp_path / "config.json").unlink()
-    with pytest.raises(known.KnownModelError, match="is a folder without a config.json"):
-        known.load(str(tmp_path))
+    with pytest.raises(public_models.KnownModelError, match="is a folder without a config.json"):
+        public_models.load(str(tmp_path))
 
 
 # Claims about kernels -----------------------------------------------------------------------------
@@ -273,10 +274,10 @@ def test_a_nested_text_config_is_the_model(tmp_path):
 @pytest.mark.sampled
 @pytest.mark.parametrize("ways", [1, 8])
 @pytest.mark.parametrize("cache_dtype", [None, *sorted(CACHE_DTYPES)])
-@pytest.mark.parametrize("name", [n for n in known.NAMES if "Qwen" not in n])
+@pytest.mark.parametrize("name", [n for n in public_models.NAMES if "Qwen" not in n])
 def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
     """The interpreted kernel refuses the shapes that the GPU's refuses."""
-    model = known.load(name)
+    model = public_models.load(name)
     assert latents_of(model)
     place = Placement(gpus=ways, attention="tensor", cache_dtype=cache_dtype)
     said = f"reads the {cache_dtype or 'bfloat16'} cache"
@@ -302,7 +303,7 @@ def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
 
 def test_plans_of_one_gpu_and_of_a_group_say_it():
     for place in (Placement(), Placement(gpus=8)):
-        made = plan(known.load("DeepSeek-V2-Lite"), "h200", ROWS, placement=place)
+        made = plan(public_models.load("DeepSeek-V2-Lite"), "h200", ROWS, placement=place)
         assert "MLA's decode kernel reads the bfloat16 cache: 1,152 bytes per token and layer." in (
             made.notes
         )
@@ -313,7 +314,7 @@ def test_plans_of_one_gpu_and_of_a_group_say_it():
 )
 def test_a_token_takes_the_bytes_of_its_format(cache_dtype, nbytes):
     place = Placement(gpus=8, cache_dtype=cache_dtype)
-    made = plan(known.load("DeepSeek-R1"), "h200", ROWS, placement=place)
+    made = plan(public_models.load("DeepSeek-R1"), "h200", ROWS, placement=place)
     assert made["kv cache"] == 61 * 40 * 64 * nbytes
 
 
@@ -321,7 +322,7 @@ def test_a_token_takes_the_bytes_of_its_format(cache_dtype, nbytes):
 def test_a_cache_of_keys_and_values_in_a_format_of_latents_is_refused(cache_dtype):
     with pytest.raises(ValueError, match=f"{cache_dtype!r} is a format of MLA's latents, .* out"):
         plan(
-            known.load("Qwen3-Next-80B-A3B"),
+            public_models.load("Qwen3-Next-80B-A3B"),
             "h200",
             Limits(),
             placement=Placement(gpus=4, cache_dtype=cache_dtype),

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn import Arena, Limits, gqa
-from jaxattn.core.formats import TURBOQUANT
-from jaxattn.engine.executable_memory import Executable
-from jaxattn.engine.memory_plan import fill, packed_shapes, page_bytes, plan_engine
-from jaxattn.engine.steps import all_steps
+from jaxattn.core.cache.formats import TURBOQUANT
+from jaxattn.engine.startup.executable_memory import Executable
+from jaxattn.engine.startup.memory_plan import fill, packed_shapes, page_bytes, plan_engine
+from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.budget import nbytes
-from jaxattn.memory.device import known_device
-from jaxattn.models import known
-from jaxattn.plan.group import DRIVER
-from jaxattn.plan.single import traced_bounds
+from jaxattn.memory.device_memory import known_device
+from jaxattn.models.catalog import public_models
+from jaxattn.plan.device_plan import traced_bounds
+from jaxattn.plan.group_plan import DRIVER
 
 LIMITS = Limits(
     batch=1024, max_model_len=40_960, prefill_chunk=2048, utilization=0.9, cache_format="k8v4",
@@ -30,7 +30,7 @@ PAGE, WIDTH, MIB = 64, 40_960 // 64, 2**20
 
 
 def model():
-    return known.load("Qwen3-32B").model.with_cache_format("k8v4", 2)
+    return public_models.load("Qwen3-32B").model.with_cache_format("k8v4", 2)
 
 
 def test_a_token_takes_110464_bytes():
@@ -114,12 +114,12 @@ def test_decode_keeps_at_most_2_mib_beside_operands_and_results(batch, preset):
     regions = dict(spec.regions)
     partial = nbytes(regions["partial_out"]) if "partial_out" in regions else 0
     operands = [v.aval for v in jaxpr.jaxpr.invars]
-    known = {(math.prod(x.shape), str(x.dtype)) for x in operands}
+    public_models = {(math.prod(x.shape), str(x.dtype)) for x in operands}
     made = 0
     for eqn in jaxpr.jaxpr.eqns:
         assert eqn.primitive.name not in ("dot_general", "mul", "convert_element_type"), eqn
         for x in (v.aval for v in eqn.outvars):
             shape, dtype = getattr(x, "shape", ()), str(getattr(x, "dtype", ""))
-            if (math.prod(shape), dtype) not in known:
+            if (math.prod(shape), dtype) not in public_models:
                 made += math.prod(shape) * jnp.dtype(x.dtype).itemsize
     assert made + partial + nbytes(schedule) <= 2 * MIB

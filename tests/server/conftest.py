@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Request
+from jaxattn.engine.requests.request import Request
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED
 from tests.helpers.live_server import live, served

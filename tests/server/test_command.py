@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-import jaxattn.server.run
-from jaxattn.cli import compiled
-from jaxattn.cli.inputs import model_length, read_limits
-from jaxattn.cli.models import choose
-from jaxattn.cli.serve import main
-from jaxattn.cli.serve_options import parser
-from jaxattn.engine.steps import all_steps
+import jaxattn.server.uvicorn_server
+from jaxattn.cli.options.serve_options import parser
+from jaxattn.cli.serve.command import main
+from jaxattn.cli.serve.request_inputs import model_length, read_limits
+from jaxattn.cli.startup import compilation_cache
+from jaxattn.cli.startup.model_source import choose
+from jaxattn.engine.steps.step_catalog import all_steps
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]
@@ -90,14 +90,14 @@ def test_a_server_of_default_limits_has_at_most_12_executables():
 
 
 def test_executables_are_kept_apart_by_what_they_run_on(tmp_path, monkeypatch):
-    first = compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)})
+    first = compilation_cache.own_folder({"XDG_CACHE_HOME": str(tmp_path)})
     assert first.parent == tmp_path / "jaxattn" / "compiled"
-    assert compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)}) == first
-    others = {compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--x"})}
-    monkeypatch.setattr(compiled, "processor", lambda: "another")
-    others.add(compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)}))
-    monkeypatch.setattr(compiled, "__version__", "9.9")
-    others.add(compiled.own_folder({"XDG_CACHE_HOME": str(tmp_path)}))
+    assert compilation_cache.own_folder({"XDG_CACHE_HOME": str(tmp_path)}) == first
+    others = {compilation_cache.own_folder({"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": "--x"})}
+    monkeypatch.setattr(compilation_cache, "processor", lambda: "another")
+    others.add(compilation_cache.own_folder({"XDG_CACHE_HOME": str(tmp_path)}))
+    monkeypatch.setattr(compilation_cache, "__version__", "9.9")
+    others.add(compilation_cache.own_folder({"XDG_CACHE_HOME": str(tmp_path)}))
     assert len(others | {first}) == 4
 
 
@@ -143,7 +143,7 @@ def test_a_key_file_without_a_key(tmp_path, capsys):
 
 def test_without_the_extra_a_port_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "jaxattn.server.run")
+    monkeypatch.delitem(sys.modules, "jaxattn.server.uvicorn_server")
     monkeypatch.delattr(jaxattn.server, "run")
     line = refused(capsys, "--port", "0")
     assert line.endswith(
@@ -153,7 +153,7 @@ def test_without_the_extra_a_port_says_what_to_install(monkeypatch, capsys):
 
 def test_importing_the_package_or_its_commands_imports_nothing_of_the_extra():
     code = (
-        "import sys, jaxattn, jaxattn.cli.serve, jaxattn.bench.__main__;"
+        "import sys, jaxattn, jaxattn.cli.serve.command, jaxattn.bench.__main__;"
         f"print(*[name for name in {OF_EXTRA} if name in sys.modules])"
         "; print(*[name for name in sys.modules if name.startswith('jaxattn.server')])"
     )

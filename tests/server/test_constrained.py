@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from jaxattn.server.sampling import ABLE
+from jaxattn.server.decoding.sampling_params import ABLE
 
 pytestmark = pytest.mark.skipif("grammar" not in ABLE, reason="the engine takes no grammars yet")
 

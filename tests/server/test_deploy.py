@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxattn.cli.serve_options import parser
+from jaxattn.cli.options.serve_options import parser
 from jaxattn.server.app import GET
-from jaxattn.server.metrics import Metrics
+from jaxattn.server.runtime.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.outcome import FinishEvent, FinishReason
-from jaxattn.engine.request import Request
-from jaxattn.engine.runner import Runner
+from jaxattn.engine.execution.model_runner import Runner
+from jaxattn.engine.requests.outputs import FinishEvent, FinishReason
+from jaxattn.engine.requests.request import Request
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 from tests.helpers.storm import MOST_BODY, Storm

@@ -7,7 +7,7 @@ import time
 import pytest
 from starlette.datastructures import Headers
 
-from jaxattn.server.keys import KeyGate, read_keys
+from jaxattn.server.http.api_keys import KeyGate, read_keys
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -43,7 +43,7 @@ def test_a_key_is_compared_with_all_of_them_in_constant_time(monkeypatch):
         compared.append((len(given), len(known)))
         return given == known
 
-    monkeypatch.setattr("jaxattn.server.keys.secrets.compare_digest", compare)
+    monkeypatch.setattr("jaxattn.server.http.api_keys.secrets.compare_digest", compare)
     gate = KeyGate(None, ("sesame", "simsim", "s" * 200))
     for key in ("sesame", "s" * 200, "sesamf", "", "x" * 5000):
         assert gate._known(Headers(bearer(key))) is (key in ("sesame", "s" * 200))

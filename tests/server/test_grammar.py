@@ -9,14 +9,14 @@ import llguidance
 import numpy as np
 import pytest
 
-from jaxattn.engine.outcome import Completion, FinishReason
-from jaxattn.engine.request import Request
-from jaxattn.server import grammar
-from jaxattn.server.errors import ApiError
-from jaxattn.server.fields import Fields
-from jaxattn.server.generation import failure
-from jaxattn.server.grammar import Vocabulary, read_grammar
-from jaxattn.server.tool_calls import ToolReader
+from jaxattn.engine.requests.outputs import Completion, FinishReason
+from jaxattn.engine.requests.request import Request
+from jaxattn.server.decoding import structured_outputs
+from jaxattn.server.decoding.generation import failure
+from jaxattn.server.decoding.structured_outputs import Vocabulary, read_grammar
+from jaxattn.server.decoding.tool_parser import ToolReader
+from jaxattn.server.http.errors import ApiError
+from jaxattn.server.http.json_fields import Fields
 from jaxattn.text import ByteTokenizer
 
 SCHEMA = {
@@ -33,7 +33,7 @@ TOOLS = [
 @pytest.fixture(autouse=True)
 def able(monkeypatch):
     """An engine whose requests take a grammar."""
-    monkeypatch.setattr(grammar, "ABLE", grammar.ABLE | {"grammar"})
+    monkeypatch.setattr(structured_outputs, "ABLE", structured_outputs.ABLE | {"grammar"})
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_what_cannot_be_followed_is_400(vocabulary, asked):
 def test_a_text_that_passes_a_limit_allows_no_token_and_says_why(vocabulary, monkeypatch):
     """llguidance then allows a stop token, which would end a part of an answer as if whole."""
     few = llguidance.LLParserLimits(max_lexer_states=40)
-    monkeypatch.setattr(grammar, "LIMITS", few)
+    monkeypatch.setattr(structured_outputs, "LIMITS", few)
     asked = {"type": "regex", "pattern": "[ab]*a[ab]{20}!"}
     [matcher] = vocabulary.matchers(*read_grammar(Fields({"response_format": asked}), ()), 1)
     luck = random.Random(0)
@@ -128,7 +128,7 @@ def test_a_text_that_passes_a_limit_allows_no_token_and_says_why(vocabulary, mon
 
 
 def test_an_engine_without_grammars_says_so(monkeypatch):
-    monkeypatch.setattr(grammar, "ABLE", frozenset())
+    monkeypatch.setattr(structured_outputs, "ABLE", frozenset())
     with pytest.raises(ApiError, match="this engine follows none"):
         read_grammar(Fields({"response_format": {"type": "json_object"}}), ())
     assert read_grammar(Fields({"response_format": {"type": "text"}}), ()) is None
@@ -136,8 +136,8 @@ def test_an_engine_without_grammars_says_so(monkeypatch):
 
 def test_texts_of_one_grammar_go_on_each_for_itself(vocabulary):
     asked = {"type": "regex", "pattern": "ab|cd"}
-    grammar = read_grammar(Fields({"response_format": asked}), ())
-    first, second = vocabulary.matchers(*grammar, 2)
+    structured_outputs = read_grammar(Fields({"response_format": asked}), ())
+    first, second = vocabulary.matchers(*structured_outputs, 2)
     assert first.accept(ord("a"))
     for matcher, wanted in ((first, "b"), (second, "ac")):
         words = np.zeros(8, np.int32)
@@ -151,8 +151,8 @@ def test_a_schema_fetches_nothing(vocabulary):
         elsewhere.settimeout(0.2)
         schema = {"$ref": f"http://127.0.0.1:{elsewhere.getsockname()[1]}/schema"}
         asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-        grammar = read_grammar(Fields({"response_format": asked}), ())
+        structured_outputs = read_grammar(Fields({"response_format": asked}), ())
         with pytest.raises(ApiError, match="retrieving it failed"):
-            vocabulary.matchers(*grammar, 1)
+            vocabulary.matchers(*structured_outputs, 1)
         with pytest.raises(TimeoutError):
             elsewhere.accept()

@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from jaxattn.server import watchdog
-from jaxattn.server.phase import Phase
-from jaxattn.server.watchdog import CODE, Watchdog
+from jaxattn.server.runtime import watchdog
+from jaxattn.server.runtime.server_state import Phase
+from jaxattn.server.runtime.watchdog import CODE, Watchdog
 from tests.helpers.live_server import live, objects, served
 from tests.helpers.scripted_engine import ScriptedEngine
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from jaxattn.server.admission import Admission
-from jaxattn.server.errors import ApiError
+from jaxattn.server.http.errors import ApiError
+from jaxattn.server.runtime.admission import Admission
 from tests.helpers.live_server import live, objects, served
 from tests.helpers.scripted_engine import ScriptedEngine
 

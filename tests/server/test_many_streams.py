@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.request import Request
+from jaxattn.engine.requests.request import Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED

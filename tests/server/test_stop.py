@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxattn.engine.outcome import TokenEvent
-from jaxattn.engine.request import Request
-from jaxattn.server.generation import Choice
-from jaxattn.server.stop import StopStrings, StopText
+from jaxattn.engine.requests.outputs import TokenEvent
+from jaxattn.engine.requests.request import Request
+from jaxattn.server.decoding.generation import Choice
+from jaxattn.server.decoding.stop_strings import StopStrings, StopText
 from jaxattn.text import ByteTokenizer
 
 LETTERS = st.text("ab", max_size=12)

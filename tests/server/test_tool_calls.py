@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxattn.server.tool_calls import ToolReader
+from jaxattn.server.decoding.tool_parser import ToolReader
 
 TOOLS = [
     {

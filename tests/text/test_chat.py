@@ -7,10 +7,10 @@ import re
 import pytest
 
 from jaxattn.text import TextError, load
-from jaxattn.text.chat import ChatTemplate, flattened
-from jaxattn.text.config import read_settings
-from jaxattn.text.process import Renderer
-from jaxattn.text.render import render
+from jaxattn.text.chat_template import ChatTemplate, flattened
+from jaxattn.text.renderer_process import Renderer
+from jaxattn.text.template_renderer import render
+from jaxattn.text.tokenizer_config import read_settings
 from tests.helpers.chat_cases import ARGUMENTS, CASES, DATA, EXPECTED, NAMES, SPECIAL
 from tests.helpers.text_cases import byte_level, write_folder
 

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from jaxattn.text import TextError
-from jaxattn.text.process import FILE, Renderer
-from jaxattn.text.render import packed, receive, send
+from jaxattn.text.renderer_process import FILE, Renderer
+from jaxattn.text.template_renderer import packed, receive, send
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 ECHO = "{{ messages[0].content }}"

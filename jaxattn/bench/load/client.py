@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from jaxattn.bench.load.lengths import Ask
+from jaxattn.bench.load.request_lengths import Ask
 
 DATA, DONE = b"data:", b"[DONE]"
 

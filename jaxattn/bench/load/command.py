@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxattn.bench.plot import PlotError, require_matplotlib
-from jaxattn.bench.tables import show, store
-from jaxattn.cli.options import ProseHelpFormatter
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.plots.roofline_plot import PlotError, require_matplotlib
+from jaxattn.cli.options.parser import ProseHelpFormatter
 
 KEYS = ("JAXATTN_API_KEY", "OPENAI_API_KEY")
 
@@ -94,20 +94,20 @@ def main(argv: list[str], program: str) -> int:
     """Runs the command; returns its exit code: 0, 1 if a request failed, 2 for bad input."""
     args = parse(argv, program)
     try:
-        from jaxattn.bench.load import picture, run
+        from jaxattn.bench.load import latency_plot, load_test
     except ModuleNotFoundError as error:
         print(f"{program} serve needs {error.name}: pip install 'jaxattn[bench]'", file=sys.stderr)
         return 2
     try:
-        result = asyncio.run(run.run(args, _key(), _said))
-    except run.Unreachable as error:
+        result = asyncio.run(load_test.run(args, _key(), _said))
+    except load_test.Unreachable as error:
         print(f"{program} serve: error: {error}", file=sys.stderr)
         return 2
     title = f"{result['model']} at {args.url}"
     show(title, result["rows"], width=220)
     store(result, args.json)
     if args.plot is not None:
-        picture.draw(result["rows"], title, args.plot)
+        latency_plot.draw(result["rows"], title, args.plot)
     return int(any(row["failed"] for row in result["rows"]))
 
 

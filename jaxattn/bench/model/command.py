@@ -17,21 +17,22 @@ from typing import Any
 
 import jax
 
-from jaxattn.bench import plot, record
-from jaxattn.bench.ceilings import copy_bandwidth, matmul_rate
-from jaxattn.bench.model import roof, vllm
-from jaxattn.bench.model.experts import moe_layers
-from jaxattn.bench.model.kinds import Kind
-from jaxattn.bench.model.named import UnknownModel, find
-from jaxattn.bench.model.rows import Rows
+from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.peak_rates import copy_bandwidth, matmul_rate
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.model import roofline, vllm_baseline
+from jaxattn.bench.model.batches import Rows
+from jaxattn.bench.model.expert_usage import moe_layers
+from jaxattn.bench.model.model_lookup import UnknownModel, find
+from jaxattn.bench.model.op_categories import Kind
+from jaxattn.bench.model.random_weights import random_params
 from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, peak_bytes
-from jaxattn.bench.model.weights import random_params
-from jaxattn.bench.tables import show, store
-from jaxattn.cli.options import ProseHelpFormatter, add_dense
+from jaxattn.bench.plots import roofline_plot
+from jaxattn.cli.options.parser import ProseHelpFormatter, add_dense
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.memory.budget import nbytes
-from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.network.decoder_model import DecoderModel
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -77,8 +78,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     try:
         args.name, args.fields, args.model = find(args.name, args.dense)
         if args.plot:
-            plot.require_matplotlib()  # before all the measuring
-    except (UnknownModel, plot.PlotError) as error:
+            roofline_plot.require_matplotlib()  # before all the measuring
+    except (UnknownModel, roofline_plot.PlotError) as error:
         parser.error(str(error))
     longest = max(args.context, args.prompt)
     if longest > args.model.max_position_embeddings:
@@ -107,19 +108,21 @@ def main(argv: Sequence[str], program: str) -> int:
         "rows": [],
         "kinds": {},
     }
-    result["peers"] = [] if args.no_peers else vllm.measure(args.fields, args.rows, args.context)
+    result["peers"] = (
+        [] if args.no_peers else vllm_baseline.measure(args.fields, args.rows, args.context)
+    )
     # Peers need a card that JAX has not taken.
-    result |= record.begin("model", program, ["model", *argv], seed=args.seed)
+    result |= run_metadata.begin("model", program, ["model", *argv], seed=args.seed)
     try:
         measure(args, result)
     except DoesNotFit as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    record.end(result)
+    run_metadata.end(result)
     store(result, args.json)
     report(result)
     if args.plot:
-        plot.save(result, args.plot)
+        roofline_plot.save(result, args.plot)
     return 0
 
 
@@ -142,7 +145,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     check_room(model, rows)
     params = weights(model, result)
     result |= ceilings()
-    rate = roof.rate(result["device"], result["copy_GB_s"] * 1e9)
+    rate = roofline.rate(result["device"], result["copy_GB_s"] * 1e9)
     layers = len(model.spec.blocks)
     result |= {"roof_GB_s": rate / 1e9, "layers": layers, "moe_layers": moe_layers(model)}
     begin = time.perf_counter()

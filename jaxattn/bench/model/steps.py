@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.bench.model import experts, roof
-from jaxattn.bench.model.kinds import Kind, by_kind
-from jaxattn.bench.model.rows import Rows
-from jaxattn.bench.model.weights import random_state
-from jaxattn.bench.timing import PROFILED, launches, seconds
-from jaxattn.bench.written import written
+from jaxattn.bench.harness.hlo_writes import written
+from jaxattn.bench.harness.timing import PROFILED, launches, seconds
+from jaxattn.bench.model import expert_usage, roofline
+from jaxattn.bench.model.batches import Rows
+from jaxattn.bench.model.op_categories import Kind, by_kind
+from jaxattn.bench.model.random_weights import random_state
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.model_steps import EntryPoint
-from jaxattn.engine.sampling import Level, SamplingBatch, sample
-from jaxattn.kernels.hopper.repeated import launches_shared
+from jaxattn.engine.sampling.sampler import Level, SamplingBatch, sample
+from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.kernels.hopper.build.trace_cache import launches_shared
 from jaxattn.memory.budget import nbytes
-from jaxattn.models.base import init_state, jit_step, overlaid
-from jaxattn.models.decoder import DecoderModel
+from jaxattn.models.interface import init_state, jit_step, overlaid
+from jaxattn.models.network.decoder_model import DecoderModel
 
 STEPS = 4  # different batches, taken in turn; the experts of each are counted
 RUN_SECONDS = 0.8  # of a run of steps; the first waits for the host, 1 or 2 ms
@@ -68,7 +68,7 @@ class Steps:
     def touched(self) -> dict[int, list[int]]:
         """Distinct experts of each layer and batch that is timed, by the number of rows."""
         batches = [self.rows.decode(self.rows.most, step) for step in range(STEPS)]
-        found, self.state = experts.distinct(
+        found, self.state = expert_usage.distinct(
             self.model,
             self.params,
             self.state,
@@ -88,7 +88,7 @@ class Steps:
         compiled = self._compiled[EntryPoint("decode", count, 1)].result()
         batches = [self.rows.decode(count, step) for step in range(STEPS)]
         mean = sum(touched) / len(touched) if touched else 0.0
-        moved = roof.moved(self.model, count, self.rows.context, mean)
+        moved = roofline.moved(self.model, count, self.rows.context, mean)
         whole, kernels, kinds = self._times(compiled, batches, moved=moved.by_kind)
         bound = moved.total / rate
         layers = len(self.model.spec.blocks)
@@ -105,7 +105,7 @@ class Steps:
             "GB": moved.total / 1e9,
             "gaps us a layer": (whole - kernels) * 1e6 / layers,
             "experts": mean,
-            "uniform": experts.expected(self.model, count),
+            "uniform": expert_usage.expected(self.model, count),
             "launches": sum(kind.launches for kind in kinds),
             **_compiled_facts(compiled),
         }
@@ -116,7 +116,7 @@ class Steps:
         compiled = self._compiled[EntryPoint("prefill", 1, chunk)].result()
         batches = self.rows.chunks(chunk)
         whole, kernels, kinds = self._times(compiled, batches, together=len(batches))
-        work, unknown = roof.flops(self.model, self.rows.prompt)
+        work, unknown = roofline.flops(self.model, self.rows.prompt)
         row = {
             "step": "prefill",
             "B": 1,

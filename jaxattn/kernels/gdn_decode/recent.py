@@ -24,13 +24,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import without_gradient
-from jaxattn.kernels.gdn_decode.body import Block, Config, scratch_types
-from jaxattn.kernels.gdn_decode.inputs import CHANNEL, DIM, Op, factors_of, gates, products
-from jaxattn.kernels.gdn_decode.launch import refuse
-from jaxattn.kernels.gdn_decode.split_body import SPLIT
-from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.machine import NUM_SMS, meet, require_hopper, shown
-from jaxattn.kernels.hopper.narrow import store
+from jaxattn.kernels.gdn.decode.cluster_mainloop import SPLIT
+from jaxattn.kernels.gdn.decode.launch import refuse
+from jaxattn.kernels.gdn.decode.mainloop import Block, Config, scratch_types
+from jaxattn.kernels.gdn.decode.prologue import CHANNEL, DIM, Op, factors_of, gates, products
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS, meet, require_hopper, shown
+from jaxattn.kernels.hopper.store.row_store import store
 
 PLACES = 16
 KEPT = PLACES - 1  # the last token is folded at once

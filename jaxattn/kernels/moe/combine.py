@@ -1,6 +1,6 @@
 """A token's sum over its experts, in the order of its ids: a block for some columns of a token.
 
-Limits: 128 columns at least. Reference and tests: `jaxattn.ops.moe` (implementation="xla"),
+Limits: 128 columns at least. Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
 tests/kernels/moe/test_kernel.py.
 """
 
@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.launch import launch
-from jaxattn.kernels.hopper.normed import Parts
-from jaxattn.kernels.moe.product import Panels
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Parts
+from jaxattn.kernels.moe.grouped_gemm import Panels
 
 THREADS = 128
 

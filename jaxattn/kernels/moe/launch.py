@@ -1,12 +1,12 @@
-"""`jaxattn.ops.moe.mixture_of_experts` on a Hopper GPU: the list of work, two products, the sum.
+"""`jaxattn.ops.moe.experts.mixture_of_experts` on a Hopper GPU: the list of work, two products, the sum.
 
-    few.py, several.py, work.py
+    small_batch_alignment.py, token_sort.py, token_alignment.py
                        who has work: of few tokens and of some hundred pairs in one launch, else XLA
-    product.py         gate and up, then down, each expert's tokens times its weights
+    grouped_gemm.py         gate and up, then down, each expert's tokens times its weights
     combine.py         the sum of each token's experts
 
 Limits: F a multiple of 128, I of 64, of FP8 weights I of 128; bfloat16, float16, or weights in
-float8_e4m3fn with scales of 128 x 128. Reference: `jaxattn.ops.moe.mixture_of_experts`
+float8_e4m3fn with scales of 128 x 128. Reference: `jaxattn.ops.moe.experts.mixture_of_experts`
 (implementation="xla"); tests: tests/kernels/moe/test_kernel.py.
 """
 
@@ -18,9 +18,14 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.kernels.hopper.machine import require_hopper
+from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.moe.combine import Unsummed
-from jaxattn.kernels.moe.config import (
+from jaxattn.kernels.moe.grouped_gemm import Panels, grouped_product
+from jaxattn.kernels.moe.routing.router import Listed
+from jaxattn.kernels.moe.routing.small_batch_alignment import lists, work_of_few
+from jaxattn.kernels.moe.routing.token_alignment import work_list
+from jaxattn.kernels.moe.routing.token_sort import sorts, work_of_several
+from jaxattn.kernels.moe.tile_config import (
     BLOCK,
     GROUP,
     ROWS,
@@ -29,11 +34,6 @@ from jaxattn.kernels.moe.config import (
     padded_rows,
     panel,
 )
-from jaxattn.kernels.moe.few import lists, work_of_few
-from jaxattn.kernels.moe.product import Panels, grouped_product
-from jaxattn.kernels.moe.route import Listed
-from jaxattn.kernels.moe.several import sorts, work_of_several
-from jaxattn.kernels.moe.work import work_list
 
 OP = "mixture_of_experts"
 HALVES = ("bfloat16", "float16")

@@ -9,10 +9,11 @@ Refused: other activations than SiLU, biases in attention, other routing than by
 from collections.abc import Collection
 
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import deepseek, experts, kda, layers, mla
-from jaxattn.models.families.fields import ConfigError, Fields
-from jaxattn.models.placing import Placed, ends, layer_places
+from jaxattn.models.families import deepseek, kda_hybrid
+from jaxattn.models.families.components import decoder, experts, mla
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
 
 MODEL_TYPES = ("bailing_hybrid",)
 
@@ -26,7 +27,7 @@ def read_model(fields: Fields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    fields = fields.renamed(**kda.SPELLED)
+    fields = fields.renamed(**kda_hybrid.SPELLED)
     heads = fields.integer("num_attention_heads")
     bound = None
     if fields.flag("kda_safe_gate", True):
@@ -42,7 +43,9 @@ def read_model(fields: Fields) -> DecoderModel:
     count = fields.integer("num_hidden_layers")
     attends = _attends(fields, count)
     dense = deepseek.dense_prefix(fields)
-    return kda.read_decoder(fields, attends, mla.read_attention(fields, gated=True), delta, dense)
+    return kda_hybrid.read_decoder(
+        fields, attends, mla.read_attention(fields, gated=True), delta, dense
+    )
 
 
 def _attends(fields: Fields, count: int) -> list[bool]:
@@ -72,15 +75,15 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
     hidden = spec.stream.hidden_size
     found = ends(spec, embedding="embed_tokens" if saved else "word_embeddings")
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
-        found += layers.norms(place, hidden)
+        found += decoder.norms(place, hidden)
         if isinstance(block.mixer, MLA):
             found += mla.attention(place, block.mixer, hidden, _ATTENTION, _OUT)
         elif isinstance(block.mixer, KDA):
-            found += kda.delta(place, block.mixer, hidden, _ATTENTION, _OUT)
+            found += kda_hybrid.delta(place, block.mixer, hidden, _ATTENTION, _OUT)
             name, heads = f"{_ATTENTION}.A_log", (block.mixer.num_heads,)
             found.append(place.plain(name, heads, "mixer", "A_log"))
         if isinstance(block.feed_forward, MLP):
-            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size)
+            found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
             found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
     return found

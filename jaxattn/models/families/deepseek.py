@@ -10,11 +10,11 @@ other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with a 
 from collections.abc import Collection
 
 from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import experts, layers, mla
-from jaxattn.models.families.fields import ConfigError, Fields
-from jaxattn.models.placing import Placed, ends, layer_places
-from jaxattn.ops.moe_route import Router
+from jaxattn.models.families.components import decoder, experts, mla
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
+from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
@@ -26,7 +26,7 @@ def read_model(fields: Fields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     fields.require("moe_layer_freq", 1)
-    return layers.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
+    return decoder.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
 
 
 def dense_prefix(fields: Fields) -> list[bool]:
@@ -111,9 +111,9 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, MLA)
-        found += layers.norms(place, hidden) + mla.attention(place, block.mixer, hidden)
+        found += decoder.norms(place, hidden) + mla.attention(place, block.mixer, hidden)
         if isinstance(block.feed_forward, MLP):
-            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size)
+            found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
             found += experts.placed(place, hidden, block.feed_forward)
     return found

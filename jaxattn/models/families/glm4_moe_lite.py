@@ -12,10 +12,10 @@ Refused: other activations than SiLU, biases in attention, heads that are rotate
 routing than by sigmoid with a correction bias.
 """
 
-from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import deepseek
-from jaxattn.models.families.fields import Fields
-from jaxattn.models.families.layers import read_decoder
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.decoder import read_decoder
+from jaxattn.models.network.decoder_model import DecoderModel
 
 MODEL_TYPES = ("glm4_moe_lite",)
 

@@ -10,10 +10,11 @@ every nth layer only, other routing than by sigmoid.
 from collections.abc import Collection
 
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import deepseek, experts, kda, layers, mla
-from jaxattn.models.families.fields import ConfigError, Fields
-from jaxattn.models.placing import Placed, ends, layer_places
+from jaxattn.models.families import deepseek, kda_hybrid
+from jaxattn.models.families.components import decoder, experts, mla
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
 
 MODEL_TYPES = ("kimi_linear",)
 
@@ -29,7 +30,7 @@ def read_model(fields: Fields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    fields = fields.renamed(**kda.SPELLED, scoring_func="moe_router_activation_func")
+    fields = fields.renamed(**kda_hybrid.SPELLED, scoring_func="moe_router_activation_func")
     fields.require("mla_use_nope", True)
     fields.require("moe_layer_freq", 1)
     given = fields.values.get(_DELTA)
@@ -45,7 +46,7 @@ def read_model(fields: Fields) -> DecoderModel:
     )
     attention = mla.read_attention(fields, turns=False)
     attends = _attends(of_delta, fields.integer("num_hidden_layers"))
-    return kda.read_decoder(fields, attends, attention, delta, deepseek.dense_prefix(fields))
+    return kda_hybrid.read_decoder(fields, attends, attention, delta, deepseek.dense_prefix(fields))
 
 
 def _attends(of_delta: Fields, count: int) -> list[bool]:
@@ -70,17 +71,17 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
-        found += layers.norms(place, hidden)
+        found += decoder.norms(place, hidden)
         if isinstance(block.mixer, MLA):
             found += mla.attention(place, block.mixer, hidden)
         elif isinstance(block.mixer, KDA):
-            found += kda.delta(place, block.mixer, hidden, "self_attn", "o_proj")
+            found += kda_hybrid.delta(place, block.mixer, hidden, "self_attn", "o_proj")
             shape = (1, 1, block.mixer.num_heads, 1)
             found.append(place.flat("self_attn.A_log", shape, "mixer", "A_log"))
         if isinstance(block.feed_forward, MLP):
             saved = f"{place.prefix}.{_NAMES.layer}.gate_proj.weight" in names
             name = _NAMES.layer if saved else "mlp"
-            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size, name)
+            found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size, name)
         elif isinstance(block.feed_forward, MoE):
             found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
     return found

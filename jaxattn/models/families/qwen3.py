@@ -7,11 +7,11 @@ YaRN.
 from collections.abc import Collection
 
 from jaxattn.models.blocks import GQA, MLP, Block
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families.fields import Fields
-from jaxattn.models.families.gqa import attention, read_attention
-from jaxattn.models.families.layers import mlp, norms, read_decoder
-from jaxattn.models.placing import Placed, ends, layer_places
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.decoder import mlp, norms, read_decoder
+from jaxattn.models.families.components.gqa import attention, read_attention
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
 
 MODEL_TYPES = ("qwen3",)
 

@@ -14,10 +14,10 @@ experts that are not normalised.
 from collections.abc import Collection
 
 from jaxattn.models.blocks import GDN, MLP
-from jaxattn.models.decoder import DecoderModel
 from jaxattn.models.families import qwen_hybrid
-from jaxattn.models.families.fields import Fields
-from jaxattn.models.placing import LayerPlace, Placed
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed
 
 WITH_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe_text")
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", *WITH_EXPERTS)

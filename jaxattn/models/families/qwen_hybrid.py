@@ -7,13 +7,13 @@ bfloat16 would round away: their weights are float32 here. The norm behind the d
 from collections.abc import Callable, Collection
 
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, FeedForward, MoE
-from jaxattn.models.changes import OnePlus
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.families import experts, layers
-from jaxattn.models.families.fields import ConfigError, Fields
-from jaxattn.models.families.gqa import attention, read_attention
-from jaxattn.models.placing import LayerPlace, Placed, ends, layer_places
-from jaxattn.ops.moe_route import Router
+from jaxattn.models.families.components import decoder, experts
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.gqa import attention, read_attention
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed, ends, layer_places
+from jaxattn.models.weight_map.transforms import OnePlus
+from jaxattn.ops.moe.routing import Router
 
 # Of a checkpoint with a vision tower, and of the text model alone.
 PREFIXES = ("model.language_model", "model")
@@ -41,7 +41,7 @@ def read_model(fields: Fields, feed_forward: FeedForward) -> DecoderModel:
         conv_width=fields.integer("linear_conv_kernel_dim", least=2),
     )
     blocks = tuple(Block(full if each else delta, feed_forward) for each in _attends(fields))
-    return layers.read_decoder(fields, blocks, norm_dtype="float32")
+    return decoder.read_decoder(fields, blocks, norm_dtype="float32")
 
 
 def _attends(fields: Fields) -> list[bool]:
@@ -94,13 +94,13 @@ def placed(
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
     found = ends(spec, prefix, plus)
     for place, block in zip(layer_places(spec, f"{prefix}.layers"), spec.blocks, strict=True):
-        found += layers.norms(place, hidden, plus)
+        found += decoder.norms(place, hidden, plus)
         if isinstance(block.mixer, GQA):
             found += attention(place, block.mixer, hidden, plus)
         elif isinstance(block.mixer, GDN):
             found += delta(place, block.mixer, hidden) + _behind(place, block.mixer, hidden)
         if isinstance(block.feed_forward, MLP):
-            found += layers.mlp(place, hidden, block.feed_forward.intermediate_size)
+            found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
             found += experts.placed(
                 place, hidden, block.feed_forward, shared="shared_expert", fused=fused

@@ -1,17 +1,17 @@
 """How several GPUs divide a decoder: what each has of its layers, and of their parameters.
 
     divided(model, parallel)      the model that one GPU runs (decoder.py)
-    Cut                           what GPUs have of one parameter (cut.py)
+    Cut                           what GPUs have of one parameter (axis_sharding.py)
 
 Each family of layers has one file, which says both for its layers.
 """
 
 from jaxattn.models.sharding.attention import divided_gqa as divided_gqa
 from jaxattn.models.sharding.attention import divided_mla as divided_mla
-from jaxattn.models.sharding.cut import Cut as Cut
+from jaxattn.models.sharding.axis_sharding import Cut as Cut
 from jaxattn.models.sharding.decoder import cuts_of as cuts_of
 from jaxattn.models.sharding.decoder import divided as divided
 from jaxattn.models.sharding.decoder import layouts as layouts
-from jaxattn.models.sharding.delta import divided_gdn as divided_gdn
+from jaxattn.models.sharding.delta_rule import divided_gdn as divided_gdn
 from jaxattn.models.sharding.feed_forward import divided_mlp as divided_mlp
 from jaxattn.models.sharding.feed_forward import divided_moe as divided_moe

@@ -7,10 +7,17 @@ pages have the same ones.
 
 import dataclasses
 
-from jaxattn.models.block import Stream
-from jaxattn.models.gqa_mixer import GQA
-from jaxattn.models.mla_mixer import MLA
-from jaxattn.models.sharding.cut import CannotDivide, Cut, Divided, divided_layer, divides, refuse
+from jaxattn.models.blocks.block import Stream
+from jaxattn.models.blocks.gqa import GQA
+from jaxattn.models.blocks.mla import MLA
+from jaxattn.models.sharding.axis_sharding import (
+    CannotDivide,
+    Cut,
+    Divided,
+    divided_layer,
+    divides,
+    refuse,
+)
 from jaxattn.parallel import Parallel
 
 

@@ -13,13 +13,12 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxattn.models.base import Model
-from jaxattn.models.block import Block
-from jaxattn.models.decoder import DecoderModel
-from jaxattn.models.decoder_spec import DecoderSpec
-from jaxattn.models.fp8_linears import linear_of
-from jaxattn.models.packed import PackedParams
-from jaxattn.models.sharding.cut import (
+from jaxattn.models.blocks.block import Block
+from jaxattn.models.interface import Model
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.network.packed_params import PackedParams
+from jaxattn.models.sharding.axis_sharding import (
     WHOLE,
     CannotDivide,
     Cut,
@@ -29,6 +28,7 @@ from jaxattn.models.sharding.cut import (
     own,
     partition_spec,
 )
+from jaxattn.models.weight_map.fp8_linears import linear_of
 from jaxattn.parallel import Group, Parallel
 
 

@@ -6,10 +6,17 @@ and each GPU computes them for a part of the tokens.
 
 import dataclasses
 
-from jaxattn.core.fp8_blocks import BLOCK, block_counts
-from jaxattn.models.block import Stream
-from jaxattn.models.feed_forwards import MLP, MoE
-from jaxattn.models.sharding.cut import CannotDivide, Cut, Cuts, Divided, divided_layer, refuse
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
+from jaxattn.models.blocks.block import Stream
+from jaxattn.models.blocks.feed_forward import MLP, MoE
+from jaxattn.models.sharding.axis_sharding import (
+    CannotDivide,
+    Cut,
+    Cuts,
+    Divided,
+    divided_layer,
+    refuse,
+)
 from jaxattn.parallel import Dimension, Parallel
 
 

@@ -3,22 +3,22 @@
 import jax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import (
+from jaxattn.core.cache.slots import (
+    as_offsets,
+)
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.validation.array_checks import (
     as_given,
     check_integer,
     floats,
     maybe_floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
-from jaxattn.core.slots import (
-    as_offsets,
-)
-from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gdn_prefill.launch import gdn_prefill_mosaic, refuse_prefill
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
+from jaxattn.ops.gdn.delta_rule import GATED, Rule
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
-from jaxattn.ops.gdn.rule import GATED, Rule
 
 
 def chunk_gated_delta_rule(

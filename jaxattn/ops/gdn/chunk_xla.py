@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.products import matmul, summed
-from jaxattn.core.slots import checkpoint_slots, state_write
-from jaxattn.core.varying import vary_alike
-from jaxattn.ops.gdn.inverse import unit_lower_inverse
+from jaxattn.core.cache.slots import checkpoint_slots, state_write
+from jaxattn.core.numerics.matmul import matmul, summed
+from jaxattn.core.validation.shard_map_axes import vary_alike
+from jaxattn.ops.gdn.triangular_inverse import unit_lower_inverse
 
 # exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
 LOWEST_LOG_DECAY = -1e4

@@ -9,15 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import (
-    as_given,
-    check_arena,
-    check_dtype,
-    floats,
-    output_scale,
-)
-from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.slots import (
+from jaxattn.core.cache.slots import (
     check_pool,
     each_write,
     rows_in_use,
@@ -25,8 +17,16 @@ from jaxattn.core.slots import (
     state_write,
     write_slots,
 )
-from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.validation.array_checks import (
+    as_given,
+    check_arena,
+    check_dtype,
+    floats,
+    output_scale,
+)
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.kernels.gdn_decode.recent import Recent
 from jaxattn.ops.gdn.recent import decode_recent
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates

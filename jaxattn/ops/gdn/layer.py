@@ -15,14 +15,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
+from jaxattn.core.cache.slots import check_pool, rows_in_use, write_slots
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.core.norms import gated_rms_norm
-from jaxattn.core.slots import check_pool, rows_in_use, write_slots
-from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic, scratch
-from jaxattn.ops.gdn.conv import causal_conv1d_update
+from jaxattn.core.numerics.rms_norm import gated_rms_norm
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.array_checks import (
+    as_given,
+    check_arena,
+    check_dtype,
+    finite,
+    floats,
+    output_scale,
+)
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update
 from jaxattn.ops.gdn.decode import Slots, gated_delta_rule_decode
 
 

@@ -12,26 +12,27 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.checks import (
-    as_given,
-    check_dtype,
-    floats,
-    output_scale,
-)
-from jaxattn.core.deprecation import Group, with_older_keywords
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
-from jaxattn.core.norms import gated_rms_norm
-from jaxattn.core.slots import (
+from jaxattn.core.cache.slots import (
     as_offsets,
     check_pool,
     rows_in_use,
     state_read,
     state_write,
 )
-from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gdn_prefill.launch import Pool, gdn_prefill_mosaic, refuse_prefill
+from jaxattn.core.deprecation import Group, with_older_keywords
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
+from jaxattn.core.numerics.rms_norm import gated_rms_norm
+from jaxattn.core.validation.array_checks import (
+    as_given,
+    check_dtype,
+    floats,
+    output_scale,
+)
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.prefill.launch import Pool, gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk import check_chunks
 from jaxattn.ops.gdn.chunk_xla import PoolCheckpoints, gated_delta_rule_chunks
+from jaxattn.ops.gdn.delta_rule import GATED, Rule
 from jaxattn.ops.gdn.prefill_options import (
     Checkpoints,
     OutputNorm,
@@ -40,7 +41,6 @@ from jaxattn.ops.gdn.prefill_options import (
     check_writes,
 )
 from jaxattn.ops.gdn.recurrent import check_sequence
-from jaxattn.ops.gdn.rule import GATED, Rule
 
 
 @with_older_keywords(

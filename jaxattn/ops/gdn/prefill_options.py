@@ -8,9 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import as_given, check_integer, check_integers, finite, floats
-from jaxattn.core.slots import write_slots
-from jaxattn.kernels.gdn_prefill.output_norm import Norm
+from jaxattn.core.cache.slots import write_slots
+from jaxattn.core.validation.array_checks import (
+    as_given,
+    check_integer,
+    check_integers,
+    finite,
+    floats,
+)
+from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import Norm
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import (
+from jaxattn.core.cache.slots import check_pool, rows_in_use, state_read, state_write
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.validation.array_checks import (
     as_given,
     check_array,
     check_dtype,
@@ -17,9 +19,7 @@ from jaxattn.core.checks import (
     floats,
     output_scale,
 )
-from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.slots import check_pool, rows_in_use, state_read, state_write
-from jaxattn.core.varying import refuse_explicit_axes
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn_decode.recent import PLACES, Recent, recent_decode_mosaic
 from jaxattn.ops.gdn.chunk_xla import l2norm
 

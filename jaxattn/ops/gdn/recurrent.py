@@ -7,10 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.checks import as_given, check_dtype, floats, maybe_floats, output_scale
+from jaxattn.core.cache.slots import as_offsets, check_cu_seqlens
 from jaxattn.core.dispatch import Implementation, dispatch_xla
-from jaxattn.core.slots import as_offsets, check_cu_seqlens
-from jaxattn.core.varying import vary_alike
+from jaxattn.core.validation.array_checks import (
+    as_given,
+    check_dtype,
+    floats,
+    maybe_floats,
+    output_scale,
+)
+from jaxattn.core.validation.shard_map_axes import vary_alike
 from jaxattn.ops.gdn.chunk_xla import l2norm
 
 

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import check_out_dtype, finite
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.core.norms import rms_norm
-from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
-from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gqa_append import gqa_append_mosaic, heads_together, line_width
+from jaxattn.core.numerics.rms_norm import rms_norm
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_out_dtype, finite
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gqa.append import gqa_append_mosaic, heads_together, line_width
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale, gqa_cache_write
 from jaxattn.ops.gqa.scores import check_heads
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import FLOATS, LEAST_FLOAT32, MOST_FLOAT32, check_positive
-from jaxattn.core.formats import FP8, KVFormat
-from jaxattn.core.layers import LayerOf, number_to_check, taken_apart
-from jaxattn.core.pages import new_places
-from jaxattn.core.varying import refuse_explicit_axes
+from jaxattn.core.cache.formats import FP8, KVFormat
+from jaxattn.core.cache.pages import new_places
+from jaxattn.core.stacked_layer import LayerOf, number_to_check, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import FLOATS, LEAST_FLOAT32, MOST_FLOAT32, check_positive
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 
 
 def check_cache(

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import check_arena
+from jaxattn.core.cache.formats import KVFormat
+from jaxattn.core.cache.pages import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.formats import KVFormat
-from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.core.pages import attend_pages
-from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import refuse_explicit_axes, vary_alike
-from jaxattn.kernels.gqa_decode.launch import gqa_decode_mosaic
-from jaxattn.kernels.gqa_decode.schedule import PairSchedule, check_schedule
+from jaxattn.core.numerics.online_softmax import Softmax
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_arena
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, check_schedule
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
     Scores,

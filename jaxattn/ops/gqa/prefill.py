@@ -2,7 +2,7 @@
 
 In plain JAX queries are taken `QUERY_BLOCK` at a time, each block against its row's cached prefix
 and then the new tokens, a block of keys at a time: scores of two blocks are all that is held of
-T x context. The kernel (kernels/gqa_prefill/launch.py) holds none. It goes forward only: its
+T x context. The kernel (gqa/prefill/launch.py) holds none. It goes forward only: its
 gradient is the plain JAX path's, which starts again from the inputs.
 """
 
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.arguments import Arguments
+from jaxattn.core.cache.formats import KVFormat
+from jaxattn.core.cache.pages import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
-from jaxattn.core.formats import KVFormat
-from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.core.pages import attend_pages
-from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import refuse_explicit_axes, vary_alike
-from jaxattn.kernels.gqa_prefill.launch import refuse
+from jaxattn.core.numerics.online_softmax import Softmax
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.kernels.gqa.prefill.launch import refuse
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (

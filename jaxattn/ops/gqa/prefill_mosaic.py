@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxattn.core.formats import KVFormat
-from jaxattn.core.pages import page_blocks
-from jaxattn.kernels.gqa_prefill.launch import Paged, gqa_prefill_mosaic, reads_pages
+from jaxattn.core.cache.formats import KVFormat
+from jaxattn.core.cache.pages import page_blocks
+from jaxattn.kernels.gqa.prefill.launch import Paged, gqa_prefill_mosaic, reads_pages
 from jaxattn.ops.gqa.scores import Scores, window_begins
 
 # Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import LEAST_FLOAT32, check_window, finite
-from jaxattn.core.products import dot
-from jaxattn.core.softmax import Softmax
+from jaxattn.core.numerics.matmul import dot
+from jaxattn.core.numerics.online_softmax import Softmax
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import LEAST_FLOAT32, check_window, finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxattn.core.products import matmul
+from jaxattn.core.numerics.matmul import matmul
 from jaxattn.ops.gdn.chunk_xla import Operands
-from jaxattn.ops.gdn.inverse import lower_pairs, unit_lower_inverse
+from jaxattn.ops.gdn.triangular_inverse import lower_pairs, unit_lower_inverse
 
 MATMUL_COLUMNS = 16  # of a block from which on it is multiplied as a matrix
 

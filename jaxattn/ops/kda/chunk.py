@@ -4,7 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.chunk import chunk_rule
-from jaxattn.ops.kda.rule import KIMI
+from jaxattn.ops.kda.delta_rule import KIMI
 
 
 def chunk_kda(

@@ -7,9 +7,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import floats
 from jaxattn.core.dispatch import Implementation
-from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
+from jaxattn.core.validation.array_checks import floats
+from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.kernels.gdn_decode.recent import Recent
 from jaxattn.ops.gdn.decode import (
     Slots,

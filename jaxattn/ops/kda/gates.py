@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxattn.core.checks import finite, floats
+from jaxattn.core.validation.array_checks import finite, floats
 from jaxattn.ops.gdn.decode import check_gate_shapes
 
 

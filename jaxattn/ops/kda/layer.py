@@ -13,13 +13,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.checks import as_given, check_arena, check_dtype, finite, floats, output_scale
+from jaxattn.core.cache.slots import check_pool, write_slots
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.layers import LayerOf, taken_apart
-from jaxattn.core.norms import gated_rms_norm
-from jaxattn.core.slots import check_pool, write_slots
-from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.gdn_decode.launch import gdn_decode_mosaic
+from jaxattn.core.numerics.rms_norm import gated_rms_norm
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.array_checks import (
+    as_given,
+    check_arena,
+    check_dtype,
+    finite,
+    floats,
+    output_scale,
+)
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import Slots, check_gate_shapes
 from jaxattn.ops.gdn.layer import layer_in_xla
 from jaxattn.ops.kda.decode import kda_decode

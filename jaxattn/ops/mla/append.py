@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import FLOATS, check_out_dtype, finite, is_integer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.norms import rms_norm
-from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
-from jaxattn.core.varying import refuse_explicit_axes
-from jaxattn.kernels.mla_append import mla_append_mosaic, norms_queries
+from jaxattn.core.numerics.rms_norm import rms_norm
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import FLOATS, check_out_dtype, finite, is_integer
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.mla.append import mla_append_mosaic, norms_queries
 from jaxattn.ops.mla.cache import check_format, mla_cache_write
 
 

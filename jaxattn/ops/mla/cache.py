@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import check_positive
-from jaxattn.core.formats import BLOCK, BYTES, FP8, LatentFormat
-from jaxattn.core.pages import new_places
-from jaxattn.core.rope import RopeConfig, Rotation, check_config, check_rotation, rope
-from jaxattn.core.varying import refuse_explicit_axes
+from jaxattn.core.cache.formats import BLOCK, BYTES, FP8, LatentFormat
+from jaxattn.core.cache.pages import new_places
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_positive
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 
 
 def check_format(

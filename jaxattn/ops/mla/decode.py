@@ -9,21 +9,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import check_arena, is_integer
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.cache.pages import attend_pages
+from jaxattn.core.cache.symmetric_memory import Mailbox
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.formats import LatentFormat
-from jaxattn.core.mailbox import Mailbox
-from jaxattn.core.pages import attend_pages
-from jaxattn.core.products import dot
-from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import refuse_explicit_axes, vary_alike
-from jaxattn.kernels.mla_decode.launch import mla_decode_mosaic, reads_apart
-from jaxattn.kernels.mla_decode.meet import Met
-from jaxattn.kernels.mla_decode.schedule import Schedule, num_steps
-from jaxattn.kernels.mla_decode.scratch import scratch
+from jaxattn.core.numerics.matmul import dot
+from jaxattn.core.numerics.online_softmax import Softmax
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_arena, is_integer
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.kernels.attention.tile_scheduler import Schedule, num_steps
+from jaxattn.kernels.mla.decode.distributed_combine import Met
+from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, reads_apart
+from jaxattn.kernels.mla.decode.workspace import scratch
 from jaxattn.ops.mla.cache import check_format
-from jaxattn.ops.mla.meeting import Meeting, met_by_xla
+from jaxattn.ops.mla.context_parallel_merge import Meeting, met_by_xla
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
@@ -105,7 +105,7 @@ def mla_decode(
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
         scale: factor of the scores, of the unabsorbed dims: DeepSeek-V3's is
-            192**-0.5 * mscale**2 (`jaxattn.core.rope.softmax_scale`), never D**-0.5.
+            192**-0.5 * mscale**2 (`jaxattn.core.numerics.rope.softmax_scale`), never D**-0.5.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
         kv_lora_rank: R; the latent's first R dims are the values.

@@ -15,22 +15,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from jaxattn.core.arguments import Arguments
-from jaxattn.core.checks import is_integer
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.cache.pages import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
-from jaxattn.core.formats import LatentFormat
-from jaxattn.core.pages import attend_pages
-from jaxattn.core.products import dot
-from jaxattn.core.softmax import Softmax
-from jaxattn.core.varying import refuse_explicit_axes, vary_alike
+from jaxattn.core.numerics.matmul import dot
+from jaxattn.core.numerics.online_softmax import Softmax
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import is_integer
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
 from jaxattn.ops.mla.cache import check_format
-from jaxattn.ops.mla.merge import merge_attention_states
 from jaxattn.ops.mla.prefill_mosaic import (
     PREFIX_BLOCK,
     attend,
     prefill_mosaic,
     refuse,
 )
+from jaxattn.ops.mla.state_merge import merge_attention_states
 
 
 @functools.partial(jax.jit, static_argnames="scale")
@@ -193,7 +193,7 @@ def mla_prefill(
         seq_lens: int32 tokens of each row, the new ones included, at most M * C. 0 is a padding
             row.
         query_lens: int32 new tokens of each row, at most T.
-        scale: factor of the scores; see `jaxattn.core.rope.softmax_scale`.
+        scale: factor of the scores; see `jaxattn.core.numerics.rope.softmax_scale`.
         layer: index into the stack, a Python int or a traced scalar.
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4

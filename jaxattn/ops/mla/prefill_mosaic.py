@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.formats import LatentFormat
-from jaxattn.core.pages import page_blocks
-from jaxattn.core.products import dot
-from jaxattn.kernels.gqa_prefill import launch as grouped
-from jaxattn.kernels.mla_prefill import kernel
-from jaxattn.ops.mla.merge import merge_attention_states
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.cache.pages import page_blocks
+from jaxattn.core.numerics.matmul import dot
+from jaxattn.kernels.gqa.prefill import launch as grouped
+from jaxattn.kernels.mla.prefill import launch
+from jaxattn.ops.mla.state_merge import merge_attention_states
 
 WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query attention takes
 
@@ -35,7 +35,7 @@ def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpre
     if (nope, rope, values) == WIDE:
         grouped.refuse(op, q, q, q, interpret=interpret)
     else:
-        kernel.refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
+        launch.refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
 
 
 def attend(
@@ -55,8 +55,8 @@ def attend(
     as long as they look.
     """
     if v.shape[-1] != WIDE[2]:
-        config = kernel.Config.resident() if whole else kernel.Config()
-        return kernel.attend_mosaic(
+        config = launch.Config.resident() if whole else launch.Config()
+        return launch.attend_mosaic(
             q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
         )
     first, queries, keys, offset = bounds.T
@@ -129,7 +129,7 @@ def prefill_mosaic(
             if state is not None:
                 return merge_attention_states([state[0], out], [state[1], lse])
             return out.astype(out_dtype), lse
-        return kernel.attend_padded(
+        return launch.attend_padded(
             q, k, k_pe, v, rows, out_dtype, scale=scale, state=state, interpret=interpret
         )
 
@@ -173,4 +173,4 @@ def prefill_mosaic(
 
     # Both branches make their output, since one that passed it on would copy it.
     out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, no_prefix)
-    return (out, lse) if wide else kernel.unpad(out, lse, tokens)
+    return (out, lse) if wide else launch.unpad(out, lse, tokens)

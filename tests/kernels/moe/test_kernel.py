@@ -13,9 +13,9 @@ import pytest
 from jax import lax
 
 from jaxattn.arena import Arena
-from jaxattn.kernels.moe.config import Config, Product, choose
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
-from jaxattn.ops.moe import mixture_of_experts
+from jaxattn.kernels.moe.tile_config import Config, Product, choose
+from jaxattn.ops.moe.experts import mixture_of_experts
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 from tests.helpers.moe_cases import expected, moe_case
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gated_delta_net_decode, gdn
-from jaxattn.core.checks import as_given
+from jaxattn.core.validation.array_checks import as_given
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_cases import make, make_state, relative

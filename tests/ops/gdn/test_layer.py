@@ -12,17 +12,17 @@ from jax import Array
 
 from jaxattn import gated_delta_net_decode, gdn, pack_gdn_weights
 from jaxattn.arena import Arena
-from jaxattn.bench.reference import delta_net, exact
-from jaxattn.kernels.gdn_decode import launch as gdn_decode
-from jaxattn.kernels.gdn_decode.body import Config, shared_bytes
-from jaxattn.kernels.gdn_decode.inputs import Op
-from jaxattn.kernels.gdn_decode.launch import (
+from jaxattn.bench.harness.numpy_reference import delta_net, exact
+from jaxattn.kernels.gdn.decode import launch as gdn_decode
+from jaxattn.kernels.gdn.decode.launch import (
     MAX_ROWS,
     MOST_SHARED,
     choose_config,
     gdn_decode_mosaic,
 )
-from jaxattn.kernels.hopper.machine import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
+from jaxattn.kernels.gdn.decode.mainloop import Config, shared_bytes
+from jaxattn.kernels.gdn.decode.prologue import Op
+from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
 from tests.helpers.kernel_cases import assert_alike, no_races, one_block_a_head, relative, x64
 
 implementations = pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.formats import FP8
-from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.core.cache.formats import FP8
+from jaxattn.core.numerics.rope import RopeConfig, rotation
 from jaxattn.gqa import gqa_append, pack_gqa_weights
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, both_devices
 

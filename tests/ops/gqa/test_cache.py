@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxattn import gqa
-from jaxattn.core.formats import FP8
-from jaxattn.core.layers import LayerOf
+from jaxattn.core.cache.formats import FP8
+from jaxattn.core.stacked_layer import LayerOf
 from tests.helpers.gqa_reference import normal
 
 PAGE, PAGES, KV_HEADS, DIM = 4, 9, 2, 3

@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from jaxattn.core.layers import LayerOf
+from jaxattn.core.stacked_layer import LayerOf
 from jaxattn.ops.gqa.decode import DECODE_BLOCK
 from tests.helpers.at_once import at_once
 from tests.helpers.gqa_reference import (

@@ -11,8 +11,8 @@ from jax import Array
 
 from jaxattn import kda
 from jaxattn.arena import Arena
-from jaxattn.kernels.gdn_decode import launch
-from jaxattn.kernels.gdn_decode.body import Config
+from jaxattn.kernels.gdn.decode import launch
+from jaxattn.kernels.gdn.decode.mainloop import Config
 from tests.helpers.kernel_cases import no_races, relative
 
 implementations = pytest.mark.parametrize(

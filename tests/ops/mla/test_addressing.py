@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxattn import mla
-from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.core.numerics.rope import RopeConfig, rotation
 from jaxattn.nn import MultiHeadLatentAttention
 from tests.helpers.kernel_cases import both_devices
 from tests.helpers.mla_cases import normal

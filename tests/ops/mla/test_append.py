@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.formats import LatentFormat
-from jaxattn.core.rope import RopeConfig, YarnConfig, rotation
-from jaxattn.kernels.mla_append import mla_append_mosaic
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rotation
+from jaxattn.kernels.mla.append import mla_append_mosaic
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 from jaxattn.ops.mla.cache import mla_cache_write
 from tests.helpers.kernel_cases import both_devices, mla_case, no_races

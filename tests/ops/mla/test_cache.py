@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from jaxattn.core.formats import LatentFormat
-from jaxattn.core.rope import RopeConfig, Rotation, rope, rotation
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope, rotation
 from tests.helpers.kernel_cases import x64
 from tests.helpers.mla_cases import assert_same_bits, decode_numpy, normal, prefill_numpy
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from jaxattn.core.rope import RopeConfig, rotation
+from jaxattn.core.numerics.rope import RopeConfig, rotation
 from tests.ops.mla.test_decode import decode
 from tests.ops.mla.test_prefill import HEADS, NOPE, ROPE, W_UK, W_UV
 

@@ -1,0 +1,1 @@
+"""Benchmarks of MLA, GQA and TurboQuant attention."""

@@ -1,0 +1,238 @@
+"""`python -m jaxattn.bench gqa`: paged grouped-query decode, checked and timed shape by shape.
+
+Times are `timing`'s, and without the schedule, which a step makes once for all layers. `invariant
+us` is `us` where rows are cut so that a row's bits do not depend on the others.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxattn import gqa
+from jaxattn.bench.harness import numpy_reference
+from jaxattn.bench.harness.timing import Op, columns, kernel_seconds, rotation
+from jaxattn.core.cache.formats import KVFormat
+from jaxattn.core.dispatch import Implementation
+
+PAGE = 64
+
+
+class Shape(NamedTuple):
+    """A batch of `batch` rows of `tokens` each; `window` 0 is none. Heads of 64 dims have sinks as
+    gpt-oss has them, those of 256 a gate as Qwen3-Next's. `cache` is bfloat16 or fp8, e4m3 with a
+    scale for the keys and one for the values of each head."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    tokens: int
+    window: int = 0
+    page: int = PAGE
+    cache: str = "bfloat16"
+
+    @property
+    def read(self) -> int:
+        """Bytes of keys and values that are read."""
+        slot = KVFormat(self.cache, self.dim).nbytes
+        return self.batch * self.seen * self.kv_heads * slot
+
+    @property
+    def seen(self) -> int:
+        """Tokens that a row's query sees."""
+        return min(self.tokens, self.window or self.tokens)
+
+
+SHAPES: tuple[Shape, ...] = (
+    Shape(64, 32, 8, 128, 8192),
+    Shape(32, 32, 8, 128, 4096),
+    Shape(8, 32, 8, 128, 32768),
+    Shape(8, 32, 8, 128, 16384),
+    Shape(1, 32, 8, 128, 32768),
+    Shape(1, 32, 8, 128, 1024),
+    Shape(32, 64, 8, 128, 8192),
+    Shape(64, 16, 2, 256, 8192),
+    Shape(64, 64, 8, 64, 8192),
+    Shape(64, 64, 8, 64, 8192, 128),
+    Shape(8, 32, 8, 128, 32768, cache="fp8"),
+    Shape(64, 32, 8, 128, 8192, cache="fp8"),
+    Shape(1, 32, 8, 128, 1024, cache="fp8"),
+    Shape(64, 16, 2, 256, 8192, cache="fp8"),
+)
+MORE_SHAPES: tuple[Shape, ...] = (
+    Shape(1, 32, 4, 128, 262144),
+    Shape(1, 16, 2, 256, 262144),
+    Shape(64, 32, 8, 128, 8192, 0, 16),
+    Shape(64, 28, 4, 128, 8192),
+    Shape(256, 32, 8, 128, 1024),
+    Shape(1, 16, 2, 256, 8192),
+    Shape(32, 16, 2, 256, 4096),
+    Shape(64, 64, 8, 64, 8192, cache="fp8"),
+    Shape(64, 32, 8, 128, 8192, 0, 16, cache="fp8"),
+)
+SMALL_SHAPES: tuple[Shape, ...] = (
+    Shape(2, 4, 2, 64, 130),
+    Shape(1, 5, 1, 128, 200),
+    Shape(2, 8, 1, 256, 70),
+    Shape(2, 4, 2, 64, 300, 100, 16),
+    Shape(2, 4, 2, 128, 130, cache="fp8"),
+)
+
+
+def label(shape: Shape) -> dict[str, str]:
+    shape = Shape(*shape)
+    named = f"{shape.batch},{shape.heads}/{shape.kv_heads},{shape.dim},{shape.tokens}"
+    window = f",window:{shape.window}" if shape.window else ""
+    page = f",page:{shape.page}" if shape.page != PAGE else ""
+    cache = f",{shape.cache}" if shape.cache != "bfloat16" else ""
+    return {"B,H/Hk,D,T": named + window + page + cache}
+
+
+def cache_format(shape: Shape) -> str:
+    return Shape(*shape).cache
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def inputs(shape: Shape) -> dict[str, Any]:
+    """Normal data on shuffled pages, in as many layers as keep what is read of the caches out of
+    L2."""
+    batch, heads, kv_heads, dim, tokens, _, page, cache = shape
+    pages, stored = -(-tokens // page), KVFormat(cache, dim)
+    layers = rotation(shape.read, most=32)
+    layers = min(layers, max(1, 2**34 // (batch * tokens * kv_heads * stored.nbytes)))
+    keys = jax.random.split(jax.random.key(0), 5)
+    normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    numbers = jax.random.permutation(keys[2], batch * pages).astype(jnp.int32)
+    q = normal(keys[0], (batch, 1, heads, dim))
+    kv = normal(keys[1], (layers, batch * pages, 2, page, kv_heads, dim))
+    scales = None
+    if stored.scaled:
+        # Numbers of order 16, far from the largest and from the subnormal ones.
+        kv, scales = (kv * 16).astype(stored.dtype), jnp.full((2, kv_heads), 1 / 16, jnp.float32)
+    return {
+        "q": q,
+        "kv_cache": kv,
+        "kv_scale": scales,
+        "block_tables": numbers.reshape(batch, pages),
+        "seq_lens": jnp.full(batch, tokens, jnp.int32),
+        "sinks": jax.random.normal(keys[3], (heads,)) if dim == 64 else None,
+        "gate": normal(keys[4], q.shape) if dim == 256 else None,
+    }
+
+
+def schedule_of(shape: Shape, lens: jax.Array, *, batch_invariant: bool) -> gqa.PairSchedule:
+    _, heads, kv_heads, dim, tokens, window, page, _ = shape
+    return gqa.decode_schedule(
+        lens, q_len=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        max_pages=-(-tokens // page), page_size=page, window=window or None,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+
+
+def decode(
+    shape: Shape,
+    arrays: dict[str, Any],
+    schedule: gqa.PairSchedule,
+    implementation: Implementation | None,
+) -> Op:
+    def call(operands, state, layer):
+        arrays, schedule = operands
+        out = gqa.gqa_decode(
+            **arrays, window=shape.window or None, layer=layer, schedule=schedule,
+            implementation=implementation,
+        )  # fmt: skip
+        return out, state
+
+    return Op(call, [(arrays, schedule)], layers=arrays["kv_cache"].shape[0])
+
+
+def check(op: Op, shape: Shape) -> float:
+    """Relative L2 error of the heads of the first and the last KV head of the first and the last
+    row, the greatest, against float64.
+
+    Raises:
+        AssertionError: it or the LSE is off by more than rounding.
+    """
+    arrays, _ = op.operands[0]
+    out, lse = op(0)
+    group = shape.heads // shape.kv_heads
+    errors, lse_errors = [], []
+    for row, head in {(0, 0), (shape.batch - 1, shape.kv_heads - 1)}:
+        held = arrays["kv_cache"][0, arrays["block_tables"][row], :, :, head]  # [pages, 2, C, D]
+        kv = numpy_reference.exact(held).swapaxes(0, 1).reshape(2, -1, shape.dim)
+        if arrays["kv_scale"] is not None:
+            kv = kv * numpy_reference.exact(arrays["kv_scale"][:, head])[:, None, None]
+        kv = kv[:, shape.tokens - shape.seen : shape.tokens]
+        mine = slice(head * group, (head + 1) * group)
+        q = numpy_reference.exact(arrays["q"][row, 0, mine])
+        last = np.full(group, shape.seen - 1)
+        expected, expected_lse = numpy_reference.attention(q, kv[0], kv[1], last, shape.dim**-0.5)
+        if arrays["sinks"] is not None:
+            joined = np.logaddexp(expected_lse, numpy_reference.exact(arrays["sinks"][mine]))
+            expected *= np.exp(expected_lse - joined)[:, None]
+            expected_lse = joined
+        if arrays["gate"] is not None:
+            expected /= 1 + np.exp(-numpy_reference.exact(arrays["gate"][row, 0, mine]))
+        errors.append(numpy_reference.relative_l2(np.asarray(out[row, 0, mine]), expected))
+        lse_errors.append(np.abs(numpy_reference.exact(lse[row, 0, mine]) - expected_lse).max())
+    return numpy_reference.accepted(f"gqa {shape}", errors, lse_errors, below=5e-3, lse_below=1e-4)
+
+
+def measure(
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time."""
+    arrays = inputs(shape)
+    return label(shape) | timed(
+        shape,
+        shape.read,
+        arrays["seq_lens"],
+        functools.partial(decode, shape, arrays),
+        functools.partial(check, shape=shape),
+        implementation,
+        xla=xla,
+    )
+
+
+def timed(
+    shape: Shape,
+    read: int,
+    lens: jax.Array,
+    decode: Callable[[gqa.PairSchedule, Implementation | None], Op],
+    check: Callable[[Op], float],
+    implementation: Implementation | None,
+    *,
+    xla: bool,
+) -> dict[str, Any]:
+    """What is measured of a row: by the usual schedule and by that of equal bits.
+
+    Args:
+        shape: whose schedules are taken and whose FLOP are counted.
+        read: bytes of the cache.
+        lens: tokens of each row.
+        decode: the op by a schedule.
+        check: its error.
+    """
+    schedule, invariant = (
+        schedule_of(shape, lens, batch_invariant=apart) for apart in (False, True)
+    )
+    op = decode(schedule, implementation)
+    error = check(op)
+    time, _ = times = op.times()
+    op = decode(invariant, implementation)
+    error = max(error, check(op))
+    alone = kernel_seconds(op)
+    beside = {"xla us": decode(schedule, "xla").time() * 1e6} if xla else {}
+    moved = read + shape.batch * shape.heads * shape.dim * 4
+    return {
+        **columns("us", times),
+        "invariant us": alone * 1e6 if alone else "",
+        **beside,
+        "TFLOP/s": 4 * shape.batch * shape.seen * shape.heads * shape.dim / time / 1e12,
+        "GB/s": moved / time / 1e9,
+        "relative error": error,
+    }

@@ -1,0 +1,55 @@
+"""The second table of `python -m jaxattn.bench mla`: FP8 caches beside bfloat16 ones.
+
+The columns are those of `jaxattn.bench.attention.mla`. GB/s counts the bytes that the cache has.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxattn.bench.attention import mla
+from jaxattn.core.dispatch import Implementation
+
+# What is said of a cache, and its dtype.
+CACHES = {"bfloat16": "bfloat16", "e4m3": "float8_e4m3fn", "block-scaled": "uint8"}
+Shape = tuple[int, int, int, int, str]  # B, H, T, S and the cache
+
+
+def _with_caches(*shapes: tuple[int, int, int, int]) -> tuple[Shape, ...]:
+    return tuple((*shape, cache) for shape in shapes for cache in CACHES)
+
+
+SHAPES = _with_caches((128, 16, 4096, 1), (128, 128, 4096, 1))
+MORE_SHAPES = _with_caches()
+SMALL_SHAPES = _with_caches((1, 4, 70, 1))
+FASTER = 1.5  # block-scaled than bfloat16, with 16 heads
+
+
+def label(shape: Shape) -> dict[str, str]:
+    return {"B,H,T,S": ",".join(map(str, shape[:4])), "cache": shape[4]}
+
+
+def cache_format(shape: Shape) -> str:
+    """Its name in --kv-cache-dtype."""
+    return {"bfloat16": "bfloat16", "e4m3": "fp8", "block-scaled": "fp8_block"}[shape[4]]
+
+
+def measure(
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time."""
+    *sizes, cache = shape
+    batch, heads, tokens, q_len = sizes
+    row = mla.measure((batch, heads, tokens, q_len), implementation, xla=xla, cache=CACHES[cache])
+    return {**label(shape), **{name: value for name, value in row.items() if name != "B,H,T,S"}}
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How much faster FP8 caches are than bfloat16 ones."""
+    times = {(row["B,H,T,S"], row["cache"]): row["us"] for row in rows}
+    said = []
+    for (name, cache), time in times.items():
+        if cache != "bfloat16" and (name, "bfloat16") in times:
+            ratio = times[name, "bfloat16"] / time
+            wanted = f" (wanted: at least {FASTER})" if name.split(",")[1] == "16" else ""
+            said.append(f"{name}: {cache} {ratio:.2f} times as fast as bfloat16{wanted}")
+    return said

@@ -1,0 +1,1 @@
+"""Other libraries on the same shapes, timed by the same method."""

@@ -1,0 +1,393 @@
+"""What others take for the same shapes on the same GPU, in the same run.
+
+Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
+runs in a process of its own, which starts before JAX takes memory:
+
+    python -m jaxattn.bench.baselines.torch_baselines flashinfer-mla '[128, 128, 4096, 1]' '[1, 16, 32768, 1]'
+
+prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
+loop of calls. Plans are made before, as our schedule is. Two times, as ours are:
+
+    us       time in which any of the call's kernels runs, from a profile of a card that idled
+    call us  by CUDA events around a graph of calls (or around the calls, where a peer cannot be
+             captured), after warm-up, median, for as long as our loops run: a card that is kept
+             busy gets slower, and what lies between kernels counts
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxattn.bench.attention import mla
+from jaxattn.bench.baselines import flash_attention, flashinfer_xqa
+from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
+
+CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
+SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
+DIM = 128  # of the delta rule's keys and values
+DEVICE = "cuda"
+IDLE = 0.3  # seconds in which a card cools before a burst
+NO_KERNELS = ("Memcpy HtoD", "Event Sync", "Context Sync", "Stream Sync", "Stream Wait")
+
+# Seconds, by the column without its unit, "fla" or "fla call", and by the shape's JSON.
+Times = dict[str, dict[str, float]]
+# Of a shape: the call with its number, which picks the inputs that are not in L2.
+Build = Callable[..., Callable[[int], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """A row of the table.
+
+    Attributes:
+        column: what it is called in the results.
+        bench: the module of jaxattn.bench whose shapes it runs.
+        module: what Python imports of it.
+        package: what pip installs.
+        build: of a shape of that bench.
+    """
+
+    column: str
+    bench: str
+    module: str
+    package: str
+    build: Build
+
+
+def torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def paged(batch: int, tokens: int | str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Tokens and pages of each row, the pages' shuffled numbers row after row, and how many caches
+    of them do not fit in L2."""
+    lens = mla.lengths(batch, tokens)
+    pages = -(-lens // mla.PAGE)
+    total = int(pages.sum())
+    layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
+    return lens, pages, np.random.default_rng(0).permutation(total), layers
+
+
+def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
+    """FlashInfer's wrapper, planned beforehand as our schedule is."""
+    t, flashinfer = torch(), importlib.import_module("flashinfer.mla")
+    lens, pages, numbers, layers = paged(batch, tokens)
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
+    rank, rope = mla.RANK, mla.DIM - mla.RANK
+    latents = [normal(len(numbers), mla.PAGE, rank) for _ in range(layers)]
+    rotated = [normal(len(numbers), mla.PAGE, rope) for _ in range(layers)]
+    q_nope, q_pe = normal(batch * q_len, heads, rank), normal(batch * q_len, heads, rope)
+    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
+        t.empty(128 * 2**20, dtype=t.int8, device=DEVICE)
+    )
+    wrapper.plan(
+        qo_indptr=index([q_len * row for row in range(batch + 1)]),
+        kv_indptr=index([0, *pages.cumsum().tolist()]),
+        kv_indices=index(numbers.tolist()),
+        kv_len_arr=index(lens.tolist()),
+        num_heads=heads,
+        head_dim_ckv=rank,
+        head_dim_kpe=rope,
+        page_size=mla.PAGE,
+        causal=q_len > 1,
+        sm_scale=mla.SCALE,
+        q_data_type=t.bfloat16,
+        kv_data_type=t.bfloat16,
+    )
+    return lambda i: wrapper.run(
+        q_nope=q_nope, q_pe=q_pe, ckv_cache=latents[i % layers], kpe_cache=rotated[i % layers]
+    )
+
+
+def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
+    """FlagGems' kernel, which is written in Triton and does not cut rows."""
+    if q_len != 1:
+        raise ValueError(f"it takes one token a row, not {q_len}")
+    t, flag_gems = torch(), importlib.import_module("flag_gems")
+    lens, pages, numbers, layers = paged(batch, tokens)
+    most = int(pages.max())
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
+    caches = [normal(len(numbers), mla.PAGE, 1, mla.DIM) for _ in range(layers)]
+    q = normal(batch, 1, heads, mla.DIM)
+    table = np.zeros((batch, most), np.int32)
+    table[np.arange(most) < pages[:, None]] = numbers
+    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
+    tables, lengths = index(table.tolist()), index(lens.tolist())
+    return lambda i: flag_gems.flash_mla(
+        q, tables, caches[i % layers], most * mla.PAGE, mla.PAGE, batch, 1, lengths, heads, 1,
+        mla.DIM, mla.RANK, True,
+    )  # fmt: skip
+
+
+def delta_rule(rows: int, tokens: int, key_heads: int, value_heads: int) -> dict[str, Any]:
+    """q, k, v, g, beta as in gdn_prefill's inputs: gates of log sigmoid(uniform)."""
+    t = torch()
+    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
+    uniform = functools.partial(t.rand, dtype=t.float32, device=DEVICE)
+    return {
+        "q": normal(rows, tokens, key_heads, DIM),
+        "k": normal(rows, tokens, key_heads, DIM),
+        "v": normal(rows, tokens, value_heads, DIM),
+        "g": t.nn.functional.logsigmoid(uniform(rows, tokens, value_heads)),
+        "beta": uniform(rows, tokens, value_heads),
+    }
+
+
+def fla_decode(
+    batch: int, key_heads: int, value_heads: int, tokens: int, state: str
+) -> Callable[[int], Any]:
+    """FLA's recurrence alone, without the convolution, the gates and the norm of our op."""
+    if state != "float32":
+        raise ValueError(f"its states are float32, not {state}")
+    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
+    size = batch * value_heads * DIM * DIM * 4
+    layers = rotation(size)
+    states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device=DEVICE)
+    operands = delta_rule(batch, tokens, key_heads, value_heads)
+    return lambda i: fla.fused_recurrent_gated_delta_rule(
+        **operands,
+        initial_state=states[i % layers],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+
+
+def prefill(key_heads: int, value_heads: int, count: int, length: int) -> dict[str, Any]:
+    """Keyword arguments of a chunked prefill of packed sequences, in the words of FLA."""
+    t = torch()
+    return {
+        **delta_rule(1, count * length, key_heads, value_heads),
+        "cu_seqlens": t.tensor(
+            [length * i for i in range(count + 1)], dtype=t.int64, device=DEVICE
+        ),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+
+
+def fla_prefill(*shape: int) -> Callable[[int], Any]:
+    os.environ["FLA_FLASH_QLA"] = "0"  # its own kernels, not FlashQLA's where that is installed
+    fla, operands = importlib.import_module("fla.ops.gated_delta_rule"), prefill(*shape)
+    return lambda i: fla.chunk_gated_delta_rule(**operands)
+
+
+def fla_kda_prefill(heads: int, count: int, length: int) -> Callable[[int], Any]:
+    fla, operands = importlib.import_module("fla.ops.kda"), prefill(heads, heads, count, length)
+    drawn = torch().rand(1, count * length, heads, DIM, dtype=torch().float32, device=DEVICE)
+    operands |= {"g": torch().nn.functional.logsigmoid(drawn)}
+    return lambda i: fla.chunk_kda(**operands)
+
+
+def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
+    """FlashQLA without the norm of q and k, which it leaves to torch.compile."""
+    flash_qla, operands = importlib.import_module("flash_qla"), prefill(*shape)
+    normalize = torch().nn.functional.normalize
+    operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
+    operands["use_qk_l2norm_in_kernel"] = False
+    return lambda i: flash_qla.chunk_gated_delta_rule(**operands)
+
+
+def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
+    """FlashInfer takes packed tokens without a batch axis, and the decay itself, not its log."""
+    module, operands = importlib.import_module("flashinfer.gdn_prefill"), prefill(*shape)
+    packed = {name: operands[name][0] for name in ("q", "k", "v", "g", "beta")}
+    operands |= packed | {"g": torch().exp(packed["g"])}
+    return lambda i: module.chunk_gated_delta_rule(**operands)
+
+
+PEERS = {
+    "flashinfer-mla": Peer("flashinfer", "mla", "flashinfer", "flashinfer-python", flashinfer_mla),
+    "flaggems-mla": Peer("flaggems", "mla", "flag_gems", "flag_gems", flaggems_mla),
+    "fla-decode": Peer("fla", "gdn_decode", "fla", "fla-core", fla_decode),
+    "fla-prefill": Peer("fla", "gdn_prefill", "fla", "fla-core", fla_prefill),
+    "fla-kda-prefill": Peer("fla", "kda_prefill", "fla", "fla-core", fla_kda_prefill),
+    "flashqla-prefill": Peer("flashqla", "gdn_prefill", "flash_qla", "flash-qla", flashqla_prefill),
+    "flashinfer-prefill": Peer(
+        "flashinfer", "gdn_prefill", "flashinfer", "flashinfer-python", flashinfer_prefill
+    ),
+    "vllm-flashmla": Peer("flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla),
+    "fa3-decode": Peer("fa3", "gqa", "vllm", "vllm", flash_attention.flash_attention_decode),
+    "xqa-decode": Peer("xqa", "gqa", "flashinfer", "flashinfer-python", flashinfer_xqa.decode),
+    "fa3-prefill": Peer(
+        "fa3", "gqa_prefill", "vllm", "vllm", flash_attention.flash_attention_prefill
+    ),
+    "fa3-mla-prefill": Peer(
+        "fa3", "mla_prefill", "vllm", "vllm", flash_attention.flash_attention_mla_prefill
+    ),
+}
+
+
+def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
+    """The times of a bench's installed peers; and what was used, or why there is no time, in a line
+    each."""
+    times: Times = {}
+    said = []
+    for name, peer in PEERS.items():
+        if peer.bench != bench:
+            continue
+        if importlib.util.find_spec(peer.module) is None:
+            said.append(f"{name}: not installed (python3 -m pip install {peer.package} torch)")
+            continue
+        for line in _run(name, shapes):
+            if "error" in line:
+                said.append(f"{name} {line['shape']}".rstrip() + f": {line['error']}")
+                continue
+            for column, key in ((peer.column, "burst"), (f"{peer.column} call", "seconds")):
+                if line[key]:
+                    times.setdefault(column, {})[json.dumps(line["shape"])] = line[key]
+            used = f"{name}: {peer.package} {line['version']}, by {line['how']}"
+            if used not in said:
+                said.append(used)
+    return times, said
+
+
+def _run(name: str, shapes: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    command = [
+        sys.executable,
+        "-m",
+        "jaxattn.bench.baselines.torch_baselines",
+        name,
+        *map(json.dumps, shapes),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        yield {"shape": "", "error": f"took more than {SECONDS} seconds"}
+        return
+    for line in done.stdout.splitlines():
+        if line.startswith('{"peer"'):  # libraries print there too
+            yield json.loads(line)
+    if done.returncode:
+        last = done.stderr.strip().splitlines() or ["no message"]
+        yield {"shape": "", "error": f"exit code {done.returncode}: {last[-1]}"}
+
+
+def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
+    """Median seconds of a call, and how it was timed."""
+    cuda = torch().cuda
+    for i in range(3):
+        call(i)  # compiles, and tunes
+    cuda.synchronize()
+
+    def calls() -> None:
+        for i in range(CALLS):
+            call(i)
+
+    run, how = calls, "CUDA events around calls"
+    try:
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
+            calls()
+        run, how = graph.replay, "CUDA events around a graph"
+    except RuntimeError as error:
+        print(f"not captured: {error}", file=sys.stderr)
+
+    def timed(replays: int) -> float:
+        start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(replays):
+            run()
+        end.record()
+        cuda.synchronize()
+        return start.elapsed_time(end) * 1e-3 / replays
+
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < WARMUP:
+        timed(1)
+    replays = max(1, round(LOOP_SECONDS / timed(1)))
+    times = [timed(replays) / CALLS for _ in range(REPEATS)]
+    return statistics.median(times), how
+
+
+def burst_seconds(call: Callable[[int], Any]) -> float:
+    """Seconds per call in which any of its kernels runs; 0 where there is no profiler.
+
+    Of the last calls in a profile that begins with warm-up, on a card that idled before."""
+    t = torch()
+    number = 0
+
+    def some() -> None:
+        nonlocal number
+        for _ in range(PROFILED):
+            call(number)
+            number += 1
+        t.cuda.synchronize()
+
+    some()
+    before = number
+    with t.profiler.profile(activities=[t.profiler.ProfilerActivity.CUDA]) as profile:
+        time.sleep(IDLE)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < WARMUP:
+            some()
+        some()
+    cuda = t.autograd.DeviceType.CUDA
+    spans = sorted(
+        (each.start_ns(), each.start_ns() + each.duration_ns())
+        for each in profile.profiler.kineto_results.events()
+        if each.device_type() == cuda and not each.is_user_annotation()
+        and not each.name().startswith(NO_KERNELS)
+    )  # fmt: skip
+    kernels, rest = divmod(len(spans), number - before)
+    return 0.0 if rest else covered(spans[-PROFILED * kernels :]) * 1e-9 / PROFILED
+
+
+def covered(spans: Sequence[tuple[int, int]]) -> int:
+    """The length of what sorted spans cover; what overlaps counts once."""
+    until = total = 0
+    for start, end in spans:
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def version(module: str) -> str:
+    """Of an installed package. vllm is not imported: it wants a PyTorch of its own."""
+    if module == "vllm":
+        try:
+            return importlib.metadata.version(module)
+        except importlib.metadata.PackageNotFoundError:
+            return "libraries"
+    return str(importlib.import_module(module).__version__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxattn.bench.baselines.torch_baselines",
+        description="Times another package, in JSON lines.",
+    )
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("shape", nargs="*", type=json.loads, help="as '[128, 128, 4096, 1]'")
+    args = parser.parse_args(argv)
+    peer = PEERS[args.peer]
+    for shape in args.shape:
+        line: dict[str, Any] = {"peer": args.peer, "shape": shape}
+        try:
+            with torch().no_grad():
+                call = peer.build(*shape)
+                line["seconds"], line["how"] = seconds(call)
+                line["burst"] = burst_seconds(call)
+            line["version"] = version(peer.module)
+        except Exception as error:  # of any kind: what fails is the peer's, and is reported
+            first = (str(error).strip().splitlines() or [""])[0]
+            line["error"] = f"{type(error).__name__}: {first}"
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""`python -m jaxattn.bench compare A.json B.json`: times of two runs, row by row.
+
+Rows of one name are held together, and B / A is shown of each time: below 1, B is faster. Files of
+different benches, methods, devices, power limits or seeds are refused, since their times say
+nothing about each other.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxattn.bench.harness.result_tables import show
+from jaxattn.cli.options.parser import ProseHelpFormatter
+
+UNITS = ("us", "ms", "s", "tokens/s")
+
+
+class NotComparable(Exception):
+    """Two files whose times say nothing about each other; the message says why."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A run that `--json` stored.
+
+    Raises:
+        NotComparable: the file cannot be read, or holds no rows or no method.
+    """
+    try:
+        run = json.loads(path.read_text())
+    except OSError as error:
+        raise NotComparable(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise NotComparable(f"cannot read {path}: {error}") from error
+    if not isinstance(run, dict) or not isinstance(run.get("rows"), list):
+        raise NotComparable(f"{path} is no result of a bench: it has no rows")
+    if "method" not in run:
+        raise NotComparable(
+            f"{path} does not say how it was timed: an older version wrote it; run its bench again"
+        )
+    return run
+
+
+def conditions(run: dict[str, Any]) -> dict[str, Any]:
+    """What two runs have to share."""
+    fields = {name: run.get(name) for name in ("what", "model", "layouts", "device", "seed")}
+    method = run["method"] if isinstance(run["method"], dict) else {"name": run["method"]}
+    fields |= {f"method: {name}": value for name, value in method.items()}
+    return fields | {"power limit W": run.get("card", {}).get("power limit W")}
+
+
+def check(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Raises NotComparable, naming each difference, unless the runs may be compared."""
+    ours, theirs = conditions(a), conditions(b)
+    different = [
+        f"{name}: {ours.get(name)!r} and {theirs.get(name)!r}"
+        for name in ours | theirs
+        if ours.get(name) != theirs.get(name)
+    ]
+    if different:
+        raise NotComparable(f"not comparable, they differ in {'; '.join(different)}")
+
+
+def name(row: dict[str, Any]) -> str:
+    """What stands before the first measured number."""
+    leading = itertools.takewhile(lambda value: not isinstance(value, float), row.values())
+    return " ".join(map(str, leading))
+
+
+def compared(a: dict[str, Any], b: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row for each time that both runs have."""
+    others = {name(row): row for row in b["rows"]}
+    for row in a["rows"]:
+        other = others.get(name(row), {})
+        for column, value in row.items():
+            beside = other.get(column)
+            if not (isinstance(value, float) and isinstance(beside, float) and value > 0):
+                continue
+            if column.split()[-1] in UNITS:
+                ratio = f"{beside / value:.3f}"
+                yield {"row": name(row), "time": column, "A": value, "B": beside, "B / A": ratio}
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} compare",
+        description=__doc__,
+        formatter_class=ProseHelpFormatter,
+    )
+    parser.add_argument("a", type=Path, metavar="A.json")
+    parser.add_argument("b", type=Path, metavar="B.json")
+    args = parser.parse_args(argv)
+    try:
+        a, b = load(args.a), load(args.b)
+        check(a, b)
+        rows = list(compared(a, b))
+        if not rows:
+            raise NotComparable("they have no time of one name in common")
+    except NotComparable as error:
+        print(f"{program} compare: {args.a}, {args.b}: {error}", file=sys.stderr)
+        return 2
+    show(f"A: {_said(a)}; B: {_said(b)}", rows)
+    return 0
+
+
+def _said(run: dict[str, Any]) -> str:
+    return f"{run.get('commit') or 'no commit'} with jax {run.get('jax')}"

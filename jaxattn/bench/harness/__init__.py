@@ -1,0 +1,1 @@
+"""Timing, device information, run metadata, references and result tables."""

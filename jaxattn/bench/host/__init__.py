@@ -1,0 +1,1 @@
+"""Host time of the engine per step."""

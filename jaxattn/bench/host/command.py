@@ -1,0 +1,273 @@
+"""`python -m jaxattn.bench host`: what the engine's host side adds to a decode step.
+
+`round ms` is wall time per decode step of `Engine.generate` with callbacks on, once all rows
+decode. `executable ms` is that of the same executable, queued: the same steps of the same rows,
+from prompts that are read anew (executable_replay.py). Nothing is read until all have run. `read ms` is
+that with its tokens read as the engine reads them, and nothing done with them: what JAX alone
+takes. `call us` is what the host takes to send it, where no queue holds it up, `copy us` to ask for
+its tokens, and `take us` to read them once they are there. `exposed us` is the difference of the
+first two: the time per step for which the device waits for its host. Both are run in turn, and each
+column is the median of the runs; `spread us` is the largest exposed time of a run less the
+smallest. `host us` is what the host takes for a step beside its waiting for the device: hidden
+while it is shorter than a step. `same tokens` says whether queue and rounds decoded the same; where
+they did not, their difference says nothing.
+
+With --grammars N, N of the rows follow a grammar in further runs. Each of their steps waits for its
+host, which reads the tokens and fills masks before it samples. `N grammars ms` is wall time per
+step of all rows, `N grammars us` what the host takes of it. The model's vocabulary is made of
+words.
+
+Where a call runs several decode steps (`Limits.steps_per_round`, column `steps`), all of these are
+its time divided by its steps, but `call us`, `copy us` and `take us`, which are of a whole call.
+
+Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with random weights.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.host.executable_replay import PROMPT, WARM, generated, queued, requests
+from jaxattn.bench.host.word_grammar import maker
+from jaxattn.bench.model.model_lookup import UnknownModel, find
+from jaxattn.bench.model.random_weights import random_params
+from jaxattn.cli.options.parser import ProseHelpFormatter
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.requests.outputs import Completion, FinishReason
+from jaxattn.engine.requests.request import Grammar, Request
+from jaxattn.memory.limits import MOST_STEPS, Limits
+from jaxattn.models import Hybrid, HybridConfig
+from jaxattn.models.checkpoint.native_format import EMBEDDED, load
+from jaxattn.models.interface import Model
+
+ROUNDS = {"name": "the wall clock of rounds", "version": 2}
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} host",
+        description=__doc__,
+        formatter_class=ProseHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="a shipped configuration")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[4, 64, 256], help="rows that decode"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="steps of each run that are counted"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="runs of either kind")
+    parser.add_argument(
+        "--steps-per-round", type=int, metavar="N", help="steps of a call; the engine chooses"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a model of one layer, to compare hosts on a CPU"
+    )
+    parser.add_argument(
+        "--grammars",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[],
+        help="rows that follow a grammar, in runs of their own",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    args = parser.parse_args(argv)
+    for option, value in (("--rows", min(args.rows)), ("--steps", args.steps)):
+        if value < 1:
+            parser.error(f"{option} must be positive; got {value}")
+    try:
+        Limits(steps_per_round=args.steps_per_round)
+    except ValueError as error:
+        parser.error(f"--steps-per-round: {error}")
+    if wrong := [n for n in args.grammars if not 0 < n <= min(args.rows)]:
+        parser.error(f"--grammars must be from 1 to the fewest --rows; got {wrong[0]}")
+    if args.grammars and importlib.util.find_spec("llguidance") is None:
+        parser.error(
+            "--grammars needs llguidance, which is not installed: pip install 'jaxattn[server]'"
+        )
+    if args.repeats < 1:
+        parser.error(f"--repeats must be positive; got {args.repeats}")
+    if args.small and args.name:
+        parser.error("--small has a model of its own; give no MODEL")
+    if args.json and not os.access(args.json.parent, os.W_OK):
+        parser.error(f"--json {args.json}: cannot be written there")
+    if args.name:
+        try:
+            args.name, _, args.model = find(args.name)
+        except UnknownModel as error:
+            parser.error(str(error))
+    return args
+
+
+def model_of(args: argparse.Namespace) -> tuple[str, Model, Any]:
+    """(its name, the model, its parameters)."""
+    if args.small:
+        config = HybridConfig(
+            vocab_size=256, hidden_size=16, intermediate_size=16, num_repeats=1, gdn_per_repeat=0,
+            num_attention_heads=1, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+            v_head_dim=8, rope=RopeConfig(dim=8), max_position_embeddings=8192,
+        )  # fmt: skip
+        return "one layer", Hybrid(config), Hybrid(config).init_params(jax.random.key(0))
+    if args.name:
+        return args.name, args.model, random_params(args.model)
+    config, params = load(EMBEDDED)
+    return "embedded", Hybrid(config), params
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Seconds per step.
+
+    Attributes:
+        whole: of a round.
+        waited: of it, while the host waited for tokens.
+        texts: what each row generated.
+    """
+
+    whole: float
+    waited: float
+    texts: list[tuple[int, ...]]
+
+
+def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = ()) -> Run:
+    """Rounds of `generate` in which all rows decode, with callbacks; the first follow grammars."""
+    first = WARM + 1
+    at: dict[int, tuple[float, float]] = {}
+    seen = 0
+
+    def on_token(request: Request, token: int) -> None:
+        nonlocal seen
+        if request.id == rows - 1:  # the last to read its prompt
+            seen += 1
+            if seen in (first, first + steps):
+                at[seen] = time.perf_counter(), engine.stats.waited_seconds
+
+    def on_finish(completion: Completion) -> None:
+        if completion.finish_reason != FinishReason.LENGTH:
+            raise RuntimeError(f"a row ended: {completion.finish_reason}, {completion.detail}")
+
+    engine.scheduler.drop_rows()  # pools as new ones: pages come in the queue's order
+    asked = [
+        dataclasses.replace(request, grammar=grammar)
+        for request, grammar in itertools.zip_longest(requests(rows, steps), grammars)
+    ]
+    done = engine.generate(asked, on_token=on_token, on_finish=on_finish)
+    begin, end = at[first], at[first + steps]
+    whole, waited = (end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps
+    return Run(whole, waited, [each.tokens for each in done])
+
+
+def longest(rows: int, steps: int) -> int:
+    """Tokens of the longest row, in calls of as many steps as they can have."""
+    return len(PROMPT) + generated(rows, whole_calls(steps, MOST_STEPS))
+
+
+def whole_calls(steps: int, several: int) -> int:
+    """So many steps or a few more: rounds and queue are timed from a call's end to another's."""
+    return -(-steps // several) * several
+
+
+def differing(run: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) -> str:
+    """How many tokens of the queue's rows are others in the rounds; "yes" where none is."""
+    found = [
+        other != token
+        for text, own in zip(run, alone, strict=True)
+        for other, token in itertools.zip_longest(text[: len(own)], own)
+    ]
+    return f"{sum(found)} of {len(found)} differ" if any(found) else "yes"
+
+
+def measure(
+    model: Model,
+    params: Any,
+    rows: int,
+    steps: int,
+    repeats: int,
+    several: int | None = None,
+    grammars: Sequence[int] = (),
+) -> dict[str, Any]:
+    """A row of the table.
+
+    Args:
+        several: steps of a call; None lets the engine choose.
+        grammars: how many rows follow one, in runs of their own.
+    """
+    length = longest(rows, steps)
+    limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
+    began = time.perf_counter()
+    with Engine(model, params, limits, workers=os.cpu_count() or 1) as engine:
+        seal, several = engine.seal, engine.limits.round_steps
+        steps = whole_calls(steps, several)
+        rounds(engine, rows, whole_calls(min(steps, 64), several))
+        ready = time.perf_counter() - began
+        print(f"{rows} rows: compiled and warm in {ready:.1f} s", file=sys.stderr, flush=True)
+        runs = [(queued(engine, rows, steps), rounds(engine, rows, steps)) for _ in range(repeats)]
+        bound: dict[str, float] = {}
+        for count in grammars:
+            made = maker(model.vocab_size)
+            ran = [rounds(engine, rows, steps, made(count)) for _ in range(repeats)]
+            bound[f"{count} grammars ms"] = statistics.median(run.whole for run in ran) * 1e3
+            host = statistics.median(run.whole - run.waited for run in ran)
+            bound[f"{count} grammars us"] = host * 1e6
+        sealed = "; ".join(seal.what) or "yes"
+    same = [differing(run.texts, alone.texts) for alone, run in runs]
+    exposed = [run.whole - alone.whole for alone, run in runs]
+    return {
+        "B": rows,
+        "steps": several,
+        "executable ms": statistics.median(alone.whole for alone, _ in runs) * 1e3,
+        "read ms": statistics.median(alone.read for alone, _ in runs) * 1e3,
+        "call us": statistics.median(alone.call for alone, _ in runs) * 1e6,
+        "copy us": statistics.median(alone.copy for alone, _ in runs) * 1e6,
+        "take us": statistics.median(alone.take for alone, _ in runs) * 1e6,
+        "round ms": statistics.median(run.whole for _, run in runs) * 1e3,
+        "exposed us": statistics.median(exposed) * 1e6,
+        "spread us": (max(exposed) - min(exposed)) * 1e6,
+        "host us": statistics.median(run.whole - run.waited for _, run in runs) * 1e6,
+        "tokens/s": rows / statistics.median(run.whole for _, run in runs),
+        "sealed": sealed,
+        "same tokens": next((told for told in same if told != "yes"), "yes"),
+    } | bound
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    args = parse(argv, program)
+    # Read when the backend starts: weights and the caches of 256 rows take most of a GPU.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    name, model, params = model_of(args)
+    result = run_metadata.begin("host", program, ["host", *argv], method=ROUNDS) | {"model": name}
+    result |= {"steps": args.steps, "repeats": args.repeats, "rows": []}
+    for rows in args.rows:
+        needed = longest(rows, args.steps)
+        if needed > model.max_position_embeddings:
+            print(
+                f"{program} host: {rows} rows of {args.steps} steps take {needed:,} tokens, and "
+                f"the model has {model.max_position_embeddings:,}; use fewer --steps",
+                file=sys.stderr,
+            )
+            return 2
+        row = measure(
+            model, params, rows, args.steps, args.repeats, args.steps_per_round, args.grammars
+        )
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        result["rows"].append(row)
+        run_metadata.end(result)
+        store(result, args.json)
+    show(f"jaxattn host, {name} on {result['device']}", result["rows"])
+    return 0

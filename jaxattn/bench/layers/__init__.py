@@ -1,0 +1,1 @@
+"""Benchmarks of linear layers, experts and one decode step."""

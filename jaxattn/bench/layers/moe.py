@@ -1,0 +1,225 @@
+"""`python -m jaxattn.bench moe`: a mixture of experts, checked and timed in a stack of layers.
+
+Times are `timing`'s. A call routes random logits and multiplies; call i has layer i of the stack,
+so that no layer's weights are in L2 when their turn comes. Beside the whole, from a profile, the
+time of each kernel; `rest us` is what XLA runs between them, the tokens' gather and, of more than 8
+tokens, the list of work. GB/s counts the weights of experts that some token chose, once. XLA's
+ragged product is timed for few tokens.
+"""
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxattn.arena import Arena
+from jaxattn.bench.harness import numpy_reference
+from jaxattn.bench.harness.timing import Op, columns, gpu_events
+from jaxattn.core.dispatch import Implementation
+from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
+from jaxattn.kernels.moe.tile_config import BLOCK, Config
+from jaxattn.moe import Router, mixture_of_experts, route, scratch
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model's mixture: F, I, its router, and layers of the stack that is timed."""
+
+    hidden: int
+    expert_size: int
+    router: Router
+    layers: int
+    fp8: bool = False
+
+
+V3_GROUPS: dict[str, Any] = {"groups": 8, "top_groups": 4, "best_of_group": 2}
+SIGMOID: dict[str, Any] = {"scores": "sigmoid", "normalize": True, "scale": 2.5}
+MODELS = {
+    "v2-lite": Model(2048, 1408, Router(experts=64, top_k=6, scores="softmax"), 8),
+    "glm-4.7-flash": Model(2048, 1536, Router(experts=64, top_k=4, **SIGMOID), 8),
+    "qwen3-next-fp8": Model(
+        2048, 512, Router(experts=512, top_k=10, scores="softmax", normalize=True), 8, fp8=True
+    ),
+    "v3-fp8": Model(7168, 2048, Router(experts=256, top_k=8, **SIGMOID, **V3_GROUPS), 2, fp8=True),
+    "small": Model(128, 64, Router(experts=4, top_k=2, scores="softmax"), 2),
+    "small-fp8": Model(128, 128, Router(experts=4, top_k=2, scores="softmax"), 2, fp8=True),
+}
+Shape = tuple[str, int]  # the model, T
+SHAPES: tuple[Shape, ...] = (
+    *(("v2-lite", tokens) for tokens in (1, 8, 32, 128, 8192)),
+    *(("qwen3-next-fp8", tokens) for tokens in (1, 8, 32, 128)),
+    *(("v3-fp8", tokens) for tokens in (1, 8, 32, 128)),
+    *(("glm-4.7-flash", tokens) for tokens in (1, 8, 32, 128)),
+)
+MORE_SHAPES: tuple[Shape, ...] = ()
+SMALL_SHAPES: tuple[Shape, ...] = (("small", 3), ("small-fp8", 9))
+XLA_TOKENS = 32  # of more, XLA's product takes memory for every expert's share of every token
+CHECKED = 3  # tokens that are checked
+KERNELS = {
+    "route": "moe_route",
+    "list": "moe_list",
+    "gate_up": "moe_gate_up",
+    "down": "moe_down",
+    "combine": "moe_combine",
+}
+
+
+def label(shape: Shape) -> dict[str, str]:
+    return {"model": shape[0], "T": str(shape[1])}
+
+
+@functools.lru_cache(maxsize=1)
+def weights_of(name: str) -> dict[str, jax.Array]:
+    """A stack of layers of random weights, the last model's kept."""
+    model = MODELS[name]
+    features, width, experts = model.hidden, model.expert_size, model.router.experts
+    gate_up, down = (2 * width, features), (features, width)
+
+    def draw(seed: int, shape: tuple[int, int], scale: float) -> jax.Array:
+        def of_layer(key: jax.Array) -> jax.Array:
+            if not model.fp8:
+                return jax.random.normal(key, (experts, *shape), jnp.bfloat16) * scale
+            # Bits of numbers below 2, any sign and exponent.
+            bits = jax.random.bits(key, (experts, *shape), jnp.uint8) & 0xBF
+            return lax.bitcast_convert_type(bits, FP8)
+
+        keys = jax.random.split(jax.random.key(seed), model.layers)
+        return jax.jit(lambda keys: lax.map(of_layer, keys))(keys)
+
+    def scales(seed: int, *shape: int, scale: float) -> jax.Array:
+        drawn = jax.random.uniform(jax.random.key(seed), (model.layers, experts, *shape))
+        return (0.5 + drawn) * scale
+
+    inner, outer = features**-0.5, width**-0.5
+    made = {"gate_up": draw(0, gate_up, inner), "down": draw(1, down, outer)}
+    if model.fp8:
+        blocks = features // BLOCK, width // BLOCK
+        made["gate_up_scale"] = scales(2, 2, blocks[1], blocks[0], scale=inner)
+        made["down_scale"] = scales(3, *blocks, scale=outer)
+    return made
+
+
+def inputs(shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """x and the router's logits."""
+    model, tokens = MODELS[shape[0]], shape[1]
+    keys = jax.random.split(jax.random.key(tokens), 2)
+    x = jax.random.normal(keys[0], (tokens, model.hidden), jnp.bfloat16)
+    return x, jax.random.normal(keys[1], (tokens, model.router.experts))
+
+
+def mixture(
+    shape: Shape, implementation: Implementation | None, config: Config | None = None
+) -> Op:
+    """Routing and mixture; `config`: the kernels, cut like that."""
+    model, tokens = MODELS[shape[0]], shape[1]
+    bias = jnp.zeros(model.router.experts) if model.router.scores == "sigmoid" else None
+    spec = scratch(
+        tokens=tokens, top_k=model.router.top_k, experts=model.router.experts,
+        hidden=model.hidden, expert_size=model.expert_size, fp8=model.fp8, config=config,
+    )  # fmt: skip
+
+    def call(operands: Any, arena: Arena, layer: jax.Array) -> tuple[jax.Array, Arena]:
+        (x, logits), weights = operands
+        chosen = route(logits, bias, model.router)
+        options: dict[str, Any] = {**weights, "layer": layer, "arena": arena}
+        if config is not None:
+            return mixture_of_experts_mosaic(x, *chosen, **options, config=config)
+        return mixture_of_experts(x, *chosen, **options, implementation=implementation)
+
+    operands = (inputs(shape), weights_of(shape[0]))
+    return Op(call, [operands], Arena.allocate(spec), layers=model.layers)
+
+
+def ids_of(shape: Shape) -> np.ndarray:
+    model = MODELS[shape[0]]
+    bias = jnp.zeros(model.router.experts) if model.router.scores == "sigmoid" else None
+    return np.asarray(route(inputs(shape)[1], bias, model.router)[0])
+
+
+def counts(shape: Shape) -> tuple[float, float]:
+    """FLOP and bytes of a call."""
+    model, tokens = MODELS[shape[0]], shape[1]
+    numbers = 3 * model.hidden * model.expert_size
+    used = len(np.unique(ids_of(shape)))
+    pairs = tokens * model.router.top_k
+    moved = used * numbers * (1 if model.fp8 else 2)
+    # Per pair x and h in, h out and y out and in; per token x and the output.
+    moved += pairs * (2 * model.hidden + 4 * model.expert_size + 8 * model.hidden)
+    return 2 * pairs * numbers, moved + tokens * 6 * model.hidden
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _exact(name: str, x: jax.Array, ids: jax.Array, shares: jax.Array, weights: Any) -> jax.Array:
+    """A token of layer 0 in float32, what is between the products rounded as the kernels do."""
+    model = MODELS[name]
+    gate_up, down = (weights[key][0, ids].astype(jnp.float32) for key in ("gate_up", "down"))
+    spread = lambda scale: scale.repeat(BLOCK, -2).repeat(BLOCK, -1)  # noqa: E731
+    if model.fp8:
+        gate_up *= spread(weights["gate_up_scale"][0, ids]).reshape(gate_up.shape)
+        down *= spread(weights["down_scale"][0, ids])
+    product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    gate, up = jnp.split(product("kjf,f->kj", gate_up, x.astype(jnp.float32)), 2, axis=1)
+    h = (jax.nn.silu(gate) * up).astype(x.dtype).astype(jnp.float32)
+    return product("k,kfi,ki->f", shares, down, h)
+
+
+def check(op: Op, shape: Shape) -> float:
+    """Relative L2 error of some tokens in the first layer, the greatest, against float32.
+
+    Raises:
+        AssertionError: it is off by more than rounding.
+    """
+    model = MODELS[shape[0]]
+    (x, logits), weights = op.operands[0]
+    bias = jnp.zeros(model.router.experts) if model.router.scores == "sigmoid" else None
+    ids, shares = route(logits, bias, model.router)
+    out = op(0)
+    errors = []
+    for t in np.unique(np.linspace(0, shape[1] - 1, CHECKED).astype(int)):
+        expected = _exact(shape[0], x[t], ids[t], shares[t], weights)
+        errors.append(numpy_reference.relative_l2(out[t], numpy_reference.exact(expected)))
+    error = numpy_reference.worst(errors)
+    if not error < 5e-3:
+        raise AssertionError(f"moe {shape}: relative error {error}")
+    return error
+
+
+def parts(op: Op, calls: int = 10) -> dict[str, float]:
+    """us per call of each kernel, and of all that XLA runs beside them; none without a GPU."""
+    if jax.default_backend() != "gpu":
+        return {}
+    events = gpu_events(lambda: jax.block_until_ready([op(i) for i in range(calls)][-1]))
+    spent: dict[str, float] = collections.defaultdict(float)
+    for name, each in events.items():
+        if not name.startswith("MemcpyH2D"):
+            part = next((key for key, own in KERNELS.items() if own in name), "rest")
+            spent[part] += sum(length for _, length in each) * 1e-3 / calls
+    return {f"{part} us": spent[part] for part in (*KERNELS, "rest")}
+
+
+def measure(
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time, where that is bearable."""
+    op = mixture(shape, implementation)
+    error = check(op, shape)
+    time, _ = times = op.times()
+    each = parts(op)
+    del op
+    xla = xla and shape[1] <= XLA_TOKENS and not MODELS[shape[0]].fp8
+    flops, moved = counts(shape)
+    return {
+        **label(shape),
+        **columns("us", times),
+        **each,
+        "xla us": mixture(shape, "xla").time() * 1e6 if xla else "",
+        "MB": moved / 1e6,
+        "TFLOP/s": flops / time / 1e12,
+        "GB/s": moved / time / 1e9,
+        "relative error": error,
+    }

@@ -1,0 +1,1 @@
+"""Benchmarks of the gated delta rule and Kimi Delta Attention."""

@@ -1,0 +1,99 @@
+"""A gated delta net layer's decoding between its projections, checked and timed.
+
+Times are `timing`'s. Every call has the same projections and updates the next layer's states; there
+are as many as do not fit in L2. How much a state decays, says delta_rule_decode.py.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.bench.harness import numpy_reference
+from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.linear_attention import delta_rule_decode
+from jaxattn.core.dispatch import Implementation
+from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
+
+DIM = 128
+# Of the recurrence, a token and value head: the decay, k S, the update, q S.
+FLOP = DIM * DIM * (1 + 2 + 2 + 2)
+# B, Hk, Hv, S, the state's dtype
+Shape = tuple[int, int, int, int, str]
+SHAPES: tuple[Shape, ...] = (
+    (256, 16, 32, 1, "float32"),
+    (64, 16, 64, 1, "float32"),
+    (32, 16, 32, 1, "float32"),
+    (1, 16, 32, 1, "float32"),
+    (256, 16, 32, 1, "bfloat16"),
+    (32, 16, 32, 1, "bfloat16"),
+    (1, 16, 32, 1, "bfloat16"),
+    (32, 16, 32, 4, "float32"),
+)
+MORE_SHAPES: tuple[Shape, ...] = ()
+SMALL_SHAPES: tuple[Shape, ...] = ((2, 1, 2, 1, "float32"),)
+
+
+def label(shape: Shape) -> dict[str, str]:
+    return {"B,Hk,Hv,S": ",".join(map(str, shape[:4])), "state": shape[4]}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def inputs(
+    batch: int, key_heads: int, value_heads: int, tokens: int, dtype: str, decay: float
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(qkvz, ba, weights, slots), (conv_state, state): as many layers as keep states out of L2.
+    `decay` is a factor on the rates, which at 1 are those that models begin with."""
+    layers = rotation(batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize)
+    channels = (2 * key_heads + value_heads) * DIM
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+
+    def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return jax.random.normal(next(keys), shape, dtype)
+
+    rates = jax.random.uniform(next(keys), (layers, value_heads), minval=0.1, maxval=16.0)
+    weights = pack_gdn_weights(
+        jnp.log(rates * decay),
+        normal(layers, value_heads, dtype=jnp.float32),
+        normal(layers, DIM, dtype=jnp.float32),
+        normal(layers, channels, 4) / 2,
+    )
+    qkvz = normal(batch, tokens, channels + value_heads * DIM)
+    ba = normal(batch, tokens, 2 * value_heads, dtype=jnp.float32)
+    slots = jax.random.permutation(next(keys), batch).astype(jnp.int32)
+    conv_state = normal(layers, batch, 3, channels)
+    state = normal(layers, batch, value_heads, DIM, DIM, dtype=dtype)
+    return (qkvz, ba, weights, slots), (conv_state, state)
+
+
+def decode(shape: Shape, implementation: Implementation | None) -> Op:
+    return delta_rule_decode.decode(gated_delta_net_decode, partial(inputs, *shape), implementation)
+
+
+def check(op: Op, shape: Shape) -> float:
+    return delta_rule_decode.check(op, partial(inputs, *shape), numpy_reference.delta_net)
+
+
+def measure(
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time."""
+    batch, _, value_heads, tokens, dtype = shape
+    op = decode(shape, implementation)
+    error = check(op, shape)
+    # XLA's rounds to bfloat16 after the convolution and the recurrence.
+    if not error < 1e-2:
+        raise AssertionError(f"gdn decode {shape}: relative error {error} against float64")
+    time, _ = times = op.times()
+    del op  # before XLA's pools
+    beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
+    moved = 2 * batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize
+    return {
+        **label(shape),
+        **columns("us", times),
+        **beside,
+        "TFLOP/s": FLOP * batch * tokens * value_heads / time / 1e12,
+        "GB/s": moved / time / 1e9,
+        "relative error": error,
+    }

@@ -1,0 +1,96 @@
+"""Decoding of a Kimi Delta Attention layer between its projections, checked and timed.
+
+Times are `timing`'s, and the method is gdn_decode's. `gdn us` is a gated delta net's with as many
+heads, in the same run: a decay per channel adds 128 exponentials per head to it, and no state.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.bench.harness import numpy_reference
+from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.linear_attention import delta_rule_decode, gdn_decode
+from jaxattn.core.dispatch import Implementation
+from jaxattn.ops.kda.layer import kimi_delta_attention_decode, pack_kda_weights
+
+DIM = 128
+# B, H, S
+Shape = tuple[int, int, int]
+SHAPES: tuple[Shape, ...] = ((1, 32, 1), (32, 32, 1), (128, 32, 1), (32, 32, 4))
+MORE_SHAPES: tuple[Shape, ...] = ((8, 32, 1), (256, 32, 1), (128, 16, 1))
+SMALL_SHAPES: tuple[Shape, ...] = ((2, 1, 1),)
+
+
+def label(shape: Shape) -> dict[str, str]:
+    return {"B,H,S": ",".join(map(str, shape))}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def inputs(
+    batch: int, heads: int, tokens: int, decay: float
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """(qkv, f, b, gate, weights, slots), (conv_state, state): as many layers as keep states out
+    of L2. `decay` is a factor on the rates."""
+    layers, width = rotation(batch * heads * DIM * DIM * 4), heads * DIM
+    keys = iter(jax.random.split(jax.random.key(0), 12))
+
+    def normal(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+        return jax.random.normal(next(keys), shape, dtype)
+
+    rates = jax.random.uniform(next(keys), (layers, heads), minval=0.1, maxval=16.0)
+    weights = pack_kda_weights(
+        jnp.log(rates * decay),
+        normal(layers, width, dtype=jnp.float32),
+        normal(layers, DIM, dtype=jnp.float32),
+        normal(layers, 3 * width, 4) / 2,
+    )
+    slots = jax.random.permutation(next(keys), batch).astype(jnp.int32)
+    operands = (
+        normal(batch, tokens, 3 * width),
+        normal(batch, tokens, width, dtype=jnp.float32),
+        normal(batch, tokens, heads, dtype=jnp.float32),
+        normal(batch, tokens, width),
+        weights,
+        slots,
+    )
+    pools = normal(layers, batch, 3, 3 * width), normal(layers, batch, heads, DIM, DIM)
+    return operands, (pools[0], pools[1].astype(jnp.float32))
+
+
+def decode(shape: Shape, implementation: Implementation | None) -> Op:
+    layer = kimi_delta_attention_decode
+    return delta_rule_decode.decode(layer, partial(inputs, *shape), implementation)
+
+
+def check(op: Op, shape: Shape) -> float:
+    return delta_rule_decode.check(
+        op, partial(inputs, *shape), numpy_reference.kimi_delta_attention
+    )
+
+
+def measure(
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time."""
+    batch, heads, tokens = shape
+    op = decode(shape, implementation)
+    error = check(op, shape)
+    # XLA's rounds to bfloat16 after the convolution and the recurrence.
+    if not error < 1e-2:
+        raise AssertionError(f"kda decode {shape}: relative error {error} against float64")
+    time, _ = times = op.times()
+    del op  # before the pools of the others
+    beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
+    of_heads = gdn_decode.decode((batch, heads, heads, tokens, "float32"), implementation)
+    return {
+        **label(shape),
+        **columns("us", times),
+        "gdn us": of_heads.time() * 1e6,
+        **beside,
+        "TFLOP/s": gdn_decode.FLOP * batch * tokens * heads / time / 1e12,
+        "GB/s": 2 * batch * heads * DIM * DIM * 4 / time / 1e9,
+        "relative error": error,
+    }

@@ -1,0 +1,61 @@
+"""How requests are sent: at given times, whatever the server does, or a fixed number at a time.
+
+An open loop shows what users meet: requests come at random (a Poisson process), and their times
+count from when they were due. A closed loop shows what a server can do: the next request is sent
+when one has ended.
+"""
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+
+from jaxattn.bench.load.client import Outcome, Server
+from jaxattn.bench.load.request_lengths import Ask
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One of the two.
+
+    Attributes:
+        rate: requests per second, of an open loop.
+        concurrency: requests at a time, of a closed one.
+    """
+
+    rate: float | None = None
+    concurrency: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} req/s" if self.rate else f"{self.concurrency} at a time"
+
+    async def drive(self, server: Server, asks: Sequence[Ask], seed: int) -> list[Outcome]:
+        """The outcomes, in the order of the requests."""
+        if self.rate is not None:
+            return await _open(server, asks, self.rate, seed)
+        assert self.concurrency is not None
+        return await _closed(server, asks, self.concurrency)
+
+
+async def _open(server: Server, asks: Sequence[Ask], rate: float, seed: int) -> list[Outcome]:
+    luck, due = random.Random(seed), time.perf_counter()
+    running = []
+    for ask in asks:
+        if (wait := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        running.append(asyncio.create_task(server.ask(ask, due)))
+        due += luck.expovariate(rate)
+    return await asyncio.gather(*running)
+
+
+async def _closed(server: Server, asks: Sequence[Ask], concurrency: int) -> list[Outcome]:
+    found: list[Outcome | None] = [None] * len(asks)
+    places = iter(range(len(asks)))
+
+    async def worker() -> None:
+        for place in places:
+            found[place] = await server.ask(asks[place], time.perf_counter())
+
+    await asyncio.gather(*(worker() for _ in range(min(concurrency, len(asks)))))
+    return [outcome for outcome in found if outcome is not None]

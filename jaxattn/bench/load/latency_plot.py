@@ -1,0 +1,31 @@
+"""A run as a picture: times to the first token and between tokens, over throughput."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxattn.bench.load.metrics import PERCENTILES
+from jaxattn.bench.plots.roofline_plot import COLOURS, require_matplotlib
+
+
+def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Writes the picture.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    figure = require_matplotlib()(figsize=(10, 4.2), layout="constrained")
+    figure.suptitle(title)
+    for place, name in enumerate(("TTFT", "ITL"), 1):
+        axes = figure.add_subplot(1, 2, place)
+        for percent, colour in zip(PERCENTILES, COLOURS, strict=False):
+            points = [row for row in rows if row["ok"]]
+            across = [row["out tok/s"] for row in points]
+            up = [row[f"{name} p{percent} ms"] for row in points]
+            axes.plot(across, up, marker="o", color=colour, label=f"p{percent}")
+        for row in (row for row in rows if row["ok"]):
+            axes.annotate(row["load"], (row["out tok/s"], row[f"{name} p99 ms"]), fontsize=7)
+        axes.set(xlabel="output tokens per second", ylabel=f"{name} in ms", ylim=(0, None))
+        axes.grid(color="#e8e8e8", linewidth=0.6)
+        axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,45 @@
+"""The model that a name stands for: a shipped configuration, or a folder with a config.json."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxattn.models.catalog import public_models
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.registry import WeightsFormat, read_model
+
+
+class UnknownModel(ValueError):
+    """No model has this name, or it cannot be run; the message says which can."""
+
+
+def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, Any], DecoderModel]:
+    """(name, the fields of its config.json, the model).
+
+    Args:
+        name: of a shipped configuration, or the beginning of one name alone (case does not
+            matter), or a folder.
+        dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
+
+    Raises:
+        UnknownModel: there is none, or its family or a field of it is not implemented.
+    """
+    shipped = {each.lower(): each for each in public_models.NAMES}
+    begin = [each for each in shipped if each.startswith(name.lower())]
+    if len(begin) == 1 and not Path(name).exists():
+        name = begin[0]
+    found = shipped.get(name.lower(), Path(name).resolve().name)
+    path = public_models.DATA / f"{found}.json" if name.lower() in shipped else Path(name) / CONFIG
+    if not path.is_file():
+        raise UnknownModel(
+            f"unknown model {name!r}: use one of {', '.join(public_models.NAMES)}, or a folder with a "
+            f"{CONFIG}"
+        )
+    try:
+        fields = read_json(path)
+        model = read_model(Fields(fields, str(path)), dense=dense).model
+    except (CheckpointError, ConfigError, ValueError) as error:
+        raise UnknownModel(str(error)) from error
+    return found, fields, model

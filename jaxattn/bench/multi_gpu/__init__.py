@@ -1,0 +1,1 @@
+"""Benchmarks over several GPUs: collectives, layouts, context parallelism."""

@@ -1,0 +1,306 @@
+"""`python -m jaxattn.bench collectives --gpus 2 4`: sums over GPUs inside a scanned, donated step.
+
+    python -m jaxattn.bench collectives --gpus 2 4 --json xla.json
+    python -m jaxattn.bench collectives --gpus 2 4 --nccl --json nccl.json
+
+Each GPU has an array of so many KiB, and is given the sum of all. Before each sum a kernel of some
+60 us reads and writes other memory, as a layer does. So no GPU waits for the host of another. `us`
+is a sum's share of the loop, less the same loop without sums. It has the launch, and scatters by 10
+us, as the kernel before it does. `kernel us` is the median of the sum's kernels, by a profile,
+waiting for the others included. Rows differ by how the sum is made:
+
+    XLA           an all-reduce with XLA's default flags: its own kernel up to 4 MiB
+    NCCL          the same with `--nccl`, which turns that kernel off
+    one launch    `all_reduce_norm_layer`, with residual and norm, of tokens of 2,048 bfloat16
+
+`kernel` names what ran.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.device_info import short_of_devices
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.timing import gpu_launches, seconds
+from jaxattn.bench.multi_gpu.sharded_model import COLLECTIVES
+from jaxattn.cli.options.parser import ProseHelpFormatter
+from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.caches.symmetric_memory import MOST_TOKENS, Mailboxes, closed, opened
+from jaxattn.models.interface import jit_step
+from jaxattn.ops.collectives.all_reduce_norm import all_reduce_norm_layer
+from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel.peer_access import peers_reach
+
+KIB = (4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+DTYPES = ("bfloat16", "float32")
+FEATURES = 2048  # of a token, in one launch
+TURNS, PER_TURN = 16, 4  # of a loop, and sums of a turn
+FILLER = 2**25  # float32 numbers that are read and written before a sum
+NCCL_FLAG = "--xla_gpu_experimental_use_collective_kernels="
+COMPILERS = 16  # threads
+WHOLE = PartitionSpec()
+NO_ROWS = CacheSize(pages=1, slots=1)
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} collectives",
+        description=__doc__,
+        formatter_class=ProseHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs that sum")
+    parser.add_argument(
+        "--kib", type=int, nargs="+", default=list(KIB), help="KiB of each GPU's array"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--nccl", action="store_true", help="turns XLA's own kernel off")
+    parser.add_argument("--turns", type=int, default=TURNS, help="turns of a loop")
+    parser.add_argument("--filler", type=int, default=FILLER, help="numbers between two sums")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    args = parser.parse_args(argv)
+    if min(args.gpus) < 2:
+        parser.error(f"--gpus {min(args.gpus)}: a sum is over two GPUs or more")
+    if min(args.kib) < 4 or min(args.turns, args.filler) < 1:
+        parser.error("--kib must be at least 4, --turns and --filler positive")
+    return args
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sum:
+    """What a row times.
+
+    Attributes:
+        how: "XLA", "NCCL" or "one launch". The loop without a sum is "nothing" for the first two,
+            and "filler" for the third: it has a residual, and no product before the sum.
+    """
+
+    gpus: int
+    kib: int
+    dtype: str
+    how: str
+
+    @property
+    def base(self) -> "Sum":
+        """The loop without the sum."""
+        if self.how == "one launch":
+            return dataclasses.replace(self, how="filler")
+        return dataclasses.replace(self, how="nothing")
+
+    @property
+    def numbers(self) -> int:
+        return self.kib * 1024 // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def tokens(self) -> int:
+        return self.numbers // FEATURES
+
+
+class Loop:
+    """A donated step of `turns` turns with PER_TURN sums each, over a group of GPUs."""
+
+    def __init__(self, of: Sum, turns: int, filler: int):
+        self.of, self.turns = of, turns
+        self.group = Group(Parallel(tensor=of.gpus), tuple(jax.devices()[: of.gpus]))
+        self.axes = self.group.parallel.axes("tensor")
+        self.filler, self.own = filler, PartitionSpec(self.axes)
+        self.fused = of.how == "one launch"
+        residual = self.fused or of.how == "filler"
+        self.given = _residual(of)[: 1 + self.fused] if residual else _numbers(of)
+        self.boxes = Mailboxes(gpus=of.gpus, tokens=of.tokens, features=FEATURES)
+        self.compiled: Any = None
+
+    def compile(self) -> None:
+        """From shapes: nothing lies on a device yet."""
+        specs = self.own, *[WHOLE] * len(self.given)
+        out_specs = WHOLE, self.own
+        over = self.group.step(self._launches if self.fused else self._sums, specs, out_specs)
+        run = jit_step(
+            lambda operands, state: over(state, *operands),
+            out_shardings=self.group.shardings(out_specs),
+        )
+        kept: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
+        kept = self.boxes.shapes(NO_ROWS) if self.fused else kept
+        state = kept, jax.ShapeDtypeStruct((self.filler,), jnp.float32)
+        shapes = self.group.shapes(self.given, WHOLE), self.group.shapes(state, self.own)
+        self.compiled = run.lower(*shapes).compile()
+
+    @contextlib.contextmanager
+    def filled(self, fillers: dict[int, jax.Array]) -> Iterator[None]:
+        """Within it, what a call needs lies on the devices.
+
+        Args:
+            fillers: those of numbers of GPUs that loops before had.
+        """
+        gpus = self.of.gpus
+        if gpus not in fillers:
+            fillers[gpus] = self.group.put(np.ones(gpus * self.filler, np.float32), self.own)
+        kept = self._mailbox() if self.fused else self.group.put(_shares(self.of), self.own)
+        self.operands = tuple(self.group.put(array, WHOLE) for array in self.given)
+        self.state: Any = jax.block_until_ready((kept, fillers.pop(gpus)))
+        yield
+        _, fillers[gpus] = self.state
+        del self.operands, self.state
+
+    def __call__(self) -> Any:
+        x, self.state = in_turn(self.compiled, self.operands, self.state)
+        return x
+
+    def seconds(self) -> float:
+        """Of a sum with what is before it."""
+        return seconds(self) / (self.turns * PER_TURN)
+
+    def _mailbox(self) -> Any:
+        empty = functools.partial(self.boxes.init, NO_ROWS)
+        # It is there on all GPUs before one writes to another.
+        return self.boxes.connected(jax.block_until_ready(self.group.make(empty, self.own)))
+
+    def _sums(self, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        """A GPU's share is its own: XLA knows the sum of equal arrays without sending them."""
+
+        def turn(carry: Any, _: None) -> Any:
+            share, filler, x = carry
+            for _number in range(PER_TURN):
+                filler, x = _filled(filler, x)
+                if self.of.how != "filler":
+                    x = x * share.astype(x.dtype)
+                x = lax.optimization_barrier(x)
+                if self.of.how not in ("filler", "nothing"):
+                    x = lax.psum(x, self.axes)
+            return (share, filler, x), None
+
+        (share, filler, x), _ = lax.scan(turn, (*state, x), None, length=self.turns)
+        return x, (share, filler)
+
+    def _launches(self, state: Any, x: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        def turn(carry: Any, _: None) -> Any:
+            arrays, filler, x, part = carry
+            for _number in range(PER_TURN):
+                filler, x = _filled(filler, x)
+                x, part, mailbox = all_reduce_norm_layer(
+                    x, part, weights, opened(arrays), axes=self.axes, layer=0, dtype=jnp.bfloat16
+                )
+                arrays = closed(mailbox)
+            return (arrays, filler, x, part), None
+
+        carry = *state, x, x.astype(jnp.bfloat16)
+        (arrays, filler, x, _), _ = lax.scan(turn, carry, None, length=self.turns)
+        return x, (arrays, filler)
+
+
+def _filled(filler: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the filler, read and written after `x` is there; `x`, after that): neither beside a sum."""
+    first = x.reshape(-1)[0].astype(jnp.float32)
+    filler = lax.optimization_barrier(filler * (1.0001 + 1e-30 * first))
+    return filler, x + (1e-30 * filler[0]).astype(x.dtype)
+
+
+def _shares(of: Sum) -> np.ndarray:
+    return np.full(of.gpus, 1 / of.gpus, np.float32)
+
+
+def _numbers(of: Sum) -> tuple[np.ndarray, ...]:
+    return (np.ones(of.numbers, of.dtype),)
+
+
+def _residual(of: Sum) -> tuple[np.ndarray, ...]:
+    x = np.random.default_rng(0).standard_normal((of.tokens, FEATURES), np.float32)
+    return x, np.ones((1, FEATURES), np.float32)
+
+
+def wanted(args: argparse.Namespace) -> list[Sum]:
+    """The sums of a run."""
+    sums = [
+        Sum(gpus=gpus, kib=kib, dtype=dtype, how=how)
+        for gpus in args.gpus
+        for dtype in args.dtypes
+        for kib in args.kib
+        for how in (("NCCL",) if args.nccl else ("XLA", "one launch"))
+    ]
+    return [each for each in sums if each.how != "one launch" or _one_launch(each)]
+
+
+def _one_launch(of: Sum) -> bool:
+    whole = of.numbers % FEATURES == 0
+    fits = of.dtype == "bfloat16" and whole and of.tokens <= MOST_TOKENS
+    return fits and peers_reach(jax.devices()[: of.gpus])
+
+
+def time(loop: Loop, base: float) -> dict[str, Any]:
+    """A row. `base`: seconds of what is before a sum."""
+    took, of = loop.seconds() - base, loop.of
+    kernels = {
+        f"{launch.kernel} {launch.op}": [length for _, length in events]
+        for launch, events in _launched(loop).items()
+        if any(word in f"{launch.kernel} {launch.op}".lower() for word in COLLECTIVES)
+    }
+    most = max(kernels, key=lambda name: sum(kernels[name]), default="")
+    lengths = [length for each in kernels.values() for length in each]
+    return {
+        "GPUs": of.gpus,
+        "dtype": of.dtype,
+        "KiB": of.kib,
+        "sum": of.how,
+        "us": took * 1e6,
+        "kernel us": statistics.median(lengths) / 1e3 if lengths else "",
+        "base us": base * 1e6,
+        "kernel": most[:40],
+    }
+
+
+def _launched(loop: Loop) -> dict[Any, list[tuple[float, float]]]:
+    """(start, length) in ns of what the GPUs ran; empty without a GPU."""
+    if jax.default_backend() != "gpu":
+        return {}
+    return dict(gpu_launches(lambda: jax.block_until_ready((loop(), loop()))))
+
+
+def compile_all(loops: Sequence[Loop]) -> None:
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(Loop.compile, loops))
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    # Read when the backend starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    args = parse(argv, program)
+    if args.nccl:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {NCCL_FLAG}"
+    if short_of_devices(program, f"--gpus {max(args.gpus)}", max(args.gpus)):
+        return 2
+    result = {**run_metadata.begin("collectives", program, ["collectives", *argv]), "rows": []}
+    sums = wanted(args)
+    loops = {
+        each: Loop(each, args.turns, args.filler)
+        for each in dict.fromkeys(of for each in sums for of in (each.base, each))
+    }
+    compile_all([*loops.values()])
+    bases, fillers = dict[Sum, float](), dict[int, jax.Array]()
+    for each in sums:
+        if each.base not in bases:
+            with loops[each.base].filled(fillers):
+                bases[each.base] = loops[each.base].seconds()
+        with loops[each].filled(fillers):
+            result["rows"].append(time(loops[each], bases[each.base]))
+        print(f"collectives {result['rows'][-1]}", file=sys.stderr, flush=True)
+        store(result, args.json)
+    run_metadata.end(result)
+    store(result, args.json)
+    show("Sums over GPUs, each behind a kernel", result["rows"])
+    return 0

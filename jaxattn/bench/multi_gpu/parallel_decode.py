@@ -1,0 +1,267 @@
+"""`python -m jaxattn.bench parallel NAME --tensor 2`: decode steps on several GPUs beside one.
+
+    python -m jaxattn.bench parallel DeepSeek-V2-Lite --tensor 2 --also data=2,expert=2
+    python -m jaxattn.bench parallel DeepSeek-V2-Lite --tokens 32768 --tensor 2 --context 2
+
+NAME is as for `bench model`. Weights, latents and states are random, of the model's real shapes.
+All steps are compiled first, several at a time. Then the steps on one GPU and on each layout run
+one after the other in one process, on the same cards. `ms` is a step's share of a run of steps,
+each sent before the one before it is done.
+
+Rows whose caches one GPU has no room for are left out. `times one GPU` compares tokens/s with those
+of one GPU at `beside B` rows: as many, or a data group's where one GPU has no room for all.
+
+`--xla-options KEY=VALUE ...` times each step of several GPUs once more, compiled with these too; it
+may be given several times. With collectives in command buffers (CUDA graphs) no graph ends at an
+all-reduce:
+
+    --xla-options xla_gpu_enable_command_buffer=CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,\
+FUSION,COLLECTIVES
+
+`--one-launch` times steps whose all-reduces, residual sums and norms are launches of
+`jaxattn.ops.collectives.all_reduce_norm` too; their rows have `one launch` True. Layouts
+with one data group have such steps, and layouts whose data groups are one GPU each.
+
+`cache tokens` are the most that the layout's caches hold in all, in 90% of the cards' memory beside
+weights, a slot per row and the step's temp.
+
+`roof ms` is what the bytes of a step take, read once at the card's rate (`bench model` says which).
+`collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
+of layers in a step's HLO, of which a loop over layers has one body, and `other form` those that
+XLA's own kernel does not take.
+"""
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.device_info import short_of_devices
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.model.model_lookup import UnknownModel, find
+from jaxattn.bench.multi_gpu.sharded_model import Layout, Options
+from jaxattn.cli.options.parser import LAYOUT, ProseHelpFormatter
+from jaxattn.models import divided
+from jaxattn.parallel import ALONE, Parallel
+
+COMPILERS = 16  # threads
+SPARE_BYTES = 2 * 2**30  # of a GPU, for temp, code and NCCL
+HIDDEN = ("all-reduce forms", "launches")  # in the JSON alone
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} parallel",
+        description=__doc__,
+        formatter_class=ProseHelpFormatter,
+    )
+    parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each row")
+    for field in dataclasses.fields(Parallel):
+        name = field.name
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=LAYOUT[name])
+    parser.add_argument(
+        "--also",
+        nargs="+",
+        default=[],
+        metavar="LAYOUT",
+        help="more layouts, as tensor=2,context=2; one takes those rows that its groups share",
+    )
+    parser.add_argument(
+        "--xla-options",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="time steps of several GPUs with these options of XLA too",
+    )
+    parser.add_argument(
+        "--one-launch",
+        action="store_true",
+        help="also time steps with one launch per sum, residual and norm, up to the most rows that "
+        "one launch takes",
+    )
+    parser.add_argument("--not-alone", action="store_true", help="leaves out the step on one GPU")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, caches and tokens")
+    parser.add_argument(
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        help="which kernels run (default: the best)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    args = parser.parse_args(argv)
+    try:
+        names = [field.name for field in dataclasses.fields(Parallel)]
+        first = Parallel(**{name: getattr(args, name) for name in names})
+        args.layouts = [first, *(read_layout(text) for text in args.also)]
+        args.xla_options = [read_options(texts) for texts in args.xla_options]
+        args.name, _, args.model = find(args.name)
+        for parallel in args.layouts:
+            divided(args.model, parallel)
+    except (UnknownModel, TypeError, ValueError) as error:
+        parser.error(str(error))
+    if min(args.rows) < 1 or args.tokens < 1:
+        parser.error("--rows and --tokens must be positive")
+    if odd := [rows for rows in args.rows if rows % first.data]:
+        parser.error(f"--rows {odd[0]} is no multiple of --data {first.data}")
+    return args
+
+
+def read_layout(text: str) -> Parallel:
+    """A layout as tensor=2,context=2.
+
+    Raises:
+        ValueError: it is written in another way, or its numbers do not fit each other.
+    """
+    known = [field.name for field in dataclasses.fields(Parallel)]
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name not in known or not number.isdigit():
+            raise ValueError(
+                f"{text!r} is no layout: write {', '.join(known)} with numbers, as in "
+                "tensor=2,context=2"
+            )
+        found[name] = int(number)
+    return Parallel(**found)
+
+
+def read_options(texts: Sequence[str]) -> Options:
+    """Options as KEY=VALUE, where XLA wants a boolean as True or False.
+
+    Raises:
+        ValueError: one has no value.
+    """
+    pairs = [text.partition("=") for text in texts]
+    if odd := [key for key, equals, _ in pairs if not key or not equals]:
+        raise ValueError(f"--xla-options {odd[0]!r} is no option: write KEY=VALUE")
+    booleans: dict[str, bool] = {"True": True, "False": False}
+    return tuple((key, booleans.get(value, value)) for key, _, value in pairs)
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    # Read when the backend starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    args = parse(argv, program)
+    most = max(args.layouts, key=lambda parallel: parallel.gpus)
+    if short_of_devices(program, most.flags, most.gpus):
+        return 2
+    result: dict[str, Any] = {
+        **run_metadata.begin("parallel", program, ["parallel", *argv], seed=args.seed),
+        "model": args.name,
+        "layouts": [parallel.flags for parallel in args.layouts],
+        "rows": [],
+    }
+    layouts = [layout for each in _wanted(args) if (layout := _layout(args, *each))]
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        for layout in layouts:
+            layout.compile_all(pool)
+        for layout in layouts:
+            layout.wait()
+    _say(f"{len(layouts)} layouts are compiled")
+    while layouts:
+        _measure(args, layouts.pop(0), result)
+        gc.collect()  # the next layout needs the room
+    run_metadata.end(result)
+    store(result, args.json)
+    table = [{k: v for k, v in row.items() if k not in HIDDEN} for row in result["rows"]]
+    show(f"{args.name}, {args.tokens:,} tokens per row", table)
+    return 0
+
+
+def _wanted(args: argparse.Namespace) -> list[tuple[Parallel, bool]]:
+    """Layouts, and whether their sums are one launch with residual and norm."""
+    wanted = [] if args.not_alone else [(ALONE, False)]
+    for parallel in args.layouts:
+        wanted.append((parallel, False))
+        own: Any = divided(args.model.with_fused_sums(), parallel)
+        if args.one_launch and own.spec.sums_fused:
+            wanted.append((parallel, True))
+    return list(dict.fromkeys(wanted))
+
+
+def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Layout | None:
+    """The layout with those rows that its groups share and that it has room for."""
+    model, most = args.model.with_fused_sums(None if fused else 0), max(args.rows)
+    if fused:
+        own: Any = divided(model, parallel)
+        most = own.spec.summed_tokens * parallel.data
+    rows = sorted(count for count in args.rows if count % parallel.data == 0 and count <= most)
+    room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    while rows:
+        layout = Layout(
+            model,
+            parallel,
+            rows,
+            tokens=args.tokens,
+            devices=jax.devices()[: parallel.gpus],
+            seed=args.seed,
+            implementation=args.implementation,
+            options=[(), *args.xla_options] if parallel.gpus > 1 and not fused else [()],
+        )
+        weights, caches = layout.nbytes
+        if room is None or weights + caches + SPARE_BYTES <= room:
+            return layout
+        _say(
+            f"{_name(parallel)} has no room for {rows[-1]} rows: weights {weights / 1e9:.1f} GB, "
+            f"caches and states {caches / 1e9:.1f} GB of {room / 1e9:.1f} GB"
+        )
+        most, rows = rows[-1], rows[:-1]
+        if parallel == ALONE:  # in place of all rows, those of a data group
+            rows = sorted({*rows, *(most // each.data for each in args.layouts if each.data > 1)})
+    return None
+
+
+def _measure(args: argparse.Namespace, layout: Layout, result: dict[str, Any]) -> None:
+    """A row for each number of rows, stored as soon as it is there."""
+    layout.fill()
+    weights, caches = layout.nbytes
+    _say(
+        f"{_name(layout.parallel)}: weights {weights / 1e9:.1f} GB and caches and states "
+        f"{caches / 1e9:.1f} GB on each GPU"
+    )
+    for count, options in itertools.product(layout.counts, layout.options):
+        try:
+            row = layout.time(count, options)
+        except jax.errors.JaxRuntimeError as error:
+            if not options:
+                raise
+            failed = f"{_name(layout.parallel)}, {count} rows, {dict(options)}: {error}"
+            _say(f"not timed: {failed.splitlines()[0]}")
+            result.setdefault("not timed", []).append(failed)
+            layout.fill()  # what the step was given is lost with it
+            continue
+        row.update(_beside(row, result["rows"], layout.parallel))
+        result["rows"].append(row)
+        store(result, args.json)
+        _say(str({k: v for k, v in row.items() if k not in HIDDEN}))
+
+
+def _beside(row: dict[str, Any], rows: list[dict[str, Any]], parallel: Parallel) -> dict[str, Any]:
+    """How many times one GPU's tokens/s, at as many rows or at those of a data group."""
+    alone = {each["B"]: each["tokens/s"] for each in rows if each["GPUs"] == 1}
+    for count in (row["B"], row["B"] // parallel.data):
+        if parallel.gpus > 1 and count in alone:
+            return {"times one GPU": row["tokens/s"] / alone[count], "beside B": count}
+    return {}
+
+
+def _name(parallel: Parallel) -> str:
+    return parallel.flags or "one GPU"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,326 @@
+"""A model over a group of devices, one included: its steps from shapes, then weights, then times.
+
+over = Layout(model, parallel, rows, tokens=4096, devices=devices)
+over.compile_all(pool)     of shapes alone: nothing lies on a device yet
+over.fill()                weights, caches and states, random
+over.time(32)              a step of 32 rows
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxattn.bench.harness.timing import launches, seconds
+from jaxattn.bench.model.batches import Rows
+from jaxattn.bench.model.random_weights import Draw, draw_of, fill
+from jaxattn.bench.model.roofline import moved, rate
+from jaxattn.bench.multi_gpu.cache_capacity import cache_tokens
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.kernels.hopper.build.trace_cache import launches_shared
+from jaxattn.memory.budget import nbytes
+from jaxattn.memory.device_memory import device_memory
+from jaxattn.models import DecodeBatch, DecodeState, divided
+from jaxattn.models.blocks import MoE
+from jaxattn.models.interface import init_state, jit_step, overlaid
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel.hlo_all_reduces import all_reduces
+
+STEPS = 4  # different batches, taken in turn
+RUN_SECONDS = 0.3  # of a run of steps
+COLLECTIVES = (
+    "nccl",
+    "all-reduce",
+    "all_reduce",
+    "allreduce",
+    "collective",
+    "all_gather",
+    "alltoall",
+    "psum",  # XLA's own kernels have the name of their operation
+)
+
+# Options of XLA that a step is compiled with, beside those of every step.
+type Options = tuple[tuple[str, str | bool], ...]
+
+
+class Layout:
+    """A model with random weights and caches over the devices of a layout.
+
+    Args:
+        model: the whole one.
+        rows: of the decode steps, in all data groups together.
+        tokens: of each row.
+        devices: of the layout's GPUs, in order.
+        seed: of weights, caches and tokens.
+        platform: that the steps are compiled for.
+        options: each step is compiled with each of these, from one lowering.
+
+    Raises:
+        CannotDivide: the model has no such layout.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        parallel: Parallel,
+        rows: Sequence[int],
+        *,
+        tokens: int,
+        devices: Sequence[jax.Device],
+        seed: int = 0,
+        implementation: Implementation | None = None,
+        platform: str | None = None,
+        options: Sequence[Options] = ((),),
+    ):
+        self.options = tuple(options)
+        self.parallel, self.tokens, self.seed = parallel, tokens, seed
+        self.model: Any = divided(model, parallel)
+        self.group = Group(parallel, tuple(devices))
+        self.implementation = implementation
+        self.platform = platform or jax.default_backend()
+        self.counts = tuple(rows)
+        self.rows = Rows(
+            rows=tuple(count // parallel.data for count in rows),
+            context=-(-tokens // parallel.context),
+            prompt=0,
+            vocab=model.vocab_size,
+            seed=seed,
+        )
+        self.specs: tuple[Any, DecodeState] = model_specs(self.model)
+        self.params: Any = None
+        self.state: Any = None
+        self._steps: dict[tuple[int, Options], Future[Any]] = {}
+        self._fills: dict[Any, Future[Any]] = {}
+
+    # --- from shapes
+
+    @functools.cached_property
+    def packed_shapes(self) -> Any:
+        return jax.eval_shape(self.model.pack, self.model.param_shapes())
+
+    @functools.cached_property
+    def state_shapes(self) -> DecodeState:
+        scratch = (
+            spec
+            for count in self.rows.rows
+            for spec in self.model.scratch(count, max_pages=self.rows.width)
+        )
+        made = functools.partial(init_state, self.model, self.rows.size, overlaid(scratch))
+        return jax.eval_shape(made)
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """(of the weights, of caches, states and scratch) on each GPU."""
+        return nbytes(self.packed_shapes), nbytes(self.state_shapes)
+
+    def traced(self, count: int) -> Any:
+        """The decode step of `count` rows in all, before it is lowered and compiled."""
+        local, width = count // self.parallel.data, self.rows.width
+        sizes = ((local, 1), (local,), (local, width), (local,))
+        shapes: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
+        batch = DecodeBatch(*shapes)
+        step = functools.partial(_greedy, self.model, self.implementation)
+        out_specs = self.group.rows, self.specs[1]
+        over = self.group.step(step, (*self.specs, self.group.rows), out_specs)
+        arguments = zip(
+            (self.packed_shapes, self.state_shapes, batch),
+            (*self.specs, self.group.rows),
+            strict=True,
+        )
+        shapes = (self.group.shapes(local_shapes, spec) for local_shapes, spec in arguments)
+        out = self.group.shardings(out_specs)
+        return jit_step(over, backend=self.platform, out_shardings=out).trace(*shapes)
+
+    def compile_all(self, pool: Executor) -> None:
+        """Begins to compile all that `fill` and `time` will run."""
+        for count in self.counts:
+            lowered = pool.submit(self._lowered, count)
+            for options in self.options:
+                self._steps[count, options] = pool.submit(_compiled, lowered, options)
+        for kind in {_kind(leaf, spec) for leaf, spec, _ in self._arrays().values()}:
+            self._fills[kind] = pool.submit(self._compiled_fill, *kind)
+
+    def wait(self) -> None:
+        """Until all of it is compiled."""
+        for each in (*self._steps.values(), *self._fills.values()):
+            each.result()
+
+    def _lowered(self, count: int) -> Any:
+        with launches_shared():
+            return self.traced(count).lower()
+
+    def roof_bytes(self, count: int) -> int:
+        """Bytes that each GPU has to move in a step of `count` rows, as if tokens chose their
+        experts evenly; see `bench.model.roof`."""
+        parallel, local = self.parallel, count // self.parallel.data
+        tokens = count if parallel.experts_meet else local
+        touched = 0.0
+        for block in self.model.spec.blocks:
+            if isinstance(kind := block.feed_forward, MoE):
+                missed = (1 - kind.router.top_k / kind.router.experts) ** tokens
+                touched = kind.own_experts * (1 - missed)
+        return moved(self.model, local, self.rows.context, touched).total
+
+    def cache_tokens(self, count: int, temp: int) -> int | None:
+        """The most tokens that caches hold in all beside a step of `count` rows; None where nothing
+        says how much memory a device has."""
+        memory = device_memory(self.group.devices[0])
+        if memory is None:
+            return None
+        return cache_tokens(
+            self.model,
+            self.parallel,
+            total=memory.total,
+            rows=count // self.parallel.data,
+            held=self.nbytes[0] + nbytes(self.state_shapes.arena) + temp,
+        )
+
+    # --- on the devices
+
+    def fill(self) -> None:
+        """Random weights, the same on every GPU so that all routers choose alike, and caches."""
+        self.params = self.state = None  # two of them have no room
+        # JAX's pool grows by regions that double. A large array behind smaller ones finds no room
+        # for a region, though as much is free in others: 32 GB of latents on an H100.
+        ordered = sorted(enumerate(self._arrays().items()), key=lambda each: -nbytes(each[1][1][0]))
+        filled = {
+            name: self._fills[_kind(leaf, spec)].result()(np.int32(number), *draw)
+            for number, (name, (leaf, spec, draw)) in ordered
+        }
+        tree = jax.tree.structure(self.model.param_shapes())
+        params = jax.tree.unflatten(tree, [filled.pop(name) for name in self._params()])
+        packed = [self.model.pack(own) for own in self.group.split(params)]
+        self.params = self.group.join(packed, self.specs[0])
+        arena = self.state_shapes.arena
+        empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), arena)
+        caches: dict[str, dict[str, jax.Array]] = {
+            cache: {name: filled[cache, name] for name in arrays}
+            for cache, arrays in self.state_shapes.caches.items()
+        }
+        caches |= {each.name: each.connected(caches[each.name]) for each in self.model.caches}
+        self.state = DecodeState(self.group.make(empty, self.specs[1].arena), caches)
+        jax.block_until_ready((self.params, self.state))
+
+    def _params(self) -> dict[str, Any]:
+        leaves, _ = jax.tree.flatten_with_path(self.model.param_shapes())
+        names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
+        return dict(zip(names, (leaf for _, leaf in leaves), strict=True))
+
+    def _arrays(self) -> Mapping[Any, tuple[jax.ShapeDtypeStruct, PartitionSpec, Draw]]:
+        """What is filled by name: what one GPU has of it, how it lies, what it is drawn from."""
+        specs = jax.tree.leaves(self.model.param_specs())
+        found: dict[Any, Any] = {
+            name: (leaf, spec, draw_of(name, leaf, self.model))
+            for (name, leaf), spec in zip(self._params().items(), specs, strict=True)
+        }
+        for cache, arrays in self.state_shapes.caches.items():
+            for name, leaf in arrays.items():
+                # What counts begins at 0.
+                draw = Draw.of(float(jnp.issubdtype(leaf.dtype, jnp.floating)))
+                found[cache, name] = leaf, self.specs[1].caches[cache][name], draw
+        return found
+
+    def _compiled_fill(self, shape: tuple[int, ...], dtype: str, spec: PartitionSpec) -> Any:
+        def make(number: jax.Array, center: Any, reach: Any) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(self.seed), number)
+            return fill(key, center, reach, shape=shape, dtype=dtype)
+
+        number, real = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
+        whole = PartitionSpec()
+        over = jax.jit(self.group.step(make, (whole, whole, whole), spec))
+        given = (self.group.shapes(each, whole) for each in (number, real, real))
+        return over.lower(*given).compile()
+
+    def batch(self, count: int, step: int) -> Any:
+        """A decode step's batch: each data group has as many rows, tokens and pages of its own."""
+        groups = self.parallel.data
+        batch = self.rows.decode(count // groups, step)
+        batch = dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, self.tokens))
+        whole = jax.tree.map(lambda x: np.concatenate([x] * groups), batch)
+        # Equal tokens would choose equal experts, and fewer of them.
+        drawn = np.random.default_rng((self.seed, step, count))
+        tokens = drawn.integers(self.rows.vocab, size=whole.tokens.shape, dtype=np.int32)
+        whole = dataclasses.replace(whole, tokens=tokens)
+        return jax.device_put(whole, self.group.sharding(self.group.rows))
+
+    def time(self, count: int, options: Options = ()) -> dict[str, Any]:
+        """The row of a decode step of `count` rows in all, compiled with one of `options`."""
+        batches = [self.batch(count, number) for number in range(STEPS)]
+        compiled = self._steps[count, options].result()
+
+        def call(number: int = 0) -> Any:
+            batch = batches[number % STEPS]
+            tokens, self.state = in_turn(compiled, self.params, self.state, batch)
+            return tokens
+
+        for _ in range(3):  # one loads, one records, and with collectives one more updates
+            jax.block_until_ready(call())
+        once = seconds(call, repeats=3, warmup=0.0)
+        calls = max(1, min(256, math.ceil(RUN_SECONDS / once)))
+
+        def run() -> Any:
+            for number in range(calls):
+                result = call(number)
+            return result
+
+        whole = seconds(run, repeats=5, warmup=0.0) / calls
+        spent = launches(call, calls=min(calls, 8))
+        gpus = self.parallel.gpus
+        forms = [each for each in all_reduces(compiled.as_text() or "") if each.of_layers]
+        meeting = [
+            each.seconds
+            for launch, each in spent.items()
+            if any(name in f"{launch.kernel} {launch.op}".lower() for name in COLLECTIVES)
+        ]
+        memory = compiled.memory_analysis()
+        temp = memory.temp_size_in_bytes if memory else 0
+        card = rate(self.group.devices[0].device_kind, None)
+        return {
+            "GPUs": gpus,
+            "layout": self.parallel.flags,
+            "one launch": self.model.spec.sums_fused,
+            "XLA options": " ".join(f"{key}={value}" for key, value in options),
+            "B": count,
+            "T": self.tokens,
+            "ms": whole * 1e3,
+            "tokens/s": count / whole,
+            "kernels ms": sum(each.seconds for each in spent.values()) / gpus * 1e3,
+            "roof ms": self.roof_bytes(count) / card * 1e3 if card else None,
+            "collectives ms": sum(meeting) / gpus * 1e3,
+            "all-reduces": len(forms),
+            "other form": sum(not each.serves for each in forms),
+            "temp MiB": temp / 2**20,
+            "cache tokens": self.cache_tokens(count, temp),
+            "all-reduce forms": [dataclasses.asdict(each) for each in forms],
+            "launches": {f"{k.kernel} {k.op}": tuple(v) for k, v in spent.items()},
+        }
+
+
+def model_specs(model: Any) -> tuple[Any, DecodeState]:
+    """The PartitionSpecs of a step's packed parameters and of its state."""
+    return model.packed_specs(), model.state_specs()
+
+
+def _compiled(lowered: Future[Any], options: Options) -> Any:
+    return lowered.result().compile(compiler_options=dict(options) or None)
+
+
+def _kind(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> tuple[Any, str, PartitionSpec]:
+    return leaf.shape, leaf.dtype.name, spec
+
+
+def _greedy(
+    model: Any, implementation: Any, params: Any, state: DecodeState, batch: Any
+) -> tuple[jax.Array, DecodeState]:
+    """The likeliest tokens, each GPU's of its part of the vocabulary merged, and the state."""
+    logits, state = model.decode(params, state, batch, implementation=implementation)
+    return model.vocabulary.best(logits)[0], state

@@ -1,0 +1,294 @@
+"""Pictures of a run: where its rows stand under its roof, and times beside those of peers.
+
+A run of `model` has bars instead: each step's roof, its kernels and its time. One of `parallel` has
+them too, beside how tokens per second grow with the GPUs (parallel_plot.py).
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jaxattn.bench.plots import parallel_plot
+
+OURS = "jaxattn"
+# A colour and a marker for each; ours first, then the peers in the order in which rows have them.
+COLOURS = ("#1f5fa8", "#d9822b", "#3a9a5b", "#b2447d", "#7a68b5", "#888888")
+MARKERS = ("o", "D", "s", "^", "v", "P")
+POWERS_OF_TWO = [2.0**i for i in range(-4, 14)]
+ONE_TWO_FIVE = [digit * 10.0**i for i in range(-4, 4) for digit in (1, 2, 5)]
+LINE = 0.042  # of the picture's height, for a label
+TIMES = {"us": 1e-6, "ms": 1e-3}
+
+
+class PlotError(Exception):
+    """There is no picture; the message says what to do."""
+
+
+def require_matplotlib() -> Any:
+    """matplotlib's Figure.
+
+    Raises:
+        PlotError: it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(
+            "--plot needs matplotlib: install jaxattn[plot], or leave --plot out"
+        ) from error
+    return Figure
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A run that `--json` stored.
+
+    Raises:
+        PlotError: the file cannot be read.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise PlotError(f"cannot read {path}: {error}") from error
+
+
+def unit(row: dict[str, Any]) -> str:
+    return next(name for name in TIMES if name in row)
+
+
+def shape(row: dict[str, Any]) -> dict[str, Any]:
+    """What stands before the time."""
+    keys = list(row)
+    return {key: row[key] for key in keys[: keys.index(unit(row))]}
+
+
+def name(row: dict[str, Any]) -> str:
+    return " ".join(map(str, shape(row).values()))
+
+
+def times(row: dict[str, Any], peers: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """(who, time in the row's unit): ours, then of peers those that were measured."""
+    yield OURS, row[unit(row)]
+    for peer in peers:
+        time = row.get(f"{peer} {unit(row)}")
+        if isinstance(time, int | float):
+            yield peer, time
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    """A roofline of a run's JSON as a PNG, for the delta rule also bars of the times, and for a
+    whole model bars alone.
+
+    Raises:
+        PlotError: matplotlib is not installed, the run has nothing to draw, or the file cannot
+            be written.
+    """
+    figure_type = require_matplotlib()
+    if result.get("what") == "model":
+        _written(_model(figure_type, result), path)
+        return
+    if result.get("what") == "parallel":
+        _written(_parallel(figure_type, result), path)
+        return
+    rows = [row for row in result.get("rows", []) if "TFLOP/s" in row and "GB/s" in row]
+    if not rows:
+        raise PlotError(
+            "the run has no rows with TFLOP/s and GB/s: draw those of mla, mla-prefill or gdn"
+        )
+    peers = list(dict.fromkeys(_peers(rows)))
+    tables = [[row for row in rows if unit(row) == each] for each in TIMES]
+    bars = [table for table in tables if table] if result.get("what") == "gdn" else []
+    height = max(5.0, 0.24 * len(rows))
+    below = 0.4 + 0.3 * max(map(len, bars), default=0)
+    figure = figure_type(figsize=(9, height + (below if bars else 0)), layout="constrained")
+    figure.set_facecolor("white")
+    if bars:
+        panels = figure.subplot_mosaic(
+            [["roof"] * len(bars), list(range(len(bars)))], height_ratios=[height, below]
+        )
+    else:
+        panels = {"roof": figure.subplots()}
+    _roofline(panels["roof"], result, rows, peers)
+    for place, table in enumerate(bars):
+        _bars(panels[place], table, peers)
+    figure.legend(
+        *panels["roof"].get_legend_handles_labels(), loc="outside lower left", ncols=6,
+        frameon=False, fontsize=8,
+    )  # fmt: skip
+    _written(figure, path)
+
+
+def _written(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, format="png", dpi=110)
+    except OSError as error:
+        raise PlotError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _model(figure_type: Any, result: dict[str, Any]) -> Any:
+    """Each decode step's roof, kernels and time, the fewest rows on top."""
+    rows = [row for row in result.get("rows", []) if "roof ms" in row]
+    if not rows:
+        raise PlotError("the run has no decode steps with a roof: draw those of a whole run")
+    figure = figure_type(figsize=(9, 1.4 + 0.7 * len(rows)), layout="constrained")
+    figure.set_facecolor("white")
+    axes = figure.subplots()
+    shown = {"roof ms": "roof of its bytes", "kernels ms": "kernels", "ms": "step"}
+    for place, (column, words) in enumerate(shown.items()):
+        bars = axes.barh(
+            [at + 0.27 * (place - 1) for at in range(len(rows))],
+            [row[column] for row in rows],
+            0.25,
+            color=COLOURS[(5, 1, 0)[place]],
+            label=words,
+        )
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    names = [f"{row['B']} rows of {row['T']:,}" for row in rows]
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set_xlabel("ms per decode step")
+    axes.set_title(
+        f"{result.get('model', '')}, {result.get('device', '')}: roof at "
+        f"{result.get('roof_GB_s', 0):,.0f} GB/s",
+        loc="left",
+        fontsize=9,
+    )
+    axes.legend(frameon=False, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
+    rows = [{"model": result.get("model", ""), **row} for row in result.get("rows", [])]
+    if not rows:
+        raise PlotError("the run has no decode steps: draw those of a whole run")
+    title = f"{result.get('device', '')}, {result.get('date', '')[:10]}"
+    figure = parallel_plot.draw(figure_type, rows, title)
+    if figure is None:
+        raise PlotError(
+            "the run has no steps of several GPUs with one GPU's beside them, and none with a "
+            "roof: draw a run of `bench parallel` on GPUs"
+        )
+    return figure
+
+
+def _peers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Columns named "WHO us" or "WHO ms", but for other times of our own, and "WHO call us" where
+    there is "WHO us" too."""
+    for row in rows:
+        for key in row:
+            who, _, last = key.rpartition(" ")
+            if f"{who.removesuffix(' call')} {last}" in row and who.endswith(" call"):
+                continue
+            if who and last == unit(row) and who not in ("call", "invariant", "weak", "XLA norm"):
+                yield who
+
+
+def _roofline(
+    axes: Any, result: dict[str, Any], rows: Sequence[dict[str, Any]], peers: Sequence[str]
+) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        intensity = 1e3 * row["TFLOP/s"] / row["GB/s"]  # FLOP/byte
+        (_, ours), *_ = every = list(times(row, peers))
+        for who, time in every:
+            points.setdefault(who, []).append((intensity, row["TFLOP/s"] * ours / time))
+    xs, ys = ([p[i] for each in points.values() for p in each] for i in (0, 1))
+    left, right, low, high = min(xs) / 1.6, max(xs) * 1.6, min(ys) / 1.4, max(ys) * 1.4
+    # Rows are of bursts, and so is their roof; older runs have that of long loops alone.
+    burst = result.get("burst", result)
+    if "copy_GB_s" in burst and "matmul_TFLOP_s" in burst:
+        copy = max(burst["copy_GB_s"], burst.get("read_GB_s", 0.0)) / 1e3
+        matmul = burst["matmul_TFLOP_s"]
+        high = max(high, matmul * 1.4)
+        ridge = matmul / copy
+        right = max(right, ridge * 1.6)
+        axes.plot([left, ridge, right], [left * copy, matmul, matmul], color="black", linewidth=1)
+        axes.set_title(
+            f"{result.get('device', '')}: memory at {copy * 1e3:,.0f} GB/s, 8192³ products at "
+            f"{matmul:,.0f} TFLOP/s",
+            loc="left",
+            fontsize=9,
+        )
+    for who, colour, marker in zip((OURS, *peers), COLOURS, MARKERS, strict=False):
+        if who in points:
+            face = colour if who == OURS else "none"  # what lies below stays visible
+            axes.scatter(
+                *zip(*points[who], strict=True), facecolor=face, edgecolor=colour, marker=marker,
+                label=who, zorder=3, s=26,
+            )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, high))
+    for axis, steps in ((axes.xaxis, POWERS_OF_TWO), (axes.yaxis, ONE_TWO_FIVE)):
+        axis.set_major_locator(FixedLocator(steps))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.set_xlabel("FLOP/byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.grid(color="#e8e8e8", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    _labels(axes, [name(row) for row in rows], points[OURS])
+    heads = {" ".join(shape(row)) for row in rows}
+    if len(heads) == 1:
+        axes.annotate(heads.pop(), (1.04, 1.04), xycoords="axes fraction", fontsize=8)
+
+
+def _labels(axes: Any, names: Sequence[str], points: Sequence[tuple[float, float]]) -> None:
+    """The shapes in a column to the right, with a line to each: many points have one intensity and
+    stand too close for a name beside them."""
+    order = sorted(range(len(names)), key=lambda i: points[i][1])
+    bottom, top = map(math.log, axes.get_ylim())
+    heights = [(math.log(points[i][1]) - bottom) / (top - bottom) for i in order]
+    for i, at in zip(order, spread(heights, LINE), strict=True):
+        axes.annotate(
+            names[i],
+            points[i],
+            xytext=(1.04, at),
+            textcoords="axes fraction",
+            fontsize=8,
+            va="center",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#bbbbbb",
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),  # from the name's left end
+                "shrinkB": 3,
+            },
+        )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Ascending heights moved as little as keeps them `gap` apart, and none above 1."""
+    groups: list[list[float]] = []  # each is moved as one, to its mean
+    for place, height in enumerate(heights):
+        groups.append([height - place * gap])
+        while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    most = 1 - gap * (len(heights) - 1)
+    level = [min(fmean(group), most) for group in groups for _ in group]
+    return [at + place * gap for place, at in enumerate(level)]
+
+
+def _bars(axes: Any, rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> None:
+    """Times of each shape, ours and peers', the first shape on top."""
+    shown = dict.fromkeys(who for row in rows for who, _ in times(row, peers))
+    thick = 0.8 / len(shown)
+    for at, who in enumerate(shown):
+        places = [i for i, row in enumerate(rows) if who in dict(times(row, peers))]
+        axes.barh(
+            [i - 0.4 + (at + 0.5) * thick for i in places],
+            [dict(times(rows[i], peers))[who] for i in places],
+            thick,
+            color=COLOURS[(OURS, *peers).index(who) % len(COLOURS)],
+        )
+    axes.set_yticks(range(len(rows)), [name(row) for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel(unit(rows[0]))
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,1 @@
+"""The argparse groups of the commands."""

@@ -1,0 +1,89 @@
+"""The options that go with `--port`."""
+
+import argparse
+import math
+from pathlib import Path
+
+from jaxattn.cli.options.value_types import number, seconds, size
+
+
+def add(root: argparse.ArgumentParser) -> None:
+    """The group of options that go with --port."""
+    group = root.add_argument_group(
+        "server", "an OpenAI-compatible server instead of the terminal; docs/server.md"
+    )
+    group.add_argument(
+        "--port",
+        metavar="N",
+        type=number(int, lambda x: 0 <= x < 2**16, "a port: use 0 to 65535"),
+        help="serve over HTTP on this port, 0 for any that is free (default: no server)",
+    )
+    group.add_argument(
+        "--host",
+        metavar="ADDRESS",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0 is every one of this machine",
+    )
+    group.add_argument(
+        "--served-name",
+        metavar="NAME",
+        action="append",
+        help="name of the model in requests and answers; may be repeated (default: its own)",
+    )
+    group.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        type=Path,
+        help="keys of clients, one on each line, beside JAXATTN_API_KEY (default: none)",
+    )
+    group.add_argument(
+        "--cors-origin",
+        metavar="URL",
+        action="append",
+        help="a web site whose pages may call the server; may be repeated (default: none)",
+    )
+    group.add_argument(
+        "--max-queue",
+        metavar="N",
+        type=number(int, lambda x: x >= 0, "a number of requests: use 0 or more"),
+        default=128,
+        help="continuations that may wait for a row, n of a request; others get status 429",
+    )
+    group.add_argument(
+        "--max-queued-tokens",
+        metavar="N",
+        type=size,
+        help="prompt tokens that may wait for their first token (default: no limit)",
+    )
+    group.add_argument(
+        "--max-body", metavar="BYTES", type=size, default=4 * 2**20, help="largest request"
+    )
+    group.add_argument(
+        "--queue-timeout",
+        metavar="S",
+        type=seconds,
+        help="seconds to the first token, after which a request gets status 504 (default: none)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        metavar="S",
+        type=seconds,
+        help="seconds for a whole answer (default: none)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        metavar="S",
+        type=number(float, lambda x: 0 <= x < math.inf, "a time: use seconds from 0"),
+        default=30.0,
+        help="seconds that running answers have after SIGTERM",
+    )
+    group.add_argument(
+        "--step-timeout",
+        metavar="S",
+        type=seconds,
+        default=300.0,
+        help="seconds that one step of the engine may take before the process ends",
+    )
+    group.add_argument(
+        "--no-access-log", action="store_true", help="no line for each request on stderr"
+    )

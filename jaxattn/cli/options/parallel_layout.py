@@ -1,0 +1,48 @@
+"""The options of `serve` and `plan` that say how several GPUs divide a model."""
+
+import argparse
+
+import jax
+
+from jaxattn.cli.options.parser import InputError
+from jaxattn.memory.limits import Limits
+from jaxattn.models import divided
+from jaxattn.models.interface import Model
+from jaxattn.parallel import Group, Parallel
+
+
+def read_layout(options: argparse.Namespace) -> Parallel:
+    """The layout of the GPUs.
+
+    Raises:
+        InputError: the numbers do not fit each other.
+    """
+    try:
+        return Parallel(
+            data=options.data,
+            tensor=options.tensor,
+            context=options.context,
+            expert=options.expert,
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def over_devices(model: Model, limits: Limits, parallel: Parallel) -> tuple[Model, Group | None]:
+    """(what one GPU of the layout runs of the model, the devices of its GPUs or None).
+
+    Raises:
+        InputError: the model has no such layout, or there are fewer devices.
+    """
+    if parallel.gpus == 1:
+        return model, None
+    devices = tuple(jax.devices())
+    if len(devices) < parallel.gpus:
+        raise InputError(
+            f"{parallel.flags} takes {parallel.gpus} devices, and JAX sees {len(devices)}"
+        )
+    try:
+        served = model.with_cache_format(limits.cache_format, limits.native_layers)
+        return divided(served, parallel), Group(parallel, devices[: parallel.gpus])
+    except ValueError as error:
+        raise InputError(str(error)) from error

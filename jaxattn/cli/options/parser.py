@@ -1,0 +1,124 @@
+"""What the commands' options share: defaults, layout, cache formats, and what a refusal says."""
+
+import argparse
+import re
+from typing import NoReturn
+
+from jaxattn import __version__, interrupt
+from jaxattn.cli.options.value_types import number, size
+from jaxattn.core.cache.formats import CACHE_FORMATS
+from jaxattn.models.registry import DENSE
+
+PROGRAM = interrupt.program("serve")
+MAX_MODEL_LEN = 1024
+CHAT_MODEL_LEN = 4096
+MAX_TOKENS = 160
+BATCH = 4
+SERVER_BATCH = 16
+VERSION = f"jaxattn {__version__}"
+# Fields of `Limits` whose options have other names.
+RENAMED = {
+    "q_lens": "--q-len",
+    "cache_format": "--kv-cache-dtype",
+    "native_layers": "--kv-cache-native-layers",
+}
+# Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
+# plain words count only with a value, or where they begin a sentence about one.
+_FIELD = re.compile(
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|speculate|decode_buckets|prefill_buckets|q_lens"
+    r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
+    r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
+)
+
+
+class InputError(ValueError):
+    """What was asked for cannot be done; one line for the user."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises an InputError for arguments that it cannot read.
+
+    Attributes:
+        stray: a hint that the error adds behind words without an option.
+    """
+
+    stray = ""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        word = unknown != message and not unknown.startswith("-")
+        raise InputError(f"{message}{self.stray}" if word else message)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        written = action.help and "(default: " in action.help
+        default = action.default
+        if default is None or default is False or default == [] or written:
+            return action.help
+        if isinstance(default, list):
+            return f"{action.help} (default: {' '.join(map(str, default))})"
+        return super()._get_help_string(action)
+
+
+class ProseHelpFormatter(argparse.RawDescriptionHelpFormatter, HelpFormatter):
+    """The same, with a description that keeps its lines."""
+
+
+def in_options(error: Exception | str) -> str:
+    """A message in one line, in which fields are the options that set them: 'num_pages=3' is
+    '--num-pages 3'."""
+
+    def option(match: re.Match[str]) -> str:
+        field = match["name"] or match["word"]
+        name = RENAMED.get(field, "--" + field.replace("_", "-"))
+        value = re.sub(r"[()'\s]|,(?=\))", "", match["value"] or "")
+        if field not in ("decode_buckets", "prefill_buckets", "q_lens"):
+            value = value.replace(",", "")  # of thousands: no option takes them
+        return f"{name} {value}".rstrip()
+
+    return _FIELD.sub(option, " ".join(str(error).split()))
+
+
+LAYOUT = {
+    "data": "groups of GPUs, each with rows of its own",
+    "tensor": "GPUs of a group, which divide heads, columns and the vocabulary",
+    "context": "GPUs of a group over which the pages of a row are spread",
+    "expert": "GPUs over which whole experts are spread",
+}
+
+
+def add_cache_format(group: argparse._ActionsContainer) -> None:
+    """The options of the cache's format, for a parser or a group of one."""
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=CACHE_FORMATS,
+        default="auto",
+        help="what the cache stores: MLA has bfloat16 and fp8_block, grouped-query attention all "
+        "but fp8_block",
+    )
+    group.add_argument(
+        "--kv-cache-native-layers",
+        metavar="N",
+        type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
+        default=0,
+        help="first and last layers of attention that keep the model's own format",
+    )
+
+
+def add_dense(group: argparse._ActionsContainer) -> None:
+    """--dense, what a checkpoint's FP8 matrices beside its experts are kept in."""
+    group.add_argument(
+        "--dense",
+        choices=("fp8", "bfloat16"),
+        help="format of an FP8 model's matrices beside its routed experts; bfloat16 takes "
+        f"twice the bytes of fp8 (default: {DENSE})",
+    )
+
+
+def add_layout(group: argparse._ActionsContainer) -> None:
+    """--data, --tensor, --context and --expert; `layout.read_layout` reads them."""
+    for name, what in LAYOUT.items():
+        group.add_argument(f"--{name}", metavar="N", type=size, default=1, help=what)

@@ -1,0 +1,100 @@
+"""The memory plan as the commands show it: asked for, or because it does not fit."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+from rich.console import Console
+
+from jaxattn.cli.options.parser import InputError, in_options
+from jaxattn.core.dispatch import Refusal
+from jaxattn.memory.budget import MemoryPlan, PlanError
+from jaxattn.memory.device_memory import device_memory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.interface import Model
+from jaxattn.plan import plan
+from jaxattn.plan.plan_display import PlotError, print_plan, save_plot
+from jaxattn.plan.scratch_comparison import Naive
+
+
+def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
+    """Prints the plan from shapes alone: 0.
+
+    Raises:
+        InputError: it does not fit, or nothing says how much memory there is.
+    """
+    if limits.utilization is None:  # as the server does, which shrinks no cache unasked
+        limits = dataclasses.replace(limits, num_pages=limits.pages)
+    memory = device_memory(jax.devices()[0])
+    if memory is None:
+        raise InputError("--plan: nothing says how much memory this device has")
+    refused = None
+    try:
+        found = plan(model, memory, limits)
+    except PlanError as error:
+        assert error.plan is not None
+        found, refused = error.plan, error
+    return tell(found, refused, options)
+
+
+def tell(
+    found: MemoryPlan,
+    refused: Exception | None,
+    options: argparse.Namespace,
+    naive: Sequence[Naive] = (),
+) -> int:
+    """Prints a plan on stdout, as a table or by --json, and draws it for --plot: 0.
+
+    Args:
+        refused: why the plan does not fit; None, if it does.
+        naive: what other designs would take, printed below.
+
+    Raises:
+        InputError: it does not fit, or it cannot be drawn.
+    """
+    if options.json:
+        result = found.to_dict() | {"fits": refused is None}
+        if naive:
+            result["naive"] = [vars(each) for each in naive]
+        print(json.dumps(result), flush=True)
+    else:
+        print_plan(_wide(Console(highlight=False)), found, naive)
+    if options.plot:
+        try:
+            save_plot(found, options.plot)
+        except PlotError as error:
+            raise InputError(str(error)) from error
+    if refused is not None:
+        raise InputError(in_options(refused))
+    return 0
+
+
+@contextlib.contextmanager
+def refused_plan(messages: Console, before: Callable[[], None]) -> Iterator[None]:
+    """Prints a plan that does not fit, and says in one line what would help.
+
+    Args:
+        before: called before it is printed.
+
+    Raises:
+        InputError: the plan does not fit, or an implementation refuses the model.
+    """
+    try:
+        yield
+    except PlanError as error:
+        before()
+        if error.plan is not None:
+            print_plan(_wide(messages), error.plan)
+        raise InputError(in_options(error)) from error
+    except Refusal as error:
+        raise InputError(" ".join(str(error).split())) from error
+
+
+def _wide(console: Console) -> Console:
+    """In a file or a pipe, lines as wide as the table wants."""
+    if not console.is_terminal:
+        console.width = 140
+    return console

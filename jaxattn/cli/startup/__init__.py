@@ -1,0 +1,1 @@
+"""How a command starts an engine: model source, compile cache, hosts, progress, report."""

@@ -1,0 +1,53 @@
+"""Where executables are kept for the next start.
+
+JAX names each one by its program, its options, and the versions of jaxlib and of the device's
+software. It does not name the processor, and code for one may stop another. So each kind of
+machine, and each version of this package, has a folder of its own.
+"""
+
+import hashlib
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from jaxattn import __version__
+from jaxattn.cli.options.parser import InputError
+from jaxattn.engine.compilation.executable_cache import processor
+
+NONE = Path("none")
+LEAST_SECONDS = 0.1  # what compiles faster is not kept
+
+
+def keep_compiled(folder: Path) -> None:
+    """Makes JAX keep what it compiles and tunes in a folder.
+
+    Raises:
+        InputError: the folder cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--compile-cache {folder}: {error.strerror or error}") from error
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+
+
+def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """The folder of this machine and these versions, in the user's cache folder."""
+    home = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    device = jax.devices()[0]
+    facts = (
+        __version__,
+        jax.__version__,
+        device.client.platform_version,
+        device.device_kind,
+        str(len(jax.devices())),
+        platform.machine(),
+        processor(),
+        environment.get("XLA_FLAGS", ""),
+    )
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    return Path(home) / "jaxattn" / "compiled" / key

@@ -1,0 +1,191 @@
+"""From a model's files to a running engine: the weights are loaded while XLA compiles.
+
+    measure the device, check the plan -> compile            -> start the engine
+                                       -> fetch, check, load ->
+
+Loading begins when the device is measured, so that no weight counts as another's memory. The plan
+has to fit before, so that a model which does not fit is refused unread.
+"""
+
+import argparse
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxattn.cli.options.parallel_layout import over_devices, read_layout
+from jaxattn.cli.options.parser import InputError
+from jaxattn.cli.plan_report import refused_plan
+from jaxattn.cli.startup.model_source import Chosen, one_line, refusals
+from jaxattn.cli.startup.progress_display import Display
+from jaxattn.cli.startup.run_report import plan_lines
+from jaxattn.cli.startup.stage_timings import Stages, executable_lines
+from jaxattn.core.dispatch import Refusal
+from jaxattn.engine.distributed.process_group import Crew
+from jaxattn.engine.engine import Engine
+from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.startup.engine_build import prepare
+from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.memory.limits import Limits
+from jaxattn.models.interface import Model
+from jaxattn.text import Tokenizer
+
+
+def choose_device(
+    device: str, implementation: str | None, utilization: float | None = None
+) -> None:
+    """Makes JAX use the device, and take as much of its memory as `utilization` says.
+
+    Raises:
+        InputError: it is not there, or the implementation cannot run on it.
+    """
+    if device == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    if utilization is not None:  # read once, when JAX first sees its devices
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.4f}")
+        # One piece from the start: a pool that grows is in pieces that a large cache may not fit.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    try:
+        platform = jax.devices()[0].platform
+    except RuntimeError as error:
+        raise InputError(f"JAX finds no device: {one_line(error)}") from error
+    if device == "gpu" and platform != "gpu":
+        raise InputError(
+            f"--device gpu: JAX sees no GPU, its device is {platform!r}; install jaxattn[cuda13] "
+            "or jaxattn[cuda12] on a machine with one"
+        )
+    if implementation == "mosaic_gpu":
+        try:
+            require_hopper("--implementation mosaic_gpu", interpret=False)
+        except Refusal as error:
+            raise InputError(one_line(error)) from error
+
+
+class Stopped(Exception):
+    """What ends a loading that nobody waits for any more."""
+
+
+class Loading:
+    """Loads in a thread of its own. Leaving the context ends it.
+
+    Args:
+        load: makes what is loaded. It calls `watch` with every piece, and lets what that raises
+            pass.
+    """
+
+    def __init__(self, load: Callable[["Loading"], Any]):
+        self._load, self._ended = load, threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "loading")
+        self._future: concurrent.futures.Future[Any] | None = None
+
+    def start(self) -> None:
+        self._future = self._pool.submit(self._load, self)
+
+    def watch(self) -> None:
+        """Raises Stopped if the loading was ended."""
+        if self._ended.is_set():
+            raise Stopped
+
+    def check(self) -> None:
+        """Raises what went wrong with the loading, if it did."""
+        if self._future and self._future.done():
+            self._future.result()
+
+    def result(self) -> Any:
+        """What was loaded, once: nothing of it is kept here.
+
+        Raises:
+            What went wrong with the loading.
+        """
+        assert self._future is not None
+        future, self._future = self._future, None
+        return future.result()
+
+    def __enter__(self) -> "Loading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._pool.shutdown()
+
+
+def start_engine(
+    chosen: Chosen,
+    model: Model,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    options: argparse.Namespace,
+    messages: Console,
+    stages: Stages,
+    crew: Crew | None = None,
+) -> tuple[Engine, dict[str, float]]:
+    """(a running engine, the seconds that each executable took to compile).
+
+    Executables and the engine's plan are printed before its state is allocated. A folder is checked
+    before anything is compiled, a model of the hub when it has been fetched.
+
+    Args:
+        crew: the processes that run one engine, of which the first leads it from here on.
+
+    Raises:
+        InputError: the model does not fit, its plan is printed; its weights are damaged or
+            cannot be fetched; or the named implementation refuses.
+    """
+    parallel = read_layout(options)
+    own, group = over_devices(model, limits, parallel)
+    served = model.with_cache_format(limits.cache_format, limits.native_layers)
+    checked = None if chosen.name else chosen.weights()
+    compile_seconds: dict[str, float] = {}
+    with Display(messages) as display:
+
+        def load(loading: Loading) -> Any:
+            def moved(what: str, done: int, total: int) -> None:
+                loading.watch()
+                display.moved(what, done, total)
+
+            weights = checked or chosen.weights(lambda *now: moved("fetching", *now))
+            placed = weights.place(lambda *now: moved("loading", *now), model=own, group=group)
+            if group:
+                return placed
+            # By many small programs. Steps are lowered first: their compilation waits for that.
+            with PROCESS.lowering:
+                return served.pack(placed)
+
+        def on_compile(name: str, seconds: float | None) -> None:
+            loading.check()
+            display.compiles(name, done=seconds is not None)
+            if seconds is not None:
+                compile_seconds[name] = seconds
+
+        with refused_plan(messages, display.stop), refusals(), Loading(load) as loading:
+            prepared = prepare(
+                model,
+                model.param_shapes(),
+                limits,
+                implementation=options.implementation,
+                on_compile=on_compile,
+                on_fits=loading.start,
+                # A CPU compiles one step with all its cores; for a GPU several threads help.
+                workers=16 if jax.default_backend() == "gpu" else 1,
+                parallel=parallel,
+            )
+            engine = Engine.of(prepared, strict=options.strict, detokenize=tokenizer.decode)
+            stages.ended("compiling")
+            params = loading.result()
+        stages.ended("loading")
+        display.stop()
+        code = sum(known.code for known in prepared.known.values())
+        for line in executable_lines(compile_seconds, code):
+            messages.print(line)
+        for line in plan_lines(engine.plan):
+            messages.print(line)
+        with refused_plan(messages, display.stop):
+            engine.start(params)
+    if crew is not None and crew.leads:
+        engine.lead(crew)
+    stages.ended("warm-up")
+    return engine, compile_seconds

@@ -1,0 +1,160 @@
+"""Which model a command serves: a folder of either format, a name on the hub, or the embedded one.
+
+Each step can refuse the model before the next costs anything: config.json, then the tokenizer, then
+the weights.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxattn import text
+from jaxattn.cli.options.parser import InputError, in_options
+from jaxattn.models.checkpoint import native_format
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.loading.huggingface_checkpoint import OnProgress
+from jaxattn.models.loading.loader import ModelFolder, OwnFolder, Weights, read_folder
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.registry import WeightsFormat
+
+BYTES = 256
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A model of which config.json was read, and no more.
+
+    Attributes:
+        name: on the hub; None for a folder.
+    """
+
+    folder: ModelFolder
+    name: str | None = None
+
+    def tokenizer(self) -> text.Tokenizer:
+        """What turns text into the model's tokens; its files are fetched for it.
+
+        Raises:
+            InputError: it is missing or damaged.
+        """
+        if isinstance(self.folder, OwnFolder) and self.folder.model.vocab_size == BYTES:
+            return text.ByteTokenizer()
+        with refusals():
+            if self.name:
+                from jaxattn.models.loading import hub_download
+
+                hub_download.fetch_text(self.name, self.folder.path)
+            try:
+                return text.load(self.folder.path)
+            except text.TextError as error:
+                if not isinstance(self.folder, OwnFolder):
+                    raise
+                raise InputError(
+                    f"{self.folder.path} is no model of bytes: its vocab_size is "
+                    f"{self.folder.model.vocab_size}, not {BYTES}; for other tokens it needs a "
+                    f"tokenizer: {error}"
+                ) from error
+
+    def model(self, tokenizer: text.Tokenizer) -> DecoderModel:
+        """The model, which samples none but the tokenizer's tokens."""
+        model = self.folder.model
+        if tokenizer.vocab_size < model.vocab_size:
+            return model.with_tokens(tokenizer.vocab_size)
+        return model
+
+    def weights(self, on_fetch: OnProgress | None = None) -> Weights:
+        """The weights: fetched and checked, and not on the device.
+
+        Args:
+            on_fetch: called with the bytes that are fetched and the bytes in all.
+
+        Raises:
+            InputError: they are missing or damaged, or cannot be fetched.
+        """
+        with refusals():
+            if self.name:
+                from jaxattn.models.loading import hub_download
+
+                hub_download.fetch_weights(self.name, self.folder.path, on_progress=on_fetch)
+            return self.folder.open()
+
+
+def choose(options: argparse.Namespace) -> Chosen:
+    """The model that the options name.
+
+    Raises:
+        InputError: there is none, its config.json is missing or damaged, or it is not supported.
+    """
+    given = options.checkpoint if options.model is None else options.model
+    if given == "":
+        raise InputError("--model is empty; give a folder, or a name on the hub as in org/name")
+    path = native_format.EMBEDDED if given is None else Path(given).expanduser()
+    name = given if given and not path.exists() and is_name(given) else None
+    if options.revision and not name:
+        raise InputError(f"--revision is for a name on the hub, and {path} is none")
+    with refusals():
+        if name:
+            # Half a second of imports, for which a folder does not wait.
+            from huggingface_hub.utils import logging
+
+            from jaxattn.models.loading import hub_download
+
+            logging.set_verbosity_error()  # what ends a command is said in one line
+            path = hub_download.fetch_config(name, revision=options.revision)
+        elif not path.is_dir():
+            raise InputError(
+                f"cannot read {path / 'config.json'}: there is no such folder, and a model of the "
+                "hub is named as in org/name"
+            )
+        folder = read(path, options.dtype, options.experts, options.dense)
+    try:
+        folder = folder.in_cache_format(options.kv_cache_dtype, options.kv_cache_native_layers)
+    except ValueError as error:
+        raise InputError(in_options(error)) from error
+    return Chosen(folder=folder, name=name)
+
+
+def is_name(given: str) -> bool:
+    """Whether a text can be a model's name on the hub, as "org/name" is."""
+    return _NAME.fullmatch(given) is not None
+
+
+def read(
+    path: Path,
+    dtype: str | None,
+    experts: WeightsFormat | None,
+    dense: WeightsFormat | None = None,
+) -> ModelFolder:
+    """A folder's config.json.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or the model is not supported.
+        InputError: the folder says its dtype itself.
+    """
+    try:
+        return read_folder(path, dtype=dtype, experts=experts, dense=dense)
+    except ValueError as error:
+        given = {"dtype": dtype, "experts": experts, "dense": dense}
+        options = [f"--{name} {value}" for name, value in given.items() if value]
+        if isinstance(error, CheckpointError) or not options:
+            raise
+        option = options[0]
+        raise InputError(f"{option}: the config.json of {path} says its dtype") from error
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Says in one line what is wrong with a model's files."""
+    try:
+        yield
+    except (CheckpointError, text.TextError) as error:
+        raise InputError(one_line(error)) from error
+
+
+def one_line(error: Any) -> str:
+    return " ".join(str(error).split())

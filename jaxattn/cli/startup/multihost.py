@@ -1,0 +1,176 @@
+"""The options of `serve` for one engine over several processes, and how a process joins the others.
+
+    serve --processes 2 --process 0 --coordinator host-0:1234 --tensor 16       on host-0
+    serve --processes 2 --process 1 --coordinator host-0:1234 --tensor 16       on host-1
+    srun ... serve --cluster slurm --tensor 16                                  on both
+
+Process 0 takes requests; the others run what it sends. JAX's processes meet at the coordinator's
+port, and the engine's at the next.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxattn import __version__
+from jaxattn.cli.options.parser import InputError
+from jaxattn.cli.startup.compilation_cache import NONE
+from jaxattn.cli.startup.model_source import Chosen, one_line
+from jaxattn.engine.compilation.executable_cache import keep_nothing
+from jaxattn.engine.distributed.process_group import Crew, end_process
+from jaxattn.engine.distributed.transport import HostError, host_and_port
+from jaxattn.memory.limits import Limits
+from jaxattn.models.checkpoint.fingerprint import fingerprint
+from jaxattn.parallel import Parallel
+from jaxattn.parallel.comm_split import never_split
+
+PORT = 1234
+HEARTBEAT_SECONDS = 100  # of JAX's own watch, which says less: the crew's is first
+
+
+class Place(NamedTuple):
+    """A process among those of an engine."""
+
+    rank: int
+    processes: int
+    coordinator: str
+
+    @property
+    def meeting(self) -> str:
+        """Where the engine's processes meet."""
+        host, port = host_and_port(self.coordinator)
+        return f"{'0.0.0.0' if self.rank == 0 else host}:{port + 1}"
+
+
+def read_place(options: argparse.Namespace, environment: Mapping[str, str]) -> Place | None:
+    """Which process this is; None where there is one alone.
+
+    Raises:
+        InputError: something is missing, or contradicts the rest.
+    """
+    found: dict[str, Any] = {"process": None, "processes": None, "coordinator": None}
+    if options.cluster == "slurm":
+        found = _of_slurm(environment)
+    elif options.cluster == "kubernetes":
+        found = _of_kubernetes(environment)
+    for name in found:
+        given = getattr(options, name)
+        found[name] = found[name] if given is None else given
+    if options.cluster is None and all(value is None for value in found.values()):
+        return None
+    if missing := [f"--{name}" for name, value in found.items() if value is None]:
+        raise InputError(
+            f"{' and '.join(missing)} is missing: several processes need --processes, --process "
+            "and --coordinator, or --cluster where the launcher says them"
+        )
+    place = Place(found["process"], found["processes"], found["coordinator"])
+    if not 0 <= place.rank < place.processes:
+        raise InputError(
+            f"--process {place.rank} is none of --processes {place.processes}: they are numbered "
+            "from 0"
+        )
+    try:
+        host_and_port(place.coordinator)
+    except ValueError as error:
+        raise InputError(f"--coordinator: {error}") from error
+    if options.utilization is not None and place.processes > 1:
+        raise InputError(
+            "--utilization finds a number of pages for each host by itself, and all need the "
+            "same: give --num-pages"
+        )
+    if options.compile_cache not in (None, NONE) and place.processes > 1:
+        raise InputError(
+            "--compile-cache keeps executables of one process; several compile together at every "
+            "start: leave it out"
+        )
+    return place if place.processes > 1 else None
+
+
+@contextlib.contextmanager
+def joined(place: Place | None, **options: Any) -> Iterator[Crew | None]:
+    """JAX's runtime over the processes, and their crew; to be entered before JAX sees a device.
+
+    What is raised inside ends all processes with one line, and so do others that do not come. At
+    the end the leader tells the others that it is done.
+
+    Args:
+        options: of `Crew`.
+    """
+    if place is None:
+        yield None
+        return
+    never_split(os.environ)  # `initialize` refuses where a backend has started
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.rank,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+    )
+    keep_nothing()
+    try:
+        if place.rank == 0:
+            crew = Crew.leading(place.meeting, place.processes, **options)
+        else:
+            crew = Crew.following(place.meeting, place.rank, **options)
+    except HostError as error:
+        end_process(one_line(error))
+    with crew.together():
+        yield crew
+    crew.close()
+
+
+def facts(chosen: Chosen, limits: Limits, parallel: Parallel) -> dict[str, str]:
+    """What has to be the same in all processes, by names that an error can use."""
+    path = chosen.folder.path
+    return {
+        "jaxattn": __version__,
+        "JAX": jax.__version__,
+        "layout": parallel.flags or "one GPU",
+        "configuration": hashlib.sha256(repr(chosen.folder.model).encode()).hexdigest()[:12],
+        "checkpoint": f"{chosen.name} {path.name}" if chosen.name else fingerprint(path),
+        "limits": repr(limits),
+        "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
+    }
+
+
+def _of_slurm(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Of `srun`: a process for each task, whose first node leads."""
+    try:
+        nodes = environment["SLURM_STEP_NODELIST"]
+        rank, processes = environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"]
+    except KeyError as error:
+        raise InputError(f"--cluster slurm: {error} is not set; start it with srun") from error
+    return {
+        "process": int(rank),
+        "processes": int(processes),
+        "coordinator": f"{first_node(nodes)}:{PORT}",
+    }
+
+
+def _of_kubernetes(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Of a LeaderWorkerSet, which says all; of an indexed Job, which says the number alone."""
+    if leader := environment.get("LWS_LEADER_ADDRESS"):
+        return {
+            "process": int(environment["LWS_WORKER_INDEX"]),
+            "processes": int(environment["LWS_GROUP_SIZE"]),
+            "coordinator": f"{leader}:{PORT}",
+        }
+    index = environment.get("JOB_COMPLETION_INDEX")
+    if index is None:
+        raise InputError(
+            "--cluster kubernetes: neither LWS_LEADER_ADDRESS of a LeaderWorkerSet nor "
+            "JOB_COMPLETION_INDEX of an indexed Job is set"
+        )
+    return {"process": int(index), "processes": None, "coordinator": None}
+
+
+def first_node(nodes: str) -> str:
+    """The first of a list of nodes as Slurm writes it, as in "gpu[003-006,010],cpu1"."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)

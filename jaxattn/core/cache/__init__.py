@@ -1,0 +1,1 @@
+"""Cache formats, page tables, state slots and symmetric buffers."""

@@ -1,0 +1,241 @@
+"""How caches store tokens: page size, and the formats of MLA's latents and of keys and values.
+
+A latent is R dims that keys and values share and P rotated dims. FP8 formats store one scale per
+cache (float8_e4m3fn) or one per 128 dims beside the codes (uint8). Keys and values are a slot per
+token and head: numbers of one dtype, e4m3 numbers whose scales lie outside, or TurboQuant's codes
+with their norm, scale and minimum.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Num
+
+from jaxattn.core.validation.arguments import CACHES
+from jaxattn.core.validation.array_checks import FLOATS, check_sizes, is_integer
+
+FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
+
+# Bits of a key's and of a value's number (arXiv 2504.19874, as vLLM names them).
+TURBOQUANT = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
+# What `Limits.cache_format` and --kv-cache-dtype may be. "auto" is the model's own.
+CACHE_FORMATS = ("auto", "bfloat16", "fp8", "fp8_block", *TURBOQUANT)
+
+
+BLOCK = 128  # dims that share a scale
+
+
+FP8_MAX = 448.0
+
+
+# Of a scale: with the first, the smallest e4m3 number 2**-9 is the smallest normal bfloat16; with
+# the other the largest, 448, is still a float32 number.
+MIN_EXPONENT, MAX_EXPONENT = -117, 119
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentFormat:
+    """How a cache of some dtype stores a token: `jnp.zeros((L, N, C, format.width), format.dtype)`.
+
+    Attributes:
+        dtype: of the cache; it chooses the format.
+        kv_lora_rank: R; a multiple of 128 where the cache is uint8.
+        qk_rope_head_dim: P; 0 for a model without RoPE.
+
+    Raises:
+        TypeError: no format has that dtype, or R or P is no integer.
+        ValueError: R or P does not fit.
+    """
+
+    dtype: Any
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.dtype.name not in CACHES:
+            raise TypeError(
+                f"LatentFormat: dtype must be {' or '.join(CACHES)}, got {self.dtype.name}"
+            )
+        rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
+        for name, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
+            if not is_integer(size):
+                raise TypeError(
+                    f"LatentFormat: {name} must be an integer, got {type(size).__name__} {size}"
+                )
+        if rank < 1 or rope < 0:
+            raise ValueError(
+                "kv_lora_rank must be at least 1 and qk_rope_head_dim at least 0, got "
+                f"{rank} and {rope}"
+            )
+        if self.block_scaled and rank % BLOCK:
+            raise ValueError(
+                f"a uint8 (block-scaled) cache needs a kv_lora_rank that is a multiple of {BLOCK}, "
+                f"got {rank}; use {FP8.name} with kv_scale"
+            )
+
+    @property
+    def block_scaled(self) -> bool:
+        return bool(self.dtype == BYTES)
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether the stored numbers need `kv_scale`."""
+        return bool(self.dtype == FP8)
+
+    @property
+    def quantized(self) -> bool:
+        return self.block_scaled or self.per_tensor
+
+    @property
+    def width(self) -> int:
+        """Elements of the cache's last axis."""
+        if self.block_scaled:
+            return self.kv_lora_rank + self.kv_lora_rank // BLOCK * 4 + self.qk_rope_head_dim * 2
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token in one layer."""
+        return self.width * self.dtype.itemsize
+
+    def pack(self, latent: Float[Array, "*t D"], kv_scale: Any = None) -> Num[Array, "*t Ds"]:
+        """What the cache stores for `latent`."""
+        if not self.quantized:
+            return latent.astype(self.dtype)
+        if self.per_tensor:
+            return _to_fp8(_without_inf(latent) / kv_scale)
+        # Sliced before anything else, so that XLA sees that no scale is of the rotated dims.
+        rank, tokens = self.kv_lora_rank, latent.shape[:-1]
+        blocks = _without_inf(latent[..., :rank]).reshape(*tokens, rank // BLOCK, BLOCK)
+        scales = _block_scales(blocks)
+        parts = (
+            _to_fp8(blocks / scales[..., None]),
+            scales,
+            latent[..., rank:].astype(jnp.bfloat16),
+        )
+        return jnp.concatenate([_as_bytes(x).reshape(*tokens, -1) for x in parts], axis=-1)
+
+    def unpack(self, stored: Num[Array, "*t Ds"], kv_scale: Any = None) -> Float[Array, "*t D"]:
+        """The latents of what is stored: float32, or as they are where they are not quantized.
+
+        Differentiable in `kv_scale`, not in what is stored quantized.
+        """
+        if self.per_tensor:
+            return lax.stop_gradient(stored).astype(jnp.float32) * kv_scale
+        if not self.block_scaled:
+            return stored
+        rank, tokens = self.kv_lora_rank, stored.shape[:-1]
+        blocks = rank // BLOCK
+        numbers, scales, rope = jnp.split(stored, [rank, rank + 4 * blocks], axis=-1)
+        numbers = lax.bitcast_convert_type(numbers, FP8).astype(jnp.float32)
+        scales = lax.bitcast_convert_type(scales.reshape(*tokens, blocks, 4), jnp.float32)
+        rope = lax.bitcast_convert_type(rope.reshape(*tokens, -1, 2), jnp.bfloat16)
+        values = numbers.reshape(*tokens, blocks, BLOCK) * scales[..., None]
+        return jnp.concatenate([values.reshape(*tokens, rank), rope.astype(jnp.float32)], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVFormat:
+    """How a cache stores a token's key and value of one head.
+
+    Attributes:
+        name: a dtype of floats, "fp8" (e4m3; one scale for all keys and one for all values, or one
+            of each per head), or a preset of TurboQuant.
+        head_dim: D; a power of two with a preset.
+
+    Raises:
+        ValueError: no format has the name, or D does not fit.
+    """
+
+    name: str
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_sizes("KVFormat", head_dim=self.head_dim)
+        if self.name not in (*FLOATS, "fp8", *TURBOQUANT):
+            names = ", ".join(("bfloat16", "float16", "fp8", *TURBOQUANT))
+            raise ValueError(f"KVFormat: name must be one of {names}, got {self.name!r}")
+        if self.name in TURBOQUANT and self.head_dim & (self.head_dim - 1):
+            raise ValueError(
+                f"KVFormat: {self.name} rotates heads of a power of two dims, got {self.head_dim}"
+            )
+
+    @classmethod
+    def of(cls, dtype: Any, head_dim: int) -> "KVFormat":
+        """That of a cache of floats or of e4m3 numbers."""
+        name = jnp.dtype(dtype).name
+        return cls("fp8" if name == FP8.name else name, head_dim)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the stored numbers need `kv_scale`."""
+        return self.name == "fp8"
+
+    @property
+    def dtype(self) -> Any:
+        """Of the cache's array."""
+        if self.name in TURBOQUANT:
+            return BYTES
+        return FP8 if self.scaled else jnp.dtype(self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's key and value of one head, in one layer."""
+        if self.name not in TURBOQUANT:
+            return 2 * self.head_dim * int(self.dtype.itemsize)
+        key, value = (self.head_dim * bits // 8 for bits in TURBOQUANT[self.name])
+        # A float16 norm per key, unless it is e4m3; a float16 scale and minimum per value.
+        return key + (0 if TURBOQUANT[self.name][0] == 8 else 2) + value + 4
+
+    def pack(self, kv: Float[Array, "*t 2 Hk D"], kv_scale: Any = None) -> Num[Array, "*t 2 Hk D"]:
+        """What a cache of floats or of e4m3 numbers stores; finite numbers saturate there, and Inf,
+        which e4m3 does not have, is NaN."""
+        if not self.scaled:
+            return kv.astype(self.dtype)
+        return _to_fp8(_without_inf(kv) / kv_scale[..., None])
+
+    def unpack(
+        self, kv: Num[Array, "*t 2 Hk D"], kv_scale: Any = None
+    ) -> Float[Array, "*t 2 Hk D"]:
+        """The keys and values of what is stored: float32 of e4m3 numbers, others as they are.
+
+        Differentiable in `kv_scale`, not in what is stored quantized.
+        """
+        if not self.scaled:
+            return kv
+        return lax.stop_gradient(kv).astype(jnp.float32) * kv_scale[..., None]
+
+
+def _as_bytes(x: jax.Array) -> jax.Array:
+    """uint8 [*x.shape, itemsize], least first; by shifts, which XLA joins with what is around."""
+    word = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.itemsize}"))
+    return jnp.stack([(word >> 8 * i).astype(BYTES) for i in range(x.itemsize)], axis=-1)
+
+
+def _without_inf(latent: jax.Array) -> jax.Array:
+    # Before anything is divided or narrowed: a finite number that overflows there saturates.
+    return jnp.where(jnp.isinf(latent), jnp.nan, latent).astype(jnp.float32)
+
+
+def _to_fp8(x: jax.Array) -> jax.Array:
+    return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)  # the cast alone makes NaN of what is beyond
+
+
+def _block_scales(blocks: Float[Array, "*t n 128"]) -> Float[Array, "*t n"]:
+    """2**ceil(log2(amax / 448)) of each block, exactly: by the bits of amax, not by a logarithm.
+
+    From 2**-117 to 2**119. NaN has no part in it: it stays NaN by itself, and spoils nothing that
+    shares its scale.
+    """
+    amax = jnp.max(jnp.where(jnp.isnan(blocks), 0, jnp.abs(blocks)), axis=-1)
+    # 448 is 1.75 * 2**8. The carry adds 1 to the exponent of what lies above 1.75 * 2**k.
+    carried = lax.bitcast_convert_type(amax, jnp.int32) + 0x1FFFFF
+    exponent = jnp.clip((carried >> 23) - 8, MIN_EXPONENT + 127, MAX_EXPONENT + 127)
+    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+PAGE_SIZE = 64

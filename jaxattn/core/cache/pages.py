@@ -1,0 +1,173 @@
+"""What ops on a paged cache share: where new tokens go, reading it block by block, and a softmax
+that is built up over a row's blocks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Num
+
+from jaxattn.core.numerics.online_softmax import Softmax
+
+
+class Unfold(NamedTuple):
+    """How bytes become tokens, where a page is of another order.
+
+    Attributes:
+        page_size: C.
+        tokens: of pages [B, n, ...] their tokens [B, n * C, ...].
+    """
+
+    page_size: int
+    tokens: Callable[[jax.Array], jax.Array]
+
+
+def _page_size(kv_cache: jax.Array, unfold: Unfold | None) -> int:
+    if unfold is not None:
+        return unfold.page_size
+    return int(kv_cache.shape[-2 if kv_cache.ndim < 5 else -3])
+
+
+def new_places(
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    query_lens: Int[Array, "B"],
+    *,
+    tokens: int,
+    page: int,
+    num_pages: int,
+) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """(page, place in it) of each row's last tokens: token t is at seq_lens - query_lens + t.
+
+    The page is `num_pages`, which a write drops, where nothing is to be written: in padding, behind
+    `query_lens`, before the row's first position, beyond its table, and where that names no page
+    from 0 on.
+
+    Args:
+        tokens: S.
+        page: tokens of a page.
+    """
+    number = jnp.arange(tokens)
+    position = (seq_lens - query_lens)[:, None] + number
+    column = position // page
+    written = (seq_lens > 0)[:, None] & (number < query_lens[:, None]) & (position >= 0)
+    written &= column < block_tables.shape[1]
+    pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
+    # An index past the end is dropped; a negative one would count from the end.
+    return jnp.where(written & (pages >= 0), pages, num_pages), position % page
+
+
+def page_blocks(
+    kv_cache: Num[Array, "*L N C Ds"] | Num[Array, "*L N two C Hk D"],
+    block_tables: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    layer: jax.Array | int | None,
+    block: int,
+    unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
+    begins: Int[Array, "B"] | None = None,
+    unfold: Unfold | None = None,
+) -> tuple[
+    Int[Array, "blocks B pages"],
+    Int[Array, "blocks"],
+    Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+]:
+    """Tokens [begins, lengths) of every row in blocks of K, whole pages and about `block` tokens.
+
+    A page is of latents [C, Ds] or of keys and values [2, C, Hk, D]. `unpack` makes latents
+    [..., D] of what the cache stores [..., Ds]; of zeros, zeros. `unfold` is for pages of bytes in
+    which tokens do not lie side by side.
+
+    Returns:
+        The blocks' pages, their first positions, and a function that reads one block of these.
+        It takes (pages [B, n], first) and returns (kv [B, K, D] or [B, K, 2, Hk, D], positions
+        [K]). kv is 0 outside of a row's tokens.
+    """
+    batch, width = block_tables.shape
+    of_page = kv_cache.shape[1 if layer is None else 2 :]
+    before = of_page[: len(of_page) // 3]  # the axes before a page's tokens: none, or the 2
+    page = _page_size(kv_cache, unfold)
+    stored = before + of_page[len(before) + 1 :]
+    # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32 alike.
+    missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
+    lengths = jnp.minimum(lengths, width * page)  # a table of whole blocks ends in others' pages
+    # Whatever a table holds past the row's length is replaced before anything is addressed by it.
+    owned = jnp.arange(width) < -(-lengths // page)[:, None]
+    if begins is not None:
+        owned &= jnp.arange(width) >= (begins // page)[:, None]
+    per_block = min(width, max(1, block // page))
+    steps = -(-width // per_block)
+    tables = jnp.where(owned, block_tables, 0)
+    tables = jnp.pad(tables, ((0, 0), (0, steps * per_block - width)))
+    tables = tables.reshape(batch, steps, per_block).swapaxes(0, 1)
+
+    @jax.named_scope("read_pages")
+    def read(pages: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # One gather from the whole stack: a layer taken out first would be a copy. A page
+        # that does not exist reads as NaN, not as another row's page.
+        index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
+        kv = kv_cache.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
+        positions = first + jnp.arange(per_block * page)
+        if unfold is not None:
+            kv = unfold.tokens(kv)
+        else:
+            kv = jnp.moveaxis(kv, 2 + len(before), 2).reshape(batch, per_block * page, *stored)
+        zero = jnp.zeros((), kv.dtype)
+        held = positions < lengths[:, None]
+        if begins is not None:
+            held &= positions >= begins[:, None]
+        # Before it is unpacked: a NaN would reach the gradient of the scale.
+        kv = jnp.where(held.reshape(*held.shape, *[1] * (kv.ndim - 2)), kv, zero)
+        return unpack(kv), positions
+
+    return tables, jnp.arange(steps, dtype=jnp.int32) * (per_block * page), read
+
+
+def attend_pages(
+    state: Softmax,
+    add_block: Callable[[Softmax, jax.Array, jax.Array], Softmax],
+    kv_cache: Num[Array, "*L N C Ds"] | Num[Array, "*L N two C Hk D"],
+    block_tables: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    layer: jax.Array | int | None,
+    block: int,
+    unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
+    begins: Int[Array, "B"] | None = None,
+    unfold: Unfold | None = None,
+) -> Softmax:
+    """Feeds tokens [begins, lengths) of every row to `add_block(state, kv, positions [K])`.
+
+    K is about `block` tokens, whole pages, and kv what `page_blocks` reads of them. Blocks outside
+    of every row's tokens are not read, and one outside of a row's own leaves that row's state as it
+    was, bit by bit. `kv` is 0 outside of a row's tokens. Without `begins` a row begins at 0.
+    """
+    pages, firsts, read_block = page_blocks(
+        kv_cache, block_tables, lengths, layer=layer, block=block, unpack=unpack, begins=begins,
+        unfold=unfold,
+    )  # fmt: skip
+    size = pages.shape[-1] * _page_size(kv_cache, unfold)
+
+    def reached(first: jax.Array) -> jax.Array:
+        """Which rows have a token in the block."""
+        before_end = first < lengths
+        return before_end if begins is None else before_end & (first > begins - size)
+
+    @jax.checkpoint
+    def read(state: Softmax, pages: jax.Array, first: jax.Array) -> Softmax:
+        rows = reached(first)
+        new = add_block(state, *read_block(pages, first))
+        return jax.tree.map(
+            lambda n, o: jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, state
+        )
+
+    def step(state: Softmax, xs: tuple[jax.Array, jax.Array]) -> tuple[Softmax, None]:
+        pages, first = xs
+        return lax.cond(
+            jnp.any(reached(first)), read, lambda state, *_: state, state, pages, first
+        ), None
+
+    return lax.scan(step, state, (pages, firsts))[0]

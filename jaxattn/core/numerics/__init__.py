@@ -1,0 +1,1 @@
+"""Plain-JAX numerics: rotary embeddings, norms, matmuls, softmax, FP8 scaling."""

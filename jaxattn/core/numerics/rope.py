@@ -1,0 +1,255 @@
+"""Rotary position embedding: DeepSeek's interleaved layout, the half-split one, and YaRN.
+
+DeepSeek-V3's configuration (theta 10000, 64 rope dims, trained at 4096 and stretched 40 times):
+
+    yarn = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=1.0)
+    config = RopeConfig(yarn=yarn)
+    scale = softmax_scale(192, config)      # 0.1352..., where 192**-0.5 is 0.0721...
+"""
+
+import dataclasses
+import math
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.validation.arguments import MOST
+from jaxattn.core.validation.config_fields import (
+    Flag,
+    Integer,
+    Nested,
+    Number,
+    OrNone,
+    check_fields,
+)
+
+MOST_ROPE_DIMS = 2**16
+# With both, the slowest frequency is above 1e-36, a normal float32 number.
+MOST_THETA, MOST_FACTOR = 1e30, 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnConfig:
+    """YaRN (arXiv 2309.00071) in the words of DeepSeek's `rope_scaling`.
+
+    Attributes:
+        factor: how many times the trained context is stretched, from 1 to a million.
+        original_max_position_embeddings: tokens of the trained context.
+        beta_fast: a frequency that turns this often or more within the trained context is kept.
+        beta_slow: one that turns this often or less is divided by `factor`; a ramp lies between.
+        mscale: weight of the logarithmic correction of the rotated queries' and keys' length, from
+            0 to 100.
+        mscale_all_dim: weight of the correction moved into the softmax scale, where it reaches the
+            dims that are not rotated too; DeepSeek-V3 has 1.0 for both. 0 moves nothing.
+
+    Raises:
+        ValueError: a field is no finite number or outside its range, or beta_fast < beta_slow.
+    """
+
+    factor: Annotated[float, Number(1, MOST_FACTOR)]
+    original_max_position_embeddings: Annotated[int, Integer(1, MOST)]
+    beta_fast: Annotated[float, Number(1e-6, 1e6)] = 32.0
+    beta_slow: Annotated[float, Number(1e-6, 1e6)] = 1.0
+    mscale: Annotated[float, Number(0, 100)] = 1.0
+    mscale_all_dim: Annotated[float, Number(0, 100)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                "YarnConfig: beta_fast must be at least beta_slow; got "
+                f"beta_fast={self.beta_fast:g}, beta_slow={self.beta_slow:g}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Which pairs of dims turn, and how fast.
+
+    Attributes:
+        dim: P, rotated dims (qk_rope_head_dim), even.
+        theta: base of the frequencies, more than 1; None turns nothing (Kimi-Linear's NoPE).
+        interleaved: True pairs dims (2i, 2i + 1) as DeepSeek's checkpoints do; False pairs
+            (i, i + P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the
+            same layout.
+        yarn: stretches the context; None leaves the frequencies as they are.
+
+    Raises:
+        ValueError: a field does not fit, YaRN's ramp would run backwards, or it has no theta.
+    """
+
+    dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
+    theta: Annotated[float | None, OrNone(Number(1, MOST_THETA, open_below=True))] = 10000.0
+    interleaved: Annotated[bool, Flag()] = True
+    yarn: Annotated[YarnConfig | None, OrNone(Nested(YarnConfig))] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.yarn is None:
+            return
+        if self.theta is None:
+            raise ValueError("RopeConfig.theta must be a number, which yarn stretches; got None")
+        _ramp(self.dim, self.theta, self.yarn)
+
+
+def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
+    """The pairs where YaRN's ramp begins and ends, as DeepSeek-V3's model.py computes them."""
+
+    def pair_turning(times: float) -> float:
+        """The (fractional) pair that turns that often within the trained context."""
+        wavelength = yarn.original_max_position_embeddings / (times * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    # The published code bounds this index of a pair by dim - 1, not by dim / 2 - 1.
+    high = min(math.ceil(pair_turning(yarn.beta_slow)), dim - 1)
+    if low > high:  # the formulas would stretch the pairs to keep, and keep those to stretch
+        raise ValueError(
+            f"RopeConfig: YaRN's ramp would begin at pair {low:,} and end at pair {high:,} of "
+            f"{dim=}; change theta={theta:g} or original_max_position_embeddings="
+            f"{yarn.original_max_position_embeddings:,}"
+        )
+    return low, high
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0
+
+
+def inv_freq(config: RopeConfig) -> np.ndarray:
+    """Radians per token of each pair, float32 [P / 2], as DeepSeek-V3's model.py computes them."""
+    pairs = np.arange(config.dim // 2, dtype=np.float64)
+    if config.theta is None:
+        return np.zeros_like(pairs, np.float32)
+    freq = config.theta ** (-2 * pairs / config.dim)
+    if config.yarn is None:
+        return freq.astype(np.float32)
+    yarn = config.yarn
+    low, high = _ramp(config.dim, config.theta, yarn)
+    width = high - low if high != low else 0.001
+    stretched = np.clip((pairs - low) / width, 0, 1)
+    return (freq / yarn.factor * stretched + freq * (1 - stretched)).astype(np.float32)
+
+
+def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
+    """qk_head_dim**-0.5 * mscale**2, with mscale = 1 unless YaRN's `mscale_all_dim` is set.
+
+    `qk_head_dim` counts the dims of the unabsorbed query (DeepSeek-V3: nope 128 + rope 64 = 192):
+    absorption changes the shape of the dot product, not its value.
+
+    Raises:
+        ValueError: `qk_head_dim` is no integer of at least 1.
+    """
+    Integer(1, MOST)("softmax_scale: qk_head_dim", qk_head_dim)
+    mscale = _mscale(config.yarn.factor, config.yarn.mscale_all_dim) if config.yarn else 1.0
+    return qk_head_dim**-0.5 * mscale**2
+
+
+class Rotation(NamedTuple):
+    """The angles of some tokens, for the layers that share them.
+
+    Attributes:
+        angles: [..., 2 P], float32 unless asked otherwise: of every dim the cosine, which it is
+            times, and then the signed sine, which the other dim of its pair is times.
+    """
+
+    angles: jax.Array
+
+
+@jax.named_scope("rotation")
+def rotation(
+    positions: Int[Array, "..."], config: RopeConfig, dtype: DTypeLike = jnp.float32
+) -> Rotation:
+    """The rotation by every position's angles, YaRN's scale of lengths included.
+
+    Raises:
+        TypeError: `positions` are not integers.
+    """
+    positions = jnp.asarray(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(
+            f"rope: positions must be integers, got {positions.dtype} {positions.shape}"
+        )
+    angle = positions[..., None].astype(dtype) * jnp.asarray(inv_freq(config), dtype)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if config.yarn:
+        yarn = config.yarn
+        length = _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+        cos, sin = cos * length, sin * length
+    axis = -1 if config.interleaved else -2
+    cosines, sines = jnp.stack([cos, cos], axis=axis), jnp.stack([-sin, sin], axis=axis)
+    shape = (*positions.shape, config.dim)
+    return Rotation(jnp.concatenate([cosines.reshape(shape), sines.reshape(shape)], axis=-1))
+
+
+def check_config(op: str, config: Any) -> None:
+    """Raises, in the op's name, unless it is a `RopeConfig`."""
+    if not isinstance(config, RopeConfig):
+        raise TypeError(f"{op}: config must be a jaxattn.RopeConfig, got {type(config).__name__}")
+
+
+def check_rotation(op: str, given: Rotation, config: RopeConfig, tokens: tuple[int, int]) -> None:
+    """Raises, in the op's name, unless it is a rotation of `tokens` [B, S] and of `config.dim`."""
+    if not isinstance(given, Rotation):
+        found = str(getattr(given, "dtype", type(given).__name__))
+        raise TypeError(
+            f"{op}: rotation must be what jaxattn.rotation returns, got {found} "
+            f"{getattr(given, 'shape', '')}".rstrip()
+        )
+    if given.angles.shape != (*tokens, 2 * config.dim):
+        raise ValueError(
+            f"{op}: rotation must be of positions [B, S] = {[*tokens]} and {config.dim=}, got "
+            f"angles {given.angles.shape}"
+        )
+
+
+@jax.named_scope("rope")
+def rope(
+    x: Float[Array, "... P"], positions: Int[Array, "..."] | Rotation, config: RopeConfig
+) -> Float[Array, "... P"]:
+    """Rotates the last axis of `x` by its positions; computed in float32, returned in x's dtype.
+
+    Args:
+        x: [..., T, P], or with heads [..., T, H, P].
+        positions: integers, one per token: one axis fewer than `x`, or with heads two. Each axis
+            equals that of `x` or is 1. Or the `rotation` of such.
+        config: P must be `config.dim`.
+
+    Raises:
+        TypeError: `positions` are not integers, or `x` is not floating.
+        ValueError: the shapes do not fit.
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"rope: x must be floating, got {x.dtype} {x.shape}")
+    if x.ndim < 1 or x.shape[-1] != config.dim:
+        raise ValueError(f"rope: the last axis of x must be {config.dim=}, got x {x.shape}")
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if not isinstance(positions, Rotation):
+        positions = rotation(positions, config, dtype)
+    angles = positions.angles
+    tokens = angles.shape[:-1]
+    if x.ndim - len(tokens) not in (1, 2) or any(
+        n not in (1, m) for n, m in zip(tokens, x.shape[: len(tokens)], strict=True)
+    ):
+        raise ValueError(
+            "rope: positions must have the axes of x without P, or without H and P, got x "
+            f"{x.shape}, positions {tokens}"
+        )
+    if config.theta is None:
+        return x
+    if x.ndim - len(tokens) == 2:
+        angles = angles[..., None, :]
+    wide, half = x.astype(dtype), config.dim // 2
+    if config.interleaved:
+        a, b, axis = wide[..., 0::2], wide[..., 1::2], -1
+        cos, sin = angles[..., : config.dim : 2], angles[..., config.dim + 1 :: 2]
+    else:
+        a, b, axis = wide[..., :half], wide[..., half:], -2
+        cos, sin = angles[..., :half], angles[..., config.dim + half :]
+    rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=axis)
+    return rotated.reshape(x.shape).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""The TurboQuant codec: formats, slot layout and reads."""

@@ -1,0 +1,132 @@
+"""Keys and values of a TurboQuant cache out of its groups, each number from the bytes that have it.
+
+`turbo_slots.unpack` turns the bytes of a group round, part by part, and XLA makes several passes
+over memory of it. Here a table says where the bits of each code lie, and one pass reads them. Both
+give the same numbers; this one is for many tokens at a time.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, UInt8
+
+from jaxattn.core.turboquant.codec import Codes, TurboFormat
+from jaxattn.core.turboquant.slot_layout import GROUP, NIBBLE_OF, places
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bits:
+    """Some bits of each number of a group: (byte >> right & mask) << left.
+
+    Attributes:
+        byte: int32 [16 D], which of the group's bytes.
+        right, mask, left: uint8 [16 D].
+    """
+
+    byte: np.ndarray
+    right: np.ndarray
+    mask: np.ndarray
+    left: np.ndarray
+
+    def read(self, groups: UInt8[Array, "g bytes"]) -> UInt8[Array, "g n"]:
+        # One index for each number: XLA then reads where it writes, in the order of the result.
+        first = jnp.arange(groups.shape[0], dtype=jnp.int32)[:, None] * groups.shape[1]
+        found = groups.reshape(-1).at[first + self.byte].get(mode="promise_in_bounds")
+        return (found >> self.right & self.mask) << self.left
+
+
+def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> Codes:
+    """Those of whole pages, [*p, C, D] and [*p, C].
+
+    Args:
+        pages: of one head each.
+    """
+    before, groups = pages.shape[:-1], pages.reshape(-1, GROUP * form.slot_bytes)
+
+    def codes(some: Sequence[Bits]) -> jax.Array:
+        parts = [bits.read(groups) for bits in some]
+        whole = functools.reduce(jnp.bitwise_or, parts)
+        return whole.reshape(*before, -1, form.head_dim)
+
+    keys, values = codes(_keys(form)), codes(_values(form))
+    if form.key_bits == 4:
+        keys = _counted(keys)
+    if form.value_bits == 4:
+        values = _counted(values)
+    numbers = groups[:, -GROUP * form.meta_bytes :].reshape(len(groups), -1, GROUP, 2)
+    pairs = numbers.astype(jnp.uint16)
+    halves = lax.bitcast_convert_type(pairs[..., 0] | pairs[..., 1] << 8, jnp.float16)
+    of_tokens = [x.reshape(*before, -1) for x in jnp.moveaxis(halves, 1, 0)]
+    *norm, scale, minimum = of_tokens
+    return Codes(keys, values, norm[0] if norm else None, scale, minimum)
+
+
+def _counted(sized: jax.Array) -> jax.Array:
+    """The code whose distance from the middle, and sign above it, these four bits are."""
+    size = sized & 7
+    return jnp.where(sized > 7, 7 - size, size + 8).astype(jnp.uint8)
+
+
+@functools.cache
+def _keys(form: TurboFormat) -> tuple[Bits, ...]:
+    """Of four bits the size, and the sign above it; of three bits, what three nibbles hold."""
+    d = np.arange(form.head_dim)
+    c, j, t, i = d // 32, d // 16 % 2, d // 4 % 4, d % 4
+    if form.key_bits == 8:
+        return (_bits(form, ((c * 4 + t) * 2 + j) * 4 + i, 0, 255, 0),)
+    if form.key_bits == 4:
+        word, place = 8 * (4 * c + t), 4 * j + i
+        sign = word + np.array(NIBBLE_OF)[place]
+        return (
+            _nibble(form, word + place, right=0, mask=7),
+            _nibble(form, sign, right=3, mask=1, left=3),
+        )
+    b, q = d // 64, d // 16 % 4
+    return _of_three(form, q, [4 * (3 * (4 * b + t) + r) + i for r in range(3)])
+
+
+@functools.cache
+def _values(form: TurboFormat) -> tuple[Bits, ...]:
+    d, blocks, first = np.arange(form.head_dim), form.head_dim // 64, 2 * form.key_bytes
+    m, w, h, g = d // 64, d // 16 % 4, d // 8 % 2, d % 8
+    if form.value_bits == 4:
+        return (_nibble(form, first + 2 * ((w * 8 + g) * blocks + m) + h, right=0, mask=15),)
+    rows = [(w * 2 + g // 4) * 3 + r for r in range(3)]
+    return _of_three(form, g % 4, [first + 2 * (row * blocks + m) + h for row in rows])
+
+
+def _of_three(form: TurboFormat, q: np.ndarray, nibbles: list[np.ndarray]) -> tuple[Bits, ...]:
+    """Nibble q of four that are stored as three: the highest bits of those make the fourth."""
+    fourth = q == 3
+    own = np.select([q == r for r in range(3)], nibbles, nibbles[0])
+    return (
+        _nibble(form, own, right=np.where(fourth, 3, 0), mask=np.where(fourth, 1, 7),
+                left=np.where(fourth, 2, 0)),
+        *(
+            _nibble(form, nibbles[r], right=3, mask=np.where(fourth, 1, 0), left=2 - r)
+            for r in (1, 2)
+        ),
+    )  # fmt: skip
+
+
+def _nibble(
+    form: TurboFormat, at: np.ndarray, *, right: int | np.ndarray, mask: int | np.ndarray,
+    left: int | np.ndarray = 0,
+) -> Bits:  # fmt: skip
+    """Bits of a nibble of a token's slot."""
+    return _bits(form, at // 2, right + 4 * (at % 2), mask, left)
+
+
+def _bits(
+    form: TurboFormat, at: np.ndarray, right: int | np.ndarray, mask: int | np.ndarray,
+    left: int | np.ndarray,
+) -> Bits:  # fmt: skip
+    """Bits of a byte of each token's slot: the bytes of all 16 tokens of a group."""
+    shape = GROUP, form.head_dim
+    others = (np.broadcast_to(x, shape).astype(np.uint8).ravel() for x in (right, mask, left))
+    return Bits(places(form)[:, at].ravel(), *others)

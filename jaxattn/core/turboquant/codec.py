@@ -1,0 +1,270 @@
+"""TurboQuant (arXiv 2504.19874): what a compressed cache keeps of a token's key and value.
+
+    k8v4      the key as float8_e4m3fn, without a scale        the value in 4 bits
+    4bit_nc   the key rotated, 4 bits and a norm               the value in 4 bits
+    k3v4_nc   the key rotated, 3 bits and a norm               the value in 4 bits
+    3bit_nc   the key rotated, 3 bits and a norm               the value in 3 bits
+
+A key is rotated by the Hadamard matrix and divided by its norm, so that its numbers are nearly
+normal whatever the key was. Each becomes the nearest of 8 or 16 levels. The levels are Lloyd-Max
+centroids rounded to e4m3 (0.7 % more squared error), which the tensor cores take as they are. The
+norm is stored divided by the length of the levels ("nc"), so that nothing is left to correct. A
+value is cut evenly between its smallest and its largest number. Sketches of the residual (QJL) are
+left out, as everyone who measured them did.
+
+slot_layout.py says in which order the codes lie in memory.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, UInt8
+
+from jaxattn.core.cache.formats import TURBOQUANT
+from jaxattn.core.dispatch import PACKAGE
+from jaxattn.core.numerics.rounding import rounded
+
+PRESETS = TURBOQUANT  # bits of a key's and of a value's numbers
+HEAD_DIMS = (64, 128, 256)
+E4M3 = jnp.dtype("float8_e4m3fn")
+LARGEST_E4M3, LARGEST_F16 = 448.0, 65504.0
+
+# Positive levels of a normal number times LEVEL_UNITS, each of them an e4m3 number.
+LEVELS = {
+    4: (0.140625, 0.40625, 0.6875, 1.0, 1.375, 1.75, 2.25, 3.0),
+    3: (0.375, 1.125, 2.0, 3.25),
+}
+LEVEL_UNITS = {4: 1.085, 3: 1.505}
+
+
+class Codes(NamedTuple):
+    """What is stored of tokens [*t], a number a code.
+
+    Attributes:
+        keys: the bytes of e4m3 numbers, or indices of levels in ascending order.
+        values: from 0, the minimum, to 2**bits - 1, the maximum.
+        norm: the key's, divided by its levels' length; None of e4m3 keys.
+        scale, minimum: value = minimum + scale * code.
+    """
+
+    keys: UInt8[Array, "*t D"]
+    values: UInt8[Array, "*t D"]
+    norm: Float[Array, "*t"] | None
+    scale: Float[Array, "*t"]
+    minimum: Float[Array, "*t"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurboFormat:
+    """A preset at a head dim; one layer's cache is uint8 [N, Hk, C * slot_bytes].
+
+    Attributes:
+        preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc". The last two warn, once each.
+        head_dim: D, 64, 128 or 256.
+
+    Raises:
+        ValueError: there is no such preset, or none at that head dim.
+    """
+
+    preset: str
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            hint = ""
+            if isinstance(self.preset, str) and "3" in self.preset:
+                hint = "; 3-bit keys lose much, and are had by a preset's whole name alone"
+            names = ", ".join(PRESETS)
+            raise ValueError(
+                f"TurboFormat: preset must be one of {names}, got {self.preset!r}{hint}"
+            )
+        if self.head_dim not in HEAD_DIMS:
+            why = "the rotation needs a power of two, and kernels a multiple of 64"
+            raise ValueError(
+                f"TurboFormat: head_dim must be 64, 128 or 256 ({why}), got {self.head_dim}; use "
+                "another cache format"
+            )
+        if self.key_bits == 3:
+            _warn_of_three_bits(self.preset, self.head_dim)
+
+    @property
+    def key_bits(self) -> int:
+        return PRESETS[self.preset][0]
+
+    @property
+    def value_bits(self) -> int:
+        return PRESETS[self.preset][1]
+
+    @property
+    def rotated(self) -> bool:
+        """Whether keys are, and queries therefore."""
+        return self.key_bits != 8
+
+    @property
+    def key_bytes(self) -> int:
+        return self.head_dim * self.key_bits // 8
+
+    @property
+    def value_bytes(self) -> int:
+        return self.head_dim * self.value_bits // 8
+
+    @property
+    def meta_bytes(self) -> int:
+        """Of the float16 numbers: the key's norm, the value's scale and minimum."""
+        return 6 if self.rotated else 4
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token in one layer and key-value head."""
+        return self.key_bytes + self.value_bytes + self.meta_bytes
+
+    def page_size(self, kv_cache: jax.Array) -> int:
+        """C of a cache [..., Hk, C * slot_bytes]."""
+        return int(kv_cache.shape[-1]) // self.slot_bytes
+
+
+@functools.cache
+def _warn_of_three_bits(preset: str, head_dim: int) -> None:
+    warnings.warn(
+        f"the cache format {preset} at head_dim {head_dim} keeps 3 bits of each number of a key: "
+        "published models lose 12 to 20 points of reasoning benchmarks by it; k8v4 and 4bit_nc "
+        "lose 1 to 4",
+        skip_file_prefixes=(PACKAGE,),
+    )
+
+
+def hadamard(dim: int) -> np.ndarray:
+    """Sylvester's matrix [D, D] over sqrt(D): symmetric, and its own inverse."""
+    both = np.arange(dim)[:, None] & np.arange(dim)
+    odd = np.bitwise_count(both) % 2
+    return ((1 - 2.0 * odd) / math.sqrt(dim)).astype(np.float32)
+
+
+def rotate(x: Float[Array, "*t D"]) -> Float[Array, "*t D"]:
+    """x times `hadamard`, in float32; it undoes itself."""
+    return butterfly(x.astype(jnp.float32)) * np.float32(x.shape[-1] ** -0.5)
+
+
+def butterfly(x: Float[Array, "*t D"]) -> Float[Array, "*t D"]:
+    """x times `hadamard` and sqrt(D), by sums and differences in the order of kernels."""
+    *before, dim = x.shape
+    distance = 1
+    while distance < dim:
+        halves = x.reshape(*before, dim // (2 * distance), 2, distance)
+        a, b = halves[..., 0, :], halves[..., 1, :]
+        x = jnp.stack([a + b, a - b], axis=-2).reshape(*before, dim)
+        distance *= 2
+    return x
+
+
+def levels(bits: int) -> np.ndarray:
+    """All levels in ascending order, float32; the index in it is the code."""
+    positive = np.array(LEVELS[bits], np.float32)
+    return np.concatenate([-positive[::-1], positive])
+
+
+def of_levels(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
+    """The levels that codes name, float32; by selection, which is faster than a table."""
+    size = jnp.zeros(keys.shape, jnp.float32)
+    half = 2 ** (bits - 1)
+    place = jnp.where(keys < half, half - 1 - keys, keys - half)
+    for i, level in enumerate(LEVELS[bits]):
+        size = jnp.where(place == i, jnp.float32(level), size)
+    return jnp.where(keys < half, -size, size)
+
+
+def key_numbers(form: TurboFormat, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
+    """Keys without their norms, float32: numbers that e4m3 and float16 have."""
+    if form.rotated:
+        return of_levels(form.key_bits, keys)
+    return lax.bitcast_convert_type(keys, E4M3).astype(jnp.float32)
+
+
+def plain_keys(
+    form: TurboFormat, codes: Codes, turn: Callable[[Array], Array] = butterfly
+) -> Float[Array, "*t D"]:
+    """Keys as they were before they were rotated, float32.
+
+    The levels' sums are exact, and the norm comes after them.
+
+    Args:
+        turn: makes the sums, as `butterfly`.
+    """
+    keys = key_numbers(form, codes.keys)
+    if codes.norm is None:
+        return keys
+    share = codes.norm.astype(jnp.float32) * np.float32(form.head_dim**-0.5)
+    return turn(keys) * share[..., None]
+
+
+def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]) -> Codes:
+    """What is stored of keys and values.
+
+    A NaN or an infinity in a key makes its norm NaN (of e4m3 keys, its own number), and one in a
+    value its scale and minimum: the token shows NaN to whoever sees it. Norms, scales and minima
+    beyond float16, and e4m3 keys beyond 448, are cut to the largest.
+    """
+    values, scale, minimum = _quantize_values(v, form.value_bits)
+    k = jnp.where(jnp.isinf(k), jnp.nan, k).astype(jnp.float32)
+    if not form.rotated:
+        stored = jnp.clip(k, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)
+        keys = lax.bitcast_convert_type(stored, jnp.uint8)
+        return Codes(keys, values, None, scale, minimum)
+    # Twice: the squares of numbers like 1e30 are no float32 numbers.
+    largest = jnp.max(jnp.abs(k), axis=-1, keepdims=True)
+    k = k / jnp.where(largest == 0, 1, largest)
+    length = jnp.sqrt(jnp.sum(k * k, axis=-1, keepdims=True))
+    unit = rotate(k / jnp.where(length == 0, 1, length))
+    table = levels(form.key_bits)
+    borders = ((table[1:] + table[:-1]) / 2).tolist()
+    wide = unit * np.float32(LEVEL_UNITS[form.key_bits] * math.sqrt(form.head_dim))
+    keys = functools.reduce(jnp.add, [(wide >= border).astype(jnp.uint8) for border in borders])
+    norm = (largest * length)[..., 0] / level_length(form.key_bits, keys)
+    return Codes(keys, values, _as_f16(norm), scale, minimum)
+
+
+def level_length(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t"]:
+    """The length of the vector of a key's levels."""
+    return jnp.sqrt(jnp.sum(jnp.square(of_levels(bits, keys)), axis=-1))
+
+
+def _quantize_values(v: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    most = 2**bits - 1
+    v = jnp.where(jnp.isinf(v), jnp.nan, v).astype(jnp.float32)
+    low, high = jnp.min(v, axis=-1), jnp.max(v, axis=-1)
+    minimum = _as_f16(low)
+    # Shares, for the difference of two float32 numbers may be none. XLA rounds one of them alone,
+    # so that equal numbers might differ.
+    scale = _as_f16(jnp.where(high == low, 0, high / most - low / most))
+    # With the rounded numbers, which are those that a reader has.
+    above = v - minimum.astype(jnp.float32)[..., None]
+    by = scale.astype(jnp.float32)[..., None]
+    codes = jnp.where(by > 0, jnp.floor(above / jnp.where(by > 0, by, 1) + 0.5), 0)
+    codes = jnp.clip(jnp.where(jnp.isnan(codes), 0, codes), 0, most)
+    return codes.astype(jnp.uint8), scale, minimum
+
+
+def _as_f16(x: jax.Array) -> jax.Array:
+    return rounded(jnp.clip(x, -LARGEST_F16, LARGEST_F16), jnp.float16)
+
+
+def dequantize(
+    form: TurboFormat, codes: Codes
+) -> tuple[Float[Array, "*t D"], Float[Array, "*t D"]]:
+    """(keys, values) in float32, keys still rotated where the format rotates them.
+
+    Differentiable in the norms, scales and minima; the codes are integers.
+    """
+    keys = key_numbers(form, codes.keys)
+    if codes.norm is not None:
+        keys = keys * codes.norm.astype(jnp.float32)[..., None]
+    scale, minimum = (x.astype(jnp.float32)[..., None] for x in (codes.scale, codes.minimum))
+    return keys, minimum + scale * codes.values.astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Checks of arguments, arrays, page tables and configurations."""

@@ -1,0 +1,185 @@
+"""Rules for the fields of configurations: what a field accepts stands in its type.
+
+    @dataclasses.dataclass(frozen=True)
+    class Size:
+        width: Annotated[int, Integer(1, 4096)]
+        scale: Annotated[float, Number(0, 100)] = 1.0
+
+        def __post_init__(self) -> None:
+            check_fields(self)
+
+A rule returns the value as a plain int, float, bool or str, or raises ValueError with the field's
+name. Each number has a largest and a smallest value, so no rule lets NaN or infinity pass.
+"""
+
+import dataclasses
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxattn.core.validation.array_checks import is_integer
+
+type Rule = Callable[[str, Any], Any]
+
+
+def shown(value: Any) -> str:
+    """The value as Python writes it, shortened where it is long."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return "an integer of thousands of digits"
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer:
+    """Integers of Python or NumPy in [least, most] that `multiple_of` divides; a bool is none."""
+
+    least: int
+    most: int
+    multiple_of: int = 1
+
+    def __call__(self, name: str, value: Any) -> int:
+        fits = is_integer(value) and self.least <= value <= self.most
+        if not fits or value % self.multiple_of:
+            kind = "an integer" if self.multiple_of == 1 else f"a multiple of {self.multiple_of}"
+            raise ValueError(
+                f"{name} must be {kind} from {self.least:,} to {self.most:,}; got {shown(value)}"
+            )
+        return int(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """Numbers of Python or NumPy in [least, most]; in (least, most] where `open_below`."""
+
+    least: float
+    most: float
+    open_below: bool = False
+
+    def __call__(self, name: str, value: Any) -> float:
+        number = is_integer(value) or isinstance(value, float | np.floating)
+        # Compared before it is made a float: an integer may be too large for one.
+        if not number or not self._covers(value):
+            below = f"above {self.least:g} and at most" if self.open_below else f"{self.least:g} to"
+            words = f"a number {below}" if self.open_below else f"a number from {below}"
+            raise ValueError(f"{name} must be {words} {self.most:g}; got {shown(value)}")
+        return float(value)
+
+    def _covers(self, value: Any) -> bool:
+        above = value > self.least if self.open_below else value >= self.least
+        return bool(above and value <= self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """True or False, of Python or NumPy; no number and no text stands for them."""
+
+    def __call__(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool | np.bool_):
+            raise ValueError(f"{name} must be true or false; got {shown(value)}")
+        return bool(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """One of some texts."""
+
+    texts: tuple[str, ...]
+
+    def __call__(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.texts:
+            raise ValueError(f"{name} must be one of {self.texts}; got {shown(value)}")
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    """Another configuration."""
+
+    config: type
+
+    def __call__(self, name: str, value: Any) -> Any:
+        if not isinstance(value, self.config):
+            raise ValueError(f"{name} must be a {self.config.__name__}; got {shown(value)}")
+        return value
+
+    def from_dict(self, name: str, value: Any) -> Any:
+        """The configuration that an object of config.json describes."""
+        return value if isinstance(value, self.config) else from_dict(self.config, value, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class OrNone:
+    """None, or what another rule accepts."""
+
+    rule: Any
+
+    def __call__(self, name: str, value: Any) -> Any:
+        return None if value is None else self.rule(name, value)
+
+    def from_dict(self, name: str, value: Any) -> Any:
+        return None if value is None else _convert(self.rule, name, value)
+
+
+def rules(config: type) -> dict[str, Rule]:
+    """The rule of each field. A field whose type has none is a mistake in the class."""
+    found = {}
+    for field in dataclasses.fields(config):
+        if not getattr(field.type, "__metadata__", ()):
+            raise TypeError(f"{config.__name__}.{field.name}: its type has no rule")
+        found[field.name] = field.type.__metadata__[0]  # type: ignore[union-attr]
+    return found
+
+
+def check_fields(config: Any) -> None:
+    """Checks each field of a frozen dataclass, and stores it as a plain Python value.
+
+    Raises:
+        ValueError: a field does not fit; the message names it and its value.
+    """
+    kind = type(config)
+    for name, rule in rules(kind).items():
+        value = rule(f"{kind.__name__}.{name}", getattr(config, name))
+        object.__setattr__(config, name, value)
+
+
+def from_dict(config: Any, values: Any, path: str = "") -> Any:
+    """A configuration from the plain values of a config.json.
+
+    Args:
+        config: its class, whose fields have rules.
+        values: name -> value; an object stands for a nested configuration.
+        path: where `values` stand in the file, such as "rope.yarn"; messages begin with it.
+
+    Raises:
+        ValueError: a field is unknown, missing or does not fit.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"{path or 'the configuration'} must be an object with the fields of "
+            f"{config.__name__}; got {shown(values)}"
+        )
+    prefix, known = f"{path}." if path else "", rules(config)
+    unknown = [f"{prefix}{name}" for name in values if name not in known]
+    if unknown:
+        raise ValueError(f"unknown field {some(unknown)}; known are {', '.join(known)}")
+    for field in dataclasses.fields(config):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise ValueError(f"missing field {prefix}{field.name}")
+    return config(
+        **{name: _convert(known[name], prefix + name, value) for name, value in values.items()}
+    )
+
+
+def _convert(rule: Any, name: str, value: Any) -> Any:
+    # The rule of the value, with its place in the file: the class would name the class instead.
+    return rule.from_dict(name, value) if hasattr(rule, "from_dict") else rule(name, value)
+
+
+def some(names: list[str], most: int = 4, width: int = 100) -> str:
+    """The first few names, each shortened to `width`, and how many more there are."""
+    listed = ", ".join(name[:width] for name in names[:most])
+    return listed if len(names) <= most else f"{listed} and {len(names) - most:,} more"

@@ -1,0 +1,1 @@
+"""From steps to executables: `shard_map`, `jax.export` and the cache of executables on disk."""

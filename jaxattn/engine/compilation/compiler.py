@@ -1,0 +1,201 @@
+"""Compiles the steps of an engine, once for all engines of a process that have the same.
+
+Two engines of one model share their executables while either lives, however many threads build
+them, so that nothing is compiled twice. Executables hold no arrays. Where JAX's compilation cache
+is on, they are kept for the next process too (executable_cache.py).
+"""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.compilation.executable_cache import (
+    Kept,
+    UnknownError,
+    folder_of_cache,
+    keep_nothing,
+)
+from jaxattn.engine.compilation.sharded_step import arguments, group_of, jitted_step, model_step
+from jaxattn.engine.compilation.step_export import Lowered
+from jaxattn.engine.runtime.gc_pause import unsearched
+from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.steps.engine_step import Step
+from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.kernels.hopper.build.parallel_compilation import Beside, Compiling
+from jaxattn.kernels.hopper.build.trace_cache import Shared, launches_shared
+from jaxattn.memory.limits import Limits
+from jaxattn.models.interface import Model
+
+OnCompile = Callable[[str, float | None], None]
+
+
+class Steps:
+    """Compiled steps, as a mapping from name to executable."""
+
+    def __init__(self, executables: Mapping[str, jax.stages.Compiled]):
+        self.executables = dict(executables)
+
+
+def compiled_steps(
+    model: Model,
+    limits: Limits,
+    params: Any,
+    devices: tuple[jax.Device, ...],
+    *,
+    implementation: Implementation | None = None,
+    on_compile: OnCompile | None = None,
+    workers: int = 1,
+) -> Steps:
+    """Every step, compiled, or those of an engine alive that has the same.
+
+    Args:
+        params: the packed parameters, or their shapes.
+        devices: that run them.
+        on_compile: called with each name and None before it is compiled, and with the seconds
+            that it took after that (0 if it was there already). With several workers from their
+            threads.
+        workers: how many are compiled at a time.
+    """
+    avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
+    leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
+    x64 = bool(jax.config.jax_enable_x64)
+    shape = dataclasses.replace(
+        limits, utilization=None, num_pages=limits.pages, steps_per_round=limits.round_steps
+    )
+    key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
+    with PROCESS.lock(key):
+        steps = PROCESS.steps.get(key)
+        if steps is None:
+            kept = None
+            if any(each.process_index != jax.process_index() for each in devices):
+                keep_nothing()
+            if len(devices) == 1:
+                decides = (model, shape, implementation, leaves, str(tree), x64)
+                kept = _kept(devices[0], decides)
+            steps = _compile(
+                model, limits, params, devices, implementation, on_compile, workers, kept
+            )
+            PROCESS.steps[key] = steps
+        elif on_compile:
+            for name in steps.executables:
+                on_compile(name, None)
+                on_compile(name, 0.0)
+    return steps
+
+
+def _compile(
+    model: Model,
+    limits: Limits,
+    params: Any,
+    devices: tuple[jax.Device, ...],
+    implementation: Implementation | None,
+    on_compile: OnCompile | None,
+    workers: int,
+    kept: Kept | None,
+) -> Steps:
+    # As shapes: no executable may keep an array.
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    tree, group = jax.tree.structure(shapes), group_of(model, devices)
+    own = next(each for each in devices if each.process_index == jax.process_index())
+    backend = devices[0].platform
+    shared: Shared = {}
+
+    def decode(entry: EntryPoint) -> tuple[Callable, tuple[Any, ...]]:
+        function = model_step(entry, model, limits, tree, implementation, group)
+        return function, arguments(entry, model, limits, shapes, group)
+
+    lowered = Lowered(decode, backend)
+
+    def lower(step: Step) -> jax.stages.Lowered:
+        with jax.default_device(own), launches_shared(shared):
+            jitted = jitted_step(step, model, limits, tree, implementation, backend, group, lowered)
+            given = arguments(step, model, limits, shapes, group)
+            return jitted.lower(*(_placed(given, own) if group is None else given))
+
+    def compiled(step: Step, text: jax.stages.Lowered) -> jax.stages.Compiled:
+        with jax.default_device(own):
+            return kept.compiled(str(step), text) if kept else text.compile()
+
+    # Processes of one engine tune programs together, and would wait for each other's.
+    kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
+    steps = all_steps(limits)
+    return Steps(_in_turn(steps, kept, lower, compiled, on_compile, workers, kernels_for))
+
+
+def _in_turn(
+    steps: Sequence[Step],
+    kept: Kept | None,
+    lower: Callable[[Step], jax.stages.Lowered],
+    compiled: Callable[[Step, jax.stages.Lowered], jax.stages.Compiled],
+    on_compile: OnCompile | None,
+    workers: int,
+    kernels_for: jax.Device | None = None,
+) -> dict[str, jax.stages.Compiled]:
+    """Steps by their names: kept ones are loaded, the others are lowered in turn and then compiled.
+
+    Lowering is Python, which one thread runs at a time. Two at once would both reach XLA late.
+    A lowered step's kernels are compiled beside each other, then the step.
+    `on_compile` gets a step's own seconds, without those for which the step waits.
+
+    Args:
+        kernels_for: the device that runs kernels; None where there are none.
+    """
+    told = on_compile or (lambda name, seconds: None)
+
+    def load(step: Step) -> jax.stages.Compiled | None:
+        start = time.perf_counter()
+        executable = kept.load(str(step)) if kept else None
+        if executable is not None:
+            told(str(step), None)
+            told(str(step), time.perf_counter() - start)
+        return executable
+
+    def finish(
+        step: Step, text: jax.stages.Lowered, kernels: Sequence[Compiling], lowering: float
+    ) -> jax.stages.Compiled:
+        start = time.perf_counter()
+        concurrent.futures.wait(kernels)
+        executable = compiled(step, text)
+        told(str(step), lowering + time.perf_counter() - start)
+        return executable
+
+    with unsearched(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        try:
+            found = dict(zip(steps, pool.map(load, steps), strict=True))
+            beside = kernels_for and Beside(pool, kernels_for)
+            waited = {}
+            with PROCESS.lowering:
+                for step in (each for each in steps if found[each] is None):
+                    told(str(step), None)
+                    start = time.perf_counter()
+                    text = lower(step)
+                    kernels = beside.compile(text) if beside else ()
+                    lowering = time.perf_counter() - start
+                    waited[step] = pool.submit(finish, step, text, kernels, lowering)
+            return {str(step): found[step] or waited[step].result() for step in steps}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _placed(shapes: Any, device: jax.Device) -> Any:
+    """Shapes that lie on a device, so that what every step gives is bound to it alike."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+
+
+def _kept(device: jax.Device, decides: tuple[Any, ...]) -> Kept | None:
+    """Where the steps of one device are kept, if JAX's cache is on and they can be told apart."""
+    folder = folder_of_cache()
+    if folder is None:
+        return None
+    try:
+        return Kept(folder, device, decides)
+    except UnknownError:
+        return None

@@ -1,0 +1,179 @@
+"""How the steps of an engine run on its devices: on one, or as one program over a group.
+
+The model's steps run inside `jax.shard_map`, each device with its share of weights, pages and
+states. Rows and what the host sends are whole on every device. Logits stay divided by tokens, and
+by rows between data groups: XLA divides the sampling after them, and sends sums and maxima.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec, Sharding
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.compilation.step_export import Lowered, decode_of
+from jaxattn.engine.steps.batch_steps import Copy, Mask, Sample
+from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.steps.engine_state import new_rows, new_state
+from jaxattn.engine.steps.engine_step import Step
+from jaxattn.engine.steps.model_steps import EntryPoint, Round
+from jaxattn.memory.limits import Limits
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.interface import Model, compiler_options, jit_step
+from jaxattn.parallel import Group
+
+WHOLE = PartitionSpec()
+
+
+def group_of(model: Model, devices: tuple[jax.Device, ...]) -> Group | None:
+    """The group that runs the model; None of one device."""
+    return Group(model.parallel, devices) if len(devices) > 1 else None
+
+
+def everywhere(group: Group | None) -> Sharding | None:
+    """Of what is whole on every device; None is JAX's default device."""
+    return None if group is None else group.sharding(WHOLE)
+
+
+def logits_spec(model: Model) -> PartitionSpec:
+    parallel = model.parallel
+    return PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
+
+
+def put_given(step: Step, given: Any, model: Model, group: Group | None) -> Any:
+    """What comes with a call of a step, on the devices."""
+    if group is None:
+        return jax.device_put(given)
+    if isinstance(step, Sample | Mask):
+        logits, rest = given
+        return group.put(logits, logits_spec(model)), group.put(rest, WHOLE)
+    return jax.tree.map(lambda x: group.put(x, WHOLE), given)
+
+
+def new_state_over(model: Model, limits: Limits, group: Group) -> DecodeState:
+    """The state of an engine, each device's share on it.
+
+    It is there on all of them: one may write to another as soon as a step begins.
+    """
+    state = group.make(partial(new_state, model, limits), model.state_specs())
+    for each in model.caches:
+        state = state.replace(each.name, each.connected(state.caches[each.name]))
+    return jax.block_until_ready(state)
+
+
+def new_rows_over(limits: Limits, group: Group) -> Rows:
+    """Rows of which none has come yet, on every device."""
+    return group.make(partial(new_rows, limits), WHOLE)
+
+
+def arguments(
+    step: Step, model: Model, limits: Limits, params: Any, group: Group | None
+) -> tuple[Any, ...]:
+    """What a step is called with, as shapes; over a group, with where it lies.
+
+    Args:
+        params: the packed parameters of one device, as shapes.
+    """
+    shapes = step.arguments(model, limits, params)
+    if group is None:
+        return shapes
+    if isinstance(step, EntryPoint):
+        return group.shapes(shapes, _specs(model))
+    if isinstance(step, Round):
+        weights, state, whole = _specs(model)
+        return group.shapes(shapes, (weights, (state, whole), whole))
+    if isinstance(step, Copy):
+        return group.shapes(shapes, (model.state_specs(), WHOLE))
+    specs: Any = WHOLE
+    if isinstance(step, Sample | Mask):
+        specs = (WHOLE, logits_spec(model), WHOLE)[-len(shapes) :]
+    rest = [group.sharding(spec) for spec in (specs if isinstance(specs, tuple) else (specs,) * 2)]
+    return tuple(
+        jax.tree.map(lambda x, s=s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree)
+        for tree, s in zip(shapes, rest, strict=True)
+    )
+
+
+def jitted_step(
+    step: Step,
+    model: Model,
+    limits: Limits,
+    tree: Any,
+    implementation: Implementation | None,
+    backend: str,
+    group: Group | None = None,
+    lowered: Lowered | None = None,
+) -> Any:
+    """The step's function, jitted as the engine compiles it.
+
+    Args:
+        tree: the structure of the packed parameters.
+        lowered: lowers decode steps once for all executables that hold them.
+    """
+    call = lowered(entry) if lowered and (entry := decode_of(step)) else None
+    if isinstance(step, EntryPoint):
+        call = call or model_step(step, model, limits, tree, implementation, group)
+        out = group and group.shardings((logits_spec(model), model.state_specs()))
+        return jit_step(call, backend=backend, out_shardings=out)
+    if isinstance(step, Round):
+        if group is None and not call:  # some do more than decode and sample
+            chosen = implementation_of(step.decode, implementation)
+            function = step.function(model, limits, tree)
+            return jit_step(function, implementation=chosen, backend=backend)
+        call = call or model_step(step.decode, model, limits, tree, implementation, group)
+        out = group and group.shardings(((model.state_specs(), WHOLE), WHOLE))
+        return jax.jit(
+            step.behind(call),
+            donate_argnums=step.donated,
+            compiler_options=compiler_options(backend),
+            out_shardings=out,
+        )
+    function, out = step.function(model, limits, tree), everywhere(group)
+    if group is not None and isinstance(step, Mask):
+        out = group.sharding(logits_spec(model))
+    elif group is not None and isinstance(step, Copy):
+        states = model.state_specs()
+        function, out = group.step(function, (states, WHOLE), states), group.shardings(states)
+    elif group is not None and not isinstance(step, Sample):
+        # As on one device, each for itself: XLA's partitioner does not update all rows in place.
+        function = group.step(function, (WHOLE, WHOLE), WHOLE)
+    return jax.jit(
+        function,
+        donate_argnums=step.donated,
+        compiler_options=compiler_options(backend),
+        out_shardings=out,
+    )
+
+
+def model_step(
+    entry: EntryPoint,
+    model: Model,
+    limits: Limits,
+    tree: Any,
+    implementation: Implementation | None,
+    group: Group | None,
+) -> Callable:
+    """A step of the model as a function, over the group where there is one."""
+    chosen = implementation_of(entry, implementation)
+    of_one = partial(entry.function(model, limits, tree), implementation=chosen)
+    if group is None:
+        return of_one
+    specs = _specs(model)
+    return group.step(of_one, specs, (logits_spec(model), specs[1]))
+
+
+def implementation_of(
+    entry: EntryPoint, implementation: Implementation | None
+) -> Implementation | None:
+    """What runs a step. What is named is for decoding: prefill's kernels refuse other models.
+
+    Unless XLA is named, prefill takes the best there is.
+    """
+    return implementation if entry.kind == "decode" or implementation == "xla" else None
+
+
+def _specs(model: Model) -> tuple[Any, Any, Any]:
+    """Of weights, state and batch of the model's steps."""
+    return tuple(jax.tree.leaves(model.packed_specs())), model.state_specs(), WHOLE

@@ -1,0 +1,1 @@
+"""One engine over several processes: process group, transport and driver."""

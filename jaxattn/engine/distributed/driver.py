@@ -1,0 +1,166 @@
+"""Several processes that run one engine: one leads, the others send the steps that it sends.
+
+Every process makes the same engine over the devices of all of them, after
+`jax.distributed.initialize`, and warms it up. Then the leader takes requests, and sends what each
+step is given to the others before it sends the step itself. A process that follows has no
+scheduler: it runs the leader's steps in the leader's order, and reads no token.
+
+    leader                                                  others
+    crew = Crew.leading("0.0.0.0:9876", processes=2)        crew = Crew.following("host-0:9876", 1)
+    engine.lead(crew)                                       engine.follow(crew)
+
+`follow` returns when the leader closes its engine. process_group.py says how all of them end.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxattn.engine.distributed.process_group import Crew
+from jaxattn.engine.distributed.transport import (
+    COPY,
+    DECODE,
+    END,
+    FIRST,
+    FORGET,
+    MASKS,
+    PREFILL,
+    UPDATE,
+    HostError,
+    Link,
+)
+from jaxattn.engine.execution.model_runner import Runner
+from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.steps.step_catalog import EntryPoint
+
+
+class Leader(Runner):
+    """A runner that sends what its steps are given to the other processes first."""
+
+    crew: Crew
+
+    @classmethod
+    def of(cls, runner: Runner, crew: Crew) -> "Leader":
+        found = cls(
+            runner.limits,
+            runner.executables,
+            runner.weights,
+            runner.state,
+            runner.rows,
+            runner.seal,
+            runner.group,
+        )
+        found.crew = crew
+        return found
+
+    def update(self, packed: np.ndarray) -> None:
+        self._tell(UPDATE, packed)
+        self.crew.begin()
+        super().update(packed)
+        self.crew.sent()
+
+    def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
+        self._tell(PREFILL, packed, entry.rows, entry.tokens, int(remember))
+        self.crew.begin()
+        logits = super().prefill(entry, packed, remember=remember)
+        self.crew.sent()
+        return logits
+
+    def copy(self, source: int, target: int) -> None:
+        self._tell(COPY, np.array([source, target], np.int32))
+        self.crew.begin()
+        super().copy(source, target)
+        self.crew.sent()
+
+    def first(
+        self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
+    ) -> jax.Array:
+        self._tell(FIRST, places, int(level), int(words is not None))
+        self.crew.begin()
+        if words is not None:
+            self._tell(MASKS, words)
+        told = super().first(logits, places, level, words)
+        self.crew.sent(told)
+        return told
+
+    def decode(
+        self,
+        places: np.ndarray,
+        level: Level,
+        words: Callable[[int], np.ndarray] | None = None,
+        steps: int = 1,
+    ) -> jax.Array:
+        assert steps == 1, "several devices run steps one by one"
+        self._tell(DECODE, places, int(level), int(words is not None))
+        self.crew.begin()
+        masks = words and functools.partial(self._told, words)
+        told = super().decode(places, level, masks)
+        self.crew.sent(told)
+        return told
+
+    def _told(self, words: Callable[[int], np.ndarray], lines: int) -> np.ndarray:
+        found = words(lines)
+        self._tell(MASKS, found)
+        return found
+
+    def forget(self) -> None:
+        self._tell(FORGET)
+        super().forget()
+
+    def delete(self) -> None:
+        self.crew.close()
+        super().delete()
+
+    def _tell(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
+        if self.crew.closed:
+            return
+        for link in self.crew.links:
+            link.send(kind, array, *numbers)
+
+
+def run_as_told(runner: Runner, crew: Crew) -> None:
+    """Sends the leader's steps, until it closes its engine.
+
+    Raises:
+        HostError: the leader is gone.
+    """
+    logits: Any = None
+    [link] = crew.links
+    while True:
+        kind, array, numbers = link.receive()
+        told = None
+        if kind == END:
+            crew.close()
+            return
+        if kind == FORGET:
+            runner.forget()
+            continue
+        assert array is not None, "all others have one"
+        crew.begin()
+        if kind == UPDATE:
+            runner.update(array)
+        elif kind == COPY:
+            runner.copy(*array.tolist())
+        elif kind == PREFILL:
+            rows, tokens, remember = numbers
+            entry = EntryPoint("prefill", rows, tokens)
+            logits = runner.prefill(entry, array, remember=bool(remember))
+        elif kind == FIRST:
+            *_, level, masked = numbers
+            told = runner.first(logits, array, Level(level), _masks(link) if masked else None)
+        elif kind == DECODE:
+            *_, level, masked = numbers
+            words = (lambda lines: _masks(link)) if masked else None
+            told = runner.decode(array, Level(level), words)
+        crew.sent(told)
+
+
+def _masks(link: Link) -> np.ndarray:
+    """The masks that the leader sends for the step before it is sampled."""
+    kind, words, _ = link.receive()
+    if kind != MASKS or words is None:
+        raise HostError(f"{link.name} sends no masks where they are due")
+    return words

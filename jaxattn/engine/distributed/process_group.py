@@ -1,0 +1,243 @@
+"""The processes of one engine on several hosts: who they are, and how all of them end together.
+
+    crew = Crew.leading("0.0.0.0:1235", processes=2)        or Crew.following("host-0:1235", rank=1)
+    crew.agree({"jaxattn": "0.9", "checkpoint": "5f3c..."})     before anything is loaded
+    with crew.together():
+        ...                        what one raises here, all are told
+
+A group shares its fate: a step that one process does not run, no other finishes. Each process has a
+thread that tells the others every second that it is alive, and that ends its process
+
+- as soon as another is gone, or has failed: with what that one said;
+- when another has said nothing for `SILENT` seconds: it is stopped, or its host is gone;
+- where it leads, when a step has not ended for `stuck` seconds: JAX waits for one without end.
+
+Threads do this, so that a process ends also while it waits in a library.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from jaxattn.engine.distributed.transport import (
+    AGREED,
+    ALIVE,
+    END,
+    FACTS,
+    FAILED,
+    HostError,
+    Link,
+    follow,
+    lead,
+)
+
+SILENT = 20.0  # seconds
+STUCK = 20.0  # seconds
+SAYS = 1.0  # seconds that a last word to one of the others may take
+PRINTS = 5.0  # seconds for the line that says why; on a busy machine its thread waits its turn
+CODE = 70  # EX_SOFTWARE
+
+
+def end_process(message: str) -> NoReturn:
+    """Ends this process with one line, whatever its other threads wait for.
+
+    A thread says it: whoever reads the line may be gone, or read no more.
+    """
+
+    def say() -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+
+    try:
+        speaks = threading.Thread(target=say, daemon=True)
+        speaks.start()
+        speaks.join(PRINTS)
+    finally:
+        os._exit(CODE)
+
+
+class Crew:
+    """One process's links to the others.
+
+    Args:
+        rank: of this process; 0 leads.
+        links: the leader's to all others, or the one to the leader.
+        silent, stuck: seconds, see above.
+        end: ends the process with a message.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Sequence[Link],
+        *,
+        silent: float = SILENT,
+        stuck: float = STUCK,
+        end: Callable[[str], None] = end_process,
+    ):
+        self.rank, self.links = rank, list(links)
+        self._silent, self._stuck, self._end = silent, stuck, end
+        self._closed = threading.Event()
+        # When the last step was begun, and what it gives; None while it is not sent yet.
+        self._last: tuple[float, Any] | None = None
+        self._begun, self._sent = 0, 0  # steps
+        for link in self.links:
+            link.listen(self._heard_end)
+        self._thread = threading.Thread(target=self._watch, name="crew", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def leading(
+        cls, address: str, processes: int, *, timeout: float = 300.0, **options: Any
+    ) -> "Crew":
+        """The crew of process 0, as soon as all others are there; arguments of `links.lead`.
+
+        Raises:
+            HostError: some have not come.
+        """
+        return cls(0, lead(address, processes, timeout=timeout), **options)
+
+    @classmethod
+    def following(
+        cls, address: str, rank: int, *, timeout: float = 300.0, **options: Any
+    ) -> "Crew":
+        """The crew of another process.
+
+        Raises:
+            HostError: there is no leader at the address.
+        """
+        return cls(rank, [follow(address, timeout=timeout)], **options)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Compares what has to be the same in all processes.
+
+        Raises:
+            HostError: a process has another value; it names both, and all processes are told.
+        """
+        if not self.leads:
+            [link] = self.links
+            link.send_text(FACTS, json.dumps({"process": str(self.rank), **facts}))
+            if link.receive().kind != AGREED:
+                raise HostError(f"{link.name} is no process of this engine")
+            return
+        for link in self.links:
+            found = json.loads(link.receive().text)
+            link.name = f"process {found.pop('process', '?')} at {link.name.rpartition(' ')[2]}"
+            for name in dict.fromkeys([*facts, *found]):
+                if found.get(name) != facts.get(name):
+                    message = (
+                        f"the processes differ in {name}: {link.name} has {found.get(name)}, and "
+                        f"process 0 has {facts.get(name)}; start all of them with the same"
+                    )
+                    self.end_all(message)
+                    raise HostError(message)
+        for link in self.links:
+            link.send(AGREED)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Ends all processes with what is raised inside.
+
+        This one too: left to itself, JAX's runtime would wait minutes for the others to be done.
+        """
+        try:
+            yield
+        except BaseException as error:
+            what = " ".join(str(error).split()) or type(error).__name__
+            self.end_all(what if isinstance(error, HostError) else f"process {self.rank}: {what}")
+            raise
+
+    def fail(self, message: str) -> None:
+        """Tells all others that the group ends."""
+        self._closed.set()
+        for link in self.links:
+            with contextlib.suppress(HostError):  # who is gone needs no word
+                link.offer(FAILED, message, wait=SAYS)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def begin(self) -> None:
+        """Notes that a step is begun: to send it may take until the one before it has ended."""
+        self._begun += 1
+        self._last = (time.monotonic(), None)
+
+    def sent(self, result: jax.Array | None = None) -> None:
+        """Notes that the step was sent to the devices, and what it will give if that is read."""
+        self._sent += 1
+        self._last = None if result is None else (time.monotonic(), result)
+
+    def close(self) -> None:
+        """Ends the watch and the links; the leader's tells the others that they are done."""
+        self._closed.set()
+        for link in self.links:
+            if self.leads:
+                with contextlib.suppress(HostError):  # who is gone needs no word
+                    link.send(END)
+            link.close()
+
+    def _watch(self) -> None:
+        period = min(1.0, self._silent / 4, self._stuck / 4)
+        while not self._closed.wait(period):
+            for link in self.links:
+                quiet = time.monotonic() - link.heard
+                if quiet > self._silent:
+                    self.end_all(
+                        f"{link.name} has said nothing for {quiet:.0f} s: it is stopped, or its "
+                        "host is gone"
+                    )
+                    return
+                try:
+                    link.offer(ALIVE, None, self._sent)
+                except HostError as error:
+                    self.end_all(str(error))
+                    return
+            # The leader judges: it knows how far each of the others is.
+            if self.leads and (message := self._not_ended()):
+                self.end_all(message)
+                return
+
+    def _not_ended(self) -> str | None:
+        """What to say of a step that does not end; None if there is none."""
+        if self._last is None:
+            return None
+        when, result = self._last
+        done: Any = result  # `is_ready` is not among the types that jax tells
+        took = time.monotonic() - when
+        if took < self._stuck:
+            return None
+        if done is not None and (done.is_deleted() or done.is_ready()):
+            return None
+        behind = [
+            f"{link.name} is behind by {self._begun - link.taken}"
+            for link in self.links
+            if link.taken < self._begun
+        ]
+        reason = ", ".join(behind) or "the devices do not finish it"
+        return f"a step of process {self.rank} has not ended for {took:.0f} s: {reason}"
+
+    def _heard_end(self, error: HostError | None) -> None:
+        if error is None:  # the leader is done
+            self._closed.set()
+        else:
+            self.end_all(str(error))
+
+    def end_all(self, message: str) -> None:
+        """Ends all processes with a message, this one too; the first of several says it."""
+        if not self._closed.is_set():
+            self.fail(message)
+            self._end(f"the group of processes ends: {message}")

@@ -1,0 +1,127 @@
+"""Steps in flight: what is known of one when it is sent, and what its tokens tell."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxattn.engine.execution.output_processor import Endings
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.requests.stats import Stats
+from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.scheduling.request_state import Row
+from jaxattn.engine.scheduling.scheduler import Scheduler
+from jaxattn.engine.steps.token_selection import End
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """The rows that decode, worked out once for all rounds in which they stay the same.
+
+    Attributes:
+        lines: the rows of a step, by their places; -1 is padding.
+        places: the rows.
+        moved: int32 [B], tokens that a step is counted to give each of them; at most so many come.
+        most: steps that one call may run of them.
+        rows: those of the lines; None is padding.
+        requests: theirs, and `texts` what each has generated.
+        kept: their lines among all.
+        plain: whether the host only hands their tokens on.
+        changes: of the scheduler, when they were found.
+    """
+
+    lines: np.ndarray
+    places: np.ndarray
+    moved: np.ndarray
+    most: int
+    rows: list[Row | None]
+    requests: list[Request]
+    texts: list[list[int]]
+    level: Level
+    kept: np.ndarray
+    grammars: bool
+    plain: bool
+    changes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flight:
+    """What a step in flight will tell.
+
+    Attributes:
+        told: of `advance`, or logits that nobody samples.
+        rows: those that it is about, by their line; None is padding.
+        running: of a decode step; None of a prefill step.
+        steps: how many decode steps it is.
+    """
+
+    told: jax.Array
+    rows: Sequence[Row | None]
+    running: Running | None = None
+    steps: int = 1
+
+
+class Reader:
+    """Waits for steps in the order in which they were sent, and gives rows their tokens.
+
+    Args:
+        endings: takes tokens, and ends rows.
+    """
+
+    def __init__(self, scheduler: Scheduler, endings: Endings):
+        self.scheduler, self.endings = scheduler, endings
+        self._read_at = time.perf_counter()
+
+    @property
+    def stats(self) -> Stats:
+        return self.endings.stats
+
+    def begin(self) -> None:
+        """The time from now on is that of the next step: nothing was in flight."""
+        self._read_at = time.perf_counter()
+
+    def read(self, flight: Flight) -> None:
+        """Waits for a step. Steps end in the order in which they were sent, so the time since the
+        one before it is its own.
+        """
+        tells = any(row is not None for row in flight.rows)
+        before = time.perf_counter()
+        if tells:
+            told = np.asarray(flight.told)
+        else:
+            flight.told.block_until_ready()
+        now = time.perf_counter()
+        self.stats.waited_seconds += now - before
+        spent, self._read_at = now - self._read_at, now
+        running = flight.running
+        if running is None:
+            self.stats.prefill_seconds += spent
+            if tells:
+                self.endings.take(flight.rows, told)
+            return
+        self.stats.decoded_tokens += self._taken(flight, running, told)
+
+    def _taken(self, flight: Flight, running: Running, told: np.ndarray) -> int:
+        """How many tokens a call of decode steps gave."""
+        if flight.steps == 1:
+            if told.ndim == 3:
+                return self._taken_drafts(running, told)
+            told = told[None]
+        if running.plain and running.changes == self.scheduler.changes:
+            own = told if len(running.kept) == told.shape[1] else told[:, running.kept]
+            if not np.count_nonzero(own[:, :, 1]):
+                return self.endings.take_plain(running.requests, running.texts, own[:, :, 0])
+        return sum(self.endings.take(running.rows, step) for step in told)
+
+    def _taken_drafts(self, running: Running, told: np.ndarray) -> int:
+        """How many tokens a step with drafts gave: int32 [b, S, 2] of `verify`."""
+        tokens = told.shape[1]
+        counts = np.count_nonzero(told[:, :, 1] != End.IDLE, axis=1)
+        for row, count in zip(running.rows, counts.tolist(), strict=False):
+            if row is not None and not row.ended:
+                self.scheduler.guessed_wrong(row, tokens - count)
+        first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
+        self.stats.guessed_tokens += sum(others)
+        return first + sum(others)

@@ -1,0 +1,1 @@
+"""What callers give and get: requests, outputs, ids and statistics."""

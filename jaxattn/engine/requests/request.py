@@ -1,0 +1,267 @@
+"""What goes into an engine: a prompt, and how to continue it."""
+
+import contextlib
+import dataclasses
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxattn.engine.requests.stats import Stats as Stats
+
+# Bounds of what a row's state on the device holds.
+MOST_BIASES = 300
+MOST_PENALTY = 1e30  # what it makes of logits, and a million times that, float32 holds
+MOST_LOGPROBS = 20
+
+
+class Grammar(Protocol):
+    """The state of one row's grammar, such as one of llguidance."""
+
+    def mask(self, words: np.ndarray) -> None:
+        """Says which tokens may come next; at least one, which may be a stop token.
+
+        Args:
+            words: int32 [ceil(vocab / 32)] of zeros, written in place: bit t % 32 of word t // 32
+                is 1 where token t may come.
+        """
+
+    def accept(self, token: int) -> bool:
+        """Goes on with a token. Returns False where the text is complete: the row ends with it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt and how to continue it.
+
+    Attributes:
+        prompt: token ids; for a model of bytes, `bytes`. A list or array is copied.
+        max_tokens: how many to generate at most.
+        temperature: 0 takes the most likely token.
+        top_p: in (0, 1]; samples from the fewest most likely tokens that together reach it.
+        top_k: samples from the k most likely tokens; 0 from all.
+        min_p: in [0, 1]; samples from tokens at least this likely beside the most likely one.
+        repetition_penalty: 1e-30 to 1e30. The logit of a token that the prompt or the text has is
+            divided by it where positive, and multiplied where negative.
+        presence_penalty: taken from the logit of a token that the text has; at most 1e30 in size.
+        frequency_penalty: taken from a token's logit once per time that the text has it; likewise.
+        logit_bias: token -> number in [-100, 100] that is added to its logit; at most 300 tokens.
+            It is kept as pairs in the order of tokens.
+        logprobs: how many likely alternatives are told with each token, 0 to 20; None tells no
+            log-probabilities. They are the model's own, before biases, penalties and temperature.
+        priority: a lower one is served first; of equals the one that came first.
+        seed: with the token's position it decides every draw. None: the `id` serves as one.
+        stop_tokens: any of them ends the row and is no part of the completion. One may be given
+            as an integer.
+        stop_strings: the row ends with the token that completes one of them. The engine needs a
+            `detokenize` for them.
+        ends_at: called with each of its tokens, in the thread that runs the engine. The row ends
+            with the token for which it returns true. One more step may be under way by then, and
+            is wasted. What it raises ends all rows. It belongs to this request alone.
+        grammar: says which tokens may come. It belongs to this request alone and goes on with its
+            tokens; a round of the engine with such a row waits for it.
+        cache_salt: prompts share what is cached of them only with those of the same salt, so that
+            nobody can tell by the time what others asked.
+        id: names the request in events and callbacks; None lets the engine number it.
+
+    Raises:
+        TypeError: an attribute is of another type; the message names it.
+        ValueError: an attribute does not fit; the message names it.
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 160
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    logprobs: int | None = None
+    priority: int = 0
+    seed: int | None = None
+    stop_tokens: Sequence[int] | int = ()
+    stop_strings: Sequence[str] = ()
+    ends_at: Callable[[int], bool] | None = dataclasses.field(default=None, compare=False)
+    grammar: Grammar | None = dataclasses.field(default=None, compare=False)
+    cache_salt: str = ""
+    id: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", _copied(self.prompt))
+        stops: Any = self.stop_tokens
+        stops = (stops,) if _is_integer(stops) else stops
+        for name, value, kind in (
+            ("stop_tokens", stops, "integers"),
+            ("stop_strings", self.stop_strings, "strings"),
+        ):
+            if isinstance(value, str | bytes) or not isinstance(value, Sequence | frozenset | set):
+                raise TypeError(f"{name} must be a sequence of {kind}, got {value!r}")
+        for place, token in enumerate(stops):
+            _check_token(f"stop_tokens[{place}]", token)
+        object.__setattr__(self, "stop_tokens", tuple(map(operator.index, stops)))
+        object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
+        for text in self.stop_strings:
+            if not isinstance(text, str):
+                raise TypeError(f"stop_strings must be strings, got {text!r}")
+            if not text:
+                raise ValueError("stop_strings has an empty string, which would end every row")
+        for name in ("max_tokens", "top_k", "priority", "seed", "logprobs", "id"):
+            value = getattr(self, name)
+            if value is not None or name in ("max_tokens", "top_k", "priority"):
+                _check_integer(name, value)
+                object.__setattr__(self, name, operator.index(value))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+            try:
+                float(value)
+            except OverflowError:
+                raise ValueError(f"{name} must be finite; got more than a float holds") from None
+        calls = (getattr(self.grammar, name, None) for name in ("mask", "accept"))
+        if self.grammar is not None and not all(map(callable, calls)):
+            raise TypeError(
+                "grammar must have the methods mask and accept, as "
+                f"jaxattn.engine.requests.request.Grammar says; got {self.grammar!r}"
+            )
+        if self.ends_at is not None and not callable(self.ends_at):
+            raise TypeError(f"ends_at must be callable, got {self.ends_at!r}")
+        if not isinstance(self.cache_salt, str):
+            raise TypeError(f"cache_salt must be a string, got {self.cache_salt!r}")
+        if not len(self.prompt):
+            raise ValueError("prompt is empty; it needs at least one token")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1; got {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or more; got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be from 0 to 1; got {self.min_p}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be from 0 to 2**31 - 1; got {self.top_k}")
+        if not 1 / MOST_PENALTY <= self.repetition_penalty <= MOST_PENALTY:
+            raise ValueError(
+                f"repetition_penalty must be from {1 / MOST_PENALTY:g} to {MOST_PENALTY:g}; got "
+                f"{self.repetition_penalty}"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MOST_PENALTY:
+                raise ValueError(
+                    f"{name} must be from -{MOST_PENALTY:g} to {MOST_PENALTY:g}; got "
+                    f"{getattr(self, name)}"
+                )
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise ValueError(f"logprobs must be from 0 to {MOST_LOGPROBS}; got {self.logprobs}")
+        if not -(2**31) <= self.priority < 2**31:
+            raise ValueError(f"priority must be an int32; got {self.priority}")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2**32 - 1; got {self.seed}")
+        if self.id is not None and not 0 <= self.id < 2**31:
+            raise ValueError(f"id must be from 0 to 2**31 - 1; got {self.id}")
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Its stop tokens, as they are kept."""
+        stops: Any = self.stop_tokens
+        return stops
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Its biases, as they are kept: pairs of a token and a number."""
+        biases: Any = self.logit_bias
+        return biases
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody looks at each of its tokens, or is told more than what they are."""
+        looks = self.ends_at, self.grammar, self.logprobs
+        return bool(self.stop_strings) or any(each is not None for each in looks)
+
+    @property
+    def penalized(self) -> bool:
+        """Whether its tokens depend on those before them by more than the model."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def drawn_from(self) -> int:
+        """The seed of its draws: its own, or one that its id makes."""
+        if self.seed is not None:
+            return int(self.seed)
+        return (int(self.id or 0) * 0x9E3779B1) % 2**32
+
+
+def _copied(prompt: Any) -> Sequence[int]:
+    """The prompt as bytes or a tuple, which nobody can change while it is served."""
+    if isinstance(prompt, bytes):
+        return prompt
+    if isinstance(prompt, str):
+        raise TypeError(
+            "prompt must be token ids, got a str; for a model of bytes give prompt.encode()"
+        )
+    if hasattr(prompt, "dtype"):
+        if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
+            raise TypeError(f"prompt must be integers [T], got {prompt.dtype} {prompt.shape}")
+        return tuple(prompt.tolist())
+    if not isinstance(prompt, Sequence | bytearray):
+        raise TypeError(f"prompt must be a sequence of token ids, got {prompt!r}")
+    tokens = tuple(prompt)
+    if set(map(type, tokens)) <= {int}:  # a look at each takes a millisecond per thousand
+        return tokens
+    for place, token in enumerate(tokens):
+        _check_integer(f"prompt[{place}]", token)
+    return tuple(map(operator.index, tokens))
+
+
+def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+    """Pairs of a token and what is added to its logit, in the order of tokens."""
+    pairs = given.items() if isinstance(given, Mapping) else given
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
+        token, bias = pair
+        _check_token("logit_bias: a token", token)
+        if not isinstance(bias, numbers.Real):
+            raise TypeError(f"logit_bias[{token}] must be a number, got {bias!r}")
+        if not -100 <= float(bias) <= 100:
+            raise ValueError(f"logit_bias[{token}] must be from -100 to 100; got {bias}")
+        found[operator.index(token)] = float(bias)
+    if len(found) > MOST_BIASES:
+        raise ValueError(f"logit_bias has {len(found)} tokens; at most {MOST_BIASES} are taken")
+    return tuple(sorted(found.items()))
+
+
+def _check_token(name: str, token: Any) -> None:
+    """That it is a token of some model: a negative one would count from the vocabulary's end."""
+    _check_integer(name, token)
+    if not 0 <= token < 2**31:
+        raise ValueError(f"{name} must be from 0 to 2**31 - 1; got {token}")
+
+
+def _is_integer(value: Any) -> bool:
+    with contextlib.suppress(TypeError):
+        if not isinstance(value, bool):
+            operator.index(value)
+            return True
+    return False
+
+
+def _check_integer(name: str, value: Any) -> None:
+    if not _is_integer(value):
+        raise TypeError(f"{name} must be an integer, got {value!r}")

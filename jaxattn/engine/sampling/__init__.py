@@ -1,0 +1,1 @@
+"""From logits to tokens on the device: sampling, penalties, log-probabilities, grammar bitmasks."""

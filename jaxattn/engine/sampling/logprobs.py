@@ -1,0 +1,43 @@
+"""Log-probabilities of the tokens that were chosen, and of the most likely ones beside them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.engine.requests.outputs import Logprobs
+from jaxattn.engine.requests.request import MOST_LOGPROBS
+
+
+@jax.named_scope("logprobs")
+def logprobs(logits: Float[Array, "B vocab"], tokens: Int[Array, "B"]) -> Int[Array, "B 1+2*20"]:
+    """The bits of each token's log-probability, then the likeliest tokens, then the bits of theirs.
+
+    The likeliest are found one by one: XLA has the host wait for a sort. Of equal ones the lowest
+    id is first.
+    """
+    rows, vocab = logits.shape
+    row, most = jnp.arange(rows), min(MOST_LOGPROBS, vocab)
+    whole = jax.nn.logsumexp(logits, axis=-1)
+    own = logits[row, jnp.maximum(tokens, 0)] - whole
+
+    def next_best(rank: Array, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rest, ids, values = found
+        best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
+        values = values.at[:, rank].set(rest[row, best] - whole)
+        return rest.at[row, best].set(-jnp.inf), ids.at[:, rank].set(best), values
+
+    ids = jnp.full((rows, MOST_LOGPROBS), -1, jnp.int32)
+    values = jnp.full((rows, MOST_LOGPROBS), -jnp.inf)
+    _, ids, values = lax.fori_loop(0, most, next_best, (logits, ids, values))
+    bits = lax.bitcast_convert_type(jnp.concatenate([own[:, None], values], axis=1), jnp.int32)
+    return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
+
+
+def told(found: np.ndarray, count: int) -> Logprobs:
+    """What a row of `logprobs`, int32 [1 + 2 * 20] on the host, tells of `count` alternatives."""
+    own, values = found[0].view("float32"), found[1 + MOST_LOGPROBS :].view("float32")
+    ids = found[1 : 1 + count]
+    top = zip(ids.tolist(), values[:count].tolist(), strict=True)
+    return Logprobs(float(own), tuple((token, value) for token, value in top if token >= 0))

@@ -1,0 +1,1 @@
+"""Host-side scheduling: waiting and running requests, pages, prefix cache, batch updates."""

@@ -1,0 +1,90 @@
+"""What the host has to tell the device of rows, until it is sent: packed arrays of one size."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxattn.engine.requests.request import MOST_BIASES, Request
+from jaxattn.engine.steps.device_batch import INTEGERS, NUMBERS, STOPS, packed
+
+_NO_TOKEN = 2**31 - 1
+
+
+class Deltas:
+    """Rows that join and pages that rows get, for `rows.update`.
+
+    Args:
+        batch: rows of the engine.
+    """
+
+    def __init__(self, batch: int):
+        self._none, self._size = batch, packed(batch)
+        self._joins: list[np.ndarray] = []
+        self._pages: list[tuple[int, int, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._joins or self._pages)
+
+    def join(self, place: int, slot: int, cached: int, last: int, request: Request) -> None:
+        """A row comes into `place` and may be sampled from now on.
+
+        Args:
+            cached: tokens before the one whose logits come first.
+            last: where the last token stands that the row may generate.
+        """
+        head = np.array([place, cached], np.int32)
+        self._joins.append(np.concatenate([head, _controls(slot, last, request), _biases(request)]))
+
+    def pages(self, place: int, first: int, pages: Sequence[int]) -> None:
+        """The row in `place` has these pages, from column `first` of its table on."""
+        self._pages += [(place, first + column, page) for column, page in enumerate(pages)]
+
+    def clear(self) -> None:
+        self._joins.clear()
+        self._pages.clear()
+
+    def drain(self) -> Iterator[np.ndarray]:
+        """int32 [n] until everything is sent."""
+        size = self._size
+        while self:
+            array = np.full(size.size, self._none, np.int32)
+            joins = array[: size.joins * size.width].reshape(size.joins, size.width)
+            for line, joined in zip(joins, self._joins, strict=False):
+                line[:] = joined
+            pages = array[size.joins * size.width :].reshape(size.pages, 3)
+            now = self._pages[: size.pages]
+            if now:
+                pages[: len(now)] = now
+            del self._joins[: size.joins], self._pages[: size.pages]
+            yield array
+
+
+def _controls(slot: int, last: int, request: Request) -> np.ndarray:
+    """A row of `Rows.controls`."""
+    values = {
+        "slot": slot,
+        "last": last,
+        "prompt": len(request.prompt),
+        "top_k": request.top_k,
+        "seed": int(np.uint32(request.drawn_from).view(np.int32)),
+    }
+    integers = np.array([values[name] for name in INTEGERS], np.int32)
+    numbers = np.array([getattr(request, name) for name in NUMBERS], np.float32)
+    stops = np.full(STOPS, -1, np.int32)
+    known = device_stops(request)
+    stops[: len(known)] = known
+    return np.concatenate([integers, numbers.view(np.int32), stops])
+
+
+def device_stops(request: Request) -> tuple[int, ...]:
+    """The stop tokens that the device looks for; the host finds others, one step late."""
+    return tuple(token for token in request.stops if 0 <= token < _NO_TOKEN)[:STOPS]
+
+
+def _biases(request: Request) -> np.ndarray:
+    """A row of `Rows.biases`, flat: tokens, and the bits of what is added."""
+    tokens, biases = np.full(MOST_BIASES, _NO_TOKEN, np.int32), np.zeros(MOST_BIASES, np.float32)
+    pairs = [pair for pair in request.biases if 0 <= pair[0] < _NO_TOKEN]
+    tokens[: len(pairs)] = [token for token, _ in pairs]
+    biases[: len(pairs)] = [bias for _, bias in pairs]
+    return np.concatenate([tokens, biases.view(np.int32)])

@@ -1,0 +1,72 @@
+"""A request on the host: while it waits, and while it runs in a row of the batch."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxattn.engine.requests.outputs import Logprobs
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.scheduling.prefix_cache import Entering
+
+
+@dataclasses.dataclass(eq=False)
+class Queued:
+    """A request that waits, and what it has generated if it ran before.
+
+    Attributes:
+        keys: of the blocks of its prompt, once they were looked for.
+        admitted: when it first had a row, of `time.perf_counter`; None if it never had one.
+    """
+
+    request: Request
+    order: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
+    cached_tokens: int = 0
+    keys: list[bytes] | None = None
+    admitted: float | None = None
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        return self.request.priority, self.order
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A request that has been given row `index` of the batch.
+
+    Attributes:
+        prompt: what it reads before it generates: the request's prompt, and what it had generated
+            when it lost its pages.
+        tokens: what was generated and has come back from the device.
+        ended: it has left its row; what steps in flight say of it is not its own.
+        read_last: the number of the round that last read of its prompt.
+        plain: whether the host has nothing to do with its tokens but to hand them on.
+        late_stops: whether the host has to look for its stop tokens.
+        admitted: when the request first had a row, of `time.perf_counter`.
+        cached_tokens: of its prompt, that it found in the cache of prefixes.
+        prefix: what it enters there; None if it does not.
+    """
+
+    request: Request
+    index: int
+    slot: int
+    pages: list[int]
+    max_tokens: int
+    order: int
+    prompt: Sequence[int]
+    level: Level
+    tokens: list[int]
+    logprobs: list[Logprobs]
+    plain: bool
+    late_stops: bool
+    admitted: float
+    ended: bool = False
+    read_last: int = -1
+    cached_tokens: int = 0
+    prefix: Entering | None = None
+
+    @property
+    def last(self) -> int:
+        """Where the last token stands that it may generate."""
+        return len(self.request.prompt) + self.max_tokens - 1

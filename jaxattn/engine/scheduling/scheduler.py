@@ -1,0 +1,389 @@
+"""Which request runs in which row, with which pages and slot: all of it on the host.
+
+Requests wait in the order of their priority, then of their arrival; one that finds no pages waits,
+and those behind it wait with it, so that a long one does not starve. A request that the pool can
+never hold is refused.
+
+A row has pages for what it has read and is about to write, and gets more as it grows. Where the
+pool is empty the youngest row gives its pages back and waits again, with the tokens that it has:
+they are read as a prompt is when its turn comes, so nothing that was generated is lost. The oldest
+row always goes on, so every request ends.
+
+What a step needs to know of all rows at once (lengths, room, tokens left) is in NumPy arrays.
+"""
+
+import bisect
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxattn.engine.requests.request import Request
+from jaxattn.engine.sampling.sampler import level_of
+from jaxattn.engine.scheduling.batch_update import Deltas, device_stops
+from jaxattn.engine.scheduling.page_pool import PagePool, SlotPool, Together
+from jaxattn.engine.scheduling.prefix_cache import Counts, Entering, Hit, PrefixCache
+from jaxattn.engine.scheduling.request_state import Queued, Row
+from jaxattn.memory.limits import Limits
+
+# Rows that need a page within so many tokens get their pages together. So one call in 48 steps has
+# a delta, however the rows are staggered.
+AHEAD = 48
+
+
+class Scheduler:
+    """The waiting queue, the rows and the two pools.
+
+    Attributes:
+        waiting: in the order in which they are served.
+        rows: index -> row, in the order in which they were admitted.
+        block_tables: int32 [B, M]; entries past a row's pages are leftovers, which no op reads.
+        deltas: what the device has to be told before its next step.
+        cached: int32 [B], tokens of each row that are in the caches once all steps sent have run.
+        room: int32 [B], tokens that its pages hold.
+        left: int32 [B], tokens that it may still generate beside those of steps sent.
+        last: int32 [B], where the last token stands that it may generate.
+        decoding: bool [B], rows that have read their prompts.
+        levels: int32 [B], how each samples.
+        changes: how often a row came, read its last chunk, or left: the set of those that decode
+            is another then.
+        preemptions: rows that lost their pages so far.
+        prefixes: the cache of prompts' beginnings; None without one.
+        prefix_counts: what it found, since the scheduler was made.
+        copies: slots whose states go to others before the next step: (from, to).
+        recurrent: whether rows have states, so that a prefix wants its own.
+    """
+
+    def __init__(self, limits: Limits, vocab_size: int, *, recurrent: bool = False):
+        self.limits, self.vocab_size, self.recurrent = limits, vocab_size, recurrent
+        self.prefixes: PrefixCache | None = None
+        self.copies: list[tuple[int, int]] = []
+        self.prefix_counts = Counts()
+        self.waiting: list[Queued] = []
+        self.rows: dict[int, Row] = {}
+        self.deltas = Deltas(limits.batch)
+        self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
+        arrays = np.zeros((5, limits.batch), np.int32)
+        self.cached, self.room, self.left, self.last, self.levels = arrays
+        self.decoding = np.zeros(limits.batch, bool)
+        self.changes = self.preemptions = 0
+        self._orders = itertools.count()
+        self._new_pools()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.rows)
+
+    @property
+    def reads(self) -> bool:
+        """Whether a row has a part of its prompt to read. Requests that wait have no row."""
+        return bool(np.count_nonzero(self.decoding) < len(self.rows))
+
+    @property
+    def pages(self) -> PagePool | Together:
+        return self._pages[0] if len(self._pages) == 1 else Together(self._pages)
+
+    @property
+    def slots(self) -> SlotPool | Together:
+        return self._slots[0] if len(self._slots) == 1 else Together(self._slots)
+
+    def group_of(self, index: Any) -> Any:
+        """The data group of a row, or of rows, by their indices."""
+        return index // self.limits.rows_per_group
+
+    def refusal(self, request: Request) -> str | None:
+        """Why the request can never be served, or None."""
+        prompt, longest = len(request.prompt), self.limits.max_model_len
+        if prompt >= longest:
+            return (
+                f"the prompt has {prompt:,} tokens, which leaves none of the model length "
+                f"{longest:,} to generate"
+            )
+        if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
+            return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
+        biases: Any = request.logit_bias  # pairs, in the order of tokens
+        if biases and biases[-1][0] >= self.vocab_size:
+            return f"logit_bias has a token outside of 0 to {self.vocab_size - 1:,}"
+        new = self._max_tokens(request)
+        # The last token that it generates is never read; a draft behind it may be.
+        pool = self._pages[0]  # all groups have as many
+        needed = pool.pages_for(prompt + new - 1 + self.limits.speculate)
+        if needed > pool.size:
+            return (
+                f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
+                f"{self.limits.page_tokens} tokens, and the pool has {pool.size:,}"
+            )
+        return None
+
+    # --- waiting requests
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; it must not be one to refuse."""
+        self._queue(Queued(request, next(self._orders)))
+
+    def withdraw(self, id: int) -> Queued | None:
+        """Takes a waiting request out of the queue, by its id."""
+        found = next((queued for queued in self.waiting if queued.request.id == id), None)
+        if found is not None:
+            self.waiting.remove(found)
+        return found
+
+    def admit(self) -> None:
+        """Moves waiting requests into free rows, as long as the first of them finds its pages."""
+        while self.waiting and len(self.rows) < self.limits.batch:
+            group = self._roomiest()
+            queued = self.waiting[0]
+            request = queued.request
+            prompt = [*request.prompt, *queued.tokens] if queued.tokens else request.prompt
+            last = len(request.prompt) + self._max_tokens(request) - 1
+            entering, hit = self._found(queued, prompt)
+            self._pages[group].share(hit.pages)  # before others are asked for, which may evict
+            rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
+            pages = self._pages[group].allocate(rest)
+            if pages is None:
+                self._pages[group].free(hit.pages)
+                return
+            slot = self._slots[group].allocate()
+            assert slot is not None, "there are as many slots as rows"
+            del self.waiting[0]
+            row = self._place(queued, prompt, [*hit.pages, *pages], slot, group)
+            row.prefix = entering
+            if self.prefixes is not None and entering is not None:
+                self._goes_on(row, hit)
+
+    # --- rows
+
+    def next_prompts(self, most: int) -> list[Row]:
+        """Up to `most` rows whose next prompt chunk is due, at most as many of each data group.
+
+        Those that were read of longest ago come first, so that a long prompt takes turns with
+        others; of equals, the first in the order in which they are served.
+        """
+        if not self.reads:
+            return []
+        reading = (row for row in self.rows.values() if not self.decoding[row.index])
+        turn = lambda row: (row.read_last, row.request.priority, row.order)  # noqa: E731
+        found, taken = [], [0] * self.limits.groups
+        for row in sorted(reading, key=turn):
+            group = int(self.group_of(row.index))
+            taken[group] += 1
+            if taken[group] <= most // self.limits.groups:
+                found.append(row)
+        return found
+
+    def read(self, row: Row, tokens: int) -> bool:
+        """Counts tokens that are read of the row's prompt. Returns whether those are all.
+
+        Then the row joins those on the device, and is sampled after this step.
+        """
+        self.cached[row.index] += tokens
+        if self.prefixes is not None and row.prefix is not None:
+            state = self.prefixes.enter(row.prefix, int(self.cached[row.index]), row.pages)
+            if state is not None:
+                self.copies.append((row.slot, state))
+        if self.cached[row.index] < len(row.prompt):
+            return False
+        self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
+        self.decoding[row.index] = True
+        self.left[row.index] -= 1
+        self.changes += 1
+        return True
+
+    def next_decode(self) -> np.ndarray:
+        """Indices of the rows to decode now: all that have read their prompts and do not end."""
+        return np.flatnonzero(self.decoding & (self.left > 0))
+
+    def lines(
+        self, indices: Sequence[int], buckets: Sequence[int]
+    ) -> tuple[list[tuple[int, int]], int]:
+        """((group, line in it) of each row in a step, the smallest bucket that holds them).
+
+        A step has as many lines of each data group, one group's after another's.
+        """
+        taken, places = [0] * self.limits.groups, []
+        for index in indices:
+            group = int(self.group_of(index))
+            places.append((group, taken[group]))
+            taken[group] += 1
+        bucket = next(size for size in buckets if size // self.limits.groups >= max(taken))
+        return places, bucket
+
+    def grow(self, places: np.ndarray, steps: int = 1) -> bool:
+        """Gives these rows the pages of their next tokens, of so many decode steps; False, and
+        nothing, if there are too few.
+
+        Rows that need a page soon get it too, as long as one page per row is left.
+        """
+        cached, step = self.cached[places], steps * self.limits.step_tokens
+        # Until its tokens are read, a row counts as if all that it guesses were right.
+        written = np.minimum(cached + step, self.last[places] + self.limits.speculate)
+        lacks = written > self.room[places]
+        short = places[lacks]
+        if not len(short):
+            return True
+        for group, pool in enumerate(self._pages):
+            if np.count_nonzero(self.group_of(short) == group) > pool.available:
+                self._short = group
+                return False
+        soon = places[(cached + AHEAD > self.room[places]) & ~lacks]
+        for indices, kept in ((short.tolist(), 0), (soon.tolist(), len(places))):
+            for index in indices:
+                row = self.rows[index]
+                pool = self._pages[self.group_of(index)]
+                wanted = self.room[index] < row.last + self.limits.speculate
+                if wanted and pool.available > kept:
+                    self._give(row, pool.allocate(1))
+        return True
+
+    def steady(self, places: np.ndarray) -> int:
+        """How many steps these rows can go on for as they are, if none comes or leaves: until one
+        has a page to get, or no token to generate. A row that is not among them, since steps in
+        flight may give it its last tokens, can be in the next."""
+        if np.count_nonzero(self.decoding) > len(places):
+            return 1
+        room = self.room[places] - self.cached[places]
+        return int(min(room.min(), self.left[places].min())) // self.limits.step_tokens
+
+    def sent(self, moved: np.ndarray) -> None:
+        """Counts what a call decodes: int32 [B] tokens of each row."""
+        self.cached += moved
+        self.left -= moved
+
+    def guessed_wrong(self, row: Row, tokens: int) -> None:
+        """Of a decode step that was counted, so many tokens of the row were none."""
+        self.cached[row.index] -= tokens
+        self.left[row.index] += tokens
+
+    def preempt(self) -> None:
+        """The youngest row of the group that `grow` found short gives its pages back and waits,
+        with the tokens that it has.
+
+        No step may be in flight: its tokens would be lost.
+        """
+        own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
+        row = max(own, key=lambda row: (row.request.priority, row.order))
+        self.release(row)
+        again = Queued(row.request, row.order, row.tokens, row.logprobs, admitted=row.admitted)
+        self._queue(again)
+        self.preemptions += 1
+
+    def release(self, row: Row) -> None:
+        """Frees the row, its pages and its slot for the next request.
+
+        A step in flight may still write to them, but no step is sent with the row again, and the
+        device runs steps in order: the next owner's come after it.
+        """
+        row.ended = True
+        self.changes += 1
+        self.decoding[row.index] = False
+        del self.rows[row.index]
+        group = self.group_of(row.index)
+        self._pages[group].free(row.pages)
+        self._slots[group].free(row.slot)
+
+    def drop_rows(self) -> list[Row]:
+        """Takes out all that runs. The pools are made anew: an interrupt may have come while a row
+        was given its pages, or gave them back.
+        """
+        dropped = list(self.rows.values())
+        self.changes += 1
+        for row in dropped:
+            row.ended = True
+        self.rows.clear()
+        self.decoding[:] = False
+        self.deltas.clear()
+        self._new_pools()
+        return dropped
+
+    def clear(self) -> None:
+        """Drops all that waits and runs. What is cached stays where all rows have ended."""
+        self.waiting.clear()
+        if self.rows or self.pages.in_use or self.slots.in_use:
+            self.drop_rows()
+
+    def _new_pools(self) -> None:
+        """Pools of which everything is free, and nothing cached in them."""
+        limits, groups = self.limits, range(self.limits.groups)
+        self._pages = [PagePool(limits.pages, limits.page_tokens) for _ in groups]
+        self._slots = [SlotPool(limits.rows_per_group) for _ in groups]
+        self._short = 0
+        self.copies.clear()
+        checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
+        if limits.prefix_cache and limits.groups == 1 and (checkpoints or not self.recurrent):
+            block = math.lcm(limits.chunks[-1], limits.page_tokens)
+            [pages] = self._pages
+            self.prefixes = PrefixCache(
+                pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
+            )
+
+    def _found(self, queued: Queued, prompt: Sequence[int]) -> tuple[Entering | None, Hit]:
+        """What a prompt may enter in the cache of prefixes, and what is there of it."""
+        # The history of a row with penalties has to be read.
+        if self.prefixes is None or queued.request.penalized:
+            return None, Hit()
+        if queued.keys is None:
+            queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)
+        hit = self.prefixes.find(queued.keys)
+        return Entering(queued.keys, hit), hit
+
+    def _goes_on(self, row: Row, hit: Hit) -> None:
+        """A row begins behind what was found of its prompt."""
+        assert self.prefixes is not None
+        self.prefixes.used(hit, len(row.prompt))
+        row.cached_tokens = len(hit.pages) * self.limits.page_tokens
+        self.cached[row.index] = row.cached_tokens
+        if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
+            self.copies.append((state, row.slot))
+
+    def _roomiest(self) -> int:
+        """The data group with the most free pages of those with a free row."""
+        free = [group for group, slots in enumerate(self._slots) if slots.available]
+        return max(free, key=lambda group: self._pages[group].available)
+
+    def _queue(self, queued: Queued) -> None:
+        bisect.insort(self.waiting, queued, key=lambda each: each.turn)
+
+    def _place(
+        self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int, group: int
+    ) -> Row:
+        """A row of its own for a request, with no pages yet but those given."""
+        request = queued.request
+        late_stops = len(device_stops(request)) < len(request.stops)
+        count = self.limits.rows_per_group
+        index = next(i for i in range(group * count, (group + 1) * count) if i not in self.rows)
+        row = self.rows[index] = Row(
+            request,
+            index,
+            slot,
+            [],
+            self._max_tokens(request),
+            queued.order,
+            prompt,
+            level_of(request),
+            queued.tokens,
+            queued.logprobs,
+            plain=not (late_stops or request.watched),
+            late_stops=late_stops,
+            admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
+        )
+        self.cached[index] = self.room[index] = 0
+        self.left[index] = row.max_tokens - len(row.tokens)
+        self.last[index] = row.last
+        self.levels[index] = row.level
+        self._give(row, pages)
+        return row
+
+    def _give(self, row: Row, pages: list[int] | None) -> None:
+        """More pages for a row, on the host and, with the next deltas, on the device."""
+        assert pages is not None, "whoever calls this has looked"
+        first = len(row.pages)
+        row.pages += pages
+        self.room[row.index] = len(row.pages) * self.limits.page_tokens
+        self.block_tables[row.index, first : first + len(pages)] = pages
+        self.deltas.pages(row.index, first, pages)
+
+    def _max_tokens(self, request: Request) -> int:
+        return min(request.max_tokens, self.limits.max_model_len - len(request.prompt))

@@ -1,0 +1,257 @@
+"""Everything about an engine that needs no memory: limits, executables and plan.
+
+    prepared = prepare(model, model.param_shapes(), Limits(batch=8, utilization=0.9))
+    print(prepared.plan.total)
+    engine = Engine.of(prepared)
+    engine.start(params)            # loaded after `prepare` has measured the device
+
+`prepare` compiles and plans. It takes parameters or their shapes, and allocates nothing. Weights
+that are on the device already are counted once if they are given as arrays.
+
+Loading may go on while `prepare` compiles, if it begins when `on_fits` is called. What is loaded
+then is no other's memory: the device was measured before.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+import jax
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.engine.compilation.compiler import OnCompile, Steps
+from jaxattn.engine.compilation.sharded_step import group_of
+from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.startup.capacity_planner import Compiler
+from jaxattn.engine.startup.decode_step_count import with_steps
+from jaxattn.engine.startup.executable_memory import Executable
+from jaxattn.engine.startup.placed_params import checked_params, on_device
+from jaxattn.memory import device_memory
+from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models import divided
+from jaxattn.models.caches.layer_cache import check_caches
+from jaxattn.models.interface import Model
+from jaxattn.parallel import ALONE, Parallel
+from jaxattn.parallel.collective_memory import collectives_bytes
+from jaxattn.parallel.peer_access import peers_reach
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """An engine that holds no memory yet.
+
+    Attributes:
+        limits: as they were given; with `utilization`, with the pages that fit; with the steps of
+            a round, where `prepare` chose several.
+        steps: the executables; the keys of `steps.executables` are their list.
+        known: what XLA says of each executable's memory.
+        plan: what memory the engine will take and why.
+        params: the packed parameters, as shapes.
+        devices: that will run the steps.
+        wanted: the limits as they were given, with the steps of a call and the layout.
+        trial: with `utilization`, the same steps beside a cache of one row. They run before the
+            cache exists, so that what drivers and libraries take is measured.
+    """
+
+    model: Model
+    limits: Limits
+    steps: Steps
+    known: dict[str, Executable]
+    plan: MemoryPlan
+    params: Any
+    devices: tuple[jax.Device, ...]
+    wanted: Limits
+    compiler: "Compiler"
+    trial: "tuple[Limits, Steps] | None" = None
+
+
+def prepare(
+    model: Model,
+    params: Any,
+    limits: Limits | None = None,
+    devices: Sequence[jax.Device] | jax.Device | None = None,
+    *,
+    implementation: Implementation | None = None,
+    on_compile: OnCompile | None = None,
+    on_fits: Callable[[], None] | None = None,
+    workers: int = 1,
+    parallel: Parallel = ALONE,
+) -> Prepared:
+    """Compiles and plans an engine. Allocates nothing on the device.
+
+    Args:
+        params: the parameters, or their shapes (`jax.ShapeDtypeStruct`), packed or not.
+        limits: of batch, lengths and cache; `Limits()` if None.
+        devices: that will run the steps; None is JAX's default device, or the first of its devices
+            that `parallel` asks for.
+        implementation: of the decode kernels; None is the best for the device.
+        on_compile: called with each executable's name and None before it is compiled, and with the
+            seconds that it took after that.
+        on_fits: called once, when the device is measured and the plan from shapes fits, before
+            anything is compiled: parameters that were given as shapes may be loaded from then on.
+        workers: executables that are compiled at a time.
+        parallel: how several devices divide the model; the plan is then of each of them.
+
+    Raises:
+        TypeError: an argument is of another type; the message names it.
+        ValueError: the model has no cache in `limits.cache_format`, `params` are not those of the
+            model with such a cache, `max_model_len` is longer than the model's
+            `max_position_embeddings`, or `utilization` is asked for on a device of unknown memory.
+        CollectiveError: the devices of a group cannot send to each other.
+        PlanError: the device has not enough memory, or with `utilization` the cache that is left
+            holds no row at full length.
+        Refusal: the named implementation refuses; the message says why.
+    """
+    limits = Limits() if limits is None else limits
+    check_arguments(model, limits, implementation)
+    if limits.speculate and parallel.gpus > 1:
+        raise ValueError(
+            f"speculate={limits.speculate} runs on one GPU, and parallel has {parallel.gpus}; use "
+            "speculate=0"
+        )
+    if limits.round_steps > 1 and parallel.gpus > 1:
+        raise ValueError(
+            f"steps_per_round={limits.steps_per_round} runs on one GPU, and parallel has "
+            f"{parallel.gpus}; use steps_per_round=1"
+        )
+    model = model.with_cache_format(limits.cache_format, limits.native_layers)
+    whole, limits = model, _laid_out(limits, parallel)
+    model = divided(whole, parallel)
+    own_devices, packed = _devices(devices, parallel), checked_params(model, params)
+    if not peers_reach(own_devices):
+        model = divided(whole.without_peer_memory(), parallel)
+    gpu = own_devices[0].platform == "gpu"
+    limits = with_steps(limits, packed, gpu=gpu, gpus=parallel.gpus)
+    compiler = Compiler(
+        model=model,
+        params=packed,
+        devices=own_devices,
+        collectives=collectives_of(model, own_devices),
+        implementation=implementation,
+        on_compile=on_compile,
+        workers=workers,
+    )
+    memory, own, trial = (
+        smallest_memory(compiler.devices),
+        on_device(params, compiler.devices),
+        None,
+    )
+    if limits.utilization is None:
+        filled = limits
+        compiler.plan(filled, {}, memory, own, wanted=limits)  # before minutes of compiling
+        if on_fits:
+            on_fits()
+        steps = compiler.compile(filled)
+        known = compiler.known(filled, steps)
+    else:
+        if memory is None:
+            raise ValueError(
+                f"utilization={limits.utilization} needs a device whose memory is known, and "
+                f"{compiler.devices[0]} does not say; give num_pages"
+            )
+        filled = compiler.fill(limits, {}, memory, own)
+        compiler.plan(filled, {}, memory, own, wanted=limits)
+        if on_fits:
+            on_fits()
+        pages = min(filled.pages_per_row, filled.pages)
+        one_row = dataclasses.replace(limits, num_pages=pages, utilization=None)
+        trial = one_row, compiler.compile(one_row)
+        known = compiler.known(*trial)
+        filled, steps, known = compiler.fit(limits, known, memory, own)
+    return Prepared(
+        model=model,
+        limits=filled,
+        steps=steps,
+        known=known,
+        plan=compiler.plan(filled, known, memory, own, wanted=limits),
+        params=compiler.params,
+        devices=compiler.devices,
+        wanted=limits,
+        compiler=compiler,
+        trial=trial,
+    )
+
+
+def _laid_out(limits: Limits, parallel: Parallel) -> Limits:
+    """The limits with what the layout says of rows and pages."""
+    # Each data group has pages of its own, which others cannot read.
+    shared = limits.prefix_cache and parallel.data == 1
+    return dataclasses.replace(
+        limits, spread=parallel.context, groups=parallel.data, prefix_cache=shared
+    )
+
+
+def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
+    """Raises TypeError or ValueError, by name, for arguments that no engine can have."""
+    if not isinstance(model, Model):
+        raise TypeError(
+            "model must be a jaxattn.models.Model, such as jaxattn.models.Hybrid(config); got "
+            f"{type(model).__name__}"
+        )
+    if not isinstance(limits, Limits):
+        raise TypeError(f"limits must be a jaxattn.Limits, got {type(limits).__name__}")
+    names = get_args(Implementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(
+            f"implementation must be one of {', '.join(map(repr, names))} or None; got "
+            f"{implementation!r}"
+        )
+    if jax.config.jax_disable_jit:
+        raise ValueError(
+            "an engine runs compiled steps alone, and JAX_DISABLE_JIT is set; unset it, or call "
+            "the model's own prefill and decode"
+        )
+    check_caches(model.caches)
+    if limits.max_model_len > model.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={limits.max_model_len} is longer than the model's "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+
+
+def of_this_process(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Those of the devices that this process holds."""
+    return [each for each in devices if each.process_index == jax.process_index()]
+
+
+def smallest_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
+    """What the device with the least free memory has: all of a group hold as many pages."""
+    memories = [device_memory.device_memory(each) for each in of_this_process(devices)]
+    known = [memory for memory in memories if memory is not None]
+    if len(known) < len(memories):
+        return None
+    return min(known, key=lambda memory: (memory.free or memory.total) - memory.in_use)
+
+
+def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
+    """Bytes of each device that collectives have taken; they run for the first time here.
+
+    Raises:
+        CollectiveError: the devices cannot send to each other.
+    """
+    group = group_of(model, devices)
+    if group is None or devices[0].platform != "gpu":
+        return 0  # a CPU's collectives take nothing that a plan counts
+    with PROCESS.sending:  # of two threads the second would find nothing more taken
+        taken = PROCESS.collectives.setdefault(devices, {})
+        if group.parallel not in taken:
+            taken[group.parallel] = collectives_bytes(group)
+        return sum(taken.values())
+
+
+def _devices(devices: Any, parallel: Parallel) -> tuple[jax.Device, ...]:
+    if devices is None:
+        found = tuple(jax.devices()[: parallel.gpus])
+    elif isinstance(devices, jax.Device):
+        found = (devices,)
+    else:
+        found = () if isinstance(devices, str) else tuple(devices)
+        if isinstance(devices, str) or not all(isinstance(d, jax.Device) for d in found):
+            raise TypeError(
+                "devices must be a jax.Device or several, such as jax.devices('gpu')[0]; got "
+                f"{devices!r}"
+            )
+    parallel.check_devices(found)
+    return found

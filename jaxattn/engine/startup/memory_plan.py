@@ -1,0 +1,347 @@
+"""The plan of an engine, from shapes, and from its executables once they are compiled.
+
+    pool      weights + state (arena, caches) + rows + step inputs and outputs + XLA temp
+    outside   XLA's code, the driver's own memory
+
+The executables run one at a time, so inputs, outputs and temp are the largest of any; code is
+loaded for all of them, so it is the sum.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.engine.startup.executable_memory import Executable, from_shapes
+from jaxattn.engine.steps.engine_state import (
+    arena_spec,
+    cache_size,
+    kept_checkpoints,
+    new_state,
+    op_specs,
+    row_shapes,
+)
+from jaxattn.memory.budget import Budget, Item, MemoryPlan, nbytes, solve
+from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.limits import Limits, larger_shares
+from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
+from jaxattn.models.interface import Model, overlaid
+
+# JAX's allocator on a GPU rounds a buffer up to ALIGNMENT bytes, and does not split a free piece
+# for it if less than REST would be left over (and the piece is less than twice as large).
+BFC_ALIGNMENT, BFC_REST = 256, 128 * 2**20
+
+
+def packed_shapes(model: Model) -> Any:
+    """The parameters as an engine holds them, as shapes."""
+    return jax.eval_shape(model.pack, model.param_shapes())
+
+
+def page_bytes(caches: Sequence[LayerCache]) -> int:
+    """Of a page in all layers of all caches."""
+    return sum(_page_bytes_of_arrays(caches))
+
+
+def _page_bytes_of_arrays(caches: Sequence[LayerCache]) -> list[int]:
+    """What each array of the caches grows by with a page; those that do not grow are left out."""
+    one, two = (
+        [shape for cache in caches for shape in cache.shapes(size).values()]
+        for size in (CacheSize(pages=1, slots=1), CacheSize(pages=2, slots=1))
+    )
+    grown = [nbytes(after) - nbytes(before) for before, after in zip(one, two, strict=True)]
+    return [extra for extra in grown if extra]
+
+
+def fill(
+    model: Model,
+    limits: Limits,
+    memory: DeviceMemory,
+    params: Any,
+    executables: Mapping[str, Executable],
+    **beside: Any,
+) -> Limits:
+    """The limits with the pages that `limits.utilization` leaves room for; 0 pages become 1.
+
+    What does not depend on the pages is counted by planning one page; the arena and the rows grow
+    with the longest row that the pages can hold, so they are solved for together.
+    """
+    assert limits.utilization is not None
+    one = dataclasses.replace(limits, num_pages=1)
+    plan = plan_engine(model, one, memory, params, executables, **beside)
+    assert plan.budget is not None
+    of_arrays = _page_bytes_of_arrays(model.caches)
+    page = sum(of_arrays)
+    most = limits.num_pages or limits.wanted_pages
+    if not page:  # nothing is cached by page
+        return dataclasses.replace(limits, num_pages=most)
+    # Arrays of other sizes are rounded up differently.
+    with_pages = plan["arena"] + plan["rows"]
+    fixed = plan.inside - page - with_pages + (2 + len(of_arrays)) * BFC_ALIGNMENT
+
+    def workspace(pages: int) -> int:
+        at = dataclasses.replace(limits, num_pages=max(pages, 1))
+        return arena_spec(model, at, at.table_width).nbytes + nbytes(row_shapes(at))
+
+    found = solve(
+        plan.budget.arrays(plan.outside) - fixed,
+        page,
+        workspace,
+        most=most,
+    )
+    return dataclasses.replace(limits, num_pages=max(found.pages, 1))
+
+
+def check_row(
+    made: MemoryPlan,
+    limits: Limits,
+    advice: Callable[[], tuple[str, ...]],
+    *,
+    wanted: int | None,
+) -> None:
+    """Refuses what does not fit, and a filled cache in which no row at full length does.
+
+    Args:
+        made: the plan with `limits.pages`.
+        wanted: pages that were asked for by number, of which fewer than a row's may be enough;
+            None: `fill` found as many as there is room for.
+
+    Raises:
+        PlanError: it has `made` and what would make a row fit.
+    """
+    made.check(advice)
+    if limits.pages < min(limits.pages_per_row, wanted or limits.pages_per_row):
+        made.refuse(
+            f"the line that does not fit is the kv cache: {limits.pages:,} pages are left, and one "
+            f"row of {limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
+            advice(),
+        )
+
+
+def plan_engine(
+    model: Model,
+    limits: Limits,
+    memory: DeviceMemory | None,
+    params: Any,
+    executables: Mapping[str, Executable],
+    *,
+    outside: int = 0,
+    collectives: int = 0,
+    others: int = 0,
+    outside_basis: str = "measured",
+) -> MemoryPlan:
+    """The whole plan of an engine with `limits.pages` pages.
+
+    Args:
+        params: the parameters, or their shapes.
+        executables: name -> what is known of it; empty leaves inputs, temp and code out.
+        outside: bytes of the driver and of other processes, and how they are known.
+        collectives: bytes of NCCL and of XLA's collective kernels, known in the same way.
+        others: bytes of JAX's pool that other arrays and engines hold.
+    """
+    state = jax.eval_shape(functools.partial(new_state, model, limits))
+    items = [*resident_items(model, limits, params), *_step_items(executables)]
+    if memory is not None and memory.limit:
+        items.append(_rounding([leaf for leaf in jax.tree.leaves((params, state)) if leaf.size]))
+    if others:
+        why = "arrays and engines in the process before this"
+        items.append(Item("others", others, why, basis="measured"))
+    items += _code_items(executables)
+    items += _outside_items(memory, outside, collectives, outside_basis)
+    budget = None
+    if memory is not None:
+        utilization = 1.0 if limits.utilization is None else limits.utilization
+        budget = Budget(memory.name, memory.total, utilization, memory.limit)
+    return MemoryPlan(
+        tuple(items),
+        budget,
+        f"{limits.batch} rows of up to {limits.max_model_len:,} tokens ({limits.pages:,} pages, "
+        f"{limits.batch} state slots{_checkpoints(limits)})",
+        facts=(
+            ("cache tokens", f"{limits.pages * limits.page_tokens:,}"),
+            ("rows at full length", f"{limits.pages // limits.pages_per_row:,}"),
+        ),
+    )
+
+
+def _step_items(executables: Mapping[str, Executable]) -> list[Item]:
+    """What the executables take of the pool: they run one at a time, so the largest counts."""
+    if not executables:
+        return []
+    basis = _basis(executables)
+    in_out = {name: known.in_out for name, known in executables.items()}
+    temp = {name: known.temp for name, known in executables.items()}
+    inputs = "step inputs and outputs"
+    return [
+        Item(inputs, max(in_out.values()), _largest(in_out), basis=basis),
+        Item("xla temp", max(temp.values()), _largest(temp), basis=basis),
+    ]
+
+
+def _code_items(executables: Mapping[str, Executable]) -> list[Item]:
+    """What the executables take outside of the pool: all are loaded, so the sum counts."""
+    if not executables:
+        return []
+    code = sum(known.code for known in executables.values())
+    why = f"of {len(executables)} executables together"
+    return [Item("xla code", code, why, basis=_basis(executables), outside=True)]
+
+
+def _basis(executables: Mapping[str, Executable]) -> str:
+    """Of their sum or maximum: one bound makes it a bound."""
+    return "bound" if any(known.basis == "bound" for known in executables.values()) else "compiled"
+
+
+def _rounding(arrays: Sequence[Any]) -> Item:
+    """What JAX's allocator takes beside the arrays' own bytes."""
+    # The step's inputs and results are a dozen buffers of any size.
+    lost = sum(-nbytes(leaf) % BFC_ALIGNMENT for leaf in arrays) + 16 * BFC_ALIGNMENT
+    why = (
+        f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a "
+        f"free piece if that is below {BFC_REST // 2**20} MiB: to the temp and to one array"
+    )
+    return Item("rounding", lost + 2 * BFC_REST, why, basis="bound")
+
+
+def _outside_items(
+    memory: DeviceMemory | None, outside: int, collectives: int, basis: str
+) -> list[Item]:
+    """What the driver, NCCL and other processes hold; arguments as for `plan_engine`."""
+    items = []
+    if outside:
+        why = "context, modules, libraries"
+        if basis == "measured":
+            why += ", and what other processes hold of the device"
+        items.append(Item("driver", outside, why, basis=basis, outside=True))
+    if collectives:
+        why = "NCCL's channels and buffers, and those of XLA's collective kernels"
+        items.append(Item("collectives", collectives, why, basis=basis, outside=True))
+    if basis != "measured":
+        items += held_elsewhere(memory)
+    return items
+
+
+def _checkpoints(limits: Limits) -> str:
+    found = {"checkpoints": kept_checkpoints(limits), "for drafts": limits.batch * limits.speculate}
+    return "".join(f" and {count} {what}" for what, count in found.items() if count)
+
+
+def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:
+    """The line of what was taken of the device already, if it was measured."""
+    if memory is None or not memory.outside:
+        return []
+    why = "of the device, held outside of this process's arrays: other processes, the driver"
+    return [Item("in use", memory.outside, why, basis="measured", outside=True)]
+
+
+def advice(
+    model: Model,
+    limits: Limits,
+    memory: DeviceMemory,
+    params: Any,
+    executables: Mapping[str, Executable],
+    **beside: Any,
+) -> tuple[str, ...]:
+    """What would make it fit, as far as one change does, with every row's cache whole.
+
+    Args:
+        executables: what the plan that does not fit counted, as in `plan_engine`. Smaller steps
+            take no more; where that is too much still, their own bound decides.
+    """
+
+    def left(changed: Limits, known: Mapping[str, Executable], of: DeviceMemory) -> bool:
+        plan = plan_engine(model, changed, of, params, known, **beside)
+        return plan.reserve is not None and plan.reserve >= 0
+
+    def fits(changed: Limits, of: DeviceMemory = memory) -> bool:
+        if executables and left(changed, executables, of):
+            return True
+        # Tracing takes a second, so it comes after what weights and state alone say.
+        return left(changed, {}, of) and left(changed, bounds(changed), of)
+
+    traced: dict[Any, dict[str, Executable]] = {}
+
+    def bounds(changed: Limits) -> dict[str, Executable]:
+        """More pages raise no bound, so shares that differ in them alone are traced once."""
+        shape = dataclasses.replace(changed, utilization=None, num_pages=None), changed.table_width
+        if shape not in traced:
+            traced[shape] = from_shapes(model, changed, params, None)
+        return traced[shape]
+
+    found = []
+    for larger in larger_shares(limits.utilization):
+        of, how = memory, f"utilization {larger:g}"
+        if memory.limit is not None:  # which was given to JAX's allocator when it began
+            of = dataclasses.replace(memory, limit=int(larger * memory.total))
+            how += " with XLA_PYTHON_CLIENT_MEM_FRACTION as large"
+        changed = dataclasses.replace(limits, utilization=larger, num_pages=None)
+        filled = fill(model, changed, of, params, executables, **beside)
+        if filled.pages >= limits.pages_per_row and fits(filled, of):
+            found.append(how)
+            break
+    one_row = dataclasses.replace(limits, utilization=limits.utilization or 1.0, num_pages=None)
+    pages = fill(model, one_row, memory, params, executables, **beside).pages
+    if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
+        found.append(f"at most {pages:,} pages")
+    sizes = (("batch", limits.groups), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1))
+    for name, least in sizes:
+        step = limits.groups if name == "batch" else 1  # as many rows in each data group
+        value = getattr(limits, name) // 2 // step * step
+        while value >= least:
+            smaller = dataclasses.replace(
+                limits, **{name: value}, num_pages=None, decode_buckets=(), prefill_buckets=()
+            )
+            if fits(smaller):
+                found.append(f"{name} {value:,} with {smaller.pages:,} pages")
+                break
+            value = value // 2 // step * step
+    return tuple(found) or ("a device with more memory",)
+
+
+def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...]:
+    """Weights, arena and caches, from arrays or from their shapes."""
+    weights = jax.tree.leaves(params)
+    twice = sum(leaf.size for leaf in jax.tree.leaves(model.copies(params)))
+    why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
+    if twice:
+        why += f", {twice:,} numbers more for decoding,"
+    dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
+    size = cache_size(limits)
+    return (
+        Item("weights", nbytes(params), f"{why} in {dtypes}, only read"),
+        rows_item(limits),
+        arena_item(op_specs(model, limits, limits.table_width), limits.batch),
+        *(item for cache in model.caches for item in cache.items(size)),
+    )
+
+
+def rows_item(limits: Limits) -> Item:
+    """The line of what the device keeps of each row between steps."""
+    shapes = row_shapes(limits)
+    arrays = {field.name: getattr(shapes, field.name) for field in dataclasses.fields(shapes)}
+    parts = tuple(
+        Item(f"rows {name}", nbytes(shape), f"int32{list(shape.shape)}")
+        for name, shape in arrays.items()
+    )
+    why = f"what the device keeps of {limits.batch:,} rows between steps"
+    return Item("rows", nbytes(shapes), why, parts)
+
+
+def arena_item(specs: Sequence[ArenaSpec], rows: int) -> Item:
+    """The line of the scratch of these ops, overlaid: the largest region of each name is a part."""
+    parts: dict[str, Item] = {}
+    for spec in specs:
+        for name, region in (*spec.regions, *spec.persistent):
+            part = Item(f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'")
+            if part.name not in parts or parts[part.name].nbytes < part.nbytes:
+                parts[part.name] = part
+    why = f"scratch of {rows:,} rows; all layers use the same, so it does not grow with them"
+    return Item("arena", overlaid(specs).nbytes, why, tuple(parts.values()))
+
+
+def _largest(sizes: Mapping[str, int]) -> str:
+    return "the largest of " + ", ".join(f"{name}: {size:,}" for name, size in sizes.items())

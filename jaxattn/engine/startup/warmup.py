@@ -1,0 +1,113 @@
+"""How an engine begins: the trial, the last look at the device's memory, and the warm-up."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxattn.engine.compilation.sharded_step import (
+    group_of,
+    new_rows_over,
+    new_state_over,
+    put_given,
+)
+from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.engine.startup.engine_build import Prepared, smallest_memory
+from jaxattn.engine.startup.placed_params import on_device
+from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.steps.engine_state import new_rows, new_state
+from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.memory.budget import check_allocated
+from jaxattn.memory.limits import Limits
+from jaxattn.models.caches.layer_cache import DecodeState, line_name
+from jaxattn.models.interface import Model
+from jaxattn.parallel import Group
+
+
+def check_arrays(params: Any) -> None:
+    """Raises TypeError for parameters that are shapes."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        raise TypeError(
+            "params are shapes; an engine needs arrays. To compile before they are loaded, use "
+            "Engine.of(prepare(model, shapes, limits)) and start(params)"
+        )
+
+
+def tried(prepared: Prepared, params: Any) -> Prepared:
+    """Runs the trial's steps, so that drivers and libraries have what they want."""
+    if not prepared.trial:
+        return prepared
+    limits, steps = prepared.trial
+    model, group = prepared.model, group_of(prepared.model, prepared.devices)
+    state, rows = _new(model, limits, group)
+    warmed(model, limits, steps.executables, params, state, rows, group)
+    return dataclasses.replace(prepared, trial=None)
+
+
+def measured(prepared: Prepared, params: Any) -> Prepared:
+    """Plans again with what the device has now; fewer pages are found where it has less.
+
+    Raises:
+        PlanError: it does not fit.
+    """
+    compiler, known = prepared.compiler, prepared.known
+    memory = smallest_memory(prepared.devices)
+    own = on_device(params, prepared.devices)
+    if prepared.wanted.utilization is not None and memory is not None:
+        filled = compiler.fill(prepared.wanted, known, memory, own)
+        if filled.pages < prepared.limits.pages:
+            limits, steps, known = compiler.fit(prepared.wanted, known, memory, own)
+            prepared = dataclasses.replace(prepared, limits=limits, steps=steps, known=known)
+    plan = compiler.plan(prepared.limits, known, memory, own, wanted=prepared.wanted)
+    return dataclasses.replace(prepared, plan=plan)
+
+
+def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
+    """State and rows, as they were planned, beside which every step has run.
+
+    Raises:
+        PlanError: what was allocated is not what was planned.
+    """
+    limits, plan = prepared.limits, prepared.plan
+    group = group_of(prepared.model, prepared.devices)
+    state, rows = _new(prepared.model, limits, group)
+    check_allocated("arena", state.arena, plan["arena"])
+    check_allocated("rows", rows, plan["rows"])
+    for arrays in state.caches.values():
+        for name, array in arrays.items():
+            check_allocated(line_name(name), array, plan[line_name(name)])
+    executables = prepared.steps.executables
+    return warmed(prepared.model, limits, executables, params, state, rows, group)
+
+
+def _new(model: Model, limits: Limits, group: Group | None) -> tuple[DecodeState, Rows]:
+    if group is None:  # in one program: to compile one for each array takes half a second
+        return jax.jit(lambda: (new_state(model, limits), new_rows(limits)))()
+    return new_state_over(model, limits, group), new_rows_over(limits, group)
+
+
+def warmed(
+    model: Model,
+    limits: Limits,
+    executables: Mapping[str, Any],
+    params: Any,
+    state: DecodeState,
+    rows: Rows,
+    group: Group | None = None,
+) -> tuple[DecodeState, Rows]:
+    """State and rows after each step has run twice beside them, on padding: nothing is written.
+
+    The first two runs are special on a GPU: one loads the modules, one records the command
+    buffer.
+    """
+    weights = tuple(jax.tree.leaves(params))
+    for step in all_steps(limits) * 2:
+        given, executable = step.padding(model, limits), executables[str(step)]
+        if group is not None:
+            given = put_given(step, given, model, group)
+            executable = functools.partial(in_turn, executable)
+        state, rows, told = step.call(executable, given, weights, state, rows)
+        jax.block_until_ready((told, rows))
+    return state, rows

@@ -1,0 +1,1 @@
+"""The compiled steps: the device batch, and what each executable takes and returns."""

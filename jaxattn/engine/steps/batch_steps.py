@@ -1,0 +1,189 @@
+"""The steps that change rows, and what lies beside them: all but the model's own."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxattn.engine.sampling.grammar_bitmask import masked, masks, words_of
+from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.steps import device_batch as device_rows
+from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.steps.engine_state import new_state, row_shapes
+from jaxattn.engine.steps.engine_step import Step, int32, on_device
+from jaxattn.engine.steps.prefill_batch import (
+    kept_places,
+    packed_chunks,
+    prefill_batch,
+    prefill_width,
+)
+from jaxattn.engine.steps.token_selection import advance, remember
+from jaxattn.memory.limits import Limits
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.interface import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample(Step):
+    """Samples `rows` rows at a level."""
+
+    rows: int
+    level: Level
+
+    def __str__(self) -> str:
+        return f"sample of {self.rows} rows: {self.level}"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return partial(advance, level=self.level, remembers=limits.speculate > 0)
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return row_shapes(limits), *self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> tuple[Any, ...]:
+        logits = jax.ShapeDtypeStruct((self.rows, model.logit_columns), jnp.float32)
+        return logits, int32(self.rows)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        logits = np.zeros((self.rows, model.logit_columns), np.float32)
+        return logits, np.full(self.rows, -1, np.int32)
+
+    def call(
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
+    ) -> tuple[DecodeState, Rows, Any]:
+        rows, told = executable(rows, *map(on_device, given))
+        return state, rows, told
+
+
+def sampled_levels(limits: Limits) -> tuple[Level, ...]:
+    """Levels that have a `Sample`. Beside rounds of several steps, which sample themselves, few
+    greedy rows are sampled alone: they are where those that draw are."""
+    return tuple(Level) if limits.round_steps == 1 else tuple(Level)[1:]
+
+
+def sample_of(limits: Limits, rows: int, level: Level) -> Sample:
+    """The step that samples rows which need a level."""
+    return Sample(rows, max(level, sampled_levels(limits)[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask(Step):
+    """Leaves out of the logits of `rows` rows what their grammars do not allow."""
+
+    rows: int
+
+    def __str__(self) -> str:
+        return f"mask of {self.rows} rows"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return masked
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        logits = jax.ShapeDtypeStruct((self.rows, model.logit_columns), jnp.float32)
+        return logits, self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows, words_of(model.vocab_size))
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        logits = np.zeros((self.rows, model.logit_columns), np.float32)
+        return logits, masks((), self.rows, model.vocab_size)
+
+    def call(
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
+    ) -> tuple[DecodeState, Rows, Any]:
+        logits, words = given
+        return state, rows, executable(on_device(logits), words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update(Step):
+    """Rows that come, and pages."""
+
+    def __str__(self) -> str:
+        return "update of rows"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return device_rows.update
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return row_shapes(limits), self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(device_rows.packed(limits.batch).size)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        return np.full(device_rows.packed(limits.batch).size, limits.batch, np.int32)
+
+    def call(
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
+    ) -> tuple[DecodeState, Rows, Any]:
+        return state, executable(rows, given), ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Remember(Step):
+    """The tokens of a prefill step, for the histories of its rows."""
+
+    rows: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"history of {self.rows} x {self.tokens} tokens"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return partial(_remember, limits.table_width)
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return row_shapes(limits), self.given(model, limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows, prefill_width(self.tokens, limits.table_width))
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        return packed_chunks(self.rows, self.tokens, limits.table_width, ())
+
+    def call(
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
+    ) -> tuple[DecodeState, Rows, Any]:
+        return state, executable(rows, given), ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy(Step):
+    """The states of one slot, to another: int32 [2], from and to."""
+
+    def __str__(self) -> str:
+        return "copy of states"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return partial(_copy, model)
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        return jax.eval_shape(lambda: new_state(model, limits)), int32(2)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(2)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        return np.zeros(2, np.int32)
+
+    def call(
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
+    ) -> tuple[DecodeState, Rows, Any]:
+        return executable(state, given), rows, ()
+
+
+def _remember(width: int, rows: Rows, packed: Any) -> Rows:
+    batch = prefill_batch(packed, width)
+    return remember(rows, batch.tokens, kept_places(packed), batch.seq_lens, batch.query_lens)
+
+
+def _copy(model: Model, state: DecodeState, slots: Any) -> DecodeState:
+    for cache in model.caches:
+        arrays = cache.copy_slots(state.caches[cache.name], slots[:1], slots[1:])
+        state = state.replace(cache.name, arrays)
+    return state

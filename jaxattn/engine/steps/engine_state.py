@@ -1,0 +1,58 @@
+"""What the steps of an engine change, state and rows: their shapes, and how they are made."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.engine.steps import device_batch as device_rows
+from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.memory.limits import Limits
+from jaxattn.models.caches.layer_cache import CacheSize, DecodeState
+from jaxattn.models.interface import Model, init_state, overlaid
+
+
+def recurrent(model: Model) -> bool:
+    """Whether rows have states in slots, beside their pages."""
+    one, two = (CacheSize(pages=1, slots=slots) for slots in (1, 2))
+    return any(cache.shapes(one) != cache.shapes(two) for cache in model.caches)
+
+
+def row_shapes(limits: Limits) -> Rows:
+    """The rows of an engine, as shapes."""
+    return device_rows.shapes(limits.batch, limits.table_width, limits.max_model_len)
+
+
+def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
+    """The scratch of every op of every decode step; a small batch can ask for more than a large."""
+    return tuple(
+        spec
+        for tokens in sorted({*limits.q_lens, limits.step_tokens}, reverse=True)
+        for rows in limits.batches
+        for spec in model.scratch(rows // limits.groups, max_pages=width, q_len=tokens)
+    )
+
+
+def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
+    """The arena that serves them all."""
+    return overlaid(op_specs(model, limits, width))
+
+
+def cache_size(limits: Limits) -> CacheSize:
+    """What the caches of an engine are made for."""
+    beside = kept_checkpoints(limits) + limits.batch * limits.speculate
+    return CacheSize(pages=limits.pages, slots=limits.rows_per_group, checkpoints=beside)
+
+
+def kept_checkpoints(limits: Limits) -> int:
+    """Slots for the states of prefixes; behind them are those that drafts take."""
+    return limits.checkpoints if limits.prefix_cache else 0
+
+
+def new_state(model: Model, limits: Limits) -> DecodeState:
+    """The state of one device of an engine; under `jax.eval_shape`, its shapes."""
+    return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
+
+
+def new_rows(limits: Limits) -> Rows:
+    """Rows of which none has come yet."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), row_shapes(limits))

@@ -1,0 +1,246 @@
+"""The steps that run the model: prefill, decode, and decode with sampling in one."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.steps.device_batch import Places, Rows, decode_batch
+from jaxattn.engine.steps.engine_state import kept_checkpoints, new_state, recurrent, row_shapes
+from jaxattn.engine.steps.engine_step import Step, int32, on_device, sampled_rows
+from jaxattn.engine.steps.prefill_batch import packed_chunks, prefill_batch, prefill_width
+from jaxattn.engine.steps.prompt_lookup import draft, draft_batch, verify
+from jaxattn.engine.steps.token_selection import advance
+from jaxattn.memory.limits import Limits
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.interface import DecodeBatch, Model
+from jaxattn.parallel import own_part
+
+# Levels that a decode step has in one executable with it. Each is one more compilation of the
+# model, and what the others do to logits takes longer than a second call.
+FUSED = (Level.GREEDY, Level.DRAWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryPoint(Step):
+    """A step of the model: `kind` is "prefill" or "decode", of `rows` rows of `tokens` tokens."""
+
+    kind: str
+    rows: int
+    tokens: int
+
+    donated = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.rows} x {self.tokens} tokens"
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether its batch is made of the rows on the device."""
+        return self.kind == "decode" and self.tokens == 1
+
+    def step(self, model: Model, limits: Limits) -> Callable:
+        """(params, state, batch) -> (logits, state)."""
+        if self.kind == "prefill":
+            rows = sampled_rows(limits, self.rows) // limits.groups
+            return partial(_prefill, model, limits.table_width, rows)
+        return partial(_decode if self.reads_rows else _decode_given, model)
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        step = self.step(model, limits)
+
+        def of_leaves(weights: Any, state: Any, batch: Any, **options: Any) -> Any:
+            return step(jax.tree.unflatten(tree, weights), state, batch, **options)
+
+        return of_leaves
+
+    def batch_shapes(self, limits: Limits) -> Any:
+        """Its batch, as shapes."""
+        width = limits.table_width
+        if self.kind == "prefill":
+            return int32(self.rows, prefill_width(self.tokens, width))
+        if self.reads_rows:
+            return Places(row_shapes(limits), int32(self.rows))
+        tokens, tables = int32(self.rows, self.tokens), int32(self.rows, width)
+        return DecodeBatch(tokens, int32(self.rows), tables, int32(self.rows))
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        state = jax.eval_shape(lambda: new_state(model, limits))
+        return tuple(jax.tree.leaves(params)), state, self.batch_shapes(limits)
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows) if self.reads_rows else self.batch_shapes(limits)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        if self.kind == "prefill":
+            return packed_chunks(self.rows, self.tokens, limits.table_width, ())
+        none = np.full(self.rows, -1, np.int32)
+        if self.reads_rows:
+            return none
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.int32), self.batch_shapes(limits))
+        return dataclasses.replace(zeros, state_indices=none)
+
+    def call(
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
+    ) -> tuple[DecodeState, Rows, Any]:
+        batch = Places(rows, on_device(given)) if self.reads_rows else given
+        told, state = executable(weights, state, batch)
+        return state, rows, told
+
+
+@dataclasses.dataclass(frozen=True)
+class Round(Step):
+    """A decode step of one token, and the sampling of its `rows` rows at a level behind it.
+
+    Attributes:
+        decode: the first half of it.
+    """
+
+    rows: int
+    level: Level
+
+    donated = 1
+
+    def __str__(self) -> str:
+        return f"round of {self.rows} rows: {self.level}"
+
+    @property
+    def decode(self) -> EntryPoint:
+        return EntryPoint("decode", self.rows, 1)
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        return self.behind(self.decode.function(model, limits, tree))
+
+    def behind(self, decode: Callable) -> Callable:
+        """(weights, (state, rows), places) -> ((state, rows), what `advance` tells)."""
+
+        def both(weights: Any, held: Any, places: Any, **options: Any) -> Any:
+            state, rows = held
+            logits, state = decode(weights, state, Places(rows, places), **options)
+            # Without the barrier XLA may sample of logits that it has not rounded.
+            rows, told = advance(rows, lax.optimization_barrier(logits), places, level=self.level)
+            return (state, rows), told
+
+        return both
+
+    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
+        weights, state, batch = self.decode.arguments(model, limits, params)
+        return weights, (state, batch.rows), batch.places
+
+    def given(self, model: Model, limits: Limits) -> Any:
+        return int32(self.rows)
+
+    def padding(self, model: Model, limits: Limits) -> Any:
+        return np.full(self.rows, -1, np.int32)
+
+    def call(
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
+    ) -> tuple[DecodeState, Rows, Any]:
+        (state, rows), told = executable(weights, (state, rows), on_device(given))
+        return state, rows, told
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds(Round):
+    """Several rounds, one after another in one call. A row that ends is padding from there on.
+
+    Attributes:
+        steps: how many.
+    """
+
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.steps} rounds of {self.rows} rows: {self.level}"
+
+    def behind(self, decode: Callable) -> Callable:
+        """As of one round, but it tells of each: int32 [steps, b, 2]."""
+        one = super().behind(decode)
+
+        def several(weights: Any, held: Any, places: Any, **options: Any) -> Any:
+            def step(held: Any, _: None) -> Any:
+                return one(weights, held, places, **options)
+
+            return lax.scan(step, held, length=self.steps)
+
+        return several
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculate(Round):
+    """A decode step of `rows` rows with a draft of `drafts` tokens each, and its verification."""
+
+    drafts: int
+
+    def __str__(self) -> str:
+        return f"draft of {self.rows} x {self.drafts} tokens: {self.level}"
+
+    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
+        checkpoints, slots = kept_checkpoints(limits), recurrent(model)
+
+        def drafted(weights: Any, held: Any, places: Any, **options: Any) -> Any:
+            state, rows = held
+            made = draft(rows, places, self.drafts, checkpoints)
+            batch = draft_batch(rows, made, recurrent=slots)
+            params = jax.tree.unflatten(tree, weights)
+            logits, state = model.decode_each(params, state, batch, **options)
+            rows, told = verify(rows, lax.optimization_barrier(logits), made, self.level)
+            return (state, rows), told
+
+        return drafted
+
+
+def fused_levels(limits: Limits, steps: int = 1) -> tuple[Level, ...]:
+    """Levels that a round of so many decode steps samples in its own executable."""
+    if limits.speculate:
+        return *FUSED, Level.CONTROLS
+    # Where most steps come several at a time, one executable serves the others.
+    return FUSED if steps == limits.round_steps else (Level.DRAWS,)
+
+
+def round_of(limits: Limits, rows: int, level: Level, steps: int = 1) -> Round | None:
+    """The step of a round of rows that need a level; None where it is no step of its own."""
+    found = [fused for fused in fused_levels(limits, steps) if fused >= level]
+    if not found:
+        return None
+    if limits.speculate:
+        return Speculate(rows, found[0], limits.speculate)
+    return Round(rows, found[0]) if steps == 1 else Rounds(rows, found[0], steps)
+
+
+def rounds(limits: Limits, rows: int) -> tuple[Round, ...]:
+    """Every round of so many rows."""
+    found = {
+        round_of(limits, rows, level, steps): None
+        for steps in (1, limits.round_steps)
+        for level in fused_levels(limits, steps)
+    }
+    return tuple(step for step in found if step is not None)
+
+
+def _prefill(
+    model: Model, width: int, rows: int, params: Any, state: Any, batch: Any, **options: Any
+) -> Any:
+    """Logits of as many rows as are sampled together; those behind the prompts are 0."""
+    own = _own_rows(model, prefill_batch(batch, width))
+    logits, state = model.prefill(params, state, own, **options)
+    return jnp.pad(logits, ((0, rows - len(logits)), (0, 0))), state
+
+
+def _decode(model: Model, params: Any, state: Any, batch: Places, **options: Any) -> Any:
+    return _decode_given(model, params, state, decode_batch(batch), **options)
+
+
+def _decode_given(model: Model, params: Any, state: Any, batch: DecodeBatch, **options: Any) -> Any:
+    return model.decode(params, state, _own_rows(model, batch), **options)
+
+
+def _own_rows[Batch](model: Model, batch: Batch) -> Batch:
+    """The rows of this device's data group; on one device, all."""
+    return jax.tree.map(lambda x: own_part(x, model.parallel, "data"), batch)

@@ -1,0 +1,163 @@
+"""Speculative decoding by prompt lookup: what a row may say next is read off what it said before.
+
+    draft     the tokens that followed the latest place where the row had its last two or three
+    decode    the last token and the draft, in one step of S tokens
+    verify    a token is sampled behind each of them, as if there were no draft; the draft counts as
+              far as it is what was sampled
+
+A token is sampled by the same key of seed and position with and without a draft. So every row gets
+the tokens that it would have got one by one, as far as the logits are the same. A draft can only
+change how many of them come at once. (A draft is certain of itself. To accept it with the chance
+that the model gives it, and to draw from the rest otherwise, is to draw and to compare.)
+
+Penalties look at what a row said, so a row with penalties gets no draft.
+
+What a step wrote behind the tokens that count is written again: caches of tokens go by the row's
+length. Recurrent states do not, so the step keeps the states behind each of its tokens, each in
+another slot of the row, and the row goes on from one of them:
+
+    slot of a row            what it was given; its prompt is read there
+    batch + checkpoints + i  spare slots: the first of all rows, then the second of all rows
+"""
+
+import dataclasses
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.engine.sampling.sampler import Level, SamplingBatch, sample
+from jaxattn.engine.steps.device_batch import INTEGERS, Read, Rows, read
+from jaxattn.engine.steps.token_selection import End, ending, with_biases, with_penalties
+from jaxattn.models.interface import DecodeBatch
+
+# A draft follows so many equal tokens at least; of places with more than MOST the latest is taken.
+LEAST, MOST = 2, 3
+
+
+class Draft(NamedTuple):
+    """Rows and what they may say next.
+
+    Attributes:
+        read: the rows.
+        tokens: int32 [b, S], each row's last token and the draft behind it.
+        found: bool [b], whether there is a draft.
+        slots: int32 [b, S], where the states behind each token are kept; -1 for padding.
+    """
+
+    read: Read
+    tokens: Int[Array, "b S"]
+    found: Bool[Array, "b"]
+    slots: Int[Array, "b S"]
+
+    @property
+    def active(self) -> Bool[Array, "b"]:
+        return self.read.cursor.active > 0
+
+
+@jax.named_scope("draft")
+def draft(rows: Rows, places: Int[Array, "b"], drafts: int, checkpoints: int) -> Draft:
+    """Looks up `drafts` tokens for each row at `places`.
+
+    Args:
+        checkpoints: slots between those of rows and the spare ones.
+    """
+    found = read(rows, places)
+    last = found.cursor.length  # where the last token stands
+    history = rows.history.at[found.at].get(mode="fill", fill_value=0)
+    column = jnp.arange(history.shape[1])
+    same, equal = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
+    for back in range(MOST):
+        before = jnp.pad(history, ((0, 0), (back, 0)))[:, : history.shape[1]]
+        own = jnp.take_along_axis(history, jnp.maximum(last - back, 0)[:, None], axis=1)
+        same &= (before == own) & (column >= back) & (last >= back)[:, None]
+        equal += same
+    there = (equal >= LEAST) & (column < last[:, None])
+    at = jnp.argmax(jnp.where(there, equal * len(column) + column, -1), axis=1)
+    # What was said since then is said again, where the draft is longer than that.
+    since = jnp.maximum(last - at, 1)[:, None]
+    follows = at[:, None] + 1 + jnp.arange(drafts) % since
+    guessed = jnp.take_along_axis(history, follows, axis=1)
+    tokens = jnp.concatenate([found.cursor.token[:, None], guessed], axis=1)
+    active = found.cursor.active > 0
+    there &= ~_penalized(found)[:, None]
+    slots = jnp.where(active[:, None], _slots(found, len(rows.cursor), drafts, checkpoints), -1)
+    return Draft(found, tokens, active & there.any(1), slots)
+
+
+def _penalized(found: Read) -> Bool[Array, "b"]:
+    """Rows whose logits depend on what they said: a draft behind one would have to be counted."""
+    repeats = found.number("repetition_penalty") != 1
+    taken = (found.number(name) != 0 for name in ("presence_penalty", "frequency_penalty"))
+    return functools.reduce(operator.or_, taken, repeats)
+
+
+def _slots(found: Read, batch: int, drafts: int, checkpoints: int) -> Int[Array, "b S"]:
+    """The slots of each row: its first and its spare ones. It may be in any of them now."""
+    now, spare = found.integer("slot"), batch + checkpoints
+    first = jnp.where(now < batch, now, (now - spare) % batch)[:, None]
+    return jnp.concatenate([first, spare + first + batch * jnp.arange(drafts)], axis=1)
+
+
+def draft_batch(rows: Rows, made: Draft, *, recurrent: bool) -> DecodeBatch:
+    """What the model decodes."""
+    active, tokens = made.active, made.tokens
+    return DecodeBatch(
+        tokens=jnp.where(active[:, None], tokens, 0),
+        seq_lens=jnp.where(active, made.read.cursor.length + tokens.shape[1], 0),
+        block_tables=rows.tables.at[made.read.at].get(mode="fill", fill_value=0),
+        state_indices=jnp.where(active, made.read.integer("slot"), -1),
+        write_indices=made.slots if recurrent else None,
+    )
+
+
+@jax.named_scope("verify")
+def verify(
+    rows: Rows, logits: Float[Array, "b S vocab"], made: Draft, level: Level
+) -> tuple[Rows, Int[Array, "b S 2"]]:
+    """Samples behind each token, and keeps what the draft was right about and one token more.
+
+    Args:
+        level: without log-probabilities.
+
+    Returns:
+        (the rows; int32 [b, S, 2]: tokens, each with an `End`; IDLE behind those that count).
+    """
+    found, active = made.read, made.active
+    count, width = made.tokens.shape
+    position = found.cursor.length[:, None] + 1 + jnp.arange(width)
+    every = jax.tree.map(lambda x: jnp.repeat(x, width), found.sampling)
+    assert isinstance(every, SamplingBatch)
+    if level >= Level.CONTROLS:
+        logits = logits.at[:, 0].set(with_penalties(rows, found, logits[:, 0], position[:, 0]))
+        add = functools.partial(with_biases, rows, found)
+        logits = jax.vmap(add, in_axes=1, out_axes=1)(logits)
+    flat = logits.reshape(count * width, -1)
+    tokens = sample(flat, every, position.reshape(-1), level).reshape(count, width)
+    end = ending(found, tokens, position)
+
+    right = (tokens[:, :-1] == made.tokens[:, 1:]) & (end[:, :-1] == End.NONE)
+    right = lax.cumprod((right & made.found[:, None]).astype(jnp.int32), axis=1)
+    counts = jnp.concatenate([jnp.ones_like(right[:, :1]), right], axis=1) > 0
+    counts &= active[:, None]
+    end = jnp.where(counts, end, End.IDLE)
+
+    of_last = jnp.maximum(counts.sum(1) - 1, 0)[:, None]
+    newest, ended, slot, stands = (
+        jnp.take_along_axis(x, of_last, axis=1)[:, 0] for x in (tokens, end, made.slots, position)
+    )
+    at = jnp.where(active, found.at, len(rows.cursor))
+    cursor = jnp.stack([newest, stands, (ended == End.NONE).astype(jnp.int32)], axis=1)
+    column = INTEGERS.index("slot")
+    told_at = jnp.where(counts, position, rows.history.shape[1])
+    rows = dataclasses.replace(
+        rows,
+        cursor=rows.cursor.at[at].set(cursor, mode="drop"),
+        controls=rows.controls.at[at, column].set(slot, mode="drop"),
+        history=rows.history.at[at[:, None], told_at].set(tokens, mode="drop"),
+    )
+    return rows, jnp.stack([tokens, end], axis=2)

@@ -1,0 +1,58 @@
+"""The executables of an engine: every step that serving can reach, compiled ahead of time.
+
+    prefill of P x T tokens    a chunk of each of P prompts: the first, a later one (the cached
+                               prefix is walked page by page up to the whole block table), the last
+    decode of B x 1 tokens     the last token of each row, from the rows on the device
+    decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
+    mask of B rows             what grammars do not allow, out of the logits (grammar_bitmask.py)
+    sample of B rows: level    the rows' next tokens (token_selection.py)
+    round of B rows: level     decode and sample in one, at the levels that most rows have
+    N rounds of B rows: level  several of them in one call, where a step is short (decode_step_count.py)
+    draft of B x N tokens: level   in the place of rounds where rows speculate (prompt_lookup.py)
+    update of rows             rows that come, and pages (device_batch.py)
+    history of P x T tokens    prompts of rows with penalties
+    copy of states             to a checkpoint and back (prefix_cache.py), where there are checkpoints
+
+Prefill and decode are the model's own: (weights, state, batch) -> (logits, state), where `weights`
+are the leaves of the packed parameters: to take a tree of modules apart costs the host more than
+all the rest of a call. The others change rows: (rows, ...) -> rows, some with what they tell.
+
+Lengths are data, so a row's length never asks for another executable; shapes are buckets.
+"""
+
+from jaxattn.engine.steps.batch_steps import Copy, Mask, Remember, Sample, Update, sampled_levels
+from jaxattn.engine.steps.engine_step import Step
+from jaxattn.engine.steps.model_steps import EntryPoint, rounds
+from jaxattn.memory.limits import Limits
+
+
+def prompts_together(limits: Limits) -> tuple[int, ...]:
+    """How many prompts a prefill step reads of, as many of each data group: few, or most."""
+    most = min(limits.prefill_rows, limits.batch) // limits.groups * limits.groups
+    return tuple(sorted({limits.groups, max(most, limits.groups)}))
+
+
+def entry_points(limits: Limits) -> tuple[EntryPoint, ...]:
+    """The model's steps that an engine of these limits can run, the largest of a kind last."""
+    prefills = (
+        EntryPoint("prefill", rows, chunk)
+        for rows in prompts_together(limits)
+        for chunk in limits.chunks
+    )
+    decodes = (
+        EntryPoint("decode", rows, tokens)
+        for tokens in sorted(limits.q_lens, reverse=True)
+        for rows in limits.batches
+    )
+    return *prefills, *decodes
+
+
+def all_steps(limits: Limits) -> tuple[Step, ...]:
+    """Every step that an engine of these limits can run."""
+    entries = entry_points(limits)
+    histories = (Remember(e.rows, e.tokens) for e in entries if e.kind == "prefill")
+    samples = (Sample(rows, level) for rows in limits.batches for level in sampled_levels(limits))
+    decodes = (step for rows in limits.batches for step in rounds(limits, rows))
+    grammars = (Mask(rows) for rows in limits.batches)
+    copies = (Copy(),) if limits.prefix_cache and limits.checkpoints else ()
+    return *entries, *decodes, *samples, *grammars, *histories, Update(), *copies

@@ -1,0 +1,158 @@
+"""The step between two forward passes: each row's next token, and whether the row goes on."""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.engine.sampling.logprobs import logprobs
+from jaxattn.engine.sampling.penalties import biased, penalized
+from jaxattn.engine.sampling.sampler import NOT_FINITE, Level, sample
+from jaxattn.engine.steps.device_batch import Read, Rows, read
+
+# Rows whose tokens are chosen at a time: scratch does not grow with the batch beyond them.
+BLOCK = 256
+
+
+class End(enum.IntEnum):
+    """What a step says of a row. IDLE: it was padding, or had ended before."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    NOT_FINITE = 3
+    IDLE = 4
+
+
+def advance(
+    rows: Rows,
+    logits: Float[Array, "b vocab"],
+    places: Int[Array, "b"],
+    *,
+    level: Level,
+    remembers: bool = False,
+) -> tuple[Rows, Int[Array, "b n"]]:
+    """Chooses the next token of each row at `places`, and freezes the rows that end with it.
+
+    Args:
+        remembers: whether every row has a history, and not those with penalties alone.
+
+    Returns:
+        (the rows; int32 [b, 2]: the token and an `End`; at `Level.LOGPROBS` followed by
+        `logprobs`). The rows come first: JAX gives a donated buffer to the first result of its
+        shape, and block tables of two pages have the shape of the second.
+    """
+    found = read(rows, places)
+    active = found.cursor.active > 0
+    position = found.cursor.length + 1
+    choose = functools.partial(_chosen, rows, level=level)
+    chosen = choose(found, logits) if level == Level.GREEDY else _in_blocks(choose, found, logits)
+    tokens = chosen[:, 0]
+    end = jnp.where(active, ending(found, tokens, position), End.IDLE)
+    told = jnp.concatenate([tokens[:, None], end[:, None], chosen[:, 1:]], axis=1)
+
+    at = jnp.where(active, found.at, len(rows.cursor))
+    cursor = jnp.stack([tokens, position, (end == End.NONE).astype(jnp.int32)], axis=1)
+    rows = dataclasses.replace(rows, cursor=rows.cursor.at[at].set(cursor, mode="drop"))
+    # A row with penalties has had no lower level since it joined.
+    if remembers or level >= Level.CONTROLS:
+        history = rows.history.at[at, position].set(tokens, mode="drop")
+        rows = dataclasses.replace(rows, history=history)
+    return rows, told
+
+
+def _chosen(
+    rows: Rows, found: Read, logits: Float[Array, "b vocab"], *, level: Level
+) -> Int[Array, "b n"]:
+    """The next token of each row, at `Level.LOGPROBS` followed by `logprobs`."""
+    position = found.cursor.length + 1
+    raw = logits
+    if level >= Level.CONTROLS:
+        logits = with_biases(rows, found, with_penalties(rows, found, logits, position))
+    tokens = sample(logits, found.sampling, position, level)
+    if level < Level.LOGPROBS:
+        return tokens[:, None]
+    return jnp.concatenate([tokens[:, None], logprobs(raw, tokens)], axis=1)
+
+
+def _in_blocks(
+    choose: Callable[[Read, Array], Int[Array, "r n"]], found: Read, logits: Float[Array, "b vocab"]
+) -> Int[Array, "b n"]:
+    """What `choose` gives of all rows, `BLOCK` of them at a time."""
+    count = len(logits)
+    if count <= BLOCK:
+        return choose(found, logits)
+
+    def block(i: Array, chosen: Array) -> Array:
+        # The last block begins before its turn where the blocks do not fill the batch.
+        first = jnp.minimum(i * BLOCK, count - BLOCK)
+        some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, BLOCK), (found, logits))
+        return lax.dynamic_update_slice_in_dim(chosen, choose(*some), first, axis=0)
+
+    width = jax.eval_shape(choose, found, logits).shape[1]
+    return lax.fori_loop(0, -(-count // BLOCK), block, jnp.zeros((count, width), jnp.int32))
+
+
+def ending(
+    found: Read, tokens: Int[Array, "b *S"], position: Int[Array, "b *S"]
+) -> Int[Array, "b *S"]:
+    """The `End` of each row with a token at a position."""
+
+    def of_row(x: Array) -> Array:
+        return x.reshape(len(x), *(1,) * (tokens.ndim - 1), *x.shape[1:])
+
+    end = jnp.where(position >= of_row(found.integer("last")), End.LENGTH, End.NONE)
+    stops = (tokens[..., None] == of_row(found.stops)).any(-1)
+    end = jnp.where(stops, End.STOP, end)
+    return jnp.where(tokens == NOT_FINITE, End.NOT_FINITE, end)
+
+
+def with_penalties(
+    rows: Rows, found: Read, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
+) -> Float[Array, "b vocab"]:
+    """The logits of the token at a position, less what its row said before."""
+    return penalized(
+        logits,
+        rows.history,
+        found.at,
+        found.integer("prompt"),
+        position,
+        repetition=found.number("repetition_penalty"),
+        presence=found.number("presence_penalty"),
+        frequency=found.number("frequency_penalty"),
+    )
+
+
+def with_biases(
+    rows: Rows, found: Read, logits: Float[Array, "b vocab"]
+) -> Float[Array, "b vocab"]:
+    """The logits with what the rows' requests add."""
+    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
+    return biased(logits, biases[:, 0], lax.bitcast_convert_type(biases[:, 1], jnp.float32))
+
+
+def remember(
+    rows: Rows,
+    tokens: Int[Array, "P T"],
+    places: Int[Array, "P"],
+    lengths: Int[Array, "P"],
+    news: Int[Array, "P"],
+) -> Rows:
+    """Writes the chunk of a prompt into the histories of its rows.
+
+    Args:
+        places: -1 is padding.
+        lengths: of each row after the chunk.
+        news: tokens of the chunk.
+    """
+    column = jnp.arange(tokens.shape[1])
+    keeps = (places >= 0)[:, None] & (column < news[:, None])
+    row = jnp.where(keeps, places[:, None], len(rows.cursor))
+    at = (lengths - news)[:, None] + column
+    history = rows.history.at[row, at].set(tokens, mode="drop")
+    return dataclasses.replace(rows, history=history)

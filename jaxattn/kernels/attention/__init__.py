@@ -1,0 +1,1 @@
+"""What attention kernels of several families share: tile scheduler, work partition, work queue."""

@@ -1,0 +1,223 @@
+"""What a block of the MLA decode kernels has to do: its part of the rows, in pieces, page by page.
+
+A piece is a row, or what of it lies in this part. Warpgroups may share a piece, and take its pages
+in turns. Who multiplies walks its pieces one by one; who loads ahead of that finds the page behind
+a page, or behind a piece, with `settle`.
+
+The walk is from place to place of the schedule's line. What a place has, its tokens, pages, queries
+and output, is of the row that stands there: `Place.row`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
+from jaxattn.kernels.hopper.store.row_store import store
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """
+    Attributes:
+        number: of the place in the line.
+        ordered: the row there, read once; None in a schedule without an order.
+    """
+
+    number: jax.Array
+    ordered: jax.Array | None
+
+    @property
+    def row(self) -> jax.Array:
+        return self.number if self.ordered is None else self.ordered
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """
+    Attributes:
+        begin: (place, page) of the part, a cut of `Schedule`; `end` of the part after it.
+        lens_ref: tokens of each row [B].
+        table_ref: block tables [B, M].
+        kv_ref: the cache [L, N, C, Ds].
+        layer: of the cache.
+        index: of the part.
+        order_ref: `Schedule.order` [B], or None.
+        made_of_ref: `Schedule.seq_lens` [B], or None.
+    """
+
+    begin: tuple[jax.Array, jax.Array]
+    end: tuple[jax.Array, jax.Array]
+    lens_ref: Any
+    table_ref: Any
+    kv_ref: Any
+    layer: jax.Array
+    index: jax.Array
+    order_ref: Any
+    made_of_ref: Any
+
+    @classmethod
+    def of(cls, refs: Any, index: jax.Array) -> "Part":
+        """The part `index` of a `Schedule`, `refs` being what a kernel works on."""
+        begin, end = ((refs.cuts_ref[0, i], refs.cuts_ref[1, i]) for i in (index, index + 1))
+        return cls(
+            begin, end, refs.lens_ref, refs.table_ref, refs.kv_ref, refs.layer_ref[0], index,
+            refs.order_ref, refs.made_of_ref,
+        )  # fmt: skip
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_ref.shape[2]
+
+    @property
+    def max_pages(self) -> int:
+        return -(-self.table_ref.shape[1] * self.page_size // PAGE)
+
+    def some_row(self, row: jax.Array) -> jax.Array:
+        """The row, or any where the part ends behind the last; of places likewise. A batch's only
+        row is known: its length is read beside the cuts, and not after them."""
+        rows = self.lens_ref.shape[0]
+        return jnp.minimum(row, rows - 1) if rows > 1 else jnp.int32(0)
+
+    def place(self, number: jax.Array) -> Place:
+        """With some row where the part ends behind the last place."""
+        if self.order_ref is None:
+            return Place(number, None)
+        return Place(number, self.order_ref[self.some_row(number)])
+
+    def known(self, row: jax.Array) -> jax.Array | None:
+        """Whether the schedule was made of the row's length; None: of this call's lengths."""
+        row = self.some_row(row)
+        return None if self.made_of_ref is None else self.lens_ref[row] == self.made_of_ref[row]
+
+    def pages_of(self, row: jax.Array) -> jax.Array:
+        """0 where the schedule was made of another length."""
+        pages, known = self.pages_in(self.lens_ref[self.some_row(row)]), self.known(row)
+        return pages if known is None else jnp.where(known, pages, 0)
+
+    def pages_in(self, length: jax.Array) -> jax.Array:
+        return jnp.minimum(lax.div(length + PAGE - 1, PAGE), self.max_pages)
+
+    def _stop_of(self, place: Place) -> jax.Array:
+        # No further than the row: of cuts that do not say what lengths they are of it may be less.
+        pages, (last_place, last_page) = self.pages_of(place.row), self.end
+        return jnp.where(place.number == last_place, jnp.minimum(last_page, pages), pages)
+
+    def each_piece(self, piece: Any, carry: Any = ()) -> Any:
+        """carry = piece(place, first page, pages, carry) for each piece; returns the last."""
+        (first_place, first_page), (last_place, last_page) = self.begin, self.end
+
+        def each(i, carry):
+            place = self.place(first_place + i)
+            start = jnp.where(i == 0, first_page, 0)
+            steps = jnp.maximum(self._stop_of(place) - start, 0)
+            there = (steps > 0).astype(jnp.int32)
+            return lax.fori_loop(
+                0, there, lambda _, carry: piece(place, start, steps, carry), carry
+            )
+
+        places = last_place - first_place + (last_page > 0).astype(jnp.int32)
+        return lax.fori_loop(0, places, each, carry)
+
+    def first_piece(self) -> tuple[Place, jax.Array, jax.Array]:
+        """(place, first page, pages) of where the part begins: there may be no pages."""
+        number, page = self.begin
+        place = self.place(number)
+        return place, page, jnp.maximum(self._stop_of(place) - page, 0)
+
+    def first(self) -> Any:
+        """The first page: (place, page, the piece's stop). There is none if page >= stop."""
+        number, page = self.begin
+        place = self.place(number)
+        return self.settle((place, page, self._stop_of(place)))
+
+    def settle(self, at: Any) -> Any:
+        """The same, or where its piece has no such page the first of a later one."""
+
+        def passed(at):
+            place, page, stop = at
+            return (page >= stop) & (place.number < self.end[0])
+
+        def next_piece(at):
+            place = self.place(at[0].number + 1)
+            return place, jnp.int32(0), self._stop_of(place)
+
+        return lax.while_loop(passed, next_piece, at)
+
+    def partial_slot(self, row: jax.Array) -> jax.Array:
+        """Where the partial result of the row's piece goes."""
+        # With partial results there is no order but the batch's: the place is the row.
+        return 2 * self.index + (row != self.begin[0]).astype(jnp.int32)
+
+    def write_lse(
+        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, row: jax.Array, whole: jax.Array,
+        lse: jax.Array,
+    ) -> None:  # fmt: skip
+        """The LSE of a whole row, or of a piece to its partial result's if there are such."""
+
+        @pl.when(whole)
+        def _whole():
+            store(lse_ref.at[row, columns], lse)
+
+        if partial_lse_ref is not None:
+
+            @pl.when(jnp.logical_not(whole))
+            def _piece():
+                store(partial_lse_ref.at[self.partial_slot(row), columns], lse)
+
+    def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
+        """Where in the cache a page is; from `stop` on, the page before it."""
+        row = self.some_row(row)
+        page = jnp.clip(page, 0, jnp.maximum(stop - 1, 0))
+        if self.page_size == PAGE:
+            return [self.table_ref[row, page]]
+        # Past the row's last page of the cache, that page again: what is read is masked.
+        end = lax.div(self.lens_ref[row] + self.page_size - 1, self.page_size) - 1
+        end = jnp.clip(end, 0, self.table_ref.shape[1] - 1)
+        first = lax.div(page * PAGE, self.page_size)
+        copies = copies_of(self.page_size)
+        return [self.table_ref[row, jnp.minimum(first + j, end)] for j in range(copies)]
+
+    def sources(self, numbers: list[jax.Array], page: jax.Array) -> list[Any]:
+        """The page's tokens in the cache, as many as lie together at a time."""
+        tokens = min(self.page_size, PAGE)
+        inside = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
+        some = pl.ds(inside, tokens)
+        return [self.kv_ref.at[self.layer, number, some] for number in numbers]
+
+
+def nothing_or_nan(nothing: float, known: jax.Array | None, dtype: Any) -> jax.Array:
+    """What is written of a row without keys; NaN where it is False that its length is known."""
+    value = jnp.float32(nothing)
+    return (value if known is None else jnp.where(known, value, jnp.nan)).astype(dtype)
+
+
+def visible_keys(
+    packed_row: jax.Array,
+    length: jax.Array,
+    queries: jax.Array | None,
+    *,
+    q_len: int,
+    num_heads: int,
+    layout: Any,
+) -> jax.Array:
+    """How many keys each packed row sees, int32 as `packed_row`: causal from the bottom right.
+
+    Args:
+        packed_row: s * H + h of each score.
+        length: tokens of the row.
+        queries: of its S query tokens, how many there are; None: all.
+    """
+    first = length - (q_len if queries is None else queries) + 1
+    visible = plgpu.layout_cast(jnp.full(packed_row.shape, first, jnp.int32), layout)
+    for token in range(1, q_len):
+        visible += (packed_row >= token * num_heads).astype(jnp.int32)
+    if queries is None:
+        return visible
+    return jnp.where(packed_row < queries * num_heads, visible, 0)

@@ -1,0 +1,1 @@
+"""Kernels over the symmetric memory of peer GPUs."""

@@ -1,0 +1,1 @@
+"""The gated delta rule and Kimi Delta Attention: decode and chunked prefill."""

@@ -1,0 +1,1 @@
+"""Decode of the delta rule: one token per row and state."""

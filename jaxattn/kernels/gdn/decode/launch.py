@@ -1,0 +1,247 @@
+"""A gated delta net's decode between its projections: one kernel, one pass over the states.
+
+    delta = beta (v - exp(g) S k)
+    S     <- exp(g) S + delta k^T
+    out   =  scale S q
+
+A block of one warpgroup has one value head of a row, or some of those of a key head:
+mainloop.py is what it does. Where there are few states, each has four blocks:
+cluster_mainloop.py. The convolution's state moves by S inputs a step, and a key head's q and k
+channels feed all of its value heads. The blocks of a key head therefore form a cluster: each reads
+those channels, and one writes them once all have.
+
+Where f is given, the decay is a vector over Dk (KDA), and the norm's factor sigmoid(z).
+
+Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk, 65,535 rows. Reference and tests:
+`jaxattn.gdn.gated_delta_net_decode` (implementation="xla"), tests/ops/gdn/test_layer.py; of KDA
+`jaxattn.kda.kimi_delta_attention_decode`, tests/ops/kda/test_layer.py.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.kernels.gdn.decode import cluster_mainloop
+from jaxattn.kernels.gdn.decode import mainloop as ring_body
+from jaxattn.kernels.gdn.decode.cluster_mainloop import SPLIT
+from jaxattn.kernels.gdn.decode.mainloop import Config, shared_bytes
+from jaxattn.kernels.gdn.decode.prologue import DIM, WIDTH, Op
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import (
+    NUM_SMS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    require_hopper,
+)
+
+MOST_BLOCKS = 8  # of a cluster, on every Hopper GPU
+MAX_TOKENS = 8  # that a row may have: all of them are unrolled
+MAX_ROWS = 65_535  # blocks that CUDA has on a grid's second axis; its first has the key heads
+MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and alignment apart
+
+
+def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret: bool) -> Config:
+    """A block a value head: the more and smaller the blocks, the shorter the last ones run.
+
+    The interpreter may not have the threads for a cluster. Of more than three states a
+    multiprocessor, which has room for three rings of large tiles (two beside more than five
+    tokens), or of several heads a block, tiles are small: four blocks share one, of one token. A
+    key head's two states of 16 bits have one block where those fill the places for four a
+    multiprocessor once, and more than half. So few states that each may have four multiprocessors
+    have them, if a key head's blocks fit in a cluster; with two each they would be slower.
+    """
+    if interpret:
+        return Config()
+    if q_len == 1 and group * SPLIT <= MOST_BLOCKS and states * SPLIT <= NUM_SMS:
+        return Config(split=True)
+    once = 2 * NUM_SMS < states // group <= 4 * NUM_SMS
+    if once and group == 2 and jnp.dtype(dtype).itemsize == 2:
+        return Config(32, 6)
+    parts = max(parts for parts in range(1, MOST_BLOCKS + 1) if group % parts == 0)
+    large = parts == group and states <= (3 if q_len <= 5 else 2) * NUM_SMS
+    return Config(parts=parts) if large else Config(32, 3, parts)
+
+
+def scratch(
+    *, batch: int, q_len: int, num_v_heads: int, head_v_dim: int = DIM, dtype: Any = jnp.bfloat16
+) -> ArenaSpec:
+    """What a decode op keeps in the arena: region `out` [B, S, Hv, Dv].
+
+    Raises:
+        ValueError: a size is not a positive integer; it is named. B and S may be 0.
+    """
+    check_sizes("gdn.scratch", least=0, batch=batch, q_len=q_len)
+    check_sizes("gdn.scratch", num_v_heads=num_v_heads, head_v_dim=head_v_dim)
+    return ArenaSpec.of(
+        "gated_delta_rule_decode", out=((batch, q_len, num_v_heads, head_v_dim), dtype)
+    )
+
+
+def refuse(
+    name: str, batch: int, tokens: int, heads: tuple[int, ...], conv_state: jax.Array | None
+) -> None:
+    if not 1 <= batch <= MAX_ROWS:
+        raise Refusal(
+            f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}"
+        )
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise Refusal(f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens per row, got S={tokens}")
+    if heads[1:] != (DIM, DIM):
+        raise Refusal(f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}")
+    if conv_state is not None and conv_state.shape[-2] != WIDTH - 1:
+        raise Refusal(
+            f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}"
+        )
+
+
+def gdn_decode_mosaic(
+    name: str,
+    qkvz: jax.Array,
+    ba: jax.Array,
+    weights: jax.Array,
+    conv_state: jax.Array | None,
+    state: jax.Array,
+    reads: jax.Array,
+    writes: jax.Array,
+    *,
+    num_key_heads: int,
+    layer: jax.Array | int | None = None,
+    affine: tuple[int, int] = (1, 0),
+    scale: float,
+    l2norm: bool = True,
+    eps: float | None = None,
+    f: jax.Array | None = None,
+    z: jax.Array | None = None,
+    lower_bound: float | None = None,
+    halves: bool = False,
+    arena: Arena | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[Any, ...]:
+    """The decode ops of `jaxattn.gdn` and `jaxattn.kda` on a Hopper GPU.
+
+    Args:
+        name: the op's, for messages.
+        qkvz: [B, S, q | k | v | z], head after head; without `eps` there is no z.
+        ba: [B, S, b | a], any float dtype.
+        weights: float32 [A_log | dt_bias | norm | the convolution's taps [W, Dc]], or a stack of
+            such rows. Only the gates' part is read where there is no norm and no convolution.
+        conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc]; None: no convolution.
+        state: [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+        affine: (a, b), for the layer `a * layer + b`.
+        reads, writes: the slots of each row [B]; writes may be [B, S].
+        eps: of the gated RMS norm; None: no norm.
+        f: [B, S, Hv * Dk], of which decays per channel are made. Then `qkvz` has no z, `ba` no a,
+            and `weights` begins with [A_log | dt_bias [Hv * Dk] | norm].
+        z: [B, S, Hv * Dv], beside f.
+        lower_bound: of such log decays, as in `jaxattn.kda.kda_gates`.
+        halves: of `gated_delta_net_decode`.
+
+    Returns:
+        (out [B, S, Hv, Dv] in qkvz's dtype, conv_state, state), and the arena if there is one.
+    """
+    require_hopper(name, interpret=interpret)
+    batch, q_len, _ = qkvz.shape
+    refuse(name, batch, q_len, state.shape[-3:], conv_state)
+    num_value_heads = state.shape[-3]
+    op = Op(
+        q_len=q_len,
+        key_heads=num_key_heads,
+        value_heads=num_value_heads,
+        conv=conv_state is not None,
+        norm=eps is not None,
+        l2norm=l2norm,
+        stacked=weights.ndim == 2,
+        keep=writes.ndim == 2,
+        scale=scale,
+        eps=eps or 0.0,
+        channels=f is not None,
+        lower_bound=lower_bound,
+        halves=halves,
+    )
+    states = batch * num_value_heads
+    config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
+    needed = 0 if config.split else shared_bytes(op, config, state.dtype)
+    if needed > MOST_SHARED:
+        raise Refusal(
+            f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and needs "
+            f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
+            "fewer tokens"
+        )
+    qkvz, ba, f, z, weights, conv_state, state = without_gradient(
+        name, (qkvz, ba, f, z, weights, conv_state, state)
+    )
+    # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
+    pool = state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)
+    pool_ref, conv_ref, out_ref = jax.new_ref(pool), None, None
+    if conv_state is not None:
+        conv_ref = jax.new_ref(conv_state.reshape(-1, *conv_state.shape[-3:]))
+    inputs: dict[str, Any] = {
+        "qkvz_ref": qkvz,
+        "ba_ref": ba,
+        "f_ref": f,
+        "z_ref": z,
+        "weights_ref": weights.reshape(-1, weights.shape[-1]),
+        "layer_ref": jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        # An operand, so that all layers of a step are one kernel to compile.
+        "affine_ref": jnp.asarray(affine, jnp.int32),
+        # An index narrower than int32 would be sign-extended, unsigned or not.
+        "reads_ref": reads.astype(jnp.int32),
+        "writes_ref": writes.astype(jnp.int32),
+        "pool_ref": pool_ref,
+        "conv_ref": conv_ref,
+    }
+    spec = scratch(batch=batch, q_len=q_len, num_v_heads=num_value_heads, dtype=qkvz.dtype)
+    rows = jax.ShapeDtypeStruct((batch * q_len * num_value_heads, DIM), qkvz.dtype)
+    first_row = 0
+    if arena is not None:
+        lane, first_row = arena.lane(spec, "out", width=DIM)
+        inputs["out_ref"] = out_ref = jax.new_ref(lane)
+    if config.split:
+        if q_len != 1 or op.group * SPLIT > MOST_BLOCKS:
+            raise ValueError(
+                f"{name}: split is for one token of 1 or 2 value heads a key head, got S={q_len}, "
+                f"Hv / Hk = {op.group}"
+            )
+        blocks = op.group * SPLIT
+        block: Any = functools.partial(cluster_mainloop.Block, op, first_row, interpret=interpret)
+        scratch_types = cluster_mainloop.scratch_types(op, interpret=interpret)
+        if interpret:  # whose blocks have no shared memory in common
+            between = jnp.zeros((batch, num_key_heads, blocks), jnp.float32)
+            inputs["between"] = jax.new_ref(between)
+    else:
+        blocks = config.parts
+        block = functools.partial(ring_body.Block, op, config, first_row, interpret=interpret)
+        scratch_types = ring_body.scratch_types(op, config, state.dtype)
+
+    out = launch(
+        lambda **refs: block(**refs).run(),
+        name="gdn_decode" if f is None else "kda_decode",
+        # The last axis runs fastest: blocks at work together read neighbouring states.
+        grid={"row": batch, "key_head": num_key_heads},
+        cluster={"part": blocks} if blocks > 1 else {},
+        inputs=inputs,
+        outputs={"out_ref": rows} if arena is None else {},
+        scratch=scratch_types,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    new_state = jax.freeze(pool_ref).reshape(state.shape)
+    new_conv = None
+    if conv_state is not None and conv_ref is not None:
+        new_conv = jax.freeze(conv_ref).reshape(conv_state.shape)
+    if arena is None or out_ref is None:
+        return out["out_ref"].reshape(batch, q_len, num_value_heads, DIM), new_conv, new_state
+    arena = arena.with_lane(spec, "out", jax.freeze(out_ref))
+    return arena.read(spec, "out"), new_conv, new_state, arena

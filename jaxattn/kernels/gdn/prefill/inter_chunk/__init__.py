@@ -1,0 +1,1 @@
+"""The pass of the recurrent state over chunks, and the output."""

@@ -1,0 +1,176 @@
+"""What the passes over a run's chunks share: the state in a warpgroup's registers, a chunk's
+products with it, and the ring through which chunks come."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import Accumulator
+from jaxattn.kernels.gdn.prefill.tiles import BY_COLUMN, CHUNK, DECAY, TILE, iota, over_columns
+from jaxattn.kernels.hopper.store.unoptimized_store import store
+
+STAGES = 3  # chunks in shared memory
+CHANNEL_STAGES = 2  # where keys come twice
+# Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
+# output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
+START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
+
+
+def first_half(block: Any, halves: int) -> tuple[Any, Any]:
+    """The state that a block has, and the first of its halves there."""
+    index = block * halves
+    return lax.div(index, jnp.int32(2)), lax.rem(index, jnp.int32(2))
+
+
+def first_run(x: Any) -> int:
+    """The column of the plan where the runs begin, given what is there for each chunk."""
+    return x.shape[0] + 1
+
+
+def state_at(ref: Any, index: tuple[Any, ...], part: Any, half: int) -> Any:
+    """A warpgroup's rows of the state at `index`, half of their columns."""
+    return ref.at[(*index, pl.ds(part * 64, 64), pl.ds(64 * half, 64))]
+
+
+def load_state(ref: Any, index: tuple[Any, ...], part: Any) -> tuple[jax.Array, ...]:
+    return tuple(
+        plgpu.load(state_at(ref, index, part, half), layout=TILE, optimized=False).astype(
+            jnp.float32
+        )
+        for half in range(2)
+    )
+
+
+def first_state(ref: Any, layer: Any, slot: Any, head: Any, part: Any) -> tuple[jax.Array, ...]:
+    """The state in a slot, or zeros for -1."""
+    if ref.shape[1] == 0:
+        return zero_tile(), zero_tile()
+    return lax.cond(
+        slot >= 0,
+        lambda: load_state(ref, (layer, slot, head), part),
+        lambda: (zero_tile(), zero_tile()),
+    )
+
+
+def store_state(
+    state: tuple[jax.Array, ...], ref: Any, index: tuple[Any, ...], part: Any, *, interpret: bool
+) -> None:
+    for half in range(2):
+        stored = state[half].astype(ref.dtype)
+        store(state_at(ref, index, part, half), stored, interpret=interpret)
+
+
+def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), TILE)
+
+
+class Step:
+    """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk.
+
+    Of decays per channel the keys come twice: times -exp(G) where they read the state, and times
+    exp(G_last - G) where they are written to it. Queries come times exp(G). Then two vectors are
+    left, the halves of exp(G_last).
+    """
+
+    def __init__(
+        self, k_smem: Any, v_smem: Any, x_smem: Any, vectors: Any, dtype: Any, written: Any = None
+    ):
+        self.k, self.v, self.x, self.vectors = k_smem, v_smem, x_smem, vectors
+        self.dtype, self.channels = dtype, written is not None
+        self.written = written if self.channels else k_smem
+
+    def vector(self, row: int) -> jax.Array:
+        values = plgpu.load(self.vectors.at[row], layout=BY_COLUMN, optimized=False)
+        return over_columns(values)
+
+    def clear_tail(self, left: Any, wg: Any, halves: int, cleared: Any) -> None:
+        """Keys and values past the end of the run may be NaN, and 0 * NaN is NaN: a block's
+        `halves` warpgroups clear the keys together, and each its values.
+
+        Only the last chunk of a run has such tokens. `cleared` completes once for each such run,
+        and every warpgroup waits for each: none can be two ahead of another."""
+
+        @pl.when(left < CHUNK)
+        def _():
+            inside = iota((CHUNK, CHUNK), 0) < left
+            # Keys that come by chunk are 0 there.
+            of_keys = () if self.channels else (wg,) if halves == 2 else (0, 1)
+            keys = [self.k.at[half] for half in of_keys]
+            for rows in (*keys, self.v):
+                kept = plgpu.load(rows, layout=TILE)
+                rows[...] = jnp.where(inside, kept, jnp.zeros((), self.dtype))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(cleared)
+            plgpu.barrier_wait(cleared)
+
+    def rounded(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(half.astype(self.dtype) for half in state)
+
+    def times_transposed(self, acc: Accumulator, state: tuple[jax.Array, ...], rows: Any) -> None:
+        """acc += state rows^T, for keys or queries [2, 64, 64]."""
+        for half in range(2):
+            acc.add(state[half], rows.at[half].transpose((1, 0)))
+
+    def values(self) -> jax.Array:
+        """V^T"""
+        return plgpu.load(self.v.transpose((1, 0)), layout=TILE)
+
+    def factor(self, row: int) -> jax.Array | None:
+        """A vector that multiplies a product; None where the product's operand has it."""
+        return None if self.channels else self.vector(row)
+
+    def residual(self, read: jax.Array | None, seen: jax.Array, values: jax.Array) -> jax.Array:
+        """W^T = V^T + read * (S K^T)"""
+        return (values.astype(jnp.float32) + times(read, seen)).astype(self.dtype)
+
+    def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        if self.channels:
+            return tuple(self.vector(half) * columns for half, columns in enumerate(state))
+        decay = self.vectors[DECAY, 0]
+        return tuple(decay * half for half in state)
+
+    def write(self, accs: list[Accumulator], u: jax.Array, weight: jax.Array | None) -> None:
+        """accs += (write * U^T) K"""
+        weighted = times(weight, u).astype(self.dtype)
+        for half in range(2):
+            accs[half].add(weighted, self.written.at[half])
+
+
+def times(factor: jax.Array | None, x: jax.Array) -> jax.Array:
+    return x if factor is None else factor * x
+
+
+def next_slot(slot: Any, stages: int = STAGES) -> Any:
+    """Slots in turn; a remainder by 3 takes twenty instructions, one after another."""
+    return jnp.where(slot == stages - 1, 0, slot + 1)
+
+
+def stream(
+    loaded: Any, read: Any, before: Any, steps: Any, issue: Any, stages: int = STAGES,
+) -> jax.Array:  # fmt: skip
+    """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free, after
+    so many chunks before. Returns how many it has copied in all."""
+
+    @pl.loop(0, steps)
+    def _(i):
+        slot = lax.rem(before + i, jnp.int32(stages))
+
+        @pl.when(before + i >= stages)
+        def _():
+            plgpu.barrier_wait(read.at[slot])
+
+        issue(i, slot, loaded.at[slot])
+
+    return before + steps
+
+
+def drain(read: Any, copied: Any, stages: int = STAGES) -> None:
+    """At the end: a thread that waits on a barrier has to see each of its completions."""
+
+    @pl.loop(jnp.maximum(copied - stages, 0), copied)
+    def _(i):
+        plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(stages))])

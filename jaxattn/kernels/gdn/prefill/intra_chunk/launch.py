@@ -1,0 +1,114 @@
+"""What the gated delta rule's prefill needs of each chunk of 64 tokens alone, on tensor cores.
+
+With `G` the running sum of the log decay inside a chunk and rows i, j of it,
+
+    A_ij = beta_i (k_i . k_j) exp(G_i - G_j)            for i > j, else 0
+    X    = (I + A)^-1 diag(beta)                        by triangular_inverse.py
+    P_ij = scale (q_i . k_j) exp(G_i - G_j)             for i >= j, else 0
+
+and vectors that scale rows and columns of the products in inter_chunk/launch.py. Everything is masked
+before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and queries
+alone, their copies and lengths, is done once for several value heads of a key head, as many as
+leave no warpgroup idle; the next keys and queries are on their way while the last of them inverts.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import COPIED_HEADS, copyable
+from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import (
+    WARPGROUPS,
+    Block,
+    Cut,
+    Refs,
+    scratch_types,
+)
+from jaxattn.kernels.gdn.prefill.tiles import CHUNK, TRIANGLE, VECTORS, compiler_params
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS
+
+
+def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
+    """Value heads that a warpgroup takes of a chunk, of the `group` that share a key head.
+
+    What they share takes about 0.3 of what each takes by itself, counted in instructions; the
+    warpgroup with the most to do ends last.
+    """
+
+    def time(share: int) -> float:
+        turns = -(-chunks * value_heads // (share * NUM_SMS * WARPGROUPS))
+        return turns * (share + 0.3)
+
+    return min((n for n in (1, 2, COPIED_HEADS) if group % n == 0), key=time)
+
+
+def chunk_matrices(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    chunks: jax.Array,
+    count: int,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """X, P and the vectors of every chunk, and a 0 for work_queue.py.
+
+    Args:
+        q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
+        g, beta: float32 [T, Hv], log decay and beta; what lies outside the chunks likewise.
+        chunks: int32 [2 or more, N + 1 or more], first token of a chunk and its tokens, 0 to 64;
+            and in column N how many chunks from the first are to be done.
+        count: N.
+        scale: greater than 0.
+
+    Returns:
+        X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 4, 64]; undefined for
+        chunks without a token. The 0 is int32 [1].
+    """
+    value_heads, dtype = g.shape[1], q.dtype
+    group = value_heads // k.shape[1]
+    # Most of N: there is one more for every sequence, in case its last chunk is not full.
+    share = value_heads_at_once(-(-k.shape[0] // CHUNK), value_heads, group)
+    # At most one block an SM: one more would wait for a whole block to end.
+    items = count * (value_heads // share)
+    blocks = min(-(-items // WARPGROUPS), NUM_SMS)
+    cut = Cut(
+        count=count,
+        group=group,
+        share=share,
+        workers=blocks * WARPGROUPS,
+        scale=scale,
+        l2norm=use_qk_l2norm,
+        dtype=dtype,
+        interpret=interpret,
+    )
+    matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
+    vectors = jax.ShapeDtypeStruct((count, value_heads, VECTORS, CHUNK), jnp.float32)
+    out = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="gdn_prefill_chunk",
+        grid={"block": blocks},
+        inputs={
+            "q_ref": q,
+            "k_ref": k,
+            "g_ref": copyable(g),
+            "beta_ref": copyable(beta),
+            "chunks_ref": chunks,
+        },
+        outputs={
+            "x_ref": matrix,
+            "p_ref": matrix,
+            "vectors_ref": vectors,
+            "zero_ref": jax.ShapeDtypeStruct((1,), jnp.int32),
+        },
+        scratch=scratch_types(share, dtype, interpret=interpret),
+        warpgroups=WARPGROUPS,
+        compiler_params=compiler_params(),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return out["x_ref"], out["p_ref"], out["vectors_ref"], out["zero_ref"]

@@ -1,0 +1,1 @@
+"""Kimi Delta Attention within one chunk: a decay per channel."""

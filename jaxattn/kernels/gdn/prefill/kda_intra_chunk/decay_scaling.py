@@ -1,0 +1,307 @@
+"""Keys and queries of a chunk times the decays that meet them, channel by channel.
+
+With `a` the decay of a token, blocks of `size` tokens, and j running over tokens of i's block,
+
+    up_to_i  = prod a_j, j <= i         behind_i = prod a_j, j > i
+
+A row i of a block's second half meets a column j of its first half with up_to_i behind_j, both of
+blocks of half the size. Every factor is a product of decays, at most 1, and no exponent is ever a
+difference: a decay of exactly 0 or 1 is exact.
+
+A warp has 16 tokens and a lane two channels, so that up to blocks of 16 all of it is in a thread's
+registers. Only then do warps exchange the decays of their 16 tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gdn.prefill.tiles import CHUNK
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, scf
+from jaxattn.kernels.hopper.ptx import (
+    Thread,
+    asm,
+    element,
+    f32,
+    fragmented,
+    i32,
+    joined,
+    load,
+    plus,
+    pointer,
+    store,
+    times,
+    word,
+)
+
+OWN = plgpu.Layout.TILED(
+    plgpu.Tiling(((CHUNK, 64), (16, 64), (2,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
+)
+WARP_TOKENS = 16
+HALF_WARP = WARP_TOKENS // 2
+PLAIN = plgpu.RefType()
+KEYS, QUERIES = 0, 1  # rows of the lengths: what multiplies a key, and what a query
+
+
+def _typed(dtype: Any) -> Any:
+    return plgpu.ShapeDtypeStruct((CHUNK, 64), dtype, layout=OWN)
+
+
+class Factors:
+    """Half of the channels of a chunk, a warpgroup's: keys, queries, and both factors of each."""
+
+    def __init__(self, k: jax.Array, q: jax.Array, decays: jax.Array, *, interpret: bool):
+        """k, q: [64, 64]; decays: float32 [64, 64]."""
+        self.k, self.q, self.interpret = k, q, interpret
+        self.up_to, self.behind = decays, plgpu.layout_cast(jnp.ones_like(decays), OWN)
+
+    def write(self, size: int, k_tile: Any, q_tile: Any, totals: Any) -> None:
+        """Rows and columns where halves of `size` tokens meet, and on to blocks twice as large.
+
+        Args:
+            k_tile: [64, 64], keys of second halves times up_to, those of first halves times behind.
+            q_tile: [64, 64], queries of second halves times up_to; the others are not looked at.
+                Below size 16 the rows of both are in the order of `place_of`.
+            totals: float32 [4, 64], decays of 16 tokens by `share_totals`, from size 16 on.
+        """
+        state = (self.k, self.q, self.up_to, self.behind)
+        if self.interpret:
+            self.up_to, self.behind = _interpreted(size, *state, k_tile, q_tile)
+            return
+
+        def run(ctx: Any, *args: Any) -> Any:
+            del ctx
+            return (_in_a_thread if size < WARP_TOKENS else _between_warps)(size, *args)
+
+        types = (OWN,) * 4 + (PLAIN,) * 3
+        out = (_typed(jnp.float32),) * 2
+        run_inline = plgpu.inline_mgpu(arg_types=types, return_type=out)(run)
+        self.up_to, self.behind = run_inline(*state, k_tile, q_tile, totals)
+
+    def share_totals(self, totals: Any) -> None:
+        """To shared memory float32 [4, 64]; blocks have 16 tokens by now."""
+        if not self.interpret:
+            plgpu.inline_mgpu(arg_types=(OWN, PLAIN))(_store_totals)(self.up_to, totals)
+        plgpu.commit_smem()
+
+    def write_ends(self, lengths: Any, q_read: Any, k_read: Any, k_written: Any, end: Any) -> None:
+        """What meets the state before and after, [64, 64] each, and float32 [64] the whole decay.
+
+        lengths: float32 [2, 64], a factor for every key and every query.
+        """
+        if self.interpret:
+            k, q = (x.astype(jnp.float32) for x in (self.k, self.q))
+            k, q = k * lengths[KEYS, :][:, None], q * lengths[QUERIES, :][:, None]
+            q_read[...] = (q * self.up_to).astype(self.q.dtype)
+            k_read[...] = (-k * self.up_to).astype(self.k.dtype)
+            k_written[...] = (k * self.behind).astype(self.k.dtype)
+            end[...] = self.up_to[-1]
+            return
+        state = (self.k, self.q, self.up_to, self.behind)
+        plgpu.inline_mgpu(arg_types=(OWN,) * 4 + (PLAIN,) * 5)(_ends)(
+            *state, lengths, q_read, k_read, k_written, end
+        )
+
+
+def load_half(k: Any, q: Any, g: Any, *, interpret: bool) -> tuple[jax.Array, ...]:
+    """Keys, queries and log decays [64, 64] out of shared memory, of which the first two's rows of
+    128 bytes are swizzled."""
+    if interpret:
+        return k[...], q[...], g[...]
+    out = (_typed(k.dtype), _typed(q.dtype), _typed(jnp.float32))
+    return plgpu.inline_mgpu(arg_types=(PLAIN,) * 3, return_type=out)(_load)(k, q, g)
+
+
+def within(length: jax.Array, x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
+    """`x` [64, 64], and `fill` from row `length` on."""
+    if interpret:
+        token = lax.broadcasted_iota(jnp.int32, (CHUNK, 64), 0)
+    else:
+        token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, 64), 0, layout=OWN)
+    return jnp.where(token < length, x, jnp.asarray(fill, x.dtype))
+
+
+def place_of(token: Any, size: int) -> tuple[Any, Any]:
+    """Of a token of 16: whether it is in a second half of `size` tokens, and which of the eight
+    such tokens, or of the eight others, it is. A warp's 16 rows of keys have first halves' tokens
+    in rows 0 to 7, second halves' in rows 8 to 15; its queries, of second halves, in 8 rows."""
+    return token // size % 2, token // (2 * size) * size + token % size
+
+
+def _interpreted(
+    size: int, k: jax.Array, q: jax.Array, up_to: jax.Array, behind: jax.Array, k_tile: Any,
+    q_tile: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    blocks = CHUNK // size
+    second = (jnp.arange(CHUNK) // size % 2 == 1)[:, None]
+    factor = jnp.where(second, up_to, behind)
+    keys = (k.astype(jnp.float32) * factor).astype(k.dtype)
+    queries = (q.astype(jnp.float32) * factor).astype(q.dtype)
+    if size < WARP_TOKENS:
+        token = jnp.arange(CHUNK)
+        half, rank = place_of(token % WARP_TOKENS, size)
+        first = token // WARP_TOKENS * WARP_TOKENS
+        keys = keys[jnp.argsort(first + HALF_WARP * half + rank)]
+        # Second halves' first, by rank in each warp's 8.
+        queries = queries[jnp.argsort(CHUNK * (1 - half) + first // 2 + rank)]
+    k_tile[...] = keys
+    q_tile[...] = queries
+    total = up_to.reshape(blocks, size, 64)[:, -1]
+    others = total.reshape(blocks // 2, 2, 64)[:, ::-1].reshape(blocks, 1, 64)
+    others = jnp.broadcast_to(others, (blocks, size, 64)).reshape(CHUNK, 64)
+    return jnp.where(second, up_to * others, up_to), jnp.where(second, behind, behind * others)
+
+
+class Place:
+    """Where a thread's tokens and channels are, in rows of 128 and of 256 bytes."""
+
+    def __init__(self) -> None:
+        thread = Thread()
+        self.warp = thread.warp
+        self.lane = arith.andi(thread.index, word(31))
+        first, column = times(self.warp, 128 * WARP_TOKENS), times(self.lane, 4)
+        self.swizzled = [plus(first, arith.xori(column, word(16 * row))) for row in range(8)]
+        self.channel = times(self.lane, 8)
+        self.plain = plus(times(self.warp, 256 * WARP_TOKENS), self.channel)
+
+    def store(self, words: list[Any], ref: Any) -> None:
+        for i, value in enumerate(words):
+            store(value, ref, self.swizzled[i % 8], 128 * i)
+
+
+def _pair_of(ref: Any) -> Any:
+    return ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+
+
+def _load(ctx: Any, k: Any, q: Any, g: Any) -> Any:
+    del ctx
+    place, layout = Place(), OWN.to_mgpu()
+
+    def rows(ref: Any, offsets: list[Any], pitch: int) -> Any:
+        pair = _pair_of(ref)
+        registers = []
+        for i in range(WARP_TOKENS):
+            loaded = load(ref, offsets[i % len(offsets)], pitch * i, 2, pair.element_type)
+            registers.append(joined(loaded))
+        return fragmented(registers, (CHUNK, 64), layout)
+
+    swizzled = place.swizzled
+    return rows(k, swizzled, 128), rows(q, swizzled, 128), rows(g, [place.plain], 256)
+
+
+def _numbers(pair: Any) -> list[Any]:
+    """Of a pair of 16 bits each, in float32."""
+    if isinstance(pair.type.element_type, ir.BF16Type):
+        both = llvm.bitcast(i32(), pair)
+        low, high = arith.shli(both, word(16)), arith.andi(both, word(0xFFFF0000))
+        return [arith.bitcast(f32(), x) for x in (low, high)]
+    return [arith.extf(f32(), element(pair, i)) for i in range(2)]
+
+
+def _rounded(values: list[Any], like: Any) -> Any:
+    """Two numbers as a word of two of the 16-bit type of the pair `like`."""
+    kind = "bf16x2" if isinstance(like.type.element_type, ir.BF16Type) else "f16x2"
+    code = f"cvt.rn.{kind}.f32 $0, $1, $2;"
+    return asm(code, [i32()], [values[1], values[0]], "=r,f,f", movable=True)[0]
+
+
+def _scaled(pair: Any, factor: Any) -> Any:
+    return _product(_numbers(pair), factor, pair)
+
+
+def _product(values: list[Any], factor: Any, like: Any) -> Any:
+    return _rounded([arith.mulf(x, element(factor, i)) for i, x in enumerate(values)], like)
+
+
+def _state(up_to: list[Any], behind: list[Any]) -> Any:
+    return tuple(fragmented(x, (CHUNK, 64), OWN.to_mgpu()) for x in (up_to, behind))
+
+
+def _in_a_thread(
+    size: int, k: Any, q: Any, up_to: Any, behind: Any, k_tile: Any, q_tile: Any, totals: Any
+) -> Any:
+    del totals
+    k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
+    place = Place()
+    keys, queries = [None] * WARP_TOKENS, [None] * HALF_WARP
+    for i, (key, query) in enumerate(zip(k, q, strict=True)):
+        second, rank = place_of(i, size)
+        if second:
+            keys[HALF_WARP + rank] = _scaled(key, up_to[i])
+            queries[rank] = _scaled(query, up_to[i])
+        else:  # behind a block of one token is nothing
+            keys[rank] = key if size == 1 else _scaled(key, behind[i])
+    place.store(keys, k_tile)
+    for i, query in enumerate(queries):
+        store(query, q_tile, plus(place.swizzled[i], times(place.warp, -128 * HALF_WARP)), 128 * i)
+    ends = [up_to[i // size * size + size - 1] for i in range(WARP_TOKENS)]
+    for i in range(WARP_TOKENS):
+        of_other = ends[i ^ size]
+        if i // size % 2 == 1:
+            up_to[i] = arith.mulf(up_to[i], of_other)
+        else:
+            behind[i] = of_other if size == 1 else arith.mulf(behind[i], of_other)
+    return _state(up_to, behind)
+
+
+def _store_totals(ctx: Any, up_to: Any, totals: Any) -> None:
+    del ctx
+    place = Place()
+    store(list(up_to.registers.flat)[-1], totals, plus(times(place.warp, 256), place.channel))
+
+
+def _total(totals: Any, place: Place, warp: Any) -> Any:
+    return joined(load(totals, plus(times(warp, 256), place.channel), 0, 2, f32()))
+
+
+def _between_warps(
+    size: int, k: Any, q: Any, up_to: Any, behind: Any, k_tile: Any, q_tile: Any, totals: Any
+) -> Any:
+    k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
+    place, warps = Place(), size // WARP_TOKENS
+    first = arith.xori(arith.andi(place.warp, word(4 - warps)), word(warps))
+    other = _total(totals, place, first)
+    for i in range(1, warps):
+        other = arith.mulf(other, _total(totals, place, plus(first, word(i))))
+    second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place.warp, word(warps)), word(0))
+    found = scf.IfOp(second, [x.type for x in (*up_to, *behind)], has_else=True)  # type: ignore[call-arg]
+    with ir.InsertionPoint(found.then_block):
+        place.store([_scaled(x, y) for x, y in zip(k, up_to, strict=True)], k_tile)
+        place.store([_scaled(x, y) for x, y in zip(q, up_to, strict=True)], q_tile)
+        scf.yield_([*(arith.mulf(x, other) for x in up_to), *behind])
+    with ir.InsertionPoint(found.else_block):
+        place.store([_scaled(x, y) for x, y in zip(k, behind, strict=True)], k_tile)
+        scf.yield_([*up_to, *(arith.mulf(x, other) for x in behind)])
+    results = list(found.results)
+    return _state(results[:WARP_TOKENS], results[WARP_TOKENS:])
+
+
+def _ends(
+    ctx: Any, k: Any, q: Any, up_to: Any, behind: Any, lengths: Any, q_read: Any, k_read: Any,
+    k_written: Any, end: Any,
+) -> None:  # fmt: skip
+    del ctx
+    k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
+    place = Place()
+    first = times(place.warp, 4 * WARP_TOKENS)
+    read, written, queries = [], [], []
+    for i in range(WARP_TOKENS):
+        if i % 4 == 0:  # a load has four
+            by_key, by_query = (
+                load(lengths, first, 4 * (CHUNK * row + i), 4, f32()) for row in (KEYS, QUERIES)
+            )
+        keys = [arith.mulf(x, by_key[i % 4]) for x in _numbers(k[i])]
+        asked = [arith.mulf(x, by_query[i % 4]) for x in _numbers(q[i])]
+        read.append(_product(keys, arith.negf(up_to[i]), k[i]))
+        written.append(_product(keys, behind[i], k[i]))
+        queries.append(_product(asked, up_to[i], q[i]))
+    for values, ref in ((queries, q_read), (read, k_read), (written, k_written)):
+        place.store(values, ref)
+    whole = [element(up_to[-1], j) for j in range(2)]
+    target = llvm.ptrtoint(i32(), pointer(end, place.channel))
+    # By the warp of the last token.
+    code = "{ .reg .pred p; setp.eq.u32 p, $3, 3; @p st.shared.v2.f32 [$0], {$1, $2}; }"
+    asm(code, [], [target, *whole, place.warp], "r,f,f,r,~{memory}")

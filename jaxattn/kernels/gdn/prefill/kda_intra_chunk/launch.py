@@ -1,0 +1,111 @@
+"""What Kimi's delta rule's prefill needs of each chunk of 64 tokens alone, on tensor cores.
+
+Every channel of the key decays by itself. With `G` [64, 128] the running sums of the log decays in
+a chunk, and rows i, j of it,
+
+    A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd)       for i > j, else 0
+    X    = (I + A)^-1 diag(beta)                         by intra_chunk/triangular_inverse.py
+    P_ij = scale sum_d q_id k_jd exp(G_id - G_jd)        for i >= j, else 0
+
+and q exp(G), k exp(G), k exp(G_last - G), which meet the state. The chunk is cut in halves again
+and again: a row of a second half and a column of a first one meet at the place between them, with
+a decay up to the row and one behind the column, both at most 1.
+
+Limits: those of gdn/prefill/launch.py. Reference: `jaxattn.ops.kda.channel_decay`; tests:
+tests/kernels/gdn/prefill/test_kda.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.kernels.gdn.prefill.kda_intra_chunk.mainloop import (
+    SCALING,
+    WARPGROUPS,
+    Block,
+    Cut,
+    Refs,
+    scratch_types,
+)
+from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM, TRIANGLE, compiler_params
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS
+
+# By the names of `Refs`, in the order of `ChannelChunks`.
+OUTPUTS = ("q_read_ref", "k_read_ref", "k_written_ref", "x_ref", "p_ref", "ends_ref")
+
+
+class ChannelChunks(NamedTuple):
+    """What the passes take in the place of tokens and of `chunk_matrices`."""
+
+    q: jax.Array  # [N, Hv, 64, 128], times scale exp(G)
+    k: jax.Array  # times -exp(G)
+    written: jax.Array  # keys times exp(G_last - G)
+    x: jax.Array  # [N, Hv, *TRIANGLE], as p
+    p: jax.Array
+    ends: jax.Array  # float32 [N, Hv, 2, 64], exp(G_last) in halves
+
+
+def channel_chunks(
+    q: jax.Array,
+    k: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    chunks: jax.Array,
+    count: int,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> ChannelChunks:
+    """The operands of the chunks of a plan.
+
+    Args:
+        q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
+        g: float32 [T, Hv, 128], log decays; beta: float32 [T, Hv]; likewise.
+        chunks: int32 [2 or more, N + 1 or more], first token of a chunk and its tokens, 0 to 64;
+            and in column N how many chunks from the first are to be done.
+        count: N.
+    """
+    value_heads, dtype = beta.shape[1], q.dtype
+    cut = Cut(
+        count=count,
+        group=value_heads // k.shape[1],
+        blocks=min(count * value_heads, NUM_SMS),
+        scale=scale,
+        l2norm=use_qk_l2norm,
+        dtype=dtype,
+        interpret=interpret,
+    )
+    rows = jax.ShapeDtypeStruct((count, value_heads, CHUNK, DIM), dtype)
+    matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
+    ends = jax.ShapeDtypeStruct((count, value_heads, SCALING, 64), jnp.float32)
+    out = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="kda_prefill_chunk",
+        grid={"block": cut.blocks},
+        inputs={
+            "q_ref": q,
+            "k_ref": k,
+            "g_ref": g,
+            "beta_ref": _by_chunk(beta, chunks, count),
+            "chunks_ref": chunks,
+        },
+        outputs=dict(zip(OUTPUTS, (rows, rows, rows, matrix, matrix, ends), strict=True)),
+        scratch=scratch_types(dtype, interpret=interpret),
+        warpgroups=WARPGROUPS,
+        compiler_params=compiler_params(),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return ChannelChunks(*(out[name] for name in OUTPUTS))
+
+
+def _by_chunk(beta: jax.Array, chunks: jax.Array, count: int) -> jax.Array:
+    """[T, Hv] -> [N, Hv, 64], 0 outside of the chunk."""
+    place = jnp.arange(CHUNK, dtype=jnp.int32)
+    inside = place < chunks[1, :count, None]
+    token = jnp.where(inside, chunks[0, :count, None] + place, beta.shape[0])
+    return jnp.swapaxes(beta.at[token].get(mode="fill", fill_value=0), 1, 2)

@@ -1,0 +1,100 @@
+"""What the kernels of the gated delta rule's prefill share: sizes, scratch and its copies."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.device import swizzled
+
+DIM = 128  # Dk and Dv
+CHUNK = 64
+# Rows of the vectors: -exp(G) |k|^-1, scale exp(G) |q|^-1, exp(G_last - G) |k|^-1, and exp(G_last)
+# in every place. Without l2norm the inverse lengths are 1.
+READ, OUT, WRITE, DECAY = range(4)
+VECTORS = 4
+
+# X and P are lower triangular and kept as [96, 32], a quarter less to write and read: columns 0 to
+# 31 of all rows, then columns 32 to 63 of rows 32 to 63.
+TRIANGLE = (96, 32)
+
+TILE = plgpu.Layout.WGMMA
+BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
+
+
+def compiler_params() -> Any:
+    """Stores to shared memory are ordered by `commit_smem` and by waits alone, in all kernels here:
+    what a warpgroup writes there it commits before other threads, wgmma or TMA read it, and at
+    least one such barrier lies between a read and the next write of the same place. What only
+    loads of another warpgroup read is handed over by the arrival at an mbarrier alone."""
+    return plgpu.CompilerParams(
+        approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+    )
+
+
+def token_tiles(
+    leading: tuple[int, ...], dtype: Any, *, interpret: bool, plain: bool = False
+) -> Any:
+    """Scratch [*leading, 64 tokens, 64] for rows that start at any token.
+
+    A copy through `swizzled` tiles of 8 rows starts at a multiple of 8 rows in global memory. The
+    same bytes seen without tiles are what TMA writes from any row: the kernel gets the two views
+    (copied, operand), and with `plain` a third without the swizzle, for a few rows of an end. The
+    interpreter keeps no bytes, and there all are one array.
+    """
+    shape = (*leading, CHUNK, 64)
+    if interpret:
+        return plgpu.SMEM(shape, dtype)
+    rows = (plgpu.SwizzleTransform(128),)  # type: ignore[abstract]
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, dtype, transforms=rows),
+        plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)),
+        *([plgpu.SMEM(shape, dtype)] if plain else []),
+    )
+
+
+def both_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
+    """(copied, operand) of a `token_tiles` scratch."""
+    return (ref, ref) if interpret else ref
+
+
+def copy_rows(source: Any, destination: Any, barrier: Any, first: Any = 0, halves: int = 2) -> None:
+    """Halves, from the first, of [64, 128] rows from any token, into [halves, 64, 64]."""
+    for half in range(halves):
+        columns = source.at[:, pl.ds(64 * (first + half), 64)]
+        plgpu.copy_gmem_to_smem(columns, destination.at[half], barrier)
+
+
+def triangles(stages: int, dtype: Any) -> Any:
+    """Scratch for lower triangular matrices: columns 0 to 31 and 32 to 63 of all rows."""
+    return plgpu.SMEM((stages, 2, CHUNK, 32), dtype, transforms=swizzled(dtype, 64))
+
+
+def clear_triangles(smem: Any) -> None:
+    """Writes what `copy_triangle` does not."""
+    for stage in range(smem.shape[0]):
+        zeros = plgpu.layout_cast(jnp.zeros((CHUNK, 32), smem.dtype), TILE)
+        smem.at[stage, 1][...] = zeros
+
+
+def copy_triangle(source: Any, destination: Any, barrier: Any) -> None:
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(0, CHUNK)], destination.at[0], barrier)
+    lower = destination.at[1, pl.ds(32, 32)]
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(CHUNK, 32)], lower, barrier)
+
+
+def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=TILE)
+
+
+def over_rows(vector: jax.Array) -> jax.Array:
+    """[64] by row -> [64, 64]."""
+    return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [0])
+
+
+def over_columns(vector: jax.Array) -> jax.Array:
+    """[n] by column -> [64, n]."""
+    return lax.broadcast_in_dim(vector, (CHUNK, *vector.shape), [1])

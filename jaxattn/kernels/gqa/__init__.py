@@ -1,0 +1,1 @@
+"""Grouped-query attention: cache append, decode and prefill."""

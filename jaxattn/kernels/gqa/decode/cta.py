@@ -1,0 +1,370 @@
+"""What a block of `gqa_decode`, or of `turbo_decode`, has in hand, and what its warpgroups do.
+
+One warpgroup loads; it walks the part ahead of the others. The others take a part's steps, 64
+tokens each, in turns, from piece to piece. How a cache is read and multiplied is a subclass for
+each way to store it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.work_partition import Place, visible_keys
+from jaxattn.kernels.gqa.decode.epilogue import Epilogue, Outputs, merge, write_nothing
+from jaxattn.kernels.gqa.decode.fp8_operands import Tiles
+from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
+from jaxattn.kernels.gqa.decode.smem import ACROSS, QUERIES
+from jaxattn.kernels.gqa.decode.split_kv.combine import Combination, chunks_of
+from jaxattn.kernels.gqa.decode.split_kv.semaphore import Arrivals
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import Pairs
+from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E, MASKED
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True,
+    reduction_scratch_bytes=0,  # reductions stay inside a warp
+    unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+    # The body names its layouts; those of padded shared memory are not found by inference.
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        group: query heads that share a KV head.
+        columns: N, packed rows s * group + j of a block.
+        out_rows: packed rows that partial results have of a pair.
+        parts: of the schedule.
+        first_rows: `Results.first_rows`.
+        scale: of all scores; each packed row may have a factor beside it.
+        consumers: w, warpgroups that take steps in turns.
+        registers: of each thread that loads, and of each that computes; None leaves all warpgroups
+            what they have.
+        batch_invariant: of the schedule.
+    """
+
+    q_len: int
+    group: int
+    kv_heads: int
+    head_dim: int
+    columns: int
+    out_rows: int
+    parts: int
+    first_rows: Sequence[int]
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    page_size: int
+    consumers: int
+    registers: tuple[int, int] | None
+    batch_invariant: bool
+    interpret: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands and results. Queries are as the block's loader takes them."""
+
+    q_ref: Any
+    kv_ref: Any
+    layer_ref: Any
+    table_ref: Any
+    lens_ref: Any
+    made_of_ref: Any  # None: the schedule is the call's own
+    cuts_ref: Any
+    order_ref: Any  # None: a schedule without an order
+    query_lens_ref: Any  # None: every row has all S tokens
+    sinks_ref: Any  # float32 [H]
+    gate_ref: Any  # [B * S * H, D]
+    kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
+    part_slots_ref: Any = None  # of `FineLine`; None: part i's pieces have 2 i and 2 i + 1
+    out_ref: Any  # [.., D]
+    partial_ref: Any  # None: no pair is cut
+    lse_ref: Any  # float32 [B * S * H]
+    partial_lse_ref: Any
+    slots_ref: Any  # of the schedule; None: no pair is cut, or another launch merges
+    arrived_ref: Any  # `Arrivals`; None likewise
+
+
+def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[Refs, M]:
+    """A launch's references, by name: those of operands and results, and shared memory."""
+    names = {field.name for field in dataclasses.fields(Refs)}
+    shared = {name: ref for name, ref in refs.items() if name not in names}
+    return Refs(**{name: ref for name, ref in refs.items() if name in names}), memory(**shared)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A pair's steps in a part, as a warpgroup that computes needs them.
+
+    Attributes:
+        done: steps of the part before the piece.
+        first: the first of the piece's steps that is this warpgroup's.
+        first_token: of the piece.
+        length: tokens of the pair's row.
+        begin: the first key that one of its query tokens sees, where `Block.first_key` gives it.
+        visible: [N, 64], how many keys each score's packed row sees.
+        least: how many the one that sees fewest does, of a row without padding; 0 of others.
+        factor: of scores, a number or [N, 64].
+        queries_at: which of the two places in shared memory has the piece's queries.
+    """
+
+    done: jax.Array
+    first: jax.Array
+    first_token: jax.Array
+    length: jax.Array
+    begin: jax.Array | None
+    visible: jax.Array
+    least: jax.Array
+    factor: Any
+    queries_at: jax.Array
+
+
+class Block[C: Cut, M]:
+    """`columns` packed rows of the pairs in a part.
+
+    A subclass reads its cache: `load` is what the loading warpgroup does, `empty`, `step` and
+    `result` what the others do with a piece's steps.
+    """
+
+    def __init__(self, cut: C, refs: Refs, memory: M):
+        self.cut, self.refs, self.memory = cut, refs, memory
+        self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
+        self.part = self.pairs()
+        self.mine = pl.ds(self.tile * cut.columns, cut.columns)
+        self.rows = PackedRows(
+            q_len=cut.q_len, group=cut.group, kv_heads=cut.kv_heads, columns=cut.columns,
+            first=self.tile * cut.columns, interpret=cut.interpret,
+        )  # fmt: skip
+        outputs = Outputs(
+            self.part, cut.first_rows, cut.out_rows, cut.head_dim, self.mine, self.rows,
+            refs.out_ref, refs.partial_ref, refs.lse_ref, refs.partial_lse_ref,
+        )  # fmt: skip
+        self.epilogue = Epilogue[Any](
+            self.wg, memory, outputs, refs.sinks_ref, refs.gate_ref, self.tiles(),
+            refs.kv_scale_ref, cut.interpret,
+        )  # fmt: skip
+
+    def load(self) -> None:
+        """All copies of the part, and `write_empty_rows`, by one warpgroup."""
+        raise NotImplementedError
+
+    def empty(self) -> Any:
+        """A piece's state before its first step."""
+        raise NotImplementedError
+
+    def step(self, piece: Piece, i: jax.Array, state: Any) -> Any:
+        """The state after the `i`-th of the piece's steps that are this warpgroup's."""
+        raise NotImplementedError
+
+    def steps(self, piece: Piece, taken: jax.Array, state: Any) -> Any:
+        """The state after so many of them."""
+        return lax.fori_loop(0, taken, functools.partial(self.step, piece), state)
+
+    def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+        """(output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
+        raise NotImplementedError
+
+    def tiles(self) -> Tiles | None:
+        """Of an FP8 cache."""
+        return None
+
+    def first_key(self, pair: jax.Array) -> jax.Array | None:
+        """Where values of keys that nobody sees end; None where none need be cleared."""
+        return None
+
+    def first_step(self, done: jax.Array) -> jax.Array:
+        """Of a piece's steps, the first that is this warpgroup's."""
+        consumers = self.cut.consumers
+        return lax.rem(self.wg + consumers - lax.rem(done, consumers), consumers)
+
+    def pairs(self) -> Pairs:
+        return Pairs(**self.of_pairs())
+
+    def of_pairs(self) -> dict[str, Any]:
+        """What `Pairs` are made of."""
+        cut, refs, cuts_ref = self.cut, self.refs, self.refs.cuts_ref
+        begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (self.index, self.index + 1))
+        layer = jnp.clip(refs.layer_ref[0], 0, refs.kv_ref.shape[0] - 1)
+        first_slot = 2 * self.index
+        if refs.part_slots_ref is not None:
+            first_slot = refs.part_slots_ref[self.index]
+        asked = (cuts_ref, refs.part_slots_ref, refs.slots_ref, refs.arrived_ref)
+        return dict(
+            begin=begin, end=end, lens_ref=refs.lens_ref, table_ref=refs.table_ref,
+            kv_ref=refs.kv_ref, layer=layer, index=self.index,
+            order_ref=refs.order_ref, kv_heads=cut.kv_heads, head_dim=cut.head_dim,
+            q_len=cut.q_len, window=cut.window, query_lens_ref=refs.query_lens_ref,
+            made_of_ref=refs.made_of_ref, first_slot=first_slot,
+            asked_refs=tuple(ref for ref in asked if ref is not None),
+        )  # fmt: skip
+
+    def run(self) -> None:
+        cut = self.cut
+
+        @pl.when(self.wg == cut.consumers)
+        def _load() -> None:
+            if cut.registers is not None:
+                plgpu.set_max_registers(cut.registers[0], action="decrease")
+            self.load()
+
+        @pl.when(self.wg < cut.consumers)
+        def _compute() -> None:
+            if cut.registers is not None:
+                plgpu.set_max_registers(cut.registers[1], action="increase")
+            self.compute()
+
+    def compute(self) -> None:
+        """Each piece of the part."""
+        nothing = (jnp.int32(0), jnp.int32(0))
+        self.part.each_piece(self._piece, nothing)
+
+    def write_empty_rows(self) -> None:
+        """Writes the results of rows without keys, and NaN for rows of other lengths than the
+        schedule's. The blocks take these rows in turns."""
+        rows, kv_heads = self.refs.lens_ref.shape[0], self.cut.kv_heads
+
+        @pl.loop(self.index, rows, step=self.cut.parts)
+        def _each(row):
+            first = row * kv_heads
+            known = self.part.known(first)
+
+            @pl.when(self.part.pages_of(first) <= 0)
+            def _():
+                @pl.loop(first, first + kv_heads)
+                def _each_pair(pair):
+                    write_nothing(self.epilogue.outputs, pair, known)
+
+    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+        """The steps that are this warpgroup's, and one result of all warpgroups."""
+        (number, done), pair = carry, place.row
+        piece = self._opened(pair, start, number, done)
+        consumers, memory = self.cut.consumers, self.epilogue.memory
+        taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
+        accs, top, total = self.result(self.steps(piece, taken, self.empty()))
+        begins = lax.rem(done, consumers) if self.cut.batch_invariant else None
+        merge(accs, top, total.sum(axis=1), self.epilogue, place, steps, begins)
+        if self.refs.slots_ref is not None:
+            whole = steps == self.part.pages_of(pair)
+            pl.when(jnp.logical_not(whole))(lambda: self._combine(pair))
+        # Only here all four warps are known to have seen the queries come.
+        plgpu.barrier_arrive(memory.queries_read.at[piece.queries_at])
+        return number + 1, done + steps
+
+    def _opened(
+        self, pair: jax.Array, start: jax.Array, number: jax.Array, done: jax.Array
+    ) -> Piece:
+        """A piece whose queries have come."""
+        cut, part = self.cut, self.part
+        length, queries = part.length_of(pair), part.queries_of(pair)
+        begin = self.first_key(pair)
+        first_token = (start + part.first_step_of(pair)) * PAGE
+        visible = visible_keys(
+            self.rows.first + self.iota(0), length, queries,
+            q_len=cut.q_len, num_heads=cut.group, layout=SCORES,
+        )  # fmt: skip
+        least = length - (cut.q_len - 1)
+        if queries is not None:
+            least = jnp.where(queries == cut.q_len, least, 0)
+        queries_at = lax.rem(number, QUERIES)
+        plgpu.barrier_wait(self.epilogue.memory.queries_loaded.at[queries_at])
+        return Piece(
+            done=done, first=self.first_step(done), first_token=first_token, length=length,
+            begin=begin, visible=visible, least=least,
+            factor=self.factor(pair, queries_at),
+            queries_at=queries_at,
+        )  # fmt: skip
+
+    def _combine(self, pair: jax.Array) -> None:
+        """Of a piece that was written: where it is the pair's last, the merging of all."""
+        refs, outputs, cut = self.refs, self.epilogue.outputs, self.cut
+        # Rescaling is over, and each warpgroup's is its own.
+        arrivals = Arrivals(refs.arrived_ref, self.epilogue.memory.stats.at[0])
+        slots = [refs.slots_ref[i, pair] for i in range(refs.slots_ref.shape[0])]
+        tiles = cut.out_rows // cut.columns
+        pl.when(self.wg == 0)(lambda: arrivals.count(pair * tiles + self.tile, slots[1]))
+        self.epilogue.meet()
+
+        @pl.when(arrivals.last(self.wg))
+        def _merge() -> None:
+            combination = Combination(
+                first_rows=cut.first_rows, rows=cut.out_rows, out=outputs.out, lse=outputs.lse,
+                partial=outputs.partial, partial_lse=outputs.partial_lse,
+                sinks=self.epilogue.sinks, gate=self.epilogue.gate,
+            )  # fmt: skip
+            row, head = self.part.row_and_head(pair)
+            chunks = chunks_of(cut.head_dim, cut.consumers)
+            shares = cut.head_dim // (chunks * WIDTH)
+
+            @pl.loop(self.wg, shares * (cut.columns // ACROSS), step=cut.consumers)
+            def _each(i: jax.Array) -> None:
+                first = self.rows.first + lax.div(i, shares) * ACROSS
+                eight = dataclasses.replace(self.rows, columns=ACROSS, first=first)
+                first_dim = lax.rem(i, shares) * (chunks * WIDTH)
+                combination.write(row, head, slots, eight, first_dim, chunks)
+
+    def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
+        """Of a pair's scores, whose queries have come to that place."""
+        return self.cut.scale
+
+    def softened(
+        self, scores: jax.Array, factor: Any, piece: Piece, token: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """(which scores count, log2 of their weights), of the 64 keys from `token` on."""
+        cut = self.cut
+        if cut.soft_cap is None:
+            scores = scores * (factor * LOG2E)
+        else:
+            # tanh, whose approximate instruction is off by 2**-11 of the cap.
+            power = jnp.exp2(scores * (factor * (2 * LOG2E / cut.soft_cap)))
+            scores = (1.0 - 2.0 / (power + 1.0)) * (cut.soft_cap * LOG2E)
+        seen = self.seen(piece, token)
+        return seen, jnp.where(seen, scores, MASKED)
+
+    def all_seen(self, piece: Piece, token: jax.Array) -> jax.Array:
+        """Whether each packed row sees all of the 64 keys from `token` on."""
+        seen = token + PAGE <= piece.least
+        if self.cut.window is not None:
+            seen &= token >= piece.length - self.cut.window
+        return seen
+
+    def seen(self, piece: Piece, token: jax.Array) -> jax.Array:
+        """Which of the 64 keys from `token` on each packed row sees."""
+        key = self.iota(1) + token
+        seen = key < piece.visible
+        if self.cut.window is not None:
+            seen &= key >= piece.visible - self.cut.window
+        return seen
+
+    def over_keys(self, vector: jax.Array) -> jax.Array:
+        """Of each packed row, for its scores."""
+        wide = lax.broadcast_in_dim(vector, (self.cut.columns, PAGE), [0])
+        return plgpu.layout_cast(wide, SCORES)
+
+    def iota(self, dimension: int) -> jax.Array:
+        shape = (self.cut.columns, PAGE)
+        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=SCORES)
+
+    def no_top(self) -> jax.Array:
+        """Maxima of logarithms before the first step."""
+        return plgpu.layout_cast(jnp.full((self.cut.columns,), EMPTY, jnp.float32), BY_ROW)
+
+    def no_sum(self) -> jax.Array:
+        """Sums of weights then."""
+        return plgpu.layout_cast(jnp.zeros((self.cut.columns, PAGE), jnp.float32), SCORES)
+
+    def no_output(self, dims: int) -> jax.Array:
+        """A block of so many dims then."""
+        nothing = jnp.zeros((dims, self.cut.columns), jnp.float32)
+        return plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)

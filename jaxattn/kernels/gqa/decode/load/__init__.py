@@ -1,0 +1,1 @@
+"""The producer warp: queries, pages and prefetches."""

@@ -1,0 +1,211 @@
+"""The packed rows of a pair, in arrays [B, S, H, D] as callers have them: no copy packs them.
+
+Packed row s * group + j of the pair (row b, KV head h) is token s and query head h * group + j, and
+so row (b * S + s) * H + h * group + j of an array [B * S * H, D]. A block has packed rows in
+eights: behind a pair's last one, loads give the last one again, and stores leave the others out.
+
+A thread has four neighbouring dims of one packed row in eight, as the layout `SCORES` has them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gqa.decode.smem import ACROSS
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils
+from jaxattn.kernels.hopper.ptx import (
+    Thread,
+    element,
+    fragmented,
+    joined,
+    plus,
+    pointer,
+    single,
+    store,
+    times,
+    word,
+)
+from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
+
+WIDTH, OF_THREAD = 64, 4  # dims that half a warp has of a row, and a thread of them
+SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+
+# The dims, of a row's numbers, of which a thread has two and two; by the first of its four.
+Order = Callable[[Any], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """
+    Attributes:
+        q_len: S.
+        group: query heads of a KV head.
+        kv_heads: Hk.
+        columns: packed rows of the block, a multiple of 8.
+        first: the first of them, of the pair's.
+    """
+
+    q_len: int
+    group: int
+    kv_heads: int
+    columns: int
+    first: Any
+    interpret: bool
+
+    @property
+    def used(self) -> int:
+        """Packed rows of a pair."""
+        return self.q_len * self.group
+
+    @property
+    def heads(self) -> int:
+        return self.group * self.kv_heads
+
+    def row_of(self, row: Any, head: Any) -> Any:
+        """Where a pair's packed row 0 is in [B * S * H, D]."""
+        return row * (self.q_len * self.heads) + head * self.group
+
+    def load(
+        self, ref: Any, at: Any, first_dim: Any, width: int, order: Order | None = None
+    ) -> jax.Array:
+        """Numbers [columns, width] of an array [rows, D], the pair's packed row 0 at `at`.
+
+        Args:
+            order: of the dims, if not as they lie; `first_dim` is then the first of a block.
+        """
+        if self.interpret:
+            dims = pl.ds(first_dim, width)
+            return jnp.concatenate([ref[pl.ds(at + r, 1), dims] for r in self._rows()])
+        out = plgpu.ShapeDtypeStruct((self.columns, width), ref.dtype, layout=SCORES)
+
+        def run(ctx: Any, ref: Any, at: Any, first: Any, first_dim: Any) -> Any:
+            del ctx
+            dims, of = ir.MemRefType(ref.type).shape[1], ir.MemRefType(ref.type).element_type
+            at, first, first_dim = map(single, (at, first, first_dim))
+            registers = []
+            for row, _ in self._of_thread(first):
+                for chunk in range(0, width, WIDTH):
+                    lane = plus(_dim(), word(chunk))
+                    places = (lane,) if order is None else order(lane)
+                    vector = ir.VectorType.get((OF_THREAD // len(places),), of)
+                    begins = [
+                        _offset(plus(at, row), dims, plus(first_dim, x), vector) for x in places
+                    ]
+                    some = [llvm.load(vector, pointer(ref, begin)) for begin in begins]
+                    each = [element(x, i) for x in some for i in range(vector.shape[0])]
+                    registers.append(joined(each))
+            return fragmented(registers, (self.columns, width), SCORES.to_mgpu())
+
+        load = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT, SPLAT), return_type=out)(run)
+        return load(ref, *map(jnp.int32, (at, self.first, first_dim)))
+
+    def store(self, ref: Any, at: Any, first_dim: Any, x: jax.Array) -> None:
+        """Numbers [columns, width] to an array [rows, D], the pair's packed row 0 at `at`."""
+        if self.interpret:
+            dims = pl.ds(first_dim, x.shape[1])
+            self._store_each(lambda i, r: ref.__setitem__((pl.ds(at + r, 1), dims), x[i : i + 1]))
+            return
+
+        def run(ctx: Any, ref: Any, at: Any, first: Any, first_dim: Any, x: Any) -> None:
+            del ctx
+            dims = ir.MemRefType(ref.type).shape[1]
+            at, first, first_dim = map(single, (at, first, first_dim))
+            registers = x.registers.reshape(self.columns // ACROSS, -1)
+            for (row, there), some in zip(self._of_thread(first), registers, strict=True):
+                with utils.when(there):
+                    begin = plus(first_dim, _dim())
+                    place = _offset(plus(at, row), dims, begin, some[0].type)
+                    for i, four in enumerate(some):
+                        store(four, ref, place, i * WIDTH * _bytes(four.type))
+
+        types = (PLAIN, SPLAT, SPLAT, SPLAT, SCORES)
+        plgpu.inline_mgpu(arg_types=types)(run)(
+            ref, *map(jnp.int32, (at, self.first, first_dim)), x
+        )
+
+    def of_heads(self, ref: Any, head: Any) -> jax.Array:
+        """A number [columns] of each packed row, its query head's of [H]; `head` is the pair's."""
+        first = head * self.group
+        if self.interpret:
+            packed = [jnp.minimum(self.first + i, self.used - 1) for i in range(self.columns)]
+            return jnp.concatenate([ref[pl.ds(first + lax.rem(p, self.group), 1)] for p in packed])
+        out = plgpu.ShapeDtypeStruct((self.columns,), ref.dtype, layout=BY_ROW)
+
+        def run(ctx: Any, ref: Any, at: Any, first: Any) -> Any:
+            del ctx
+            at, first = single(at), single(first)
+            one = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+            registers = []
+            for row, _ in self._of_thread(first):
+                own = arith.remui(row, word(self.heads)) if self.q_len > 1 else row
+                place = _offset(plus(at, own), 1, word(0), one)
+                registers.append(llvm.load(one, pointer(ref, place)))
+            return fragmented(registers, (self.columns,), BY_ROW.to_mgpu())
+
+        load = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT), return_type=out)(run)
+        return load(ref, *map(jnp.int32, (first, self.first)))
+
+    def store_numbers(self, ref: Any, at: Any, x: jax.Array) -> None:
+        """A number of each packed row, to [rows]."""
+        if self.interpret:
+            self._store_each(lambda i, r: ref.__setitem__((pl.ds(at + r, 1),), x[i : i + 1]))
+            return
+
+        def run(ctx: Any, ref: Any, at: Any, first: Any, x: Any) -> None:
+            del ctx
+            at, first = single(at), single(first)
+            for (row, there), one in zip(self._of_thread(first), x.registers.flat, strict=True):
+                with utils.when(there):
+                    store(one, ref, _offset(plus(at, row), 1, word(0), one.type))
+
+        types = (PLAIN, SPLAT, SPLAT, BY_ROW)
+        plgpu.inline_mgpu(arg_types=types)(run)(ref, *map(jnp.int32, (at, self.first)), x)
+
+    def _of_thread(self, first: Any) -> list[tuple[Any, Any]]:
+        """(row from the pair's packed row 0 on, whether it is one) of a thread's packed rows."""
+        thread = Thread()
+        half = arith.andi(arith.shrui(thread.index, word(4)), word(1))
+        mine = plus(first, times(thread.warp, 2), half)
+        found = []
+        for i in range(0, self.columns, ACROSS):
+            packed = plus(mine, word(i))
+            there = arith.cmpi(arith.CmpIPredicate.slt, packed, word(self.used))
+            packed = arith.minsi(packed, word(self.used - 1))
+            token = arith.divui(packed, word(self.group)) if self.q_len > 1 else word(0)
+            found.append((plus(packed, times(token, self.heads - self.group)), there))
+        return found
+
+    def _rows(self) -> list[Any]:
+        """The same, of all packed rows, in the interpreter."""
+        packed = [jnp.minimum(self.first + i, self.used - 1) for i in range(self.columns)]
+        return [p + lax.div(p, self.group) * (self.heads - self.group) for p in packed]
+
+    def _store_each(self, write: Callable[[int, Any], None]) -> None:
+        for i, row in enumerate(self._rows()):
+
+            @pl.when(self.first + i < self.used)
+            def _(i=i, row=row):
+                write(i, row)
+
+
+def _dim() -> Any:
+    """The first of a thread's dims, of 64."""
+    return times(arith.andi(utils.thread_idx(), word(WIDTH // OF_THREAD - 1)), OF_THREAD)
+
+
+def _bytes(vector: Any) -> int:
+    return utils.bitwidth(vector.element_type) // 8
+
+
+def _offset(row: Any, width: int, dim: Any, vector: Any) -> Any:
+    """In bytes, 64 bits, of a number of rows of so many."""
+    wide = ir.IntegerType.get_signless(64)
+    number = arith.muli(arith.extui(wide, row), mgpu.c(width, wide))
+    number = arith.addi(number, arith.extui(wide, dim))
+    return arith.muli(number, mgpu.c(_bytes(vector), wide))

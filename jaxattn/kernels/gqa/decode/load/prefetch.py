@@ -1,0 +1,60 @@
+"""What a block reads in turn before its first page is on the way, asked for at once.
+
+Which row a part begins with says where its length is, and both say where its page's number is. Each
+read waits for the memory, as caches of a few hundred megabytes have passed through L2 since the
+last call. Here lines of them are asked for ahead; nothing waits, and what is wrong does no harm.
+
+They stay in L2 while there is anything else to let go of, a cache that streams through above all:
+calls of a step, a layer each, have the same schedule, lengths and tables.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils
+from jaxattn.kernels.hopper.ptx import Thread, asm, pointer, single, times, word
+
+LINE, NUMBERS = 128, 32  # bytes of a line of the cache, and int32 numbers
+THREADS = 128
+PRIORITY = "L2::evict_last"
+SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+
+
+def ask_for_all(ref: Any, *, interpret: bool) -> None:
+    """The lines of int32 [..], by one warpgroup: each thread's own, so up to 4,096 numbers."""
+    lines = min(-(-math.prod(ref.shape) // NUMBERS), THREADS)
+    if interpret:
+        return
+
+    def run(ctx: Any, ref: Any) -> None:
+        del ctx
+        mine = Thread().index
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, mine, word(lines))):
+            _ask(ref, times(mine, LINE))
+
+    plgpu.inline_mgpu(arg_types=(PLAIN,))(run)(ref)
+
+
+def ask_for_one(ref: Any, row: jax.Array, column: jax.Array, *, interpret: bool) -> None:
+    """The line of one number of int32 [m, n]."""
+    if interpret:
+        return
+
+    def run(ctx: Any, ref: Any, row: Any, column: Any) -> None:
+        del ctx
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+            wide, width = ir.IntegerType.get_signless(64), ir.MemRefType(ref.type).shape[1]
+            row, column = (arith.extui(wide, single(x)) for x in (row, column))
+            place = arith.addi(arith.muli(row, mgpu.c(width, wide)), column)
+            _ask(ref, arith.muli(place, mgpu.c(4, wide)))
+
+    ask = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(run)
+    ask(ref, jnp.int32(row), jnp.int32(column))
+
+
+def _ask(ref: Any, offset: Any) -> None:
+    asm(f"prefetch.global.{PRIORITY} [$0];", [], [pointer(ref, offset)], "l")

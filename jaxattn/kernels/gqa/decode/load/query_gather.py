@@ -1,0 +1,95 @@
+"""How a pair's queries come to shared memory: gathered from the caller's array.
+
+In two turns, of which the first starts loads and the second waits for them: the first step's copies
+of the cache start between the two.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gqa.decode.fp8_operands import half_queries, in_order, order_of
+from jaxattn.kernels.gqa.decode.load.packed_rows import PackedRows
+from jaxattn.kernels.gqa.decode.smem import ACROSS
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import Pairs
+from jaxattn.kernels.hopper.device import asked_for
+from jaxattn.kernels.mla.decode.swap_ab.smem import SCORES
+
+AT_A_TIME = 2048  # numbers that are gathered at a time, 16 a thread
+
+
+class Queries(Protocol):
+    def ask(self, pair: jax.Array) -> Any:
+        """Starts what `put` waits for."""
+        ...
+
+    def put(self, asked: Any, pair: jax.Array, at: jax.Array) -> None:
+        """Brings a pair's queries to place `at`, and says so when they are there."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatheredQueries:
+    """
+    Attributes:
+        q_ref: [B * S * H, D], of which `rows` are gathered.
+        memory: has `queries`, their barriers, and for an FP8 cache `factors`.
+        scale: of all scores.
+        kv_scale_ref: float32 [2, Hk] of an FP8 cache, which takes float16 queries in the order of
+            its keys, and a factor of each packed row's scores; None: queries as they are.
+    """
+
+    q_ref: Any
+    rows: PackedRows
+    part: Pairs
+    memory: Any
+    scale: float
+    kv_scale_ref: Any
+
+    def ask(self, pair: jax.Array) -> jax.Array:
+        _, first = next(self._some())
+        asked = self._load(first, pair)
+        asked_for(interpret=self.rows.interpret)
+        return asked
+
+    def put(self, asked: jax.Array, pair: jax.Array, at: jax.Array) -> None:
+        for start, rows in self._some():
+            numbers = asked if start == 0 else self._load(rows, pair)
+            self._store(numbers, pl.ds(start, rows.columns), pair, at)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.memory.queries_loaded.at[at])
+
+    def _some(self) -> Iterator[tuple[int, PackedRows]]:
+        """The packed rows, as many as are gathered at a time, and where they begin."""
+        rows, dim = self.rows, self.q_ref.shape[1]
+        each = max(AT_A_TIME // dim, ACROSS)
+        for start in range(0, rows.columns, each):
+            columns = min(each, rows.columns - start)
+            yield start, dataclasses.replace(rows, columns=columns, first=rows.first + start)
+
+    def _load(self, rows: PackedRows, pair: jax.Array) -> jax.Array:
+        dim = self.q_ref.shape[1]
+        order = None if self.kv_scale_ref is None else order_of(dim)
+        at = rows.row_of(*self.part.row_and_head(pair))
+        return rows.load(self.q_ref, at, 0, dim, order)
+
+    def _store(self, numbers: jax.Array, some: Any, pair: jax.Array, at: jax.Array) -> None:
+        to = self.memory.queries.at[at, some]
+        if self.kv_scale_ref is None:
+            to[...] = numbers
+            return
+        if self.rows.interpret:
+            numbers = in_order(numbers)
+
+        def wide(vector: jax.Array) -> jax.Array:
+            return plgpu.layout_cast(lax.broadcast_in_dim(vector, numbers.shape, [0]), SCORES)
+
+        to[...], factors = half_queries(numbers.astype(jnp.float32), wide)
+        head = self.part.row_and_head(pair)[1]
+        self.memory.factors[at, some] = factors * (self.kv_scale_ref[0, head] * self.scale)

@@ -1,0 +1,154 @@
+"""The body of `gqa_decode`: a warpgroup loads, and two or three take a part's steps in turns.
+
+Packed rows (query token, head of the group) are the columns of both products, so that eight of them
+cost eight columns:
+
+    scores^T [64 tokens, N] = K Q^T          K [64, D] of a step and KV head
+    out^T    [D, N]        += V^T P^T        V [64, D] of the same tokens, seen transposed
+
+The softmax runs over the scores turned round through shared memory, so that a column's lie in half
+a warp; P goes back the same way. Keys' places in a ring are free again once the scores are there,
+before the values' are. At a piece's end epilogue.py makes one result of the warpgroups'.
+
+mma.py has the products, of 16-bit and of FP8 caches.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.gqa.decode.cta import Block, Cut, Piece, Refs
+from jaxattn.kernels.gqa.decode.fp8_operands import P_EXPONENT, Tiles
+from jaxattn.kernels.gqa.decode.load.producer import Loader, Ring, place_of
+from jaxattn.kernels.gqa.decode.load.query_gather import GatheredQueries
+from jaxattn.kernels.gqa.decode.mma import products_of
+from jaxattn.kernels.gqa.decode.smem import Memory
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import KEYS, VALUES
+from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeCut(Cut):
+    """
+    Attributes:
+        dtype: of queries and P as operands.
+        fp8: whether keys and values are e4m3.
+        ahead: steps of a warpgroup's rings, of keys and of values.
+    """
+
+    dtype: Any
+    fp8: bool
+    ahead: tuple[int, int]
+
+
+class Body(Block[DecodeCut, Memory]):
+    def __init__(self, cut: DecodeCut, refs: Refs, memory: Memory):
+        super().__init__(cut, refs, memory)
+        self.products = products_of(
+            cut.columns, cut.head_dim, fp8=cut.fp8, interpret=cut.interpret
+        )  # fmt: skip
+        self.scores_smem = memory.scores.at[self.wg].at[:, pl.ds(0, PAGE)]
+        self.p_smem = memory.p.at[self.wg]
+        self.rescale_smem = memory.stats.at[0, self.wg]
+
+    def tiles(self) -> Tiles | None:
+        return Tiles(self.cut.head_dim) if self.cut.fp8 else None
+
+    def first_key(self, pair: jax.Array) -> jax.Array | None:
+        return self.part.first_key(pair)
+
+    def load(self) -> None:
+        memory, ahead = self.memory, self.cut.ahead
+        rings = (
+            Ring(ahead[KEYS], memory.keys_loaded, memory.keys_read, self._copies(KEYS)),
+            Ring(ahead[VALUES], memory.values_loaded, memory.values_read, self._copies(VALUES)),
+        )
+        queries = GatheredQueries(
+            q_ref=self.refs.q_ref, rows=self.rows, part=self.part, memory=memory,
+            scale=self.cut.scale, kv_scale_ref=self.refs.kv_scale_ref,
+        )  # fmt: skip
+        Loader(
+            part=self.part, queries=queries, memory=memory, rings=rings,
+            consumers=self.cut.consumers, interpret=self.cut.interpret,
+        ).run(self.write_empty_rows)  # fmt: skip
+
+    def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
+        if not self.cut.fp8:
+            return self.cut.scale
+        factors = self.memory.factors.at[queries_at]
+        return self.over_keys(plgpu.load(factors, layout=BY_ROW, optimized=False))
+
+    def _copies(self, kind: int) -> Any:
+        """`Ring.copies`: as many tokens as lie together at a time."""
+        to = self.memory.keys if kind == KEYS else self.memory.values
+        tokens = min(self.cut.page_size, PAGE)
+
+        def copies(pair, numbers, step, wg, slot):
+            boxes = self.part.boxes(kind, pair, numbers, step)
+            return [
+                (box, to.at[wg, slot, pl.ds(j * tokens, tokens)]) for j, box in enumerate(boxes)
+            ]
+
+        return copies
+
+    def empty(self) -> Any:
+        nothing = self.no_output(self.products.rows)
+        return self.no_top(), self.no_sum(), (nothing,) * self.products.blocks
+
+    def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+        top, total, accs = state
+        return accs, top, total
+
+    def step(self, piece: Piece, i: jax.Array, state: Any) -> Any:
+        (top, total, accs), memory, cut = state, self.memory, self.cut
+        step = piece.first + cut.consumers * i
+        keys_at, values_at = (
+            lax.rem(place_of(piece.done + step, cut.consumers)[1], n) for n in cut.ahead
+        )
+        token = piece.first_token + step * PAGE
+        plgpu.barrier_wait(memory.keys_loaded.at[self.wg, keys_at])
+        keys = memory.keys.at[self.wg, keys_at]
+        scores = self.products.scores(keys, memory.queries, piece.queries_at)
+        top, p, rescale = self._soften(scores, piece, token, top)
+        # All four warps have their scores, as they met to exchange them.
+        plgpu.barrier_arrive(memory.keys_read.at[self.wg, keys_at])
+        total = total * self.over_keys(rescale) + p
+        self.p_smem[...] = p.astype(cut.dtype)
+        self.rescale_smem[...] = rescale
+        values = memory.values.at[self.wg, values_at]
+        plgpu.barrier_wait(memory.values_loaded.at[self.wg, values_at])
+        self._clear(values, piece, token)
+        plgpu.commit_smem()
+        accs = self.products.add(accs, values, self.p_smem, self.rescale_smem)
+        plgpu.commit_smem()  # all four warps have read the values
+        plgpu.barrier_arrive(memory.values_read.at[self.wg, values_at])
+        return top, total, accs
+
+    def _soften(self, scores: jax.Array, piece: Piece, token: jax.Array, top: jax.Array) -> Any:
+        """(maxima, P, rescaling) with a step's scores, the first of token `token`."""
+        store_turned(self.scores_smem, scores, interpret=self.cut.interpret)
+        plgpu.commit_smem()
+        scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
+        scores = self.softened(scores, piece.factor, piece, token)[1]
+        # A power of two by which P is larger than its sum says, beside the sum of such P.
+        room = P_EXPONENT if self.cut.fp8 else 0
+        new_top = jnp.maximum(top, scores.max(axis=1) - room)
+        p = jnp.exp2(scores - self.over_keys(new_top))
+        return new_top, p, jnp.exp2(top - new_top)
+
+    def _clear(self, values: Any, piece: Piece, token: jax.Array) -> None:
+        """0 * NaN is NaN: what no query of the row sees becomes 0 as a value."""
+        outside = piece.length < token + PAGE
+        if piece.begin is not None:
+            outside |= token < piece.begin
+
+        @pl.when(outside)
+        def _():
+            self.products.clear(values, piece, token)

@@ -1,0 +1,179 @@
+"""What a block of `gqa_decode` keeps in shared memory, and how many columns its products have."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.cache.formats import FP8
+from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
+from jaxattn.kernels.gqa.decode.fp8_operands import tiles_of
+from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, swizzled
+from jaxattn.kernels.mla.decode.swap_ab.smem import MARGIN
+
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+PAGE_SIZES = (16, 32, 64, 128)
+QUERIES = 2  # pieces whose queries are in shared memory
+ACROSS = 8  # columns of a product come in eights
+# Dims of K and V, and the most columns for which shared memory has room for a step of each
+# warpgroup beside what they exchange.
+MOST_COLUMNS = {64: 64, 128: 64, 256: 24}
+# Steps of a warpgroup whose keys, and whose values, are in shared memory or on their way there:
+# 64 KB of a multiprocessor hide the memory's latency, and so many are twice that and more.
+MOST_STEPS = {64: (5, 5), 128: (3, 3), 256: (1, 2)}
+MOST_FP8_STEPS = {64: (8, 8), 128: (6, 6), 256: (3, 3)}
+# Rows of so few steps, as a window's, are more latency than bytes: two blocks share a
+# multiprocessor, where their registers allow it, and each has room for so many steps.
+FEW_STEPS, STEPS_OF_FEW, BLOCKS_OF_FEW = 4, 2, 2
+# Three warpgroups have 168 registers each, or 56, 224 and 224. The one that loads gives some away
+# where outputs, of so many numbers [D, N], and descriptors of the products' tiles are many.
+MANY_NUMBERS, REGISTERS_OF_MANY = 2048, (56, 224)
+REGISTERS_OF_FOUR = (56, 144)  # of four warpgroups, which have 128 each
+BARRIER_BYTES = 1024  # more than the barriers take
+
+
+def refusal(dtype: Any, cache_dtype: Any, head_dim: int, page_size: int) -> str | None:
+    """What the kernel wants in the place of these; None where it takes them."""
+    dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+    if dtype not in DTYPES:
+        return f"q of bfloat16 or float16, and got {dtype.name}"
+    if cache_dtype not in (dtype, FP8):
+        return (
+            f"a cache of {FP8.name} or of the dtype of q, {dtype.name}, and got {cache_dtype.name}"
+        )
+    if head_dim not in MOST_COLUMNS:
+        return f"head_dim 64, 128 or 256, and got {head_dim}"
+    if page_size not in PAGE_SIZES:
+        return f"pages of 16, 32, 64 or 128 tokens, and got {page_size}"
+    return None
+
+
+def block_columns(rows: int, head_dim: int) -> tuple[int, int]:
+    """(packed rows of a block, a multiple of 8; blocks that share a pair's rows)."""
+    tiles = -(-rows // MOST_COLUMNS.get(head_dim, ACROSS))
+    return -(-rows // (ACROSS * tiles)) * ACROSS, tiles
+
+
+def product_dtype(dtype: Any, cache_dtype: Any) -> Any:
+    """What queries and P are as operands: q's dtype, or what e4m3 numbers are widened to."""
+    return jnp.dtype(jnp.float16) if cache_dtype == FP8 else jnp.dtype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """How a block's memory and its registers are divided.
+
+    Attributes:
+        consumers: w, warpgroups that take a part's steps in turns; one more loads.
+        ahead: steps of each of them that there is room for, of keys and of values, whose place is
+            free again later.
+        registers: of each thread that loads, and of each that computes; None leaves all warpgroups
+            what they have.
+    """
+
+    consumers: int
+    ahead: tuple[int, int]
+    registers: tuple[int, int] | None
+
+
+def blocks_together(columns: int, head_dim: int, steps: int) -> int:
+    """Blocks of a multiprocessor, for rows of up to so many steps; 0 steps: nobody said."""
+    few = head_dim == 64 and columns == ACROSS and 0 < steps <= FEW_STEPS
+    return BLOCKS_OF_FEW if few else 1
+
+
+def room_of(columns: int, head_dim: int, cache_dtype: Any, steps: int) -> Room:
+    """Of blocks for so many packed rows, of up to so many steps.
+
+    A step that is few bytes takes a warpgroup longer than two have time for: then there are three.
+    """
+    fp8, together = cache_dtype == FP8, blocks_together(columns, head_dim, steps)
+    few_bytes = head_dim * jnp.dtype(cache_dtype).itemsize <= 128
+    consumers = 3 if few_bytes and columns == ACROSS and together == 1 else 2
+    exchanged = consumers * columns * (PAGE + head_dim + 2 * MARGIN + 4 + 1) * 4
+    operands = columns * (QUERIES * head_dim + consumers * PAGE) * 2
+    free = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - exchanged - operands
+    boxes = free // (consumers * PAGE * head_dim * jnp.dtype(cache_dtype).itemsize)
+    keys, values = (MOST_FP8_STEPS if fp8 else MOST_STEPS)[head_dim]
+    ahead = min(keys, boxes // 2), min(values, boxes - boxes // 2)
+    if together > 1:
+        return Room(consumers, (STEPS_OF_FEW, STEPS_OF_FEW), None)
+    if consumers == 3:
+        return Room(consumers, ahead, REGISTERS_OF_FOUR)
+    return Room(consumers, ahead, REGISTERS_OF_MANY if columns * head_dim >= MANY_NUMBERS else None)
+
+
+class Memory(NamedTuple):
+    """A block's shared memory; w is a warpgroup, N its columns.
+
+    Attributes:
+        keys, values: [w, steps, 64, D], as they come, of `Room.ahead`.
+        queries: [2, N, D], of this piece and the next.
+        scores: float32 [w, N, 64 and a margin].
+        p: [w, N, 64].
+        outputs: float32 [w, N, D and a margin], at a piece's end.
+        stats: float32 [3, w, N]: rescaling, and at a piece's end maxima and sums.
+        factors: float32 [2, N], of the scores of a piece's queries; None without an FP8 cache.
+        keys_loaded, values_loaded, queries_loaded: barriers of what has come.
+        keys_read, values_read, queries_read: and of what may be overwritten.
+        both_there: of the warpgroups that compute.
+    """
+
+    keys: Any
+    values: Any
+    queries: Any
+    scores: Any
+    p: Any
+    outputs: Any
+    stats: Any
+    factors: Any
+    keys_loaded: Any
+    values_loaded: Any
+    queries_loaded: Any
+    keys_read: Any
+    values_read: Any
+    queries_read: Any
+    both_there: Any
+
+
+def scratch_types(
+    dtype: Any, cache_dtype: Any, columns: int, head_dim: int, page_size: int, room: Room
+) -> Memory:
+    """What `Memory` is made of; `dtype` is `product_dtype`."""
+    tiles, consumers = swizzled(dtype), room.consumers
+    of_keys, of_values = room.ahead
+    of_cache = tiles_of(head_dim) if cache_dtype == FP8 else tiles
+
+    def ring(steps: int) -> Any:
+        return plgpu.SMEM((consumers, steps, PAGE, head_dim), cache_dtype, transforms=of_cache)
+
+    def barriers(arrivals: int, steps: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(consumers, steps))
+
+    copies = copies_of(page_size)
+    return Memory(
+        keys=ring(of_keys),
+        values=ring(of_values),
+        queries=plgpu.SMEM((QUERIES, columns, head_dim), dtype, transforms=tiles),
+        scores=plgpu.SMEM((consumers, columns, PAGE + MARGIN), jnp.float32),
+        p=plgpu.SMEM((consumers, columns, PAGE), dtype, transforms=tiles),
+        outputs=plgpu.SMEM((consumers, columns, head_dim + MARGIN), jnp.float32),
+        stats=plgpu.SMEM((3, consumers, columns), jnp.float32),
+        factors=plgpu.SMEM((QUERIES, columns), jnp.float32) if cache_dtype == FP8 else None,
+        keys_loaded=barriers(copies, of_keys),
+        values_loaded=barriers(copies, of_values),
+        queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
+        keys_read=barriers(1, of_keys),
+        values_read=barriers(1, of_values),
+        queries_read=plgpu.Barrier(num_arrivals=consumers, num_barriers=QUERIES),
+        both_there=plgpu.Barrier(num_arrivals=consumers),
+    )
+
+
+def over_out(vector: jax.Array, rows: int) -> jax.Array:
+    """Of each packed row, for so many dims of its output, [rows, N]."""
+    wide = lax.broadcast_in_dim(vector, (rows, *vector.shape), [1])
+    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)

@@ -1,0 +1,215 @@
+"""Merges the partial results of a pair that `gqa_decode` cut; sinks and gate join here.
+
+The block that has a pair's last piece does it. The interpreter knows no atomic operations: there a
+launch of its own follows, a block for eight packed rows of a pair and up to 128 of its dims.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.gqa.decode.epilogue import gated, with_sink
+from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
+from jaxattn.kernels.gqa.decode.smem import ACROSS
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import asked_for
+from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E
+
+# Partial results that are read at a time, by how many times 64 dims, for each of which a result
+# takes four registers; and where few are left.
+MANY, FEW = {1: 16, 2: 8}, 8
+AT_A_TIME = 2  # times 64 dims that the interpreter's launch merges at a time
+
+
+def chunks_of(head_dim: int, consumers: int) -> int:
+    """Times 64 dims that each of the warpgroups merges at a time, so that all are in one go."""
+    return -(-head_dim // (WIDTH * consumers))
+
+
+def _wide(vector: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, (ACROSS, WIDTH), [0]), SCORES)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Combination:
+    """
+    Attributes:
+        first_rows: of the output, and of the partial results, in the arrays below.
+        rows: packed rows that partial results have of a pair.
+        out: [.., D], lse float32 [B * S * H].
+        partial: float32 [.., D], partial_lse float32 [2 * parts, rows], natural logarithm.
+        sinks: float32 [H], or None.
+        gate: [B * S * H, D], or None.
+    """
+
+    first_rows: Sequence[int]
+    rows: int
+    out: Any
+    lse: Any
+    partial: Any
+    partial_lse: Any
+    sinks: Any
+    gate: Any
+
+    def write(
+        self,
+        row: Any,
+        head: Any,
+        slots: list[jax.Array],
+        packed: PackedRows,
+        first_dim: Any,
+        chunks: int,
+    ) -> None:
+        """Eight packed rows of the pair (row, KV head), and so many times 64 of its dims.
+
+        Args:
+            slots: the pair's of `Schedule`.
+            packed: the eight.
+        """
+        at = packed.row_of(row, head)
+        firsts = [pl.multiple_of(first_dim + i * WIDTH, WIDTH) for i in range(chunks)]
+        gates = []
+        if self.gate is not None:  # read from memory, while the partial results come from L2
+            gates = [packed.load(self.gate, at, first, WIDTH) for first in firsts]
+            asked_for(interpret=packed.interpret)
+        top, total, outs = self._sum(slots, packed.first, firsts)
+        empty = total == 0
+        share = 1 / total
+        if self.sinks is not None:
+            # The sum was relative to `top`, and so is the output.
+            new_top, total = with_sink(top, total, packed.of_heads(self.sinks, head))
+            share = jnp.exp2(top - new_top) / total
+            top = new_top
+        dead = _wide(empty.astype(jnp.float32)) > 0
+        for i, (first, out) in enumerate(zip(firsts, outs, strict=True)):
+            out = out * _wide(share)
+            if self.gate is not None:
+                out = gated(out, gates[i])
+            out = jnp.where(dead, 0.0, out)
+            packed.store(self.out, self.first_rows[0] + at, first, out.astype(self.out.dtype))
+
+        @pl.when(first_dim == 0)
+        def _lse():
+            lse = (top + jnp.log2(total)) * (1 / LOG2E)
+            packed.store_numbers(self.lse, at, jnp.where(empty, -jnp.inf, lse))
+
+    def _sum(self, slots: list[jax.Array], first: Any, first_dims: list[Any]) -> Any:
+        """(maximum of the log2 of weights, their sum divided by 2**that, outputs times it)."""
+        number, mine = slots[1], pl.ds(pl.multiple_of(first, ACROSS), ACROSS)
+        dims = [pl.ds(each, WIDTH) for each in first_dims]
+
+        def add(begin: jax.Array, count: int, state: Any) -> Any:
+            top, total, outs = state
+            numbers = [begin + k for k in range(count)]
+            places = [Schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
+            of_rows = [
+                pl.ds(self.first_rows[1] + slot * self.rows + first, ACROSS) for slot in places
+            ]
+            pieces = [
+                [plgpu.load(self.partial.at[at, d], layout=SCORES, optimized=False) for d in dims]
+                for at in of_rows
+            ]
+            lses = [
+                plgpu.load(self.partial_lse.at[slot, mine], layout=BY_ROW, optimized=False) * LOG2E
+                for slot in places
+            ]
+            lses = [
+                jnp.where(k < number, lse, -jnp.inf) for k, lse in zip(numbers, lses, strict=True)
+            ]
+            new_top = functools.reduce(jnp.maximum, lses, top)
+            rescale = jnp.exp2(top - new_top)
+            total, outs = total * rescale, [out * _wide(rescale) for out in outs]
+            for lse, some in zip(lses, pieces, strict=True):
+                weight = jnp.exp2(lse - new_top)
+                total += weight
+                outs = [out + _wide(weight) * one for out, one in zip(outs, some, strict=True)]
+            return new_top, total, tuple(outs)
+
+        nothing = plgpu.layout_cast(jnp.zeros((ACROSS, WIDTH), jnp.float32), SCORES)
+        state = (
+            plgpu.layout_cast(jnp.full((ACROSS,), EMPTY, jnp.float32), BY_ROW),
+            plgpu.layout_cast(jnp.zeros((ACROSS,), jnp.float32), BY_ROW),
+            (nothing,) * len(dims),
+        )
+        many, done = MANY[len(dims)], jnp.int32(0)
+        if many > FEW:
+            rounds = lax.div(number, many)
+            state = lax.fori_loop(0, rounds, lambda j, state: add(j * many, many, state), state)
+            done = rounds * many
+        rounds = lax.div(number - done + (FEW - 1), FEW)
+        return lax.fori_loop(0, rounds, lambda j, state: add(done + j * FEW, FEW, state), state)
+
+
+def combine(
+    refs: list[Any],
+    first_rows: list[int],
+    lse: jax.Array,
+    partial_lse: jax.Array,
+    line: Schedule,
+    sinks: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    q_len: int,
+    group: int,
+    kv_heads: int,
+    detect_races: bool = False,
+) -> jax.Array:
+    """In the interpreter, writes the pairs that were cut to the output, and returns the LSE of all.
+
+    Args:
+        refs: the output's rows [.., D], and the partial results'.
+        lse: float32 [B * S * H].
+        q_len, group, kv_heads: S, query heads of a KV head, and Hk.
+        first_rows, partial_lse, sinks, gate: as `Combination` has them.
+    """
+    pairs, rows = line.slots.shape[1], partial_lse.shape[1]
+    dims = refs[0].shape[1] // WIDTH
+    chunks = min(dims, AT_A_TIME)
+    lse_ref = jax.new_ref(lse)
+
+    def body(slots_ref: Any, **refs: Any) -> None:
+        pair, chunk, piece = (lax.axis_index(name) for name in ("pair", "chunk", "dims"))
+        slots = [slots_ref[i, pair] for i in range(slots_ref.shape[0])]
+        packed = PackedRows(
+            q_len=q_len, group=group, kv_heads=kv_heads, columns=ACROSS, first=chunk * ACROSS,
+            interpret=True,
+        )  # fmt: skip
+        combination = Combination(first_rows=first_rows, rows=rows, **refs)
+        row, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
+
+        @pl.when(slots[1] > 0)
+        def _merge() -> None:
+            combination.write(row, head, slots, packed, piece * chunks * WIDTH, chunks)
+
+    launch(
+        body,
+        name="gqa_decode_combine",
+        grid={"pair": pairs, "chunk": rows // ACROSS, "dims": dims // chunks},
+        inputs={
+            "slots_ref": line.slots,
+            "out": refs[0],
+            "lse": lse_ref,
+            "partial": refs[1],
+            "partial_lse": partial_lse,
+            "sinks": sinks,
+            "gate": gate,
+        },
+        warpgroups=None,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=True,
+        detect_races=detect_races,
+    )
+    return jax.freeze(lse_ref)

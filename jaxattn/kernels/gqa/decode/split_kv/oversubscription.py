@@ -1,0 +1,127 @@
+"""Schedules of `gqa_decode` with more parts than the GPU runs at a time.
+
+A pair is a row and a KV head. A part is what one block does, one pair after another. A turn is as
+many parts as the GPU runs at a time. A line is all parts, in the order in which they begin.
+
+The GPU gives the next part to whichever multiprocessor is done, and not all read equally fast. So
+where whole pairs are long, all but the last turn or two of them are dealt out, and those of the
+end are a part each, the longest first. Where the last turn is nearly full, its end would still be
+ragged by what the slowest are behind: the last pairs are cut, and the shortest pieces come last.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.kernels.attention.tile_scheduler import Schedule
+
+LONG_PAIR = 96  # steps of a pair, on average
+# A last turn of so many of the multiprocessors or more, of 4, is the end by itself, and its last
+# pairs are cut. The end of another is the turn before it too.
+FULL = 3
+# Pieces of each of the last pairs, and of those before them. The former have 8 of 11 of the partial
+# results, of which there are two for each multiprocessor.
+SHORT, HALF = 8, 2
+LEAST_PIECE = 8  # steps
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FineLine:
+    """Such a schedule, and where its parts put partial results.
+
+    Attributes:
+        line: the parts. Where pairs are not long they are the usual ones, and empty ones.
+        first_slots: int32 [parts], the partial result of each part's first piece.
+    """
+
+    line: Schedule
+    first_slots: jax.Array
+
+
+def may_have_more(pairs: int, parts: int, steps: int) -> bool:
+    """Whether there are such lines, from static shapes."""
+    return pairs > parts and steps >= LONG_PAIR
+
+
+def tail_of(parts: int) -> tuple[int, int]:
+    """How many of the last pairs are cut in halves, and how many after them in SHORT pieces: two
+    partial results for each of `parts` are enough."""
+    short = 2 * parts // (SHORT + 3)
+    return (2 * parts - SHORT * short) // HALF, short
+
+
+def most_parts(pairs: int, parts: int, more: int) -> int:
+    """Parts of such a line: the usual ones with what is dealt out, and the end's, of which a nearly
+    full turn has so many more than pairs."""
+    return min(pairs + more, parts + max(parts - 1 + more, parts + FULL * parts // 4))
+
+
+def dealt_out(number: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+    """(turns of so many pairs that are dealt out, whether the last turn is nearly full)."""
+    full = 4 * (number % parts) >= FULL * parts
+    return jnp.maximum(number // parts - jnp.where(full, 0, 1), 0), full
+
+
+def in_more_parts(line: Schedule, pages: jax.Array, *, cost: int, cut: bool) -> FineLine:
+    """The line of more pairs than parts, in more parts.
+
+    Args:
+        pages: int32 [pairs], steps of each.
+        cost: of a pair beside its steps, in steps.
+        cut: whether pairs may be cut here that `line` does not cut.
+    """
+    assert line.order is not None, "of more pairs than parts there is an order"
+    usual, place = line.parts, jnp.arange(pages.shape[0], dtype=jnp.int32)
+    halves, shorts = tail_of(usual) if cut else (0, 0)
+    parts = most_parts(pages.shape[0], usual, halves * (HALF - 1) + shorts * (SHORT - 1))
+    number = jnp.sum(pages > 0, dtype=jnp.int32)
+    turns, full = dealt_out(number, usual)
+
+    # Forth and back, as `deal_out` does it, but the end.
+    ranked = jnp.argsort(-jnp.where(pages > 0, pages + cost, 0), stable=True).astype(jnp.int32)
+    mine, turn = place // jnp.maximum(turns, 1), place % jnp.maximum(turns, 1)
+    rank = turn * usual + jnp.where(turn % 2 == 0, mine, usual - 1 - mine)
+    at_the_end = place >= turns * usual
+    order = ranked[jnp.where(at_the_end, place, rank)]
+
+    left = number - place  # pairs from this one on
+    pieces = jnp.where(left <= shorts, SHORT, jnp.where(left <= shorts + halves, HALF, 1))
+    pieces = jnp.where(full & at_the_end, pieces, 1)
+    steps = pages[order]
+    size = (steps + pieces - 1) // pieces
+    size = jnp.where(pieces > 1, jnp.maximum(size, LEAST_PIECE), jnp.maximum(size, 1))
+    pieces = (steps + size - 1) // size  # 0 behind the last
+    begin = jnp.where(at_the_end, pieces, turn == 0)  # parts that begin in the pair
+    cuts, at = _cuts(begin, size, number, parts)
+
+    is_cut = pieces > 1
+    first = jnp.cumsum(jnp.where(is_cut, pieces, 0)) - pieces  # partial results, one after another
+    slots = jnp.where(is_cut, jnp.stack([first, pieces, first, jnp.ones_like(first)]), 0)
+    first_slots = first[at] + cuts[1, :-1] // size[at]
+
+    usual_cuts = jnp.pad(line.cuts, ((0, 0), (0, parts - usual)), mode="edge")
+    usual_slots = jnp.pad(line.slots, ((0, 1), (0, 0)), constant_values=2)
+    usual_first = 2 * jnp.arange(parts, dtype=jnp.int32)
+    long = jnp.sum(pages) >= LONG_PAIR * number
+    whole = (jnp.max(line.slots[1]) == 0) & long
+    picked = dataclasses.replace(
+        line,
+        cuts=jnp.where(whole, cuts, usual_cuts),
+        order=jnp.where(whole, order, line.order),
+        slots=jnp.where(whole, jnp.zeros_like(slots).at[:, order].set(slots), usual_slots),
+    )
+    return FineLine(picked, jnp.where(whole, first_slots, usual_first))
+
+
+def _cuts(
+    begin: jax.Array, size: jax.Array, number: jax.Array, parts: int
+) -> tuple[jax.Array, jax.Array]:
+    """(cuts [2, parts + 1] where so many parts begin at each of the first `number` places, every
+    `size` steps; the place of each part [parts])."""
+    end, part = jnp.cumsum(begin), jnp.arange(parts + 1, dtype=jnp.int32)
+    at = jnp.sum(end <= part[:, None], axis=1, dtype=jnp.int32)
+    inside = jnp.minimum(at, begin.shape[0] - 1)
+    begun = jnp.where(at < number, (part - (end - begin)[inside]) * size[inside], 0)
+    return jnp.stack([jnp.minimum(at, number), begun]), inside[:-1]

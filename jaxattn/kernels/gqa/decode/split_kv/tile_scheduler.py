@@ -1,0 +1,282 @@
+"""Who reads what in `gqa_decode`: the steps of all (row, KV head) pairs, cut into parts.
+
+The cutting is mla_decode's, of pairs in the place of rows; work_partition.py says how they are counted.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_sizes, check_window
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.attention.tile_scheduler import (
+    MIN_PART,
+    PAGE,
+    Schedule,
+    Shortest,
+    make_schedule,
+    may_split,
+    most_pieces,
+    num_steps,
+)
+from jaxattn.kernels.gqa.decode.smem import block_columns, blocks_together
+from jaxattn.kernels.gqa.decode.split_kv.oversubscription import (
+    FineLine,
+    in_more_parts,
+    may_have_more,
+)
+from jaxattn.kernels.gqa.decode.split_kv.semaphore import none_yet
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import first_step
+from jaxattn.kernels.hopper.device import NUM_SMS
+
+INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
+# What a pair costs its part beside its steps, in steps: the exchange of two outputs and the write,
+# while the producer goes on. And what partial results and their merging cost.
+PAIR_COST, MERGE_COST = 2, 6
+# Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
+# by at most one part in this.
+LONGER = 40
+# Steps of a part that is worth its partial results; and where few are merged, one for each of two
+# warpgroups.
+LEAST_PART, SHORT_PART = 4, 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PairSchedule:
+    """How the GPU's blocks share the pairs of a row and a key-value head, by `decode_schedule`.
+
+    Attributes:
+        line: the parts, of pairs p = row * Hk + head.
+        arrived: uint32 [pairs * tiles], 0: `Arrivals.counts` of the calls that have this schedule,
+            which run one after another. None: each call makes its own.
+        seq_lens: int32 [B], the lengths that it was made of, 0 where they were too long. A call
+            gives NaN for rows of other lengths. None: it was made of the call's own lengths.
+        num_kv_heads: Hk.
+        q_len: S.
+        window: keys that a token sees, or None.
+        fine: a second `line`, of more parts than the GPU runs at a time, for a kernel that memory
+            bounds. None: there are too few pairs for it.
+        batch_invariant: whether a pair's result has the same bits whatever comes before it in its
+            part.
+    """
+
+    line: Schedule
+    num_kv_heads: int = dataclasses.field(metadata={"static": True})
+    q_len: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+    arrived: jax.Array | None = None
+    seq_lens: jax.Array | None = None
+    fine: FineLine | None = None
+    batch_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def arrived_of(self, tiles: int) -> jax.Array:
+        """`arrived`, made here where it is None, for so many tiles of a pair.
+
+        Raises:
+            ValueError: it is for others.
+        """
+        if self.arrived is None:
+            return none_yet(jnp.repeat(self.line.slots[1], tiles))
+        if len(self.arrived) != self.line.slots.shape[-1] * tiles:
+            raise ValueError(
+                f"gqa_decode: the schedule counts arrivals of {len(self.arrived)} tiles, and this "
+                f"call has {self.line.slots.shape[-1] * tiles}; make it with gqa.decode_schedule "
+                "from this call's num_heads and head_dim"
+            )
+        return self.arrived
+
+    def check(
+        self, op: str, *, batch: int, q_len: int, num_kv_heads: int, window: int | None, steps: int
+    ) -> None:
+        """Raises ValueError unless it was made for such rows."""
+        made = {
+            "B": self.line.slots.shape[-1] // self.num_kv_heads,
+            "S": self.q_len,
+            "Hk": self.num_kv_heads,
+            "window": self.window,
+            f"steps of {PAGE} tokens": self.line.max_pages or steps,
+        }
+        asked = [batch, q_len, num_kv_heads, window, steps]
+        for (name, has), wanted in zip(made.items(), asked, strict=True):
+            if has != wanted:
+                raise ValueError(
+                    f"{op}: the schedule was made for {name} = {has}, and this call has {wanted}; "
+                    "make it with gqa.decode_schedule from this call's lengths, shapes and window"
+                )
+
+
+def check_groups(op: str, num_heads: int, num_kv_heads: int) -> None:
+    """Raises ValueError unless each KV head has as many query heads."""
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{op}: {num_heads=} must be a multiple of {num_kv_heads=}")
+
+
+def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -> int:
+    """Steps that a row may have, from static shapes."""
+    steps = num_steps(max_pages, page_size)
+    if window is None:
+        return steps
+    # So many tokens in a row, which may begin at the last one of a step.
+    return min(steps, -(-(q_len + window - 2) // PAGE) + 1)
+
+
+def num_parts(
+    pairs: int, steps: int, *, columns: int, tiles: int, head_dim: int, num_sms: int
+) -> int:
+    """Parts of a call, from static shapes: as many blocks for each tile as the GPU runs at a time,
+    or fewer where the pairs are not worth as many."""
+    blocks = num_sms * blocks_together(columns, head_dim, steps)
+    return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // SHORT_PART))
+
+
+def may_cut(pairs: int, parts: int, steps: int) -> bool:
+    """Whether pairs of up to so many steps are cut at all, from static shapes; of 0 steps, which
+    nobody said, they may be. A window's few steps are not: there is no second launch, to merge."""
+    return may_split(pairs, parts) and not 0 < steps < 2 * MIN_PART
+
+
+def decode_schedule(
+    seq_lens: jax.Array,
+    *,
+    q_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None = None,
+    batch_invariant: bool = False,
+    interpret: bool = False,
+) -> PairSchedule:
+    """How the GPU's blocks share the pairs of a step: once a step, for all layers of such shapes.
+
+    Args:
+        seq_lens: int32 [B], as for `gqa_decode`: lengths beyond M * C are padding here too.
+        q_len: S.
+        num_heads: H.
+        num_kv_heads: Hk.
+        head_dim: D.
+        max_pages: M, width of the block tables.
+        page_size: C, tokens of a page. The kernel has 16, 32, 64 and 128.
+        window: keys that a token sees; layers of another window need a schedule of their own.
+        batch_invariant: a row's result has the same bits whatever the other rows are. Pairs are
+            cut by B, M and their own length alone.
+        interpret: for the interpreter, which takes fewer blocks.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
+    """
+    arguments = Arguments("gqa.decode_schedule")
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    pages = {"max_pages": max_pages, "page_size": page_size}
+    check_sizes(arguments.op, q_len=q_len, **heads, **pages)
+    check_groups(arguments.op, num_heads, num_kv_heads)
+    window = check_window(arguments.op, window)
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(
+            f"{arguments.op}: batch_invariant must be True or False, got {batch_invariant!r}"
+        )
+    seq_lens = arguments.lengths(
+        "seq_lens",
+        seq_lens,
+        max_pages * page_size,
+        f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
+        "block_tables, and their width",
+    )[1]
+    refuse_explicit_axes(arguments.op, seq_lens)
+    steps = most_steps(max_pages, page_size, q_len, window)
+    columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
+    pairs = seq_lens.shape[0] * num_kv_heads
+    parts = num_parts(
+        pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim,
+        num_sms=INTERPRETED_SMS if interpret else NUM_SMS,
+    )  # fmt: skip
+    pieces = most_pieces(pairs, parts) if batch_invariant else 0
+    split = may_cut(pairs, parts, steps)
+    lens = jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads)
+    line = make_schedule(
+        lens,
+        parts=parts,
+        max_pages=steps,
+        row_cost=PAIR_COST,
+        merge_cost=MERGE_COST,
+        pieces=pieces if split else 1,
+        least=Shortest(part=LEAST_PART, short=SHORT_PART),
+        least_piece=SHORT_PART,
+        longer=LONGER,
+    )
+    fine = None
+    if may_have_more(pairs, parts, steps):
+        each = jnp.clip((lens + PAGE - 1) // PAGE, 0, steps)
+        fine = in_more_parts(line, each, cost=PAIR_COST, cut=split and not batch_invariant)
+    schedule = PairSchedule(
+        line, num_kv_heads, q_len, window, seq_lens=seq_lens, fine=fine,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
+
+
+def check_schedule(
+    op: str,
+    schedule: Any,
+    *,
+    batch: int,
+    q_len: int,
+    num_kv_heads: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None,
+) -> None:
+    """Raises unless it is None, or was made for such rows, whatever implementation runs.
+
+    Raises:
+        TypeError: it is no schedule.
+        ValueError: it is one of other rows, or of another window.
+    """
+    if not isinstance(schedule, PairSchedule | None):
+        raise TypeError(
+            f"{op}: schedule must be what gqa.decode_schedule returns, got "
+            f"{type(schedule).__name__}"
+        )
+    if schedule is not None:
+        steps = most_steps(max_pages, page_size, q_len, window)
+        schedule.check(
+            op, batch=batch, q_len=q_len, num_kv_heads=num_kv_heads, window=window, steps=steps
+        )
+
+
+def schedule_of(
+    op: str,
+    schedule: PairSchedule | None,
+    seq_lens: jax.Array,
+    *,
+    q_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None,
+    interpret: bool,
+) -> PairSchedule:
+    """The schedule of a call: the given one, or one that is made for it.
+
+    Raises:
+        ValueError: the schedule was made for other rows.
+    """
+    if schedule is None:
+        schedule = decode_schedule(
+            seq_lens, q_len=q_len, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, max_pages=max_pages, page_size=page_size, window=window,
+            interpret=interpret,
+        )  # fmt: skip
+        schedule = dataclasses.replace(schedule, seq_lens=None)
+    check_schedule(
+        op, schedule, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads,
+        max_pages=max_pages, page_size=page_size, window=window,
+    )  # fmt: skip
+    return schedule

@@ -1,0 +1,79 @@
+"""What `gqa_decode` keeps in the arena."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.validation.array_checks import check_sizes, check_window
+from jaxattn.kernels.gqa.decode.smem import block_columns, refusal
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import (
+    check_groups,
+    may_cut,
+    most_steps,
+    num_parts,
+)
+from jaxattn.kernels.hopper.device import NUM_SMS
+
+
+def scratch(
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pages: int,
+    page_size: int,
+    window: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    cache_dtype: Any = None,
+) -> ArenaSpec:
+    """What `gqa_decode` keeps in the arena: its output, and where it cuts rows float32 partials.
+
+    Args:
+        batch: B, rows of the bucket.
+        q_len: S, query tokens of a row.
+        num_heads: H.
+        num_kv_heads: Hk.
+        head_dim: D.
+        max_pages: M, width of the block tables.
+        page_size: C, tokens of a page.
+        window: keys that a token sees; None is all, which takes as much or more.
+        dtype: the queries' dtype.
+        cache_dtype: of keys and values; None is `dtype`.
+
+    Returns:
+        Regions `out` [B, S, H, D]; and, for pairs that may be cut, `partial_out` float32
+        [parts, 2, rows, D] of S * group rows, rounded up to 8, and at most 132 parts: 1 MiB for 32
+        query heads over 8 of 128 dims, whatever the batch and the context.
+        Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
+
+    Raises:
+        TypeError, ValueError: a size is not a positive integer; it is named.
+    """
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    pages = {"max_pages": max_pages, "page_size": page_size}
+    check_sizes("gqa.scratch", batch=batch, q_len=q_len, **heads, **pages)
+    check_groups("gqa.scratch", num_heads, num_kv_heads)
+    window = check_window("gqa.scratch", window)
+    if refusal(dtype, cache_dtype or dtype, head_dim, page_size):
+        return ArenaSpec()
+    columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
+    steps = most_steps(max_pages, page_size, q_len, window)
+    pairs = batch * num_kv_heads
+    parts = num_parts(
+        pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim, num_sms=NUM_SMS
+    )
+    split = may_cut(pairs, parts, steps)
+    return spec_of((batch, q_len, num_heads, head_dim), columns * tiles, dtype, parts, split)
+
+
+def spec_of(
+    shape: tuple[int, int, int, int], rows: int, dtype: Any, parts: int, split: bool
+) -> ArenaSpec:
+    """Of outputs [B, S, H, D], and `rows` packed rows of a pair."""
+    regions: dict[str, Any] = {"out": (shape, dtype)}
+    if split:
+        regions["partial_out"] = ((parts, 2, rows, shape[-1]), jnp.float32)
+    return ArenaSpec.of("gqa_decode", **regions)

@@ -1,0 +1,1 @@
+"""Grouped-query prefill: causal attention of one tile of packed rows."""

@@ -1,1 +1,0 @@
-"""Grouped-query attention over TurboQuant caches."""

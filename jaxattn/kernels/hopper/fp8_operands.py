@@ -1,0 +1,162 @@
+"""FP8 weights, in shared memory as they are stored, as the left operand of wgmma in registers.
+
+A tile [64, 128] has rows of 128 bytes, chunks of 16 swizzled: chunk c of row i is at c ^ (i % 8).
+Warp w, lane 4 g + t has of each step of 16 columns the rows 16 w + g and 8 below, and columns 2 t
+and 2 t + 1, and 8 behind: two bytes a load, of which the warp's lie in banks of their own. Columns
+that are stored in pairs (`core.fp8_blocks.in_pairs`) are four bytes a load.
+
+float16 has e4m3's numbers by one conversion. For bfloat16 the bits of an e4m3 number are moved to
+where bfloat16 has them, which makes it 2**-120 times itself, and it is multiplied by 2**120: both
+are exact, subnormal numbers included. The two NaN of e4m3 become 480, which no other number is.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK
+from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, vector
+from jaxattn.kernels.hopper.ptx import (
+    Thread,
+    asm_word,
+    element,
+    fragmented,
+    i32,
+    joined,
+    load,
+    plus,
+    times,
+    word,
+)
+
+ROWS = 64  # that one wgmma multiplies
+# A tile's rows are as wide as the swizzle. (A tiling would want a tile of 8 rows of them.)
+SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
+HALF_WARP = 8 * BLOCK  # bytes from a row to that 8 below
+# Of a word whose lower half has two e4m3 numbers: each in the upper byte of a half.
+SPREAD = (
+    "{ .reg .b32 x, y; prmt.b32 x, $1, 0, 0x1404; shr.u32 y, x, 4; and.b32 y, y, 0x07f007f0; "
+    "and.b32 x, x, 0x80008000; or.b32 x, x, y; mul.rn.bf16x2 $0, x, $2; }"
+)
+# The same of the bytes 0 and 2 of a word, and of its bytes 1 and 3, up to the multiplication.
+EVEN = (
+    "{ .reg .b32 x, y; shl.b32 x, $1, 8; shl.b32 y, $1, 4; and.b32 y, y, 0x07f007f0; "
+    "and.b32 x, x, 0x80008000; or.b32 "
+)
+ODD = (
+    "{ .reg .b32 x, y; shr.u32 y, $1, 4; and.b32 y, y, 0x07f007f0; "
+    "and.b32 x, $1, 0x80008000; or.b32 "
+)
+MOVED, MULTIPLIED = "$0, x, y; }", "x, x, y; mul.rn.bf16x2 $0, x, $2; }"
+# Of the bytes 0 and 2, or 1 and 3.
+SELECTED = {EVEN: 0x2020, ODD: 0x3131}
+TWO_TO_120 = 0x7B807B80  # as bfloat16, twice
+
+
+def widened(
+    tile: Any, dtype: Any, first: int = 0, width: int = BLOCK, *, paired: bool = False
+) -> jax.Array:
+    """The tile's columns [64, width] from `first` on in `dtype`, as wgmma takes them from
+    registers.
+
+    Args:
+        paired: the columns are stored in pairs.
+    """
+    return _made(_of_pairs if paired else _of_columns, tile, dtype, first, width)
+
+
+def moved(tile: Any, dtype: Any) -> jax.Array:
+    """The tile [64, 128], columns in pairs, half way to `widened`; `multiplied` is the rest.
+
+    Registers of wgmma must not be made while it runs. These are others.
+    """
+    return _made(partial(_of_pairs, half_way=True), tile, dtype, 0, BLOCK)
+
+
+def multiplied(numbers: jax.Array) -> jax.Array:
+    """What `widened` gives, of `moved` numbers."""
+    half, layout = numbers.dtype == jnp.float16, plgpu.Layout.WGMMA
+
+    def run(_: Any, x: Any) -> Any:
+        registers = []
+        for each in x.registers.flat:
+            two = element(vector.bitcast(ir.VectorType.get((1,), i32()), each), 0)
+            wide = _as_float16(two) if half else _times_two_to_120(two)
+            registers.append(vector.bitcast(each.type, joined([wide])))
+        return fragmented(registers, x.shape, mgpu.WGMMA_LAYOUT)
+
+    out = plgpu.ShapeDtypeStruct(numbers.shape, numbers.dtype, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=out)(run)(numbers)
+
+
+def plain_product(weights: jax.Array, tokens: jax.Array) -> jax.Array:
+    """A step's product in the interpreter, whose wgmma takes nothing from registers."""
+    exact = lax.Precision.HIGHEST
+    return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T, precision=exact)
+
+
+def _made(words: Any, tile: Any, dtype: Any, first: int, width: int) -> jax.Array:
+    out = plgpu.ShapeDtypeStruct((ROWS, width), dtype, layout=plgpu.Layout.WGMMA)
+    half = jnp.dtype(dtype) == jnp.float16
+    steps = range(first // 16, (first + width) // 16)
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=out)
+    return run(lambda _, x: _widened(words, x, half, steps))(tile)
+
+
+def _widened(words: Any, tile: Any, half: bool, steps: range) -> Any:
+    place = Thread()
+    row = plus(times(place.warp, 16), place.g)
+    inside = plus(times(row, BLOCK), times(place.t, 2 if words is _of_columns else 4))
+    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+    registers = []
+    for step in steps:
+        at = plus(inside, times(arith.xori(word(step), place.g), 16))
+        for wide in words(tile, at, half):
+            registers.append(vector.bitcast(pair, joined([wide])))
+    return fragmented(registers, (ROWS, 16 * len(steps)), mgpu.WGMMA_LAYOUT)
+
+
+def _of_columns(tile: Any, at: Any, half: bool) -> Iterator[Any]:
+    """The thread's words of a step: two columns of both rows, then those 8 behind."""
+    for columns in range(2):
+        for rows in range(2):
+            two = _two_bytes(tile, at, 8 * columns + HALF_WARP * rows)
+            yield _as_float16(two) if half else _as_bfloat16(two)
+
+
+def _of_pairs(tile: Any, at: Any, half: bool, half_way: bool = False) -> Iterator[Any]:
+    """The same words of columns in pairs."""
+    both = [load(tile, at, HALF_WARP * rows, 1)[0] for rows in range(2)]
+    for code in (EVEN, ODD):
+        for four in both:
+            if half:
+                two = asm_word(f"prmt.b32 $0, $1, 0, {SELECTED[code]};", four, movable=True)
+                yield two if half_way else _as_float16(two)
+            elif half_way:
+                yield asm_word(code + MOVED, four, movable=True)
+            else:
+                yield asm_word(code + MULTIPLIED, four, word(TWO_TO_120), movable=True)
+
+
+def _two_bytes(tile: Any, offset: Any, fixed: int) -> Any:
+    """In the lower half of a word."""
+    (two,) = load(tile, offset, fixed, 1, ir.IntegerType.get_signless(16))
+    return arith.extui(i32(), two)
+
+
+def _as_bfloat16(two: Any) -> Any:
+    return asm_word(SPREAD, two, word(TWO_TO_120), movable=True)
+
+
+def _times_two_to_120(two: Any) -> Any:
+    return asm_word("mul.rn.bf16x2 $0, $1, $2;", two, word(TWO_TO_120), movable=True)
+
+
+def _as_float16(two: Any) -> Any:
+    code = "{ .reg .b16 x, y; mov.b32 {x, y}, $1; cvt.rn.f16x2.e4m3x2 $0, x; }"
+    return asm_word(code, two, movable=True)

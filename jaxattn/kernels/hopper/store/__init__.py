@@ -1,0 +1,1 @@
+"""Stores to shared and global memory."""

@@ -1,0 +1,262 @@
+"""What a block of `linear_layer` does: copies, products, the cluster's sums, the store."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.device import meet
+from jaxattn.kernels.hopper.reduce.cluster_reduction import block_of_cluster, meet_in_cluster
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import PAIR, Norm, Normed
+from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.linear.rope_epilogue import Turn, Turned
+
+ROWS = 128  # columns of a matrix that a cluster has
+STEP = 64  # numbers of K of a copy
+TOGETHER = 4  # tokens whose sums a block reads at a time
+ROW = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        parts: blocks that share the K numbers of 128 columns.
+        stages: copies that a block has under way.
+        columns: tokens, rounded up to 8.
+        steps: of K.
+        sizes: N of each result.
+        behind: numbers of x, and of a result, behind those of a head.
+        split: each result is of K numbers of x of its own, in order.
+    """
+
+    parts: int
+    stages: int
+    tokens: int
+    columns: int
+    steps: int
+    sizes: tuple[int, ...]
+    affine: tuple[int, int]
+    gated: bool
+    heads: int
+    behind: int
+    split: bool
+    interpret: bool
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Of 128 columns, of each result."""
+        return tuple(-(-size // ROWS) for size in self.sizes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands, then its shared memory and barriers."""
+
+    x_ref: Any
+    weights_refs: Any
+    layer_ref: Any
+    apart_ref: Any  # the interpreter's, for the sums of a cluster
+    angles_ref: Any  # of rotated dims, else None
+    out_refs: Any
+    total_ref: Any  # of a norm, else None
+    normed_ref: Any
+    x_smem: Any  # [stage, columns, 64]; of a norm `hopper.normed.smem`
+    w_smem: Any  # [stage, matrix, 64, 128]
+    sums_smem: Any  # [matrix, columns, 128]
+    turn_smem: Any
+    loaded: Any  # of each stage
+    met: Any
+    added_ref: Any = None  # of a norm, as those below
+    norms_ref: Any = None
+    positions_ref: Any = None
+    shares_ref: Any = None
+    scales_refs: Any = None  # of FP8 weights (fp8_linear.py)
+
+
+class Block:
+    """A block's part of K and its tile of columns."""
+
+    depth = STEP  # numbers of K of a step
+
+    def __init__(self, cut: Cut, turned: Turned | None, normed: Normed | None, refs: Refs):
+        self.cut, self.turned, self.refs = cut, turned, refs
+        layer = refs.layer_ref[0]
+        self.zero = jnp.minimum(layer, 0)
+        self.layer = layer * cut.affine[0] + cut.affine[1]
+        self.number = self.tile = lax.axis_index("tile")
+        # The first column of a head, in x and in the result.
+        self.of_x = self.of_out = jnp.int32(0)
+        if cut.heads > 1:
+            head = lax.div(self.tile, cut.tiles[0])
+            self.tile = lax.rem(self.tile, cut.tiles[0])
+            self.layer = self.layer * cut.heads + head
+            self.of_x = head * (cut.steps * STEP + cut.behind)
+            self.of_out = head * (cut.sizes[0] + cut.behind)
+        one = cut.parts == 1
+        self.part = jnp.int32(0) if one else block_of_cluster(cut.parts, interpret=cut.interpret)
+        self.begin, end = (lax.div((self.part + more) * cut.steps, cut.parts) for more in (0, 1))
+        self.mine = end - self.begin
+        # Of each result the tile's number, and its first column: the last tile ends with N.
+        self.places, before = [], 0
+        for size, tiles in zip(cut.sizes, cut.tiles, strict=True):
+            number = self.tile - before
+            self.places.append((number, jnp.minimum(number * ROWS, size - ROWS)))
+            before += tiles
+        if cut.split:
+            later = [jnp.where(number >= 0, 1, 0) for number, _ in self.places[1:]]
+            self.of_x = sum(later, jnp.int32(0)) * (cut.steps * STEP)
+        self.norm = None
+        if normed is not None:
+            self.norm = Norm(
+                x_ref=refs.x_ref, added_ref=refs.added_ref, weights_ref=refs.norms_ref,
+                row=layer * normed.affine[0] + normed.affine[1], total_ref=refs.total_ref,
+                normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * self.depth,
+                pairs=cut.steps // cut.parts * self.depth // PAIR, eps=normed.eps,
+                interpret=cut.interpret, parts=normed.added, positions_ref=refs.positions_ref,
+                shares_ref=refs.shares_ref,
+            )  # fmt: skip
+
+    def run(self) -> None:
+        cut, refs = self.cut, self.refs
+        for step in range(cut.stages):
+            pl.when(step < self.mine)(partial(self._load, step))
+        sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
+        self._sum_up()
+        if self.norm:
+            refs.sums_smem.at[0, cut.tokens][...] = squares  # in the place of a next token's sums
+        if refs.apart_ref is not None:
+            refs.apart_ref[self.part, self.number] = refs.sums_smem[...]
+        self._meet()
+        factor: jax.Array | None = None
+        if self.norm:
+            first, *others = self._rows_of(0, cut.tokens)
+            factor = self.norm.factor(sum(others, first))
+        for result, (_, first) in enumerate(self.places):
+            self._when_in(result, partial(self._store, result, first, factor))
+        if self.norm and factor is not None:
+            pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
+        if cut.parts > 1:
+            self._meet()  # no block ends before the others have read its sums
+
+    def _sum_up(self) -> None:
+        """The block's products to shared memory, tokens as rows."""
+        cut, shape = self.cut, (ROWS, self.cut.columns)
+        accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
+        for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
+            store_turned(self.refs.sums_smem.at[place], total, interpret=cut.interpret)
+
+    def _meet(self) -> None:
+        """The blocks that share the tile."""
+        if self.cut.parts > 1:
+            meet_in_cluster(self.refs.met, interpret=self.cut.interpret)
+        else:
+            meet(interpret=self.cut.interpret)
+
+    def _when_in(self, result: int, function: Any) -> None:
+        """Runs it if the tile is the result's."""
+        number, tiles = self.places[result][0], self.cut.tiles[result]
+        if len(self.cut.sizes) == 1:
+            function()
+        else:
+            pl.when((number >= 0) & (number < tiles))(function)
+
+    def _load(self, step: Any) -> None:
+        cut, refs = self.cut, self.refs
+        slot, first = lax.rem(step, cut.stages), (self.begin + step) * STEP
+        some = pl.ds(pl.multiple_of(first, STEP), STEP)
+        own = cut.heads > 1 or cut.split
+        of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if own else some
+        there = refs.loaded.at[slot]
+        if not self.norm:
+            tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]
+            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], there)
+
+        def of_matrix(matrix: int, place: int, first: Any) -> None:
+            source = refs.weights_refs[matrix].at[self.layer, some, pl.ds(first, ROWS)]
+            plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot, place], there)
+
+        for result, (_, column) in enumerate(self.places):
+            self._when_in(result, partial(of_matrix, result, 0, column))
+            if cut.gated:
+                of_matrix(1, 1, column)
+
+    def _multiply(self, *accs: Any) -> list[jax.Array]:
+        cut, refs = self.cut, self.refs
+
+        @pl.loop(0, self.mine)
+        def _step(step):
+            slot = lax.rem(step, cut.stages)
+            plgpu.barrier_wait(refs.loaded.at[slot])
+            tokens = self.norm.operand.at[step] if self.norm else refs.x_smem.at[slot]
+            for place, acc in enumerate(accs):
+                weights = refs.w_smem.at[slot, place].transpose((1, 0))
+                plgpu.wgmma(acc, weights, tokens.transpose((1, 0)))
+            plgpu.wgmma_wait(len(accs))  # all but this step's are done
+
+            @pl.when((step > 0) & (step + cut.stages - 1 < self.mine))
+            def _reload():
+                meet(interpret=cut.interpret)  # all four warps' products have read the slot
+                self._load(step + cut.stages - 1)
+
+        return [acc[...] for acc in accs]
+
+    def _rows_of(self, place: int, token: Any) -> list[jax.Array]:
+        """A token's sums of each block."""
+        cut, refs = self.cut, self.refs
+        rows = []
+        for other in range(cut.parts):
+            if refs.apart_ref is not None:
+                source = refs.apart_ref.at[other, self.number, place]
+            elif cut.parts > 1:
+                source = plgpu.cluster_ref(refs.sums_smem.at[place], {"part": jnp.int32(other)})
+            else:
+                source = refs.sums_smem.at[place]
+            rows.append(plgpu.load(source.at[token], layout=ROW, optimized=False))
+        return rows
+
+    def _store(self, result: int, first: Any, factor: Any) -> None:
+        """The block's tokens, a few at a time: all their rows are on their way together.
+
+        Args:
+            factor: of the products, or None.
+        """
+        cut = self.cut
+        many = range(1 + cut.gated)
+        for start in range(0, cut.tokens, TOGETHER * cut.parts):
+            end = min(start + TOGETHER * cut.parts, cut.tokens)
+            mine = [self.part + token for token in range(start, end, cut.parts)]
+            rows = [
+                [self._rows_of(place, jnp.minimum(token, cut.columns - 1)) for place in many]
+                for token in mine
+            ]
+            for token, parts_of in zip(mine, rows, strict=True):
+                y, *up = (sum(each[1:], each[0]) for each in parts_of)
+                if factor is not None:
+                    y, *up = (each * factor for each in (y, *up))
+                if cut.gated:
+                    y = y * (1 / (1 + jnp.exp(-y))) * up[0]
+                pl.when(token < cut.tokens)(partial(self._store_token, result, first, token, y))
+
+    def _store_token(self, result: int, first: Any, token: Any, y: jax.Array) -> None:
+        cut, out = self.cut, self.refs.out_refs[result]
+        first = self.of_out + first if cut.heads > 1 else first
+        out.at[token, pl.ds(first, ROWS)][...] = y.astype(out.dtype)
+        if self.turned is not None:
+            last = self.tile == cut.tiles[0] - 1
+            pl.when(last)(partial(self._turn, self.turned, out, token, y))
+
+    def _turn(self, turned: Turned, out: Any, token: Any, y: jax.Array) -> None:
+        cut, refs = self.cut, self.refs
+        turn = Turn(
+            x=refs.x_ref, angles=refs.angles_ref, smem=refs.turn_smem,
+            interleaved=turned.interleaved, interpret=cut.interpret,
+        )  # fmt: skip
+        after_x = self.of_x + cut.steps * STEP + cut.behind
+        turn.store(out, y, token, after_x, self.of_out + cut.sizes[0] + cut.behind)

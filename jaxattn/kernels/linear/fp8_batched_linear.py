@@ -1,0 +1,461 @@
+"""Products of some more tokens with FP8 matrices of a layer, each block of which has a scale.
+
+    y^T [64, C] = sum over steps of K    scale * (W x^T)      W [64, 128] of a matrix [N, K]
+
+Up to 32 tokens fp8_linear.py is faster: it reads with more blocks. From there on a multiplication
+takes as long as a read. So a block has two warpgroups that multiply, each 64 rows of W, and a third
+whose copies run ahead. A step is as deep as a block of scales: its product is finished before it is
+multiplied by the scale and added, in float32. While it runs, the warpgroup widens its numbers of
+the next step (hopper/fp8_operands.py).
+
+A block has 128 rows of one matrix, or 64 of gate and 64 of up, and up to 128 tokens. With more
+tokens, two blocks that follow one another have the same rows, which the second finds in L2. Where
+blocks are few, those of a cluster share the K numbers. Each adds up some tokens' sums, in the order
+of the blocks. A token's result does not depend on the other tokens.
+
+Limits: 256 tokens; matrices, pairs of columns and dtypes as in fp8_linear.py. Tokens that are no
+multiple of 8, or of 16 above 128, are copied to one.
+Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:
+tests/kernels/linear/test_fp8_batched_linear.py.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.dispatch import Refusal
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, in_order
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import (
+    NUM_SMS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    require_hopper,
+    swizzled,
+)
+from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, moved, multiplied, plain_product
+from jaxattn.kernels.hopper.reduce.cluster_reduction import block_of_cluster, meet_in_cluster
+from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.hopper.store.unoptimized_store import store
+from jaxattn.kernels.hopper.wgmma_fragments import (
+    GROUP,
+    NUMBERS,
+    PRODUCT,
+    ROWS,
+    by_thread,
+    load_of_block,
+    product_of,
+    threads,
+)
+from jaxattn.kernels.linear import fp8_linear
+from jaxattn.kernels.linear.fp8_linear import FP8, OP
+from jaxattn.kernels.linear.launch import Config, Shaped
+
+MOST_TOKENS = 256
+COLUMNS = 128  # most tokens of a block
+CONSUMERS = 2  # warpgroups that multiply
+MOST_STAGES = 8
+BARRIER_BYTES = 2048  # left for barriers and alignment
+# Clusters of so many blocks that run at a time, a block on a multiprocessor. A cluster has to fit
+# in one of the groups of multiprocessors, which are of 10 to 18.
+AT_A_TIME = {1: NUM_SMS, 2: 64, 3: 40, 4: 28}
+# What a block takes beside its steps, and what a cluster's sums take, in steps.
+BEGINNING, SUMMING = 5, 4
+
+
+def columns_of(tokens: int) -> tuple[int, int]:
+    """(tokens of a block, a multiple of 8; blocks for all of them)."""
+    blocks = -(-tokens // COLUMNS)
+    return -(-tokens // (blocks * GROUP)) * GROUP, blocks
+
+
+def sums_bytes(columns: int) -> int:
+    """Of shared memory, for a block's sums."""
+    return CONSUMERS * ROWS * columns * 4
+
+
+def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
+    """The parts of K with which the last block ends first, by count of steps.
+
+    Args:
+        tiles: blocks that each have all of K.
+        steps: of K.
+    """
+
+    def time(parts: int) -> int:
+        turns = -(-tiles // AT_A_TIME[parts])
+        return turns * (-(-steps // parts) + BEGINNING) + SUMMING * (parts > 1)
+
+    parts = min((each for each in AT_A_TIME if each <= steps), key=time)
+    room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
+    room -= sums_bytes(columns) * (gated or parts > 1)
+    stage = BLOCK * (CONSUMERS * ROWS + 2 * columns)
+    return Config(parts=parts, stages=max(2, min(MOST_STAGES, steps // parts, room // stage)))
+
+
+def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | None:
+    """Why the kernel does not serve x [T, K] of this dtype, or None."""
+    tokens, inner = x
+    if not 0 < tokens <= MOST_TOKENS:
+        return f"the kernels have 1 to {MOST_TOKENS} tokens, and got x {x}"
+    return fp8_linear.refusal((1, inner), dtype, weights)
+
+
+def many_linears_fp8_mosaic(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+    *,
+    layer: jax.Array | int,
+    affine: tuple[int, int] = (1, 0),
+    out_dtypes: Sequence[Any],
+    gated: bool = False,
+    config: Config | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> list[jax.Array]:
+    """`x @ weight[layer].T` of each stack of weights, or silu of the first's times the second's.
+
+    Arguments are those of `jaxattn.kernels.linear.fp8_linear.linears_fp8_mosaic`.
+    """
+    require_hopper(OP, interpret=interpret)
+    if why := refusal(x.shape, x.dtype, weights):
+        raise Refusal(f"{OP}: {why}")
+    tokens, inner = x.shape
+    columns, turns = columns_of(tokens)
+    steps, rows = inner // BLOCK, ROWS * (1 if gated else CONSUMERS)
+    sizes = tuple(each.shape[-2] for each in weights[: 1 if gated else None])
+    tiles = turns * sum(-(-size // rows) for size in sizes)
+    config = config or choose(tiles=tiles, steps=steps, columns=columns, gated=gated)
+    cut = Cut(
+        parts=config.parts, stages=config.stages, columns=columns, turns=turns, steps=steps,
+        sizes=sizes, affine=affine, gated=gated, interpret=interpret,
+    )  # fmt: skip
+    apart = None
+    if interpret and cut.parts > 1:  # whose blocks have no shared memory in common
+        shape = (cut.parts, tiles, CONSUMERS, ROWS * columns)
+        apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
+    padded = turns * columns
+    found = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="linear_fp8_many",
+        grid={"tile": tiles},
+        cluster={"part": cut.parts} if cut.parts > 1 else {},
+        inputs={
+            "x_ref": jnp.pad(x, ((0, padded - tokens), (0, 0))),
+            "weights_refs": tuple(weights),
+            "scales_refs": tuple(scales),
+            "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
+            "apart_ref": apart,
+        },
+        outputs={
+            "out_refs": tuple(
+                jax.ShapeDtypeStruct((padded, size), dtype)
+                for size, dtype in zip(sizes, out_dtypes, strict=True)
+            )
+        },
+        scratch={
+            "x_smem": plgpu.SMEM(
+                (cut.stages, columns, BLOCK), x.dtype, transforms=swizzled(x.dtype)
+            ),
+            "w_smem": plgpu.SMEM((cut.stages, CONSUMERS, ROWS, BLOCK), FP8, transforms=SWIZZLED),
+            "sums_smem": plgpu.SMEM((CONSUMERS, ROWS * columns), jnp.float32)
+            if cut.summed
+            else None,
+            "loaded": plgpu.Barrier(num_arrivals=1 + CONSUMERS, num_barriers=cut.stages),
+            "read": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=cut.stages),
+            "met": plgpu.Barrier(num_arrivals=CONSUMERS) if gated and cut.parts == 1 else None,
+            "all_met": None
+            if apart is None
+            else plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS + 1),
+        },
+        warpgroups=CONSUMERS + 1,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )["out_refs"]
+    return [each[:tokens] for each in found]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        parts: blocks that share the K numbers of a tile.
+        stages: places of the ring of copies, at least 2.
+        columns: tokens of a block.
+        turns: blocks that have the same rows, and different tokens.
+        steps: of K.
+        sizes: N of each result.
+    """
+
+    parts: int
+    stages: int
+    columns: int
+    turns: int
+    steps: int
+    sizes: tuple[int, ...]
+    affine: tuple[int, int]
+    gated: bool
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        """Of a result that a block has."""
+        return ROWS * (1 if self.gated else CONSUMERS)
+
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """Of rows, of each result."""
+        return tuple(-(-size // self.rows) for size in self.sizes)
+
+    @property
+    def summed(self) -> bool:
+        """Whether sums go through shared memory."""
+        return self.gated or self.parts > 1
+
+    @property
+    def many_registers(self) -> bool:
+        """232 + 232 + 40 = 504, the most that three warpgroups may have."""
+        return self.columns > 64
+
+    @property
+    def shares(self) -> tuple[int, int, int]:
+        """(sharers of a tile's tokens, tokens that one adds up at a time, how often)."""
+        sharers, groups = self.parts * (1 + self.gated), self.columns // GROUP
+        some = next((n for n in (4, 2) if groups % n == 0 and groups >= sharers * n), 1)
+        return sharers, some * GROUP, -(-groups // (sharers * some))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands, then its shared memory and barriers."""
+
+    x_ref: Any  # [turns * columns, K]
+    weights_refs: Any
+    scales_refs: Any
+    layer_ref: Any
+    apart_ref: Any  # the interpreter's, for the sums of a cluster
+    out_refs: Any
+    x_smem: Any  # [stage, columns, 128]
+    w_smem: Any  # [stage, warpgroup, 64, 128]
+    sums_smem: Any  # [warpgroup, columns / 8 * 512], see hopper/wgmma_fragments.py
+    loaded: Any  # of each stage
+    read: Any  # by both warpgroups
+    met: Any  # of gate's and up's warpgroups
+    all_met: Any  # the interpreter's
+
+
+class Block:
+    """A block's part of K, its rows and its tokens."""
+
+    def __init__(self, cut: Cut, refs: Refs):
+        self.cut, self.refs = cut, refs
+        self.wg, self.number = lax.axis_index("wg"), lax.axis_index("tile")
+        self.layer = refs.layer_ref[0] * cut.affine[0] + cut.affine[1]
+        tile = lax.div(self.number, cut.turns)
+        self.token = pl.multiple_of(lax.rem(self.number, cut.turns) * cut.columns, GROUP)
+        one = cut.parts == 1
+        self.part = jnp.int32(0) if one else block_of_cluster(cut.parts, interpret=cut.interpret)
+        self.begin, end = (lax.div((self.part + more) * cut.steps, cut.parts) for more in (0, 1))
+        self.mine = end - self.begin
+        # Of each result, whether the tile is its, and the first row: the last tile ends with N.
+        self.places, before = [], 0
+        for size, tiles in zip(cut.sizes, cut.tiles, strict=True):
+            number = tile - before
+            here = (number >= 0) & (number < tiles)
+            first = jnp.minimum(number * cut.rows, size - cut.rows)
+            self.places.append((here, jnp.where(here, first, 0)))
+            before += tiles
+
+    def run(self) -> None:
+        pl.when(self.wg == CONSUMERS)(self._load)
+        pl.when(self.wg < CONSUMERS)(self._multiply)
+        if self.cut.parts > 1:
+            self._meet_in_cluster()  # no block ends before the others have read its sums
+
+    def _load(self) -> None:
+        """The copying warpgroup: steps of K into the ring, as its places become free."""
+        cut, refs = self.cut, self.refs
+        if cut.many_registers:
+            plgpu.set_max_registers(40, action="decrease")
+
+        @pl.loop(0, self.mine)
+        def _step(s):
+            slot = lax.rem(s, cut.stages)
+            pl.when(s >= cut.stages)(lambda: plgpu.barrier_wait(refs.read.at[slot]))
+            some = pl.ds(pl.multiple_of((self.begin + s) * BLOCK, BLOCK), BLOCK)
+
+            def of_tile(result: int, first: Any) -> None:
+                for half in range(CONSUMERS):
+                    matrix, further = (half, 0) if cut.gated else (result, half * ROWS)
+                    row = pl.ds(pl.multiple_of(first + further, ROWS), ROWS)
+                    source = refs.weights_refs[matrix].at[self.layer, row, some]
+                    to = refs.w_smem.at[slot, half]
+                    plgpu.copy_gmem_to_smem(source, to, refs.loaded.at[slot])
+
+            for result, (_, first) in enumerate(self.places):
+                self._when_in(result, partial(of_tile, result, first))
+            tokens = refs.x_ref.at[pl.ds(self.token, cut.columns), some]
+            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], refs.loaded.at[slot])
+
+        @pl.loop(jnp.maximum(self.mine - cut.stages, 0), self.mine)
+        def _drain(s):
+            plgpu.barrier_wait(refs.read.at[lax.rem(s, cut.stages)])
+
+        if cut.parts > 1:
+            self._meet_in_cluster()
+
+    def _multiply(self) -> None:
+        """A multiplying warpgroup: its 64 rows."""
+        cut = self.cut
+        if cut.many_registers:
+            plgpu.set_max_registers(232, action="increase")
+        total = self._total()
+        if cut.summed:
+            self._sum_up(total)
+        else:
+            self._store(0, total)
+
+    def _total(self) -> jax.Array:
+        """The warpgroup's sums over the block's steps, [64, columns]."""
+        cut, refs = self.cut, self.refs
+
+        def step(s: Any, carry: Any) -> Any:
+            total, factor, weights = carry
+            slot, following = lax.rem(s, cut.stages), jnp.minimum(s + 1, self.mine - 1)
+            scale = self._scale(following)
+            one, weights = self._product(slot, weights, following)
+            # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
+            # between a load and the next copy to its place.
+            if cut.interpret:
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.read.at[slot])
+            return total + one * factor, scale, weights
+
+        plgpu.barrier_wait(refs.loaded.at[0])
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
+        first = zero, self._scale(jnp.int32(0)), self._weights(0)
+        return lax.fori_loop(0, self.mine, step, first)[0]
+
+    def _scale(self, step: Any) -> jax.Array:
+        """Of the warpgroup's rows."""
+        refs, place = self.refs, self.begin + step
+        if self.cut.gated:
+            row = lax.div(self.places[0][1], BLOCK)
+            gate, up = (each[self.layer, row, place] for each in refs.scales_refs)
+            return jnp.where(self.wg == 0, gate, up)
+        found: Any = None
+        for (here, first), scales in zip(self.places, refs.scales_refs, strict=True):
+            one = scales[self.layer, lax.div(first + self.wg * ROWS, BLOCK), place]
+            found = one if found is None else jnp.where(here, one, found)
+        return found
+
+    def _weights(self, slot: Any) -> jax.Array:
+        """The warpgroup's of a step, `moved`; in the interpreter as they are."""
+        tile, dtype = self.refs.w_smem.at[slot, self.wg], self.refs.x_smem.dtype
+        if self.cut.interpret:
+            return in_order(tile[...].astype(jnp.float32)).astype(dtype)
+        return moved(tile, dtype)
+
+    def _product(
+        self, slot: Any, weights: jax.Array, following: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """A step's, without its scale, and the weights of the following step."""
+        cut, tokens = self.cut, self.refs.x_smem.at[slot]
+
+        def next_weights() -> jax.Array:
+            other = lax.rem(following, cut.stages)
+            wait = partial(plgpu.barrier_wait, self.refs.loaded.at[other])
+            pl.when(other != slot)(wait)  # not behind the last step
+            return self._weights(other)
+
+        if cut.interpret:
+            return plain_product(weights, tokens[...]), next_weights()
+
+        def products(acc: Any) -> tuple[jax.Array, jax.Array]:
+            plgpu.wgmma(acc, multiplied(weights), tokens.transpose((1, 0)))
+            later = next_weights()
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0), later
+
+        return pl.run_scoped(products, plgpu.ACC((ROWS, cut.columns), jnp.float32))
+
+    def _sum_up(self, total: jax.Array) -> None:
+        """Adds up the sums of a cluster's blocks, or multiplies gate's by up's; then stores."""
+        cut, refs = self.cut, self.refs
+        store(
+            refs.sums_smem.at[self.wg],
+            by_thread(total, interpret=cut.interpret),
+            interpret=cut.interpret,
+        )
+        if refs.apart_ref is not None:
+            refs.apart_ref[self.part, self.number, self.wg] = refs.sums_smem[self.wg]
+        if cut.parts > 1:
+            self._meet_in_cluster()
+        else:
+            plgpu.barrier_arrive(refs.met)
+            plgpu.barrier_wait(refs.met)
+        sharers, some, often = cut.shares
+        mine = self.part * (1 + cut.gated) + (self.wg if cut.gated else 0)
+        for turn in range(often):
+            first = pl.multiple_of((turn * sharers + mine) * some, GROUP)
+            one = partial(self._sum_of, first, some)
+            if (turn + 1) * sharers * some > cut.columns:
+                pl.when(first < cut.columns)(one)
+            else:
+                one()
+
+    def _sum_of(self, first: Any, some: int) -> None:
+        """Of some tokens."""
+        if not self.cut.gated:
+            y = self._sum_of_parts(self.wg, first, some)
+        else:
+            gate, up = (self._sum_of_parts(half, first, some) for half in range(CONSUMERS))
+            y = gate / (1.0 + jnp.exp(-gate)) * up
+        self._store(first, product_of(y, interpret=self.cut.interpret))
+
+    def _sum_of_parts(self, half: Any, first: Any, some: int) -> jax.Array:
+        cut, refs = self.cut, self.refs
+        begin, found = pl.multiple_of(first * ROWS, NUMBERS), []
+        for other in range(cut.parts):
+            if cut.parts > 1 and refs.apart_ref is None:
+                found.append(load_of_block(refs.sums_smem.at[half], begin, some, other))
+                continue
+            source = refs.sums_smem.at[half]
+            if refs.apart_ref is not None:
+                source = refs.apart_ref.at[other, self.number, half]
+            numbers = source.at[pl.ds(begin, some * ROWS)]
+            found.append(plgpu.load(numbers, layout=threads(some), optimized=False))
+        return sum(found[1:], found[0])
+
+    def _store(self, column: Any, y: jax.Array) -> None:
+        """Sums [64, tokens] to the results, from one of the block's tokens on."""
+        tokens = pl.ds(self.token + column, y.shape[1])
+        further = 0 if self.cut.gated else self.wg * ROWS
+
+        def to(out: Any, first: Any) -> None:
+            rows = pl.ds(first + further, ROWS)
+            store_turned(out.at[tokens, rows], y.astype(out.dtype), interpret=self.cut.interpret)
+
+        for result, (_, first) in enumerate(self.places):
+            self._when_in(result, partial(to, self.refs.out_refs[result], first))
+
+    def _meet_in_cluster(self) -> None:
+        meet_in_cluster(self.refs.all_met, interpret=self.cut.interpret)
+
+    def _when_in(self, result: int, function: Any) -> None:
+        """Runs it if the tile is the result's."""
+        if len(self.places) == 1:
+            function()
+        else:
+            pl.when(self.places[result][0])(function)

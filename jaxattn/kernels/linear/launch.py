@@ -1,0 +1,273 @@
+"""Products of a few tokens with matrices of a layer, read where they lie in their stacks.
+
+    y^T [128, T] = W^T x^T          W^T: 128 columns of a matrix [K, N], seen transposed
+
+Weights are the rows of wgmma and tokens its columns, so that a few tokens cost a few columns. The
+time is that of reading the weights. So many blocks read at once: `parts` blocks, a cluster, share
+the K numbers of 128 columns, and each has `stages` copies under way from the start. Then the blocks
+of a cluster add up their sums, each some of the tokens', in the order of the blocks.
+
+Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
+silu(gate) * up is stored. So are the products of heads that each have numbers of x and a matrix of
+their own, [L * heads, K, N], and rotated dims may follow them (rope_epilogue.py). Several matrices
+may each have numbers of x of their own, too. A token's result does not depend on the other tokens.
+
+A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
+
+The norm of a token may come first (reduce/rms_norm_prologue.py).
+
+Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
+have N at least 128. With a norm: one token.
+Reference and tests: `jaxattn.ops.linear.linear` (implementation="xla"), tests/kernels/linear/test_linear.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper, swizzled
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed, smem
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import refusal as refusal_of_norm
+from jaxattn.kernels.linear.cta import ROWS, STEP, Block, Cut, Refs
+from jaxattn.kernels.linear.rope_epilogue import DIMS, NUMBERS, Turned
+
+type Shaped = jax.Array | jax.ShapeDtypeStruct
+
+OP = "linear_layer"
+MOST_TOKENS = 32  # XLA's product is as fast from here on
+# Matrices of more bytes, where XLA's product of so many tokens is faster.
+LARGE_BYTES, MOST_LARGE = 32 * 2**20, 4
+MOST_PARTS = 8  # blocks of a cluster, on any Hopper GPU
+BLOCK_BYTES = 72 * 1024  # of copies: three blocks share a multiprocessor
+MOST_SUMMED = 32  # numbers that a thread of a block reads of what is summed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a launch is cut.
+
+    Attributes:
+        parts: blocks that share the K numbers of 128 columns.
+        stages: copies that a block has under way.
+    """
+
+    parts: int
+    stages: int
+
+
+def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False) -> Config:
+    """The fewest parts with which all multiprocessors have two blocks, if there are as many.
+
+    Parts are a power of two, unless a norm of K needs other ones, as that of 2,304 does.
+    """
+    parts, many = 1, 1 + gated
+    while parts < MOST_PARTS and tiles * parts < 2 * NUM_SMS and steps >= 4 * parts:
+        parts *= 2
+    if normed:
+        others = (*range(parts, MOST_PARTS + 1), *range(parts - 1, 0, -1))
+        parts = next((each for each in others if not refusal_of_norm(1, steps, each)), parts)
+    mine, room = -(-steps // parts), BLOCK_BYTES
+    stage = STEP * (ROWS * many + columns) * 2
+    if normed:  # the token is there whole, and the sums count
+        stage = STEP * ROWS * many * 2
+        room -= columns * (STEP * 2 * mine + ROWS * 4 * many)
+    stages = max(2, min(mine, room // stage))
+    if normed and tiles * parts > 3 * NUM_SMS:
+        stages = 2  # five blocks share a multiprocessor then, and all run at a time
+    return Config(parts=parts, stages=stages)
+
+
+def refuse(
+    x: Shaped,
+    weights: Sequence[Shaped],
+    *,
+    gated: bool = False,
+    least: int = STEP,
+    interpret: bool = False,
+) -> None:
+    """Raises `Refusal` with the reason where the kernel does not serve."""
+    require_hopper(OP, interpret=interpret)
+    if why := refusal(x.shape, x.dtype, weights, gated=gated, least=least):
+        raise Refusal(f"{OP}: {why}")
+
+
+def refusal(
+    x: tuple[int, ...],
+    dtype: Any,
+    weights: Sequence[Shaped],
+    *,
+    gated: bool = False,
+    least: int = STEP,
+) -> str | None:
+    """Why the kernel does not serve x [T, K] of this dtype, or None.
+
+    Args:
+        least: columns of a matrix.
+    """
+    tokens, inner = x
+    large = max(math.prod(each.shape[1:]) * each.dtype.itemsize for each in weights) > LARGE_BYTES
+    most = MOST_LARGE if large else MOST_TOKENS
+    if not 0 < tokens <= most:
+        size = " of so large matrices" if large else ""
+        return f"the kernel has 1 to {most} tokens{size}, and got x {x}"
+    for weight in weights:
+        if inner % STEP or weight.shape[-1] < least or weight.shape[-1] % STEP:
+            return (
+                f"the kernel has K and N multiples of {STEP}, and N at least {least}; got weights "
+                f"{weight.shape}"
+            )
+        if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != dtype:
+            return (
+                "the kernel takes x and weights in bfloat16 or both in float16; got "
+                f"{dtype.name} and {weight.dtype.name}"
+            )
+    return None
+
+
+def refusal_with_norm(tokens: int, inner: int, weights: Sequence[Shaped]) -> str | None:
+    """Why one launch cannot make a norm of K numbers and these products; None if it can."""
+    if why := refusal((tokens, inner), weights[0].dtype, weights):
+        return why
+    tiles = sum(-(-each.shape[-1] // ROWS) for each in weights)
+    config = choose(tiles=tiles, steps=inner // STEP, columns=8, gated=False, normed=True)
+    return refusal_of_norm(tokens, inner // STEP, config.parts)
+
+
+def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
+    """Whether the launch should sum up so many rows that are added, for the norm of their sum.
+
+    Each block reads its numbers of every row. 44 of them in each thread (Qwen3-Next) took 1.6 us
+    more, as long as a launch that sums; 16 (DeepSeek-V2-Lite) took 0.8 us (H200).
+    """
+    tiles, inner = sum(-(-each.shape[-1] // ROWS) for each in weights), weights[0].shape[-2]
+    config = choose(tiles=tiles, steps=inner // STEP, columns=8, gated=False, normed=True)
+    return rows * (inner // (config.parts * ROWS)) <= MOST_SUMMED
+
+
+def linears_mosaic(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    *,
+    layer: jax.Array | int,
+    affine: tuple[int, int] = (1, 0),
+    out_dtypes: Sequence[Any],
+    gated: bool = False,
+    heads: int = 1,
+    turned: Turned | None = None,
+    split: bool = False,
+    norm: Normed | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> list[jax.Array]:
+    """`x @ weight[layer]` of each stack of weights, or silu of the first's times the second's.
+
+    Args:
+        x: [T, K], or with heads [T, heads * K].
+        weights: [L, K, N] each; with `gated`, two of one shape; with heads, one [L * heads, K, N].
+        affine: (a, b), for the layer `a * layer + b`.
+        out_dtypes: of the results, [T, N] or with heads [T, heads * N].
+        heads: each multiplies K numbers of x by a matrix of its own.
+        turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
+            rotated. Then N is a multiple of 128.
+        split: each matrix multiplies K numbers of x of its own, x being [T, matrices * K].
+        norm: the norm of x + added, which comes before the products. x is then float32 [1, K].
+            After the products the list has x + added, float32 [1, K]. With `norm.gives` it also
+            has the normed token, in the weights' dtype.
+    """
+    behind = 0 if turned is None else DIMS
+    pieces = len(weights) if split else heads
+    tokens, inner = x.shape[0], x.shape[1] // pieces - behind
+    dtype = x.dtype if norm is None else weights[0].dtype
+    refuse(
+        jax.ShapeDtypeStruct((tokens, inner), dtype), weights, gated=gated,
+        least=ROWS if heads > 1 else STEP, interpret=interpret,
+    )  # fmt: skip
+    columns = -(-tokens // 8) * 8
+    steps = inner // STEP
+    widths = [weights[0].shape[-1]] if gated else [each.shape[-1] for each in weights]
+    sizes = [max(width, ROWS) for width in widths]
+    tiles = [-(-size // ROWS) for size in sizes]
+    config = config or choose(
+        tiles=heads * sum(tiles), steps=steps, columns=columns, gated=gated, normed=norm is not None
+    )
+    parts, stages = config.parts, config.stages
+    if norm is not None and (why := refusal_of_norm(tokens, steps, parts)):
+        raise Refusal(f"{OP}: {why}")
+    cut = Cut(
+        parts=parts,
+        stages=stages,
+        tokens=tokens,
+        columns=columns,
+        steps=steps,
+        sizes=tuple(sizes),
+        affine=affine,
+        gated=gated,
+        heads=heads,
+        behind=behind,
+        split=split,
+        interpret=interpret,
+    )
+    tiled, many = swizzled(dtype), 1 + gated
+    apart = None
+    if interpret and parts > 1:  # whose blocks have no shared memory in common
+        apart = jnp.zeros((parts, heads * sum(tiles), many, columns, ROWS), jnp.float32)
+    if interpret:
+        narrow = [max(ROWS - each.shape[-1], 0) for each in weights]
+        pads = [((0, 0), (0, 0), (0, more)) for more in narrow]
+        weights = [jnp.pad(each, pad) for each, pad in zip(weights, pads, strict=True)]
+    # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
+    if norm is None and (interpret or (tokens > 8 and tokens % 8)):
+        x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    turns = None if turned is None else turned.constants
+    norms = None if norm is None else norm.constants
+    out = launch(
+        lambda **refs: Block(cut, turns, norms, Refs(**refs)).run(),
+        name="linear_layer",
+        grid={"tile": heads * sum(tiles)},
+        cluster={"part": parts} if parts > 1 else {},
+        inputs={
+            "x_ref": x,
+            "weights_refs": tuple(weights),
+            "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
+            "apart_ref": None if apart is None else jax.new_ref(apart),
+            "angles_ref": None if turned is None else turned.angles,
+            **({} if norm is None else norm.operands),
+        },
+        outputs={
+            "out_refs": tuple(
+                jax.ShapeDtypeStruct((tokens, heads * (size + behind)), dtype)
+                for size, dtype in zip(sizes, out_dtypes, strict=True)
+            ),
+            "total_ref": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            "normed_ref": jax.ShapeDtypeStruct(x.shape, dtype) if norm and norm.gives else None,
+        },
+        scratch={
+            "x_smem": plgpu.SMEM((stages, columns, STEP), dtype, transforms=tiled)
+            if norm is None
+            else smem(steps // parts, dtype, interpret=interpret),
+            "w_smem": plgpu.SMEM((stages, many, STEP, ROWS), dtype, transforms=tiled),
+            "sums_smem": plgpu.SMEM((many, columns, ROWS), jnp.float32),
+            "turn_smem": None if turned is None else plgpu.SMEM((NUMBERS,), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=(norm is None) + many, num_barriers=stages),
+            "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
+        },
+        warpgroups=1 if norm is None else None,  # sums over a warpgroup want no such axis
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    products = (
+        y if size == width else y[:, :width]
+        for y, size, width in zip(out["out_refs"], sizes, widths, strict=True)
+    )
+    return [*products, *(out[each] for each in ("total_ref", "normed_ref") if each in out)]

@@ -1,0 +1,1 @@
+"""MLA decode: entry, outputs, workspace, split-KV combine, and two mainloops."""

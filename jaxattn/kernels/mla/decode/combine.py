@@ -1,0 +1,242 @@
+"""Merges the partial results of the rows that `mla_decode` split, in their rows of the output.
+
+A block for some packed rows of a request. A request that lies in one part was written whole by
+`mla_decode`, and its blocks leave at once.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.store.row_store import store
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+
+AHEAD = 8  # partial results that are read at a time, of a row
+# Most rows that are cut have two. Where there are no more than FEW of them, four rows are merged
+# side by side and share AHEAD; of more, two rows, each with as many.
+FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
+# Blocks without work cost more the more there are, and those with work more the longer they are.
+BLOCKS, LONGEST = 512, 16
+SHARED_ROWS, SHARERS = 256, 4  # so few rows have many partial results, and this many warpgroups
+
+
+def combine(
+    refs: list[Any],
+    first_rows: list[int],
+    lse: jax.Array,
+    partial_lse: jax.Array,
+    schedule: Schedule,
+    seq_lens: jax.Array,
+    *,
+    used: int,
+    sharers: int | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> jax.Array:
+    """Writes the merged rows to the output and returns their LSE.
+
+    Args:
+        refs: the output's rows [.., 512], and the partial results' float32 [.., 512].
+        first_rows: where in each the op's own rows begin.
+        lse: float32 [B, rows].
+        partial_lse: float32 [2 * parts, rows], natural logarithm.
+        seq_lens: int32 [B]; where the schedule was made of another length, a row stays as it is.
+        used: packed rows that somebody reads, the first ones.
+        sharers: warpgroups that share the partial results of a row; None: four where rows are few
+            and cut in more than one warpgroup reads at a time, but in the interpreter one.
+    """
+    batch, rows = lse.shape
+    used = -(-used // 8) * 8
+    if sharers is None:
+        cut = len(partial_lse) // 2 > AHEAD * batch  # on average
+        sharers = SHARERS if cut and batch * used <= SHARED_ROWS and not interpret else 1
+    chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
+    out_ref, partial_ref = refs
+    lse_ref = jax.new_ref(lse)
+    shared = {
+        "sums": plgpu.SMEM((sharers, RANK), jnp.float32),
+        "tops": plgpu.SMEM((sharers,), jnp.float32),
+        "totals": plgpu.SMEM((sharers,), jnp.float32),
+        "there": plgpu.Barrier(num_arrivals=sharers),
+    }
+
+    def body(sums, tops, totals, there, **refs):
+        together = Sharers(sharers, sums, tops, totals, there) if sharers > 1 else None
+        Block(first_rows, rows, chunk, together, **refs).run()
+
+    launch(
+        body,
+        name="mla_decode_combine",
+        grid={"row": batch, "chunk": used // chunk},
+        inputs={
+            "partial_lse": partial_lse,
+            "slots": schedule.slots,
+            "lens": None if schedule.seq_lens is None else seq_lens,
+            "made_of": schedule.seq_lens,
+            "out": out_ref,
+            "partial": partial_ref,
+            "lse": lse_ref,
+        },
+        scratch=shared if sharers > 1 else dict.fromkeys(shared),
+        warpgroups=sharers,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return jax.freeze(lse_ref)
+
+
+def _rows_of_a_block(batch: int, used: int) -> int:
+    """Where one warpgroup has a row. Several do one row and leave: none waits for the others to
+    have read its sum, which that of a second row would overwrite."""
+    chunk = 1
+    while chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= BLOCKS:
+        chunk *= 2
+    return chunk
+
+
+def _layout_of(dims: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((dims,), vec_size=dims // 128)
+
+
+def full_of(value: Any, dims: int = RANK) -> jax.Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(value, (dims,), []), _layout_of(dims))
+
+
+def weight_of(lse: jax.Array, top: jax.Array) -> jax.Array:
+    """exp(lse - top), 0 where nothing was seen."""
+    return jnp.exp2((lse - jnp.where(top == -jnp.inf, 0.0, top)) * LOG2E)
+
+
+def merge_into(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> Any:
+    """A sum of weights and of weighted pieces, relative to the greatest LSE so far."""
+    top, total, out = state
+    new_top, dims = functools.reduce(jnp.maximum, lses, top), len(out)
+    rescale = weight_of(top, new_top)
+    total, out = total * rescale, out * full_of(rescale, dims)
+    for lse, piece in zip(lses, pieces, strict=True):
+        weight = weight_of(lse, new_top)
+        total += weight
+        out += full_of(weight, dims) * piece
+    return new_top, total, out
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharers:
+    """`count` warpgroups that share a row's partial results, and show each other what they have.
+
+    Attributes:
+        sums: float32 [count, dims]; tops, totals: float32 [count].
+        there: barrier of all.
+    """
+
+    count: int
+    sums: Any
+    tops: Any
+    totals: Any
+    there: Any
+
+    def gathered(self, wg: jax.Array, state: Any) -> Any:
+        """Of all warpgroups, for the first."""
+        self.tops[wg], self.totals[wg] = state[:2]
+        self.sums.at[wg][...] = state[2]
+        plgpu.barrier_arrive(self.there)
+        plgpu.barrier_wait(self.there)
+        dims = self.sums.shape[1]
+        every = [plgpu.load(self.sums.at[i], layout=_layout_of(dims)) for i in range(self.count)]
+        top = functools.reduce(jnp.maximum, [self.tops[i] for i in range(self.count)])
+        weights = [weight_of(self.tops[i], top) for i in range(self.count)]
+        total = sum(self.totals[i] * weight for i, weight in enumerate(weights))
+        return top, total, sum(full_of(weights[i], dims) * part for i, part in enumerate(every))
+
+
+class Block:
+    """`chunk` packed rows of a request."""
+
+    def __init__(
+        self,
+        first_rows: list[int],
+        rows: int,
+        chunk: int,
+        sharers: Sharers | None,
+        *,
+        partial_lse: Any,
+        slots: Any,
+        lens: Any,
+        made_of: Any,
+        out: Any,
+        partial: Any,
+        lse: Any,
+    ):
+        self.first_rows, self.rows = first_rows, rows
+        self.chunk, self.sharers = chunk, sharers
+        self.partial_lse, self.out, self.partial, self.lse = partial_lse, out, partial, lse
+        self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
+        self.slots = [slots[i, self.row] for i in range(3)]
+        self.number = self.slots[1]
+        if made_of is not None:
+            self.number = jnp.where(lens[self.row] == made_of[self.row], self.number, 0)
+
+    def run(self) -> None:
+        many = self.number > (FEW if self.chunk > 1 else 0)
+        pl.when(many)(lambda: self._each(min(MANY_BESIDE, self.chunk), AHEAD))
+        if self.chunk > 1:
+            beside = min(FEW_BESIDE, self.chunk)
+            pl.when((self.number > 0) & ~many)(lambda: self._each(beside, AHEAD // beside))
+
+    def _each(self, beside: int, ahead: int) -> None:
+        @pl.loop(0, self.chunk // beside)
+        def _(i):
+            first = lax.axis_index("chunk") * self.chunk + i * beside
+            packed = [first + k for k in range(beside)]
+            for at, state in zip(packed, self._merged(packed, ahead), strict=True):
+                together = state if self.sharers is None else self.sharers.gathered(self.wg, state)
+                self._write(at, *together)
+
+    def _read(self, packed: Any, places: list[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """(LSEs, pieces) of a row's partial results."""
+        at = [self.partial.at[self.first_rows[1] + slot * self.rows + packed] for slot in places]
+        lses = [self.partial_lse[slot, packed] for slot in places]
+        return lses, [plgpu.load(piece, layout=_layout_of(RANK)) for piece in at]
+
+    def _merged(self, packed: list[Any], ahead: int) -> list[Any]:
+        """What a warpgroup has of the rows' partial results: all, or every so many."""
+        sharers, number = 1 if self.sharers is None else self.sharers.count, self.number
+
+        def add(j, states):
+            numbers = [(j * sharers + self.wg) * ahead + k for k in range(ahead)]
+            places = [Schedule.slot_of(self.slots, jnp.minimum(k, number - 1)) for k in numbers]
+            every = []
+            for state, (lses, pieces) in zip(
+                states, [self._read(at, places) for at in packed], strict=True
+            ):
+                there = [
+                    jnp.where(k < number, lse, -jnp.inf)
+                    for k, lse in zip(numbers, lses, strict=True)
+                ]
+                every.append(merge_into(state, there, pieces))
+            return every
+
+        steps = lax.div(number + sharers * ahead - 1, sharers * ahead)
+        nothing = jnp.float32(0)
+        empty = (jnp.float32(-jnp.inf), nothing, full_of(nothing))
+        return lax.fori_loop(0, steps, add, [empty] * len(packed))
+
+    def _write(self, packed: Any, top: Any, total: Any, out: Any) -> None:
+        @pl.when(self.wg == 0)
+        def _():
+            empty = top == -jnp.inf
+            written = out * full_of(jnp.where(empty, 0.0, 1 / total))
+            at = self.first_rows[0] + self.row * self.rows + packed
+            store(self.out.at[at], written.astype(self.out.dtype))
+            lse = top + jnp.log2(total) * (1 / LOG2E)
+            store(self.lse.at[self.row, packed], jnp.where(empty, -jnp.inf, lse))

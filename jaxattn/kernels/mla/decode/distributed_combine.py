@@ -1,0 +1,227 @@
+"""Merges the partial results of few rows over several GPUs, in one launch over peer memory.
+
+Each GPU has attended with all heads to its own pages of a row, and owns some of the heads. A block
+merges what its GPU has of half a head's output, and sends it with its log-sum-exp to the GPU that
+owns the head. There the block of that half head waits for all GPUs' pieces and writes their merged
+output. So a layer has one launch where merging, packing, sending and merging again are seven.
+
+`kernels/collectives/symmetric_memory.py` has the inboxes and why nothing is lost in them. A GPU sends a head's
+halves to one GPU each, so each block has a count of its own. Each launch receives from all GPUs,
+as every GPU owns heads: so nobody writes over what has not been read. Blocks that wait for one
+place are neighbours, and all blocks before them send first.
+
+Limits: heads that divide over 2 to 8 GPUs, which are all of the mesh, in one process; rows that may
+be cut. Reference: `jaxattn.mla.mla_decode` (implementation="xla") with `met`; tests:
+tests/parallel/test_gpus_meet.py.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.collectives import symmetric_memory as peers
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.mla.decode.combine import Sharers, full_of, merge_into, weight_of
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+
+HALVES = RANK // peers.STATE_DIMS
+SHARERS = 4  # warpgroups that share a block's partial results
+AHEAD = 17  # that each reads at a time: two turns for those of 132 blocks
+LAYOUT = peers.STATE
+
+
+def places_of(rows: int, heads: int) -> tuple[int, int]:
+    """(tokens, features) of the mailbox for so many rows of all GPUs' heads."""
+    return rows * heads * HALVES, peers.NUMBERS * peers.STATE_DIMS
+
+
+@dataclasses.dataclass(frozen=True)
+class Met:
+    """With what the outputs of several GPUs meet.
+
+    Attributes:
+        inbox, counts, addresses: of `kernels/collectives/symmetric_memory.py`, of `places_of` tokens and features.
+        axes: the mesh axes of the GPUs, all axes of the mesh in its order.
+        heads: of the queries, those that there are; the others fill a tile.
+    """
+
+    inbox: jax.Array
+    counts: jax.Array
+    addresses: jax.Array
+    axes: tuple[str, ...]
+    heads: int
+
+
+def meet(
+    refs: list[Any],
+    first_rows: list[int],
+    lse: jax.Array,
+    partial_lse: jax.Array,
+    schedule: Schedule,
+    seq_lens: jax.Array,
+    *,
+    met: Met,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(out [B, heads / N, 512] of this GPU's heads, inbox, counts).
+
+    Args:
+        refs: the output's rows [.., 512], and the partial results' float32 [.., 512].
+        first_rows: where in each the op's own rows begin.
+        lse: float32 [B, rows], of the rows that were not cut.
+        partial_lse: float32 [2 * parts, rows], natural logarithm.
+        seq_lens: int32 [B]; a row of which the schedule knows another length has its output.
+        met: with what they meet. Of its heads, the first packed rows, GPU n owns the n-th part.
+    """
+    op, inbox, heads = "mla_decode", met.inbox, met.heads
+    peers.check(op, inbox, met.axes, interpret=False)
+    (batch, rows), gpus = lse.shape, inbox.shape[1]
+    tokens, features = places_of(batch, heads)
+    if heads % gpus or inbox.shape[2] < tokens or inbox.shape[3] != features:
+        raise Refusal(
+            f"{op}: the outputs of {batch} rows of {heads} heads meet on GPUs that they divide "
+            f"over, by a mailbox of {tokens} tokens of {features} features; got {gpus} GPUs and "
+            f"{inbox.shape}"
+        )
+    own = heads // gpus
+    out_ref, partial_ref = refs
+    if out_ref.dtype != jnp.bfloat16:
+        raise Refusal(f"{op}: outputs meet in bfloat16, and these are {out_ref.dtype.name}")
+    inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(met.counts)
+
+    def body(sums, tops, totals, there, inbox_ref, counts_ref, addresses_ref, **given) -> None:
+        row, head, half, gpu = (lax.axis_index(x) for x in ("row", "head", "half", "gpu"))
+        place = (row * own + head) * HALVES + half
+        call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu)
+        to, known = call.address(gpu), call.address(call.own)  # there when the state is
+        sharers = Sharers(SHARERS, sums, tops, totals, there)
+        block = Block(first_rows, rows, sharers, **given)
+        out, lse = block.state(row, gpu * own + head, half)
+
+        @pl.when(lax.axis_index("wg") == 0)
+        def _():
+            call.send_state(to, known, out, lse)
+
+            @pl.when(gpu == call.own)
+            def _():
+                block.write(row, head, half, call.receive_states())
+
+            call.end()
+
+    out: dict[str, Any] = launch(
+        body,
+        name="mla_decode_meet",
+        grid={"row": batch, "head": own, "half": HALVES, "gpu": gpus},
+        inputs={
+            "partial_lse": partial_lse,
+            "slots": schedule.slots,
+            "lens": None if schedule.seq_lens is None else seq_lens,
+            "made_of": schedule.seq_lens,
+            "alone": out_ref,
+            "partial": partial_ref,
+            "lse": lse,
+            "addresses_ref": met.addresses,
+            "inbox_ref": inbox_ref,
+            "counts_ref": counts_ref,
+        },
+        outputs={"out": jax.ShapeDtypeStruct((batch, own, RANK), jnp.bfloat16)},
+        scratch=shared(),
+        warpgroups=SHARERS,
+        compiler_params=peers.COMPILER,
+    )
+    return out["out"], jax.freeze(inbox_ref), jax.freeze(counts_ref)
+
+
+def shared() -> dict[str, Any]:
+    """What a block's warpgroups show each other."""
+    return {
+        "sums": plgpu.SMEM((SHARERS, peers.STATE_DIMS), jnp.float32),
+        "tops": plgpu.SMEM((SHARERS,), jnp.float32),
+        "totals": plgpu.SMEM((SHARERS,), jnp.float32),
+        "there": plgpu.Barrier(num_arrivals=SHARERS),
+    }
+
+
+class Block:
+    """Half a head of a row."""
+
+    def __init__(
+        self,
+        first_rows: list[int],
+        rows: int,
+        sharers: Sharers,
+        *,
+        partial_lse: Any,
+        slots: Any,
+        lens: Any,
+        made_of: Any,
+        alone: Any,
+        partial: Any,
+        lse: Any,
+        out: Any,
+    ):
+        self.first_rows, self.rows, self.sharers = first_rows, rows, sharers
+        self.partial_lse, self.slots, self.lens, self.made_of = partial_lse, slots, lens, made_of
+        self.alone, self.partial, self.lse, self.out = alone, partial, lse, out
+
+    def state(self, row: Any, head: Any, half: Any) -> tuple[jax.Array, jax.Array]:
+        """What this GPU has of it: output and log-sum-exp."""
+        slots = [self.slots[i, row] for i in range(3)]
+        number = slots[1]
+        if self.made_of is not None:
+            number = jnp.where(self.lens[row] == self.made_of[row], number, 0)
+        dims = pl.ds(half * peers.STATE_DIMS, peers.STATE_DIMS)
+        # Of a row that was not cut: it is there as a whole.
+        at = self.first_rows[0] + row * self.rows + head
+        whole = plgpu.load(self.alone.at[at, dims], layout=LAYOUT, optimized=False)
+        whole_lse = self.lse[row, head]
+
+        wg = lax.axis_index("wg")
+
+        def add(j: jax.Array, state: Any) -> Any:
+            numbers = [(j * SHARERS + wg) * AHEAD + k for k in range(AHEAD)]
+            slots_of = [Schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
+            rows = [self.first_rows[1] + slot * self.rows + head for slot in slots_of]
+            lses = [
+                jnp.where(k < number, self.partial_lse[slot, head], -jnp.inf)
+                for k, slot in zip(numbers, slots_of, strict=True)
+            ]
+            pieces = [
+                plgpu.load(self.partial.at[at, dims], layout=LAYOUT, optimized=False) for at in rows
+            ]
+            return merge_into(state, lses, pieces)
+
+        nothing = jnp.float32(0)
+        empty = (jnp.float32(-jnp.inf), nothing, _full(nothing))
+        steps = lax.div(number + SHARERS * AHEAD - 1, SHARERS * AHEAD)
+        state = lax.fori_loop(0, steps, add, empty)
+        top, total, out = self.sharers.gathered(wg, state)
+        empty = top == -jnp.inf
+        out = out * _full(jnp.where(empty, 0.0, 1 / total))
+        lse = jnp.where(empty, -jnp.inf, top + jnp.log2(total) * (1 / LOG2E))
+        cut = number > 0
+        return jnp.where(_full(cut), out, whole.astype(jnp.float32)), jnp.where(cut, lse, whole_lse)
+
+    def write(self, row: Any, head: Any, half: Any, states: list[tuple[Any, Any]]) -> None:
+        """The output that all GPUs' pieces make."""
+        top = functools.reduce(jnp.maximum, [lse for _, lse in states])
+        weights = [weight_of(lse, top) for _, lse in states]
+        total = functools.reduce(jnp.add, weights)
+        out = functools.reduce(
+            jnp.add, [_full(w) * piece for w, (piece, _) in zip(weights, states, strict=True)]
+        )
+        out = out * _full(jnp.where(top == -jnp.inf, 0.0, 1 / total))
+        dims = pl.ds(half * peers.STATE_DIMS, peers.STATE_DIMS)
+        self.out.at[row, head, dims][...] = out.astype(jnp.bfloat16)
+
+
+def _full(value: Any) -> jax.Array:
+    return full_of(value, peers.STATE_DIMS)

@@ -1,0 +1,215 @@
+"""MLA decode over a paged latent cache: softmax(q K^T) K[:, :kv_lora_rank], K read once.
+
+A block for each (part of the schedule, tile of 64 packed rows of S tokens x H heads), as many as
+the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
+in warp_specialized/kernel.py; attention/tile_scheduler.py makes the parts, and combine.py merges the rows that were cut.
+
+Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
+any H and S; few packed rows, and FP8 caches of up to 32, are handed to swap_ab/launch.py.
+Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
+tests/kernels/mla/decode/test_warp_specialized.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.arena import Arena
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.kernels.attention.tile_scheduler import TILE, Schedule, few_rows, num_tiles
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import plain_copies, require_hopper
+from jaxattn.kernels.mla.decode.distributed_combine import Met
+from jaxattn.kernels.mla.decode.outputs import Results
+from jaxattn.kernels.mla.decode.swap_ab.launch import (
+    MOST_COLUMNS,
+    mla_decode_columns,
+    refuse_columns,
+)
+from jaxattn.kernels.mla.decode.warp_specialized.kernel import Body
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE, Cut, Refs, scratch_types
+from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES, decode_schedule
+
+
+def reads_apart(num_heads: int) -> bool:
+    """Whether the kernel takes the queries' two parts as they are: its tiles have whole heads."""
+    return num_heads % TILE == 0
+
+
+def by_columns(q: Any, kv_cache: Any) -> bool:
+    """Whether the kernel with heads as columns is the one: for few packed rows, and of an FP8 cache
+    for as many as are one block's."""
+    format, rows = LatentFormat(kv_cache.dtype), q.shape[1] * q.shape[2]
+    if format.quantized:
+        # Columns take a block-scaled page as one piece of memory, rows as boxes of a tensor.
+        return rows <= MOST_COLUMNS and (plain_copies() or not format.block_scaled)
+    return few_rows(*q.shape[1:3])
+
+
+def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
+    """Raises `Refusal`, with the reason, where no kernel serves these shapes.
+
+    Args:
+        q: [B, S, H, D], an array or its shape.
+        kv_cache: [..., N, C, Ds], likewise.
+    """
+    if by_columns(q, kv_cache):
+        refuse_columns(q, kv_cache, kv_lora_rank)
+    else:
+        _refuse_rows(q.dtype, kv_cache, kv_lora_rank)
+
+
+def refuse_assembler(kv_cache: Any) -> None:
+    """Raises `Refusal` where columns are named, and the assembler cannot copy the cache's pages."""
+    if LatentFormat(kv_cache.dtype).block_scaled and not plain_copies():
+        raise Refusal(
+            "mla_decode: columns=True with a block-scaled cache needs ptxas of CUDA 13, which "
+            "jaxattn[cuda13] brings; leave columns out for the other kernel"
+        )
+
+
+def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
+    format = LatentFormat(kv_cache.dtype, RANK, ROPE)
+    widths = (format.width,) if format.quantized else (RANK, RANK + ROPE)
+    if kv_lora_rank != RANK or kv_cache.shape[-1] not in widths:
+        raise Refusal(
+            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64, or of a 16-bit "
+            f"cache 0, and got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
+        )
+    fits = dtype in (jnp.bfloat16, jnp.float16) and dtype == kv_cache.dtype
+    if not (dtype == jnp.bfloat16 if format.quantized else fits):
+        raise Refusal(
+            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
+            f"bfloat16 with an FP8 cache, and got q {dtype.name}, kv_cache {kv_cache.dtype.name}"
+        )
+
+
+def mla_decode_mosaic(
+    q: jax.Array | tuple[jax.Array, jax.Array],
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float,
+    layer: jax.Array | int | None = None,
+    kv_lora_rank: int = RANK,
+    query_lens: jax.Array | None = None,
+    arena: Arena | None = None,
+    schedule: Schedule | None = None,
+    kv_scale: jax.Array | None = None,
+    met: Met | None = None,
+    columns: bool | None = None,
+    output_by_tma: bool | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[Any, ...]:
+    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
+
+    `columns` takes the kernel whose products have heads as columns, for queries in one array: None
+    takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
+    32 of an FP8 cache.
+    `met`: see `Results.finish` for what comes back.
+    `output_by_tma` (see warp_specialized/smem.py) is the faster by up to 8 us where most rows are whole, and
+    by 3 us the slower where they are cut; None chooses by B.
+    """
+    require_hopper("mla_decode", interpret=interpret)
+    latent = q[0] if isinstance(q, tuple) else q
+    if columns is None:
+        heads = latent if met is None else latent[:, :, : met.heads]
+        columns = by_columns(heads, kv_cache)
+    if columns and met is not None and not isinstance(q, tuple):
+        q = latent = q[:, :, : met.heads]  # a tile is not filled
+    if columns:
+        q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
+        refuse_columns(q, kv_cache, kv_lora_rank)
+        if not interpret:
+            refuse_assembler(kv_cache)
+    else:
+        _refuse_rows(latent.dtype, kv_cache, kv_lora_rank)
+    if kv_cache.shape[-2] not in PAGE_SIZES:
+        raise Refusal(
+            "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
+            f"{kv_cache.shape} has {kv_cache.shape[-2]}"
+        )
+    q, kv_cache, kv_scale = without_gradient("mla_decode", (q, kv_cache, kv_scale))
+    batch, q_len, given_heads, _ = latent.shape
+    num_heads = given_heads if met is None else met.heads
+    dtype = latent.dtype
+    if layer is None:
+        kv_cache, layer = kv_cache[None], 0
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    page_size = kv_cache.shape[2]
+    if schedule is None:
+        schedule = decode_schedule(
+            seq_lens,
+            q_len=q_len,
+            num_heads=num_heads,
+            max_pages=block_tables.shape[1],
+            page_size=page_size,
+            interpret=interpret,
+        )
+        schedule = dataclasses.replace(schedule, seq_lens=None)
+    if columns:
+        assert not isinstance(q, tuple)
+        return mla_decode_columns(
+            q, kv_cache, block_tables, seq_lens,
+            scale=scale, layer=layer, kv_scale=kv_scale, query_lens=query_lens, arena=arena,
+            schedule=schedule, met=met, interpret=interpret, detect_races=detect_races,
+        )  # fmt: skip
+    parts, tiles, rope = schedule.parts, num_tiles(q_len, num_heads), kv_cache.shape[3] > RANK
+    latents = LatentFormat(kv_cache.dtype)
+    rows = tiles * TILE
+    queries: jax.Array
+    q_rope: jax.Array | None = None
+    if isinstance(q, tuple):
+        queries, q_rope = q[0].transpose(2, 0, 1, 3), q[1]  # as the absorbed product comes
+    else:
+        packed = q.reshape(batch, q_len * given_heads, -1)
+        queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * given_heads), (0, 0)))
+
+    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype, met)
+    if output_by_tma is None:
+        output_by_tma = 2 * batch >= parts
+    output_by_tma &= results.in_whole_tiles()
+    cut = Cut(
+        q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
+        latents=latents, rope=rope, first_rows=results.first_rows, output_by_tma=output_by_tma,
+        interpret=interpret,
+    )  # fmt: skip
+    written = launch(
+        lambda **refs: Body(cut, Refs(**refs)).run(),
+        name="mla_decode",
+        # The last axis runs fastest: the tiles of a row read the same pages while in L2.
+        grid={"part": parts, "tile": tiles},
+        inputs={
+            "q_ref": queries,
+            "q_rope_ref": q_rope,
+            "kv_ref": kv_cache,
+            "layer_ref": layer,
+            "table_ref": block_tables,
+            "lens_ref": seq_lens,
+            "made_of_ref": schedule.seq_lens,
+            "cuts_ref": schedule.cuts,
+            "order_ref": schedule.order,
+            "kv_scale_ref": None if kv_scale is None else kv_scale.reshape(1),
+            "query_lens_ref": query_lens,
+            **results.inputs,
+        },
+        outputs=results.outputs,
+        scratch=scratch_types(dtype, latents, page_size, rope, interpret),
+        warpgroups=3,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # row reductions stay inside a warp
+            # The body says itself where a warpgroup's warps wait for each other: before what
+            # another has stored is read. More costs a tenth of the softmax.
+            unsafe_no_auto_barriers=True,
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return results.finish(written, interpret=interpret, detect_races=detect_races)

@@ -1,0 +1,102 @@
+"""What a block of `mla_decode_columns` has in hand."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.kernels.attention.work_partition import Part
+from jaxattn.kernels.mla.decode.swap_ab.epilogue import Outputs, Shared
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        columns: N, packed rows (query token, head) of a block.
+        parts: of the schedule.
+        out_rows: packed rows that the output keeps of a request.
+        first_rows: `Results.first_rows`.
+        page_size: tokens of a page of the cache; a "page" in these files is 64 tokens.
+        latents: the cache's format.
+        rope: whether a latent has rotated dims behind its 512.
+    """
+
+    q_len: int
+    num_heads: int
+    columns: int
+    parts: int
+    out_rows: int
+    first_rows: Sequence[int]
+    scale: float
+    dtype: Any
+    page_size: int
+    latents: LatentFormat
+    rope: bool
+    interpret: bool
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """Where a copy of queries begins, and its width."""
+        return ((0, RANK), (RANK, ROPE))[: 1 + self.rope]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands and results, then its shared memory and barriers."""
+
+    q_ref: Any
+    kv_ref: Any
+    layer_ref: Any
+    table_ref: Any
+    lens_ref: Any
+    cuts_ref: Any
+    order_ref: Any  # None: a schedule without an order
+    made_of_ref: Any  # None: the schedule is the call's own
+    kv_scale_ref: Any  # of a cache with one scale, else None
+    query_lens_ref: Any  # None: every row has all S tokens
+    out_ref: Any
+    partial_ref: Any  # None: no row is split
+    lse_ref: Any
+    partial_lse_ref: Any
+    pages_smem: Any  # a piece's pages, and in their place its two outputs
+    q_smem: Any  # Q; of an FP8 cache as it comes, and as the products take it
+    q_rope_smem: Any  # likewise
+    score_smem: Any
+    p_smem: Any
+    stats_smem: Any  # float32 [4, 2, N]: rescaling or unit, maxima, sums; factors of the scores
+    q_loaded: Any
+    both_there: Any
+    loaded: Any  # a page
+
+
+class Block:
+    """`columns` packed rows of the rows in a part."""
+
+    def __init__(self, cut: Cut, refs: Refs):
+        self.cut, self.refs = cut, refs
+        self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
+        self.part = Part.of(refs, self.index)
+        self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
+        self.factor = self.kv_scale * (cut.scale * LOG2E)
+        self.mine = pl.ds(self.tile * cut.columns, cut.columns)
+        self.kv_smem, sum_smem = refs.pages_smem
+        both = refs.q_smem, refs.q_rope_smem
+        # Queries as they come and as the products take them.
+        self.q_loads, self.q_operands = (
+            zip(*both, strict=True) if cut.latents.quantized else (both, both)
+        )
+        # At a piece's end, in the place of its rescaling and its pages: units and outputs.
+        self.tops, self.totals, self.units = (refs.stats_smem.at[i] for i in (1, 2, 0))
+        self.rescale_smem, self.q_factor_smem = refs.stats_smem.at[0], refs.stats_smem.at[3, 0]
+        self.shared = Shared(self.wg, refs.both_there, self.tops, self.totals, self.units, sum_smem)
+        self.outputs = Outputs(
+            self.part, cut.first_rows, cut.out_rows, self.mine,
+            refs.out_ref, refs.partial_ref, refs.lse_ref, refs.partial_lse_ref,
+        )  # fmt: skip

@@ -1,0 +1,172 @@
+"""The end of a piece in `mla_decode_columns`: one result of two warpgroups', and where it goes.
+
+Each has the maxima and sums of all packed rows over the pages it took, and an output of its own.
+They show each other all of it in shared memory; then each adds up the outputs of half of the packed
+rows, and writes them: of a whole row to the output, of a part of one as a partial result.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.cache.formats import BLOCK
+from jaxattn.kernels.attention.work_partition import Part, nothing_or_nan
+from jaxattn.kernels.hopper.store.row_store import store
+from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.mla.decode.fp8_operands import store_output
+from jaxattn.kernels.mla.decode.swap_ab.smem import (
+    BY_COLUMN,
+    BY_ROW,
+    OUTPUTS,
+    WARPGROUPS,
+    over_out,
+)
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What the warpgroups show each other.
+
+    Attributes:
+        wg: this one, 0 or 1.
+        both_there: barrier of both.
+        tops, totals: float32 [2, N], largest log2 of each packed row's weights, and their sums
+            divided by 2**that.
+        units: float32 [2, N], what 1 stands for in each one's output; of block-scaled caches alone.
+        outputs: float32 [2, N, 512 and a margin].
+    """
+
+    wg: jax.Array
+    both_there: Any
+    tops: Any
+    totals: Any
+    units: Any
+    outputs: Any
+
+    def meet(self) -> None:
+        """The two warpgroups wait for each other, and see what each has written."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.both_there)
+        plgpu.barrier_wait(self.both_there)
+
+    def of_both(self, layout: Any) -> tuple[jax.Array, jax.Array]:
+        """Maximum and sum of each packed row."""
+        tops = [plgpu.load(self.tops.at[i], layout=layout) for i in range(WARPGROUPS)]
+        totals = [plgpu.load(self.totals.at[i], layout=layout) for i in range(WARPGROUPS)]
+        top = functools.reduce(jnp.maximum, tops)
+        parts = [n * jnp.exp2(t - top) for n, t in zip(totals, tops, strict=True)]
+        return top, functools.reduce(jnp.add, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """Where the results of a block's packed rows go.
+
+    Attributes:
+        first_rows: `Results.first_rows`.
+        rows: packed rows that the arrays keep of a request.
+        columns: the block's of them, a `pl.ds`.
+        out, lse: of whole rows.
+        partial, partial_lse: partial results, or None where there are none.
+    """
+
+    part: Part
+    first_rows: Sequence[int]
+    rows: int
+    columns: Any
+    out: Any
+    partial: Any
+    lse: Any
+    partial_lse: Any
+
+    def write(self, row: jax.Array, whole: jax.Array, first: jax.Array, out: jax.Array) -> None:
+        """`out` [n, 512], of the block's packed rows from `first` on."""
+        at, count = self.columns.start + first, out.shape[0]
+
+        @pl.when(whole)
+        def _whole():
+            begin = self.first_rows[0] + row * self.rows + at
+            self.out[pl.ds(begin, count), :] = out.astype(self.out.dtype)
+
+        if self.partial is not None:
+
+            @pl.when(jnp.logical_not(whole))
+            def _piece():
+                begin = self.first_rows[1] + self.part.partial_slot(row) * self.rows + at
+                self.partial[pl.ds(begin, count), :] = out
+
+    def write_lse(self, row: jax.Array, whole: jax.Array, lse: jax.Array) -> None:
+        self.part.write_lse(self.lse, self.partial_lse, self.columns, row, whole, lse)
+
+    def write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
+        """Of a row without keys: 0, and an LSE of -inf; NaN where it is False that the schedule
+        knows its length."""
+        count = self.columns.size
+        begin = self.first_rows[0] + row * self.rows + self.columns.start
+        zero = nothing_or_nan(0.0, known, self.out.dtype)
+        nothing = plgpu.layout_cast(jnp.full((count, RANK), zero), OUTPUTS)
+        self.out[pl.ds(begin, count), :] = nothing
+        lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
+        empty = plgpu.layout_cast(jnp.full((count,), lowest), BY_ROW)
+        store(self.lse.at[row, self.columns], empty)
+
+
+def merge(
+    accs: tuple[jax.Array, ...],
+    unit: Any,
+    shared: Shared,
+    outputs: Outputs,
+    row: jax.Array,
+    steps: jax.Array,
+    *,
+    as_values: bool,
+    interpret: bool,
+) -> None:
+    """Writes a piece's result, by both warpgroups, which have met: their maxima and sums are there.
+
+    Args:
+        accs: this warpgroup's output, blocks of [128, N] float32.
+        unit: what 1 stands for there; None: `shared.units`.
+        row, steps: the piece's, its pages.
+        as_values: whether the output's dims are in the order of FP8 values.
+    """
+    wg, whole = shared.wg, steps == outputs.part.pages_of(row)
+    # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that
+    # sees no key the product is 0 * V, NaN where V is.
+    top, total = shared.of_both(BY_COLUMN)
+    own = plgpu.load(shared.tops.at[wg], layout=BY_COLUMN)
+    share = over_out(jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total))
+    if unit is None:
+        unit = over_out(plgpu.load(shared.units.at[wg], layout=BY_COLUMN))
+    for i, acc in enumerate(accs):
+        some = jnp.where(share < 0, 0.0, acc * share * unit)
+        if as_values:
+            store_output(shared.outputs.at[wg], some, i)
+        else:
+            to = shared.outputs.at[wg, :, pl.ds(i * BLOCK, BLOCK)]
+            store_turned(to, some, interpret=interpret)
+    shared.meet()
+
+    half = outputs.columns.size // WARPGROUPS
+    mine = pl.ds(wg * half, half)
+    both = [
+        plgpu.load(shared.outputs.at[i, mine, pl.ds(0, RANK)], layout=OUTPUTS, optimized=False)
+        for i in range(WARPGROUPS)
+    ]
+    outputs.write(row, whole, wg * half, functools.reduce(jnp.add, both))
+
+    @pl.when(wg == 0)
+    def _lse():
+        top, total = shared.of_both(BY_ROW)
+        lse = (top + jnp.log2(total)) * (1 / LOG2E)
+        outputs.write_lse(row, whole, jnp.where(total == 0, -jnp.inf, lse))
+
+    shared.meet()

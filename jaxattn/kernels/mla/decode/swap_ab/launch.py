@@ -1,0 +1,135 @@
+"""MLA decode for few query rows, and for FP8 caches: heads are the columns of the products.
+
+`mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
+32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
+in turns, in kernel.py, as attention/work_partition.py deals them out, and widen FP8 pages by
+mla/decode/fp8_operands.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
+
+Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, any H and S. Queries
+and cache of bfloat16 or float16; or, of P 64, bfloat16 queries and a float8_e4m3fn or uint8
+(block-scaled) cache.
+Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
+tests/kernels/mla/decode/test_swap_ab.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.arena import Arena
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.attention.tile_scheduler import Schedule, packed_rows
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.mla.decode.distributed_combine import Met
+from jaxattn.kernels.mla.decode.fp8_operands import order_queries
+from jaxattn.kernels.mla.decode.outputs import Results
+from jaxattn.kernels.mla.decode.swap_ab.cta import Cut, Refs
+from jaxattn.kernels.mla.decode.swap_ab.kernel import Body
+from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, scratch_types
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
+
+# The output's 512 * 32 float32 numbers are 128 registers of each of a warpgroup's threads.
+MOST_COLUMNS = 32
+
+
+def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
+    """(packed rows of a block, a multiple of 8; blocks that share a request's rows)."""
+    rows = q_len * num_heads
+    blocks = -(-rows // MOST_COLUMNS)
+    return -(-rows // (8 * blocks)) * 8, blocks
+
+
+def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
+    """Raises `Refusal`, with the reason, where this kernel cannot run."""
+    rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
+    quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
+    if rank != RANK or rope not in ((ROPE,) if quantized else (0, ROPE)):
+        raise Refusal(
+            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or of a "
+            f"16-bit cache 0 (D=512), and got kv_lora_rank={rank} with D={rank + rope} and a "
+            f"{kv_cache.dtype.name} cache"
+        )
+    if quantized:
+        fits = q.dtype == jnp.bfloat16
+    else:
+        fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
+    if not fits:
+        raise Refusal(
+            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
+            f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache "
+            f"{kv_cache.dtype.name}"
+        )
+
+
+def mla_decode_columns(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: float,
+    layer: jax.Array,
+    kv_scale: jax.Array | None,
+    query_lens: jax.Array | None,
+    arena: Arena | None,
+    schedule: Schedule,
+    met: Met | None = None,
+    interpret: bool,
+    detect_races: bool,
+) -> tuple[Any, ...]:
+    """`mla_decode_mosaic` of what `refuse_columns` accepts: a stack of layers, and `layer` [1]."""
+    format = LatentFormat(kv_cache.dtype)
+    batch, q_len, num_heads, _ = q.shape
+    dtype = q.dtype
+    page_size = kv_cache.shape[2]
+    columns, blocks = block_columns(q_len, num_heads)
+    rows = q_len * num_heads
+    parts = schedule.parts
+
+    packed = q.reshape(batch, rows, -1)
+    packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
+    if format.quantized and not interpret:
+        packed = order_queries(packed)
+    kv_scale = None if kv_scale is None else kv_scale.reshape(1)
+    kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
+    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), kept, dtype, met)
+    cut = Cut(
+        q_len=q_len, num_heads=num_heads, columns=columns, parts=parts, out_rows=results.rows,
+        first_rows=results.first_rows, scale=scale, dtype=dtype, page_size=page_size,
+        latents=format, rope=rope, interpret=interpret,
+    )  # fmt: skip
+    written = launch(
+        lambda **refs: Body(cut, Refs(**refs)).run(),
+        name="mla_decode_columns",
+        # The last axis runs fastest: the blocks of a row read the same pages while in L2.
+        grid={"part": parts, "tile": blocks},
+        inputs={
+            "q_ref": packed,
+            "kv_ref": kv_cache,
+            "layer_ref": layer,
+            "table_ref": block_tables,
+            "lens_ref": seq_lens,
+            "made_of_ref": schedule.seq_lens,
+            "cuts_ref": schedule.cuts,
+            "order_ref": schedule.order,
+            "kv_scale_ref": kv_scale,
+            "query_lens_ref": query_lens,
+            **results.inputs,
+        },
+        outputs=results.outputs,
+        scratch=scratch_types(dtype, columns, page_size, format.dtype, with_rope=rope),
+        warpgroups=WARPGROUPS,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # reductions stay inside a warp
+            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+            # The body names its layouts; those of padded shared memory are not found by inference.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return results.finish(written, interpret=interpret, detect_races=detect_races)

@@ -1,0 +1,202 @@
+"""A warpgroup's pages of a piece in `mla_decode_columns`, of a 16-bit cache.
+
+K and V are read by wgmma where they lie. `Pages` is also what the other ways to store a cache build
+on: the softmax between the two products is the same for all.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.cache.formats import BLOCK
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.hopper.device import meet
+from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.mla.decode.swap_ab.cta import Block
+from jaxattn.kernels.mla.decode.swap_ab.smem import BY_COLUMN, SCORES, WARPGROUPS, over_out
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import MASKED
+from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
+
+type Accumulators = tuple[jax.Array, ...]
+
+
+def over_keys(vector: jax.Array) -> jax.Array:
+    """Of each packed row, for its scores."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, (*vector.shape, PAGE), [0]), SCORES)
+
+
+def iota(columns: int, dimension: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (columns, PAGE), dimension, layout=SCORES)
+
+
+def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
+    plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
+
+
+class Piece(NamedTuple):
+    """A row, or what of it lies in the part, as one of its warpgroups has it."""
+
+    row: jax.Array
+    first: jax.Array  # page
+    stop: jax.Array  # the page behind the piece
+    taken: jax.Array  # pages, every other one from the first
+
+
+class Pages:
+    """The pages that a warpgroup takes of a piece.
+
+    Attributes:
+        depth: pages in shared memory.
+        as_values: whether the output's dims are in the order of FP8 values.
+    """
+
+    depth = 1
+    as_values = False
+
+    def __init__(self, block: Block, piece: Piece):
+        self.block, self.piece = block, piece
+        self.cut, self.refs, self.part, self.wg = block.cut, block.refs, block.part, block.wg
+        self.scores_type = plgpu.ACC((PAGE, block.cut.columns), jnp.float32)
+        self.tokens = min(block.cut.page_size, PAGE)  # of a copy
+
+    def first_numbers(self) -> list[list[jax.Array]]:
+        """Where in the cache the first pages are, as many as have a place. They do not wait for the
+        row's length: past its pages there may be any number."""
+        first, most = self.piece.first, jnp.int32(self.part.max_pages)
+        pages = [first + WARPGROUPS * k for k in range(self.depth)]
+        return [self.part.numbers(self.piece.row, page, most) for page in pages]
+
+    def load_first(self, numbers: list[list[jax.Array]]) -> None:
+        pl.when(self.piece.taken > 0)(lambda: self._load(numbers[0], self.piece.first))
+
+    def see(self, length: jax.Array, visible: jax.Array) -> None:
+        self.length, self.visible = length, visible
+
+    def take_queries(self) -> None:
+        """The queries are there: what their scores are to be multiplied by."""
+        self.of_rows: Any = self.block.factor
+
+    @property
+    def unit_of_all(self) -> Any:
+        """What 1 stands for in the output."""
+        return 1.0
+
+    def each(self, empty: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Maxima, sums, unit and output of all pages."""
+        piece = self.piece
+        ahead = piece.first + WARPGROUPS * self.depth
+        following = self.part.numbers(piece.row, ahead, piece.stop)
+        return lax.fori_loop(0, piece.taken, self._page, (*empty, following))[:4]
+
+    def _page(self, i: jax.Array, carry: Any) -> Any:
+        """The i-th page; `numbers` say where in the cache the one after it is."""
+        top, total, unit, accs, numbers = carry
+        piece, slot = self.piece, self._slot(numbers)
+        run = functools.partial(self._scores, slot=slot)
+        scores = pl.run_scoped(run, self.scores_type)
+        top, total, p, rescale, _ = self._soften(i, top, total, scores)
+        accs = self._add_values(accs, p, rescale, slot)
+        page = piece.first + WARPGROUPS * (i + 1)
+        meet(interpret=self.cut.interpret)  # all four warps have read the page
+        pl.when(i < piece.taken - 1)(lambda: self._load(numbers, page))
+        following = self.part.numbers(piece.row, page + WARPGROUPS, piece.stop)
+        return top, total, unit, accs, following
+
+    def _slot(self, numbers: list[jax.Array]) -> jax.Array:
+        """Were the slot known to stay the same, the compiler would keep 68 descriptors of its tiles
+        in registers."""
+        # 0, as numbers of pages and lengths have no sign.
+        zero = lax.shift_right_logical(numbers[0], 31)
+        return jnp.minimum(self.wg + zero, WARPGROUPS - 1)
+
+    def _load(self, numbers: list[jax.Array], page: jax.Array) -> None:
+        """All columns by one copy, which reads memory in its order: rope columns by a copy of their
+        own took 1% longer."""
+        for j, source in enumerate(self.part.sources(numbers, page)):
+            to = self.block.kv_smem.at[self.wg, pl.ds(j * self.tokens, self.tokens)]
+            plgpu.copy_gmem_to_smem(source, to, self.refs.loaded.at[self.wg])
+
+    def _scores(self, ref: Any, *, slot: jax.Array) -> jax.Array:
+        """scores^T [64 tokens, N] of the page, once it is there."""
+        q, q_rope = self.block.q_operands
+        plgpu.barrier_wait(self.refs.loaded.at[self.wg])
+        page = self.block.kv_smem.at[slot]
+        product(ref, page.at[:, pl.ds(0, RANK)], q.at[0])
+        if self.cut.rope:
+            product(ref, page.at[:, pl.ds(RANK, ROPE)], q_rope.at[0])
+        return ref[...]
+
+    def _soften(
+        self, i: jax.Array, top: jax.Array, total: jax.Array, scores: jax.Array,
+        meanwhile: Callable[[], Any] = lambda: None,
+    ) -> Any:  # fmt: skip
+        """Maxima and sums, page i's P and rescaling, and what was done meanwhile."""
+        page = self.piece.first + WARPGROUPS * i
+        here = self.refs.score_smem.at[self.wg, :, pl.ds(0, PAGE)]
+        store_turned(here, scores, interpret=self.cut.interpret)
+        meet(interpret=self.cut.interpret)
+        left = self.length - page * PAGE
+        self._clear_tail(left)
+        done = meanwhile()
+        scores = plgpu.load(here, layout=SCORES, optimized=False) * self.of_rows
+        seen = iota(self.cut.columns, 1) + page * PAGE < self.visible
+        scores = jnp.where(seen, scores, MASKED)
+        new_top = jnp.maximum(top, scores.max(axis=1))
+        p = jnp.exp2(scores - over_keys(new_top))
+        rescale = jnp.exp2(top - new_top)
+        return new_top, total * over_keys(rescale) + p, p, rescale, done
+
+    def _clear_tail(self, left: jax.Array) -> None:
+        """What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it becomes 0
+        before it is used as a value. As keys it has been read."""
+
+        @pl.when(left < PAGE)
+        def _():
+            for start in range(0, RANK, ROPE):
+                some = self.block.kv_smem.at[self.wg].at[:, pl.ds(start, ROPE)]
+                inside = plgpu.broadcasted_iota(
+                    jnp.int32, (PAGE, ROPE), 0, layout=plgpu.Layout.WGMMA
+                )
+                kept = plgpu.load(some, layout=plgpu.Layout.WGMMA)
+                some[...] = jnp.where(inside < left, kept, jnp.zeros((), self.cut.dtype))
+
+    def _add_values(
+        self, accs: Accumulators, p: jax.Array, rescale: jax.Array, slot: jax.Array
+    ) -> Accumulators:
+        """The output so far rescaled, and P V added: of each block on its own."""
+
+        def run(*refs: Any) -> Accumulators:
+            now = self._share_p(accs, p, rescale)
+            for ref, acc in zip(refs, now, strict=True):
+                ref[...] = acc
+            for i, ref in enumerate(refs):
+                values = self.block.kv_smem.at[slot].at[:, pl.ds(i * BLOCK, BLOCK)]
+                plgpu.wgmma(ref, values.transpose((1, 0)), self._turned_p(0))
+            return tuple(ref[...] for ref in refs)
+
+        return self._with_accumulators(run)
+
+    def _share_p(self, accs: Accumulators, p: jax.Array, rescale: jax.Array) -> Accumulators:
+        """P for the products, and the output rescaled."""
+        self.refs.p_smem[self.wg, 0] = p.astype(self.cut.dtype)
+        self.block.rescale_smem[self.wg] = rescale
+        plgpu.commit_smem()
+        return self._rescaled(accs)
+
+    def _with_accumulators(self, run: Callable[..., Accumulators]) -> Accumulators:
+        out_type = plgpu.ACC((BLOCK, self.cut.columns), jnp.float32)
+        return pl.run_scoped(run, *[out_type] * BLOCKS)
+
+    def _rescaled(self, accs: Accumulators) -> Accumulators:
+        here = self.block.rescale_smem.at[self.wg]
+        rescale = over_out(plgpu.load(here, layout=BY_COLUMN))
+        return tuple(acc * rescale for acc in accs)
+
+    def _turned_p(self, version: int, zero: Any = 0) -> Any:
+        return self.refs.p_smem.at[self.wg + zero, version].transpose((1, 0))

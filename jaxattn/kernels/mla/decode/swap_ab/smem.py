@@ -1,0 +1,94 @@
+"""What `mla_decode_columns` keeps in shared memory, its layouts in registers and how one becomes
+the other, and the barriers of its two warpgroups."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.cache.formats import BLOCK, BYTES, LatentFormat
+from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
+from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.mla.decode.fp8_operands import ROW_BYTES
+from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE, SWIZZLED
+
+WARPGROUPS = 2  # which take a piece's pages in turns
+# Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
+# That of the first row of scores also has each warp's largest scale of a block-scaled page.
+MARGIN = 4
+# Of a page with one scale, of 128 bytes of its tokens: the blocks, then the rope numbers.
+TILES = 1 + BLOCKS
+DEPTH = 2  # FP8 pages of a warpgroup in shared memory
+
+
+def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
+    tiling = plgpu.Tiling(tiles)
+    return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
+
+
+# Registers of scores [N, 64] and of outputs [n, 512], four numbers a thread: half a warp has a row
+# of scores, a warp 128 columns of an output's row.
+SCORES = _layout(((8, PAGE), (2, PAGE), (4,)), -5, -3, -2)
+OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
+# A number of each packed row, beside its scores and beside the columns of its products.
+BY_ROW, BY_COLUMN = SCORES.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+
+def over_out(vector: jax.Array) -> jax.Array:
+    """Of each packed row, for a block of its output [128, N]."""
+    wide = lax.broadcast_in_dim(vector, (BLOCK, *vector.shape), [1])
+    return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
+
+
+def fp8_pages(cache_dtype: Any) -> Any:
+    """The pages in tiles, or block-scaled ones as they are."""
+    if cache_dtype == BYTES:
+        return plgpu.SMEM((WARPGROUPS, DEPTH, PAGE, ROW_BYTES), BYTES)
+    return plgpu.SMEM((WARPGROUPS, DEPTH, TILES, PAGE, BLOCK), cache_dtype, transforms=SWIZZLED)
+
+
+def p_versions(columns: int, cache_dtype: Any) -> int:
+    """How many blocks' P, times its scales, shared memory has room for at a time."""
+    if cache_dtype != BYTES:
+        return 1
+    return {24: 2, 32: 1}.get(columns, BLOCKS)
+
+
+def scratch_types(
+    dtype: Any, columns: int, page_size: int, cache_dtype: Any, *, with_rope: bool
+) -> dict[str, Any]:
+    tiles = swizzled(dtype)
+    copies, pieces = copies_of(page_size), 1 + with_rope
+    quantized = LatentFormat(cache_dtype).quantized
+    if quantized:
+        pages = fp8_pages(cache_dtype)
+        arrivals = copies if cache_dtype == BYTES else TILES * copies
+        loaded = plgpu.Barrier(num_arrivals=arrivals, num_barriers=(WARPGROUPS, DEPTH))
+    else:
+        width = RANK + ROPE if with_rope else RANK
+        pages = plgpu.SMEM((WARPGROUPS, PAGE, width), dtype, transforms=tiles)
+        loaded = plgpu.Barrier(num_arrivals=copies, num_barriers=WARPGROUPS)
+    outputs = plgpu.SMEM((WARPGROUPS, columns, RANK + MARGIN), jnp.float32)
+    half = jnp.float16 if quantized else dtype
+    rope = dtype if cache_dtype == BYTES else half
+    versions = p_versions(columns, cache_dtype)
+
+    def queries(width: int, of_products: Any) -> Any:
+        """Q or its rope columns, as they come and, of an FP8 cache, as the products take them: in
+        the same bytes, which are converted where they lie."""
+        both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
+        return plgpu.RefUnion(*both) if quantized else both[0]
+
+    return {
+        "pages_smem": plgpu.RefUnion(pages, outputs),
+        "q_smem": queries(RANK, half),
+        "q_rope_smem": queries(ROPE, rope) if with_rope else None,
+        "score_smem": plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),
+        "p_smem": plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),
+        "stats_smem": plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),
+        "q_loaded": plgpu.Barrier(num_arrivals=pieces),
+        "both_there": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "loaded": loaded,
+    }

@@ -1,0 +1,1 @@
+"""MLA decode of 64 packed rows per tile: three specialized warpgroups."""

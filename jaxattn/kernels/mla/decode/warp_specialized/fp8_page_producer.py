@@ -1,0 +1,128 @@
+"""How warpgroups 1 and 2 of `mla_decode` bring the pages of an FP8 cache.
+
+A page comes by TMA as it is stored, to places of its own, and each warpgroup widens what it will
+multiply, once, to where the products read it. Both products then are those of a bfloat16 cache.
+What is widened is exact: of a cache with one scale the numbers without it, of a block-scaled one
+the numbers times their scale, a power of two. There is room for two widened pages and one as it is
+stored,
+
+    page i        multiplied by P; then page i + 2 is widened into its place, quarter by quarter
+    page i + 1    multiplied by the queries meanwhile
+    page i + 2    as it is stored; a quarter that was widened makes room for page i + 3's
+
+so that P K is not held back: what is widened behind it has the time of Q K^T and the softmax of
+page i + 1. Rope columns have three places, and are widened beside P K. Q K^T takes the quarters in
+the order in which they are widened, and waits for each.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.hopper.device import meet
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_dequantization import widen
+from jaxattn.kernels.mla.decode.warp_specialized.page_producer import Pages
+from jaxattn.kernels.mla.decode.warp_specialized.smem import (
+    PAGES,
+    QUARTER,
+    RANK,
+    RAW,
+    SCALE_BYTES,
+    Block,
+)
+
+AHEAD = 2  # widened pages
+
+
+class FP8Pages(Pages):
+    """`pages`: the one that is stored in shared memory, and the one after it."""
+
+    def __init__(self, block: Block):
+        super().__init__(block)
+        self.raw, self.raw_loaded = self.shared.raw, self.shared.raw_loaded
+
+    def begin(self) -> Any:
+        ahead = self._found(self.part.first())
+        first = self._page_of(ahead)
+        for quarter in range(2):
+            self._store(2 * self.half + quarter, first)
+        self._store_rope(first)
+        return lax.fori_loop(0, AHEAD, self._begin, self.later((first, ahead)))
+
+    def _begin(self, i: jax.Array, pages: Any) -> Any:
+        for quarter in range(2):
+            self.refill(quarter, pages, i)
+        self._next_rope(pages, i)
+        return self.later(pages)
+
+    def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
+        page, following = pages[0], self._page_of(pages[1])
+        tile, slot = 2 * self.half + quarter, self.slot_of(quarter, into)
+        target, done = self.shared.kv.at[slot], self.shared.kv_loaded.at[slot]
+        pl.when(page[1])(lambda: self._widen(tile, page, target, done))
+        self._store(tile, following)
+
+    def refill_rope(self, pages: Any, into: jax.Array) -> None:
+        """They have been."""
+
+    def meanwhile(self, pages: Any, now: jax.Array) -> None:
+        """The next page's rope columns, to where P of the page before this one was."""
+        self._next_rope(pages, now + AHEAD)
+
+    def wait_for_warps(self) -> None:
+        meet(interpret=self.cut.interpret)
+
+    def _next_rope(self, pages: Any, into: jax.Array) -> None:
+        page, following = pages[0], self._page_of(pages[1])
+        slot = lax.rem(into, PAGES)
+        target, done = self.shared.rope.at[slot], self.shared.rope_loaded.at[slot]
+        widen_it = lambda: self._widen(RAW - 1, page, target, done)  # noqa: E731
+        pl.when(page[1] & self.is_right)(widen_it)
+        self._store_rope(following)
+
+    def clear_tail(self, values: list[Any], left: jax.Array) -> None:
+        """It was, as the page was widened."""
+
+    def _found(self, at: Any) -> Any:
+        """And the row's tokens from the page on."""
+        place, page, stop = at
+        length = self.part.lens_ref[self.part.some_row(place.row)]
+        return at, (self.part.numbers(place.row, page, stop), length - page * PAGE)
+
+    def _widen(self, tile: Any, page: Any, target: Any, done: Any) -> None:
+        """A tile of the page, without what follows the row's end; its place may be stored to."""
+        stored, left = self.raw.at[tile], page[2][1]
+        plgpu.barrier_wait(self.raw_loaded.at[tile])
+        scales = None
+        if self.cut.latents.block_scaled:
+            scales = self.shared.raw_scales.at[tile]
+        widen(stored, scales, target, left, tile, interpret=self.cut.interpret)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(done)
+
+    def _store(self, tile: Any, page: Any) -> None:
+        self._copy(tile, page, tile * QUARTER)
+
+    def _store_rope(self, page: Any) -> None:
+        """The rope numbers: 128 bytes, or in e4m3 half as many, and the 64 before them."""
+        last = self.part.kv_ref.shape[-1] - QUARTER
+        pl.when(self.is_right)(lambda: self._copy(RAW - 1, page, last))
+
+    def _copy(self, tile: Any, page: Any, first: Any) -> None:
+        number, there, (numbers, _) = page
+        pieces = [(self.raw, first, QUARTER)]
+        if self.cut.latents.block_scaled:
+            pieces.append((self.shared.raw_scales, RANK, SCALE_BYTES))
+
+        def load() -> None:
+            for j, source in enumerate(self.part.sources(numbers, number)):
+                tokens = pl.ds(j * self.tokens, self.tokens)
+                for target, begin, width in pieces:
+                    some = source.at[:, pl.ds(begin, width)]
+                    plgpu.copy_gmem_to_smem(some, target.at[tile, tokens], self.raw_loaded.at[tile])
+
+        pl.when(there)(load)

@@ -1,0 +1,47 @@
+"""The body of `mla_decode`: what its three warpgroups do, page by page.
+
+    0    scores = Q K^T, softmax; P and the rescaling of the rows to shared memory
+    1    left  = rescale left  + P K[:, :256]
+    2    right = rescale right + P K[:, 256:512]
+
+The tensor cores take their work in the order
+
+    Q K^T of page i + 1,   P K of page i, both halves,   Q K^T of page i + 2
+
+so that the softmax of page i + 1 runs beside the second: warpgroups 1 and 2 hold their products
+back until the next page's scores are done, the rest follows from who waits for what. A page is
+needed for its scores, and then through those of the next page, until it was multiplied by P: three
+are in shared memory, in quarters of 128 columns,
+
+    columns 0:128      2 pages    warpgroup 1 reads them last, and then copies the page after next
+    the others         3 pages    warpgroup 1 or 2 likewise, three pages on
+    rope columns       3 pages    warpgroup 2, then; P takes their place once the scores are there
+
+(a model without rotated dims has none of the last, and P has their place to itself). The first
+quarter, for which there is no third place, comes last in Q K^T and first in P K. To have room for
+so much, three quarters of Q live in warpgroup 0's registers.
+"""
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.mla.decode.warp_specialized.pv_gemm import Values
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import Scores
+from jaxattn.kernels.mla.decode.warp_specialized.smem import Block
+
+REGISTERS = 168  # of a thread: three warpgroups share 65,536
+
+
+class Body(Block):
+    """The three warpgroups of a block."""
+
+    def run(self) -> None:
+        @pl.when(self.wg == 0)
+        def _scores():
+            plgpu.set_max_registers(REGISTERS, action="decrease")
+            Scores(self).run()
+
+        @pl.when((self.wg == 1) | (self.wg == 2))
+        def _values():
+            plgpu.set_max_registers(REGISTERS, action="increase")
+            Values(self).run()

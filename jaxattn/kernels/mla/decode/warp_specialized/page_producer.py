@@ -1,0 +1,166 @@
+"""How warpgroups 1 and 2 of `mla_decode` bring pages to shared memory, of a 16-bit cache.
+
+Each brings what it multiplies by P: two quarters of 128 columns; and the second the rope columns.
+fp8_page_producer.py is of FP8 caches.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.work_partition import Place
+from jaxattn.kernels.mla.decode.warp_specialized.smem import (
+    HALF,
+    LAYOUT,
+    PAGES,
+    QUARTER,
+    RANK,
+    ROPE,
+    Block,
+)
+
+
+class Pages:
+    """A warpgroup's half of the part's pages, in the order in which they are multiplied.
+
+    `pages`, which the caller carries: the next to load of columns 0:128, which have two places, and
+    the one after it, the next of the other columns. A page is (number in its row, whether there is
+    one, where in the cache), the second with its whole position in the part, as `settle` has it,
+    instead.
+
+    Attributes:
+        columns: of the two quarters.
+    """
+
+    def __init__(self, block: Block):
+        self.block, self.cut, self.part = block, block.cut, block.part
+        self.shared, self.places = block.refs.shared, block.cut.places
+        self.half = half = block.wg - 1
+        self.is_right = half == 1
+        firsts, slots = self.places.firsts, self.places.slots
+        # Of the half's two quarters, for each half: the first one's place, and how many there are.
+        self.first_slots = [jnp.where(self.is_right, firsts[2 + i], firsts[i]) for i in range(2)]
+        self.slots = [(slots[i], slots[2 + i]) for i in range(2)]
+        self.columns = [pl.ds(half * HALF + i * QUARTER, QUARTER) for i in range(2)]
+        self.tokens = min(self.part.page_size, PAGE)  # of a copy
+
+    def begin(self) -> Any:
+        """The first pages on their way."""
+        ahead = self._found(self.part.first())
+        pages = self._page_of(ahead), ahead
+        return lax.fori_loop(0, PAGES, self._begin, pages)
+
+    def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
+        """The quarter of the next page to its place, which was the page `into`'s."""
+        before, ahead = pages
+        at = self._page_of(ahead)
+        if quarter == 0:
+            at = jax.tree.map(functools.partial(jnp.where, self.is_right), at, before)
+        self._load(quarter, at, into)
+        if quarter == 1 and not self.cut.interpret:
+            self._ask_for_queries(*ahead[0])
+
+    def _ask_for_queries(self, place: Place, page: jax.Array, stop: jax.Array) -> None:
+        """Where a row begins its queries are asked into L2, three pages before they are loaded."""
+
+        @pl.when((page == 0) & (page < stop) & jnp.logical_not(self.is_right))
+        def _():
+            for first in range(0, RANK, QUARTER):
+                plgpu.async_prefetch(self.block.queries(place.row, first, QUARTER))
+            if self.cut.rope:
+                plgpu.async_prefetch(self.block.queries(place.row, RANK, ROPE))
+
+    def refill_rope(self, pages: Any, into: jax.Array) -> None:
+        """Its rope columns likewise."""
+        self._load_rope(self._page_of(pages[1]), into)
+
+    def meanwhile(self, pages: Any, now: jax.Array) -> None:
+        """What can be done beside the products of the part's page `now` with P."""
+
+    def wait_for_warps(self) -> None:
+        """All four warps have read what is there. Products are the whole warpgroup's: a warp that
+        waited for them knows it, as CUTLASS's pipelines count one arrival a warpgroup."""
+        if self.cut.interpret:
+            plgpu.commit_smem()
+
+    def later(self, pages: Any, goes_on: Any = True) -> Any:
+        """The same where it does not go on. No select over what is read of the table here: it would
+        wait for the load."""
+        before, ahead = pages
+        place, page, stop = ahead[0]
+        select = functools.partial(jnp.where, goes_on)
+        before = jax.tree.map(select, self._page_of(ahead), before)
+        return before, self._found(self.part.settle((place, page + jnp.int32(goes_on), stop)))
+
+    def slot_of(self, quarter: int, page: jax.Array) -> jax.Array:
+        """Where the part's page `page` has the quarter."""
+        left, right = (lax.rem(page, slots) for slots in self.slots[quarter])
+        return self.first_slots[quarter] + jnp.where(self.is_right, right, left)
+
+    def clear_tail(self, values: list[Any], left: jax.Array) -> None:
+        """What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it becomes 0
+        before it is used as a value. As keys it has been read."""
+        pl.when(left < PAGE)(lambda: self._clear(values, left))
+
+    def _clear(self, values: list[Any], left: jax.Array) -> None:
+        inside = plgpu.broadcasted_iota(jnp.int32, (PAGE, ROPE), 0, layout=LAYOUT) < left
+        for some in values:
+            for first in range(0, QUARTER, ROPE):
+                some_of_it = some.at[:, pl.ds(first, ROPE)]
+                kept = plgpu.load(some_of_it, layout=LAYOUT)
+                some_of_it[...] = jnp.where(inside, kept, jnp.zeros((), self.cut.dtype))
+        plgpu.commit_smem()
+
+    def _found(self, at: Any) -> Any:
+        place, page, stop = at
+        return at, self.part.numbers(place.row, page, stop)
+
+    def _page_of(self, ahead: Any) -> Any:
+        (_, page, stop), numbers = ahead
+        return page, page < stop, numbers
+
+    def _begin(self, i: jax.Array, pages: Any) -> Any:
+        page, there, numbers = at = self._page_of(pages[1])
+        self._load(1, at, i)
+        if self.cut.rope:
+            self._load_rope(at, i)
+        slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
+        self._load(0, (page, there & (i < slots), numbers), i)
+        return self.later(pages)
+
+    def _load(self, quarter: int, at: Any, into: jax.Array) -> None:
+        """The page `at` to the place that the part's page `into` has."""
+        page, there, numbers = at
+        shared, tokens = self.shared, self.tokens
+        slot = self.slot_of(quarter, into)
+
+        @pl.when(there)
+        def _():
+            for j, source in enumerate(self.part.sources(numbers, page)):
+                if quarter == 1 and not self.cut.interpret:
+                    # Of columns 0:128 a page is loaded late: it comes from L2 then.
+                    @pl.when(jnp.logical_not(self.is_right))
+                    def _(source=source):
+                        plgpu.async_prefetch(source.at[:, pl.ds(0, QUARTER)])
+
+                to = shared.kv.at[slot, pl.ds(j * tokens, tokens)]
+                some = source.at[:, self.columns[quarter]]
+                plgpu.copy_gmem_to_smem(some, to, shared.kv_loaded.at[slot])
+
+    def _load_rope(self, at: Any, into: jax.Array) -> None:
+        page, there, numbers = at
+        shared, tokens = self.shared, self.tokens
+        slot = lax.rem(into, PAGES)
+
+        @pl.when(there & self.is_right)
+        def _():
+            for j, source in enumerate(self.part.sources(numbers, page)):
+                to = shared.rope.at[slot, pl.ds(j * tokens, tokens)]
+                some = source.at[:, pl.ds(RANK, ROPE)]
+                plgpu.copy_gmem_to_smem(some, to, shared.rope_loaded.at[slot])

@@ -1,0 +1,181 @@
+"""Warpgroups 1 and 2 of `mla_decode`: they bring the pages, and multiply them by P.
+
+Each has a half of the output's columns, and of a page those that it multiplies: two quarters of
+128. kernel.py says what is where in shared memory, and in which order the tensor cores work;
+page_producer.py and fp8_page_producer.py bring the pages.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
+from jaxattn.kernels.attention.work_partition import Place, nothing_or_nan
+from jaxattn.kernels.hopper.device import wgmma
+from jaxattn.kernels.hopper.reduce.online_softmax import emptied, rescaled
+from jaxattn.kernels.hopper.store.row_store import store, store_first_rows
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import FP8Pages
+from jaxattn.kernels.mla.decode.warp_specialized.page_producer import Pages
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES, QUARTER, Block
+
+
+class Piece(NamedTuple):
+    """A row, or what of it lies in the part."""
+
+    start: jax.Array  # first page
+    steps: jax.Array  # pages
+    length: jax.Array  # tokens of the row
+    before: jax.Array  # pages of earlier pieces
+
+
+class Values:
+    """What warpgroups 1 and 2 do, each with its half of the columns: all of the part's pages."""
+
+    def __init__(self, block: Block):
+        self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
+        self.shared = block.refs.shared
+        self.pages = (FP8Pages if block.cut.latents.quantized else Pages)(block)
+        self.is_right, self.columns = self.pages.is_right, self.pages.columns
+        self.zero = plgpu.layout_cast(jnp.zeros((TILE, QUARTER), jnp.float32), LAYOUT)
+
+    def run(self) -> None:
+        pages = self.pages.begin()
+        # Beside the first copies: to read its lengths at a block's end would make it longer.
+        self.block.each_empty_row(self._write_nothing)
+        self.part.each_piece(self._piece, (jnp.int32(0), pages))
+
+    def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
+        zero = nothing_or_nan(0.0, known, self.cut.dtype)
+        nothing = plgpu.layout_cast(jnp.full((TILE, QUARTER), zero), LAYOUT)
+        for some in self.columns:
+            store(self.refs.out_ref.at[self.block.rows_of(row), some], nothing)
+
+    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+        pages_before, pages = carry
+        length = self.part.lens_ref[place.row]
+        page = functools.partial(self._page, Piece(start, steps, length, pages_before))
+        accs, pages = lax.fori_loop(0, steps, page, ((self.zero, self.zero), pages))
+        plgpu.barrier_wait(self.shared.sums_written)
+        total = plgpu.load(self.shared.sums, layout=LAYOUT.reduce(1))
+        plgpu.barrier_arrive(self.shared.sums_read)
+        accs = tuple(emptied(acc, total, interpret=self.cut.interpret) for acc in accs)
+        factor = self.block.kv_scale * jnp.abs(1 / total)
+        factor = lax.broadcast_in_dim(factor, (TILE, QUARTER), [0])
+        whole = steps == self.part.pages_in(length)
+        last = pages_before + steps - 1
+        pl.when(whole)(lambda: self._write(place.row, accs, factor, last))
+        if self.cut.output_by_tma:
+            self.pages.refill(0, pages, last)
+            self.pages.refill(1, pages, last)
+            if self.cut.rope:
+                self.pages.refill_rope(pages, last)
+            pages = self.pages.later(pages)
+        if self.refs.partial_ref is not None:
+
+            @pl.when(jnp.logical_not(whole))
+            def _():
+                rows, cut = self.block.partial_rows_of(place.row), self.cut
+                used: Any = cut.q_len * cut.num_heads  # of the tile's
+                used -= 0 if cut.tiles == 1 else self.block.tile * TILE
+                to = [self.refs.partial_ref.at[rows, some] for some in self.columns]
+                shown = [acc * factor for acc in accs]
+                store_first_rows(to, shown, used, interpret=cut.interpret)
+
+        return pages_before + steps, pages
+
+    def _page(self, piece: Piece, i: jax.Array, carry: Any) -> Any:
+        """The piece's page i: the output rescaled, and P V added; the next ones' copies begun."""
+        accs, pages = carry
+        cut, shared = self.cut, self.shared
+        now = piece.before + i
+        slot = lax.rem(now, PAGES)
+        values = [shared.kv.at[self.pages.slot_of(quarter, now)] for quarter in range(2)]
+        plgpu.barrier_wait(shared.p_written.at[slot])
+        rescale = plgpu.load(shared.rescale.at[slot], layout=LAYOUT.reduce(1))
+        accs = tuple(rescaled(acc, rescale, interpret=cut.interpret) for acc in accs)
+        left = piece.length - (piece.start + i) * PAGE
+        self.pages.clear_tail(values, left)
+        goes_on = i < piece.steps - 1
+
+        if cut.places.held_back:
+
+            @pl.when(goes_on)
+            def _():
+                plgpu.barrier_wait(shared.scores_done.at[lax.rem(now + 1, PAGES)])
+
+        # The last page's place is loaded again after the output has left through it.
+        free = goes_on if cut.output_by_tma else jnp.bool_(True)
+
+        def refill_first() -> None:
+            self.pages.wait_for_warps()
+            pl.when(free)(lambda: self.pages.refill(0, pages, now))
+
+        accs = self._multiplied(
+            accs, shared.rope.at[slot], values, refill_first,
+            meanwhile=lambda: self.pages.meanwhile(pages, now),
+        )  # fmt: skip
+
+        if cut.rope:
+
+            @pl.when(jnp.logical_not(self.is_right))
+            def _():
+                plgpu.barrier_arrive(shared.p_read.at[slot])
+
+        self.pages.wait_for_warps()
+        pl.when(free)(lambda: self.pages.refill(1, pages, now))
+        if cut.rope:  # takes P's place; without it P's own place is free with the quarters'
+
+            @pl.when(self.is_right)
+            def _():
+                plgpu.barrier_wait(shared.p_read.at[slot])
+                pl.when(free)(lambda: self.pages.refill_rope(pages, now))
+
+        return accs, self.pages.later(pages, free)
+
+    def _multiplied(
+        self, accs: Any, p: Any, values: Any, between: Callable[[], None], *,
+        meanwhile: Callable[[], None],
+    ) -> Any:  # fmt: skip
+        """accs + P K, of both quarters; `meanwhile` runs beside both, and `between` when the first
+        one is done."""
+        if self.cut.interpret:
+            shape = (TILE, QUARTER)
+            meanwhile()
+            both = zip(accs, values, strict=True)
+            done = [wgmma(acc, p, some, shape=shape, interpret=True) for acc, some in both]
+            between()
+            return tuple(done)
+
+        def run(*refs: Any) -> Any:
+            for ref, acc in zip(refs, accs, strict=True):
+                ref[...] = acc
+            for ref, some in zip(refs, values, strict=True):
+                plgpu.wgmma(ref, p, some)
+            meanwhile()
+            plgpu.wgmma_wait(1)
+            between()
+            plgpu.wgmma_wait(0)
+            return tuple(ref[...] for ref in refs)
+
+        return pl.run_scoped(run, *[plgpu.ACC((TILE, QUARTER), jnp.float32)] * 2)
+
+    def _write(self, row: jax.Array, accs: Any, factor: jax.Array, last: jax.Array) -> None:
+        """A whole row's output; by TMA through the place of its last page."""
+        cut = self.cut
+        for quarter, (some, acc) in enumerate(zip(self.columns, accs, strict=True)):
+            to = self.refs.out_ref.at[self.block.rows_of(row), some]
+            if not cut.output_by_tma:
+                store(to, (acc * factor).astype(cut.dtype))
+                continue
+            staged = self.shared.kv.at[self.pages.slot_of(quarter, last)]
+            staged[...] = (acc * factor).astype(cut.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, to)
+        if cut.output_by_tma:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,243 @@
+"""Warpgroup 0 of `mla_decode`: scores and softmax of a piece's pages.
+
+kernel.py says what is where in shared memory, and in which order the tensor cores work.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
+from jaxattn.kernels.attention.work_partition import Place, nothing_or_nan, visible_keys
+from jaxattn.kernels.hopper.device import shown
+from jaxattn.kernels.hopper.reduce.online_softmax import PARTIAL, partial_sums, reference
+from jaxattn.kernels.hopper.store.row_store import store
+from jaxattn.kernels.mla.decode.warp_specialized.smem import (
+    LAYOUT,
+    PAGES,
+    QUARTER,
+    RANK,
+    ROPE,
+    Block,
+)
+
+LOG2E = math.log2(math.e)
+# A row's maximum before its first key, below any score but finite, and the score of what is not
+# seen: no difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
+EMPTY, MASKED = -3e38, -math.inf
+
+BY_ROW = LAYOUT.reduce(1)
+
+
+def _over_keys(vector: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(vector, (TILE, PAGE), [0])
+
+
+def _before(slot: jax.Array) -> jax.Array:
+    return jnp.where(slot == 0, PAGES - 1, slot - 1)
+
+
+def _iota(dimension: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (TILE, PAGE), dimension, layout=LAYOUT)
+
+
+class Scores:
+    """What the warpgroup does: a piece's queries, then page by page P and the rescaling."""
+
+    def __init__(self, block: Block):
+        self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
+        self.shared = block.refs.shared
+        self.factor = block.kv_scale * (block.cut.scale * LOG2E)
+
+    def run(self) -> None:
+        zero = jnp.int32(0)
+        queries = self._load_queries(self.part.settle(self.part.first()))
+        taken = self.part.each_piece(self._piece, (zero, zero, queries))[1]
+        self.block.each_empty_row(self._write_nothing)  # beside the last page's products with P
+
+        @pl.when(taken > 0)
+        def _():
+            plgpu.barrier_wait(self.shared.sums_read)
+
+    def _load_queries(self, at: Any) -> Any:
+        """The queries of the row at a page, which `settle` has found, if there is one. Returns the
+        quarters in registers; if there is none, those of some row."""
+        refs, interpret = self.refs, self.cut.interpret
+        place, page, stop = at
+        row = place.row
+
+        @pl.when(page < stop)
+        def _():
+            plgpu.commit_smem()  # all four warps have read the last ones
+            first = self.block.queries(row, 0, QUARTER)
+            plgpu.copy_gmem_to_smem(first, refs.q_smem, refs.q_loaded)
+            if self.cut.rope:
+                some = self.block.queries(row, RANK, ROPE)
+                plgpu.copy_gmem_to_smem(some, refs.q_rope_smem, refs.q_loaded)
+            for i in range(3) if interpret else ():
+                some = self.block.queries(row, (1 + i) * QUARTER, QUARTER)
+                plgpu.copy_gmem_to_smem(some, refs.q_others_smem.at[i], refs.q_loaded)
+
+        if interpret:
+            return ()
+        row = self.part.some_row(row)
+        quarters = [self.block.queries(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
+        # Loads of 8 bytes and a shuffle: 4 bytes a thread, as the products have them, touch twice
+        # as many lines.
+        loaded = [
+            plgpu.load(x, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False) for x in quarters
+        ]
+        return tuple(plgpu.layout_cast(x, LAYOUT) for x in loaded)
+
+    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+        """Scores and P of a piece's pages."""
+        pages_before, pieces_before, q = carry
+        plgpu.barrier_wait(self.refs.q_loaded)
+        others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
+        pages = Pages(self, place.row, start, pages_before, others)
+
+        stop = start + steps
+        following = self.part.settle((place, stop, stop))  # reads lengths: not when they are needed
+        top, total = pages.run(steps)
+        # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that sees
+        # no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
+        empty = total == 0
+        total = jnp.where(empty, -1.0, total)
+
+        @pl.when(pieces_before > 0)
+        def _():
+            plgpu.barrier_wait(self.shared.sums_read)
+
+        self.shared.sums[...] = total
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.shared.sums_written)
+        q = self._load_queries(following)
+        lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
+        whole = steps == self.part.pages_in(pages.length)
+        refs, packed = self.refs, self.block.packed
+        self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole, lse)
+        return pages_before + steps, pieces_before + 1, q
+
+    def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
+        lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
+        nothing = plgpu.layout_cast(jnp.full((TILE,), lowest), BY_ROW)
+        store(self.refs.lse_ref.at[row, self.block.packed], nothing)
+
+
+class Pages:
+    """A piece's pages, one after another."""
+
+    def __init__(
+        self, scores: Scores, row: jax.Array, start: jax.Array, before: jax.Array, others: Any
+    ):
+        """`before`: pages of earlier pieces; `others`: the queries' second quarter and on."""
+        self.scores, self.start, self.before, self.others = scores, start, before, others
+        cut, refs = scores.cut, scores.refs
+        self.places = cut.places
+        self.length = refs.lens_ref[row]
+        self.queries = None if refs.query_lens_ref is None else refs.query_lens_ref[row]
+        self.visible = visible_keys(
+            scores.block.tile * TILE + _iota(0), self.length, self.queries,
+            q_len=cut.q_len, num_heads=cut.num_heads, layout=LAYOUT,
+        )  # fmt: skip
+
+    def run(self, steps: jax.Array) -> Any:
+        """P and rescaling of all pages, for warpgroups 1 and 2. Returns the rows' maxima and sums.
+
+        A page's P is handed over when the first products of the next page's scores are under way,
+        so that the tensor cores need not wait for what that takes.
+        """
+        zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
+        sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
+        slot = lax.rem(self.before, PAGES)
+        top, sums, slot = lax.fori_loop(0, steps, self._step, (zero + EMPTY, sums, slot))
+        self._hand_over(_before(slot))
+        return top, sums.sum(axis=1)
+
+    def _step(self, i: jax.Array, carry: Any) -> Any:
+        """Page i's P and rescaling stored, and the ones before handed over."""
+        top, sums, slot = carry
+        shared = self.scores.shared
+        last = lambda: pl.when(i > 0)(lambda: self._hand_over(_before(slot)))  # noqa: E731
+        scores = self._product(i, slot, last)
+
+        if self.places.held_back:
+
+            @pl.when(i > 0)
+            def _():
+                plgpu.barrier_arrive(shared.scores_done.at[slot])
+
+        new_top, p, added = self._softmax(scores, i, top)
+        rescale = jnp.exp2(top - new_top)
+        # Over the keys' rope columns: a warp that has waited for its products knows that the
+        # warpgroup's are done.
+        shared.rope[slot], shared.rescale[slot] = p, rescale
+        sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
+        return new_top, sums, jnp.where(slot == PAGES - 1, 0, slot + 1)
+
+    def _hand_over(self, slot: jax.Array) -> None:
+        shown(interpret=self.scores.cut.interpret)
+        plgpu.barrier_arrive(self.scores.shared.p_written.at[slot])
+
+    def _product(self, i: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]) -> jax.Array:
+        """Q K^T, each quarter once it is there; `meanwhile` runs beside the first one's products.
+
+        `slot` is the page's remainder by PAGES: worked out here, the first product waited for it.
+        """
+        shared, refs, places = self.scores.shared, self.scores.refs, self.places
+
+        def add(acc: Any, quarter: int) -> None:
+            if quarter < 0:
+                at, q = slot, refs.q_rope_smem
+                columns, loaded = shared.rope.at[at], shared.rope_loaded
+            else:
+                number = places.slots[quarter]
+                at = slot if number == PAGES else lax.rem(self.before + i, number)
+                at += places.firsts[quarter]
+                q = self.others[quarter - 1] if quarter else refs.q_smem
+                columns, loaded = shared.kv.at[at], shared.kv_loaded
+            plgpu.barrier_wait(loaded.at[at])
+            plgpu.wgmma(acc, q, columns.transpose((1, 0)))
+
+        def run(acc: Any) -> jax.Array:
+            first, *others = [x for x in places.order if x >= 0 or self.scores.cut.rope]
+            add(acc, first)
+            meanwhile()
+            for quarter in others:
+                add(acc, quarter)
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((TILE, PAGE), jnp.float32))
+
+    def _softmax(self, scores: jax.Array, i: jax.Array, top: jax.Array) -> Any:
+        """The new maxima, P, and its sums; a mask is applied to pages that not every row sees
+        whole."""
+        cut, factor, start = self.scores.cut, self.scores.factor, self.start
+        if cut.latents.quantized:  # a traced scale may have any sign
+            scores, factor = scores * factor, 1.0
+
+        # Rounding and sums are in both branches: there they fill the time of the exponentials.
+        def finished(new_top: jax.Array, p: jax.Array) -> Any:
+            return new_top, p.astype(cut.dtype), partial_sums(p, interpret=cut.interpret)
+
+        def plain(scores: jax.Array) -> Any:
+            new_top = reference(top, scores.max(axis=1) * factor)
+            return finished(new_top, jnp.exp2(scores * factor - _over_keys(new_top)))
+
+        def masked(scores: jax.Array) -> Any:
+            mask = _iota(1) + (start + i) * PAGE < self.visible
+            scores = jnp.where(mask, scores * factor, MASKED)
+            new_top = reference(top, scores.max(axis=1))
+            return finished(new_top, jnp.exp2(scores - _over_keys(new_top)))
+
+        all_see_it = (start + i + 1) * PAGE <= self.length - (cut.q_len - 1)
+        if self.queries is not None:
+            all_see_it &= self.queries == cut.q_len
+        growing = cut.scale > 0 or cut.latents.quantized
+        return lax.cond(all_see_it, plain if growing else masked, masked, scores)

@@ -1,0 +1,128 @@
+"""What both MLA decode kernels share: the schedule's shape, and what they keep in the arena."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.attention.tile_scheduler import (
+    PAGE,
+    Schedule,
+    make_schedule,
+    may_split,
+    merge_cost,
+    most_pieces,
+    num_parts,
+    num_steps,
+    packed_rows,
+    row_cost,
+    shortest,
+)
+from jaxattn.kernels.hopper.device import NUM_SMS
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+
+PAGE_SIZES = (16, 32, 64, 128)
+INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
+
+
+def decode_schedule(
+    seq_lens: jax.Array,
+    *,
+    q_len: int,
+    num_heads: int,
+    max_pages: int,
+    page_size: int = PAGE,
+    batch_invariant: bool = False,
+    interpret: bool = False,
+) -> Schedule:
+    """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
+
+    Args:
+        seq_lens: int32 [B], as for `mla_decode`: traced lengths beyond M * C are padding here too.
+        q_len: S.
+        num_heads: H.
+        max_pages: M, width of the block tables.
+        page_size: C, tokens of a page. The kernels have 16, 32, 64 and 128; `mla_decode` runs any
+            other in XLA, which does not read the schedule.
+        batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
+            by B, M and their own length alone, into as many pieces as each has blocks: a long row
+            has no more of them than short ones beside it. Of more rows than blocks none is cut.
+        interpret: for the interpreter, which takes fewer blocks.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
+    """
+    arguments = Arguments("mla.decode_schedule")
+    sizes = {"max_pages": max_pages, "page_size": page_size}
+    check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
+    seq_lens = arguments.lengths(
+        "seq_lens",
+        seq_lens,
+        max_pages * page_size,
+        f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
+        "block_tables, and their width",
+    )[1]
+    refuse_explicit_axes(arguments.op, seq_lens)
+    num_sms = INTERPRETED_SMS if interpret else NUM_SMS
+    batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
+    parts = num_parts(batch, q_len, num_heads, steps, num_sms)
+    schedule = make_schedule(
+        seq_lens,
+        parts=parts,
+        max_pages=steps,
+        row_cost=row_cost(q_len, num_heads),
+        merge_cost=merge_cost(q_len, num_heads),
+        pieces=most_pieces(batch, parts) if batch_invariant else 0,
+        least=shortest(batch, q_len, num_heads),
+    )
+    return dataclasses.replace(schedule, seq_lens=seq_lens)
+
+
+def scratch(
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    max_pages: int,
+    page_size: int = PAGE,
+    kv_lora_rank: int = RANK,
+    dtype: Any = jnp.bfloat16,
+) -> ArenaSpec:
+    """What `mla_decode` keeps in the arena: its output, and where it splits rows float32 partials.
+
+    Args:
+        batch: B, rows of the bucket.
+        q_len: S, query tokens of a row.
+        num_heads: H.
+        max_pages: M, width of the block tables; long rows of a small batch are split.
+        page_size: C, tokens of a page.
+        kv_lora_rank: R.
+        dtype: the queries' dtype.
+
+    Returns:
+        Regions `out` [B, rows, R] with row s * H + h, S * H rounded up to 8, or to 64 if it is more
+        than 24; and, for a batch that may be split, `partial_out` float32
+        [parts, 2, rows, R]: at most 33 MiB, whatever the batch.
+        DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
+
+    Raises:
+        ValueError: a size is not a positive integer; it is named.
+    """
+    sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
+    check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)
+    steps = num_steps(max_pages, page_size)
+    parts = num_parts(batch, q_len, num_heads, steps, NUM_SMS)
+    rows = packed_rows(q_len, num_heads)
+    return spec_of(batch, rows, kv_lora_rank, dtype, parts)
+
+
+def spec_of(batch: int, rows: int, rank: int, dtype: Any, parts: int) -> ArenaSpec:
+    regions: dict[str, Any] = {"out": ((batch, rows, rank), dtype)}
+    if may_split(batch, parts):
+        regions["partial_out"] = ((parts, 2, rows, rank), jnp.float32)
+    return ArenaSpec.of("mla_decode", **regions)

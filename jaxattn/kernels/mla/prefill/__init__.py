@@ -1,0 +1,1 @@
+"""MLA prefill: causal attention of one tile of queries."""

@@ -1,1 +1,0 @@
-"""MLA prefill: kernel.py is the causal attention of one tile of queries."""

@@ -1,0 +1,471 @@
+"""What a token's experts begin with, in one launch: its router, its choice, and the shared experts.
+
+Which experts a token takes is known late: the router's product and the choice are two launches that
+wait for one another, while hardly anything is read. The shared experts are known before. So a
+cluster of blocks multiplies the router and chooses, and other blocks meanwhile read gate and up of
+the shared experts and write their rows of h. `mixture_of_experts` goes on with the rest.
+
+    cluster 0      logits = x @ router, each block some of K; the first block adds up and chooses
+    clusters 1..   a block for 64 columns of a shared expert: silu(x @ gate) * (x @ up)
+
+The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
+
+The token may come without its norm. Then each block norms what it multiplies (reduce/rms_norm_prologue.py).
+
+Limits: one token, 64 experts (128 columns of a router in two halves), F a multiple of 128, I of 64,
+bfloat16 or float16. With a norm F is 1024 or 2048.
+Reference: `jaxattn.ops.moe.router_shared_experts` (implementation="xla"); tests: tests/kernels/moe/test_router_shared_experts.py.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import meet, require_hopper, swizzled
+from jaxattn.kernels.hopper.reduce.cluster_reduction import block_of_cluster, meet_in_cluster
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import MOST_PAIRS, Norm, Normed, smem
+from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.moe.grouped_gemm import Panels
+from jaxattn.kernels.moe.launch import scratch
+from jaxattn.kernels.moe.routing.router import Listed
+from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, lists
+from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, Work
+from jaxattn.kernels.moe.routing.topk_gating import THREADS, Choice
+from jaxattn.kernels.moe.tile_config import GROUP, ROWS, padded_rows, panel
+
+EXPERTS = 64
+COLUMNS = 2 * EXPERTS  # of a router in two halves: the M of two wgmmas
+DEPTH = 128  # numbers of K of a copy
+PARTS = 8  # blocks of a cluster
+STAGES = 5  # copies that a block has under way
+MOST_NORMED = PARTS * DEPTH * MOST_PAIRS // 2  # features
+ROW = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
+
+
+def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always: int) -> str | None:
+    """Why the kernel does not serve x [T, F], router [L, F, N], gate_up [L, E, 2 I, F], or None."""
+    if x.shape[0] != 1 or not always or not lists(1, top_k + always):
+        return (
+            f"the kernel has one token of at most {PAIRS} experts, some of them shared; got x "
+            f"{x.shape} and {always} shared experts"
+        )
+    if experts != EXPERTS or router.shape[-1] != COLUMNS:
+        return (
+            f"the kernel has {EXPERTS} experts and no gate; got {experts} and router {router.shape}"
+        )
+    if x.shape[1] % DEPTH or gate_up.shape[-2] % (2 * ROWS):
+        return (
+            f"the kernel has F a multiple of {DEPTH} and I of {ROWS}; got gate_up {gate_up.shape}"
+        )
+    if {router.dtype.name, gate_up.dtype.name} not in ({"bfloat16"}, {"float16"}):
+        return f"the kernel has one 16-bit dtype; got {router.dtype.name}, {gate_up.dtype.name}"
+    return None
+
+
+def norms(features: int) -> bool:
+    """Whether the kernel also makes the norm of a token: each block then has all of it."""
+    return features % (PARTS * DEPTH) == 0 and features <= MOST_NORMED
+
+
+def opening_mosaic(
+    x: jax.Array,
+    router: jax.Array,
+    bias: jax.Array | None,
+    gate_up: jax.Array,
+    *,
+    experts: int,
+    choice: dict[str, Any],
+    always: int,
+    layer: jax.Array,
+    affine: tuple[int, int],
+    valid: jax.Array | None,
+    arena: Arena,
+    norm: Normed | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array, Listed, Arena, jax.Array | None]:
+    """(ids, weights [1, K + always], the list of work, the arena with the shared experts' h, and
+    with a norm the sum, float32 [1, F]).
+
+    Args:
+        x: [1, F].
+        router: of all layers, in two halves: [L, F, 2 E].
+        bias: of all layers, float32 [L, E].
+        gate_up: [L, E + always, 2 I, F].
+        choice: of a `Router`.
+        affine: (a, b), for the layer `a * layer + b`.
+        valid: int32 [1], 0 for padding.
+        norm: the norm of x + added, which comes first. x is then float32.
+    """
+    require_hopper("open_experts", interpret=interpret)
+    pairs = choice["top_k"] + always
+    if why := refusal(x, router, gate_up, experts, choice["top_k"], always):
+        raise Refusal(f"open_experts: {why}")
+    if norm is not None and not norms(x.shape[1]):
+        raise Refusal(f"open_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}")
+    x, router, bias, gate_up = without_gradient("open_experts", (x, router, bias, gate_up))
+    dtype = router.dtype
+    x = x.astype(dtype if norm is None else jnp.float32)
+    features, width = x.shape[1], gate_up.shape[2] // 2
+    spec = scratch(
+        tokens=1, top_k=pairs, experts=EXPERTS + always, hidden=features, expert_size=width,
+        dtype=dtype,
+    )  # fmt: skip
+    lane, first = arena.lane(spec, "h", width=panel(width))
+    rows = padded_rows(1, pairs, EXPERTS + always, GROUP)
+    cut = Cut(
+        always=always,
+        width=width,
+        steps=features // DEPTH,
+        affine=affine,
+        results=Panels(first, rows, panel(width)),
+        choice=Choice(**choice, experts=EXPERTS, interpret=interpret),
+        interpret=interpret,
+    )
+    # The interpreter's copies end with the array; elsewhere zeros come from behind it.
+    behind = GROUP - 1 if interpret else 0
+    if norm is None:
+        x = jnp.pad(x, ((0, behind), (0, 0)))
+    h_ref, tiled = jax.new_ref(lane), swizzled(dtype)
+    ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
+    scores = plgpu.SMEM((cut.choice.width,), jnp.float32)
+    normed = None if norm is None else norm.constants
+    out = launch(
+        lambda **refs: Block(cut, normed, Refs(**refs)).run(),
+        name="moe_open",
+        grid={"tile": 1 + -(-cut.items // PARTS)},
+        cluster={"part": PARTS},
+        inputs={
+            "x": x,
+            "router": router,
+            "bias": bias,
+            "gate_up": gate_up,
+            "layer": jnp.asarray(layer, jnp.int32).reshape(1),
+            "valid": valid,
+            "h": h_ref,
+            "apart": jax.new_ref(jnp.zeros((2, PARTS, COLUMNS))) if interpret else None,
+            "added": None if norm is None else norm.added,
+            "norms": None if norm is None else norm.weights,
+        },
+        outputs={
+            "ids": ints(1, pairs),
+            "weights": jax.ShapeDtypeStruct((1, pairs), jnp.float32),
+            "tiles": ints(len((EXPERT, FROM, TO, GROUPS)), PAIRS),
+            "total": ints(PAIRS),
+            "left": ints(PAIRS),
+            "positions": ints(PAIRS),
+            "summed": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            "normed": None if norm is None else jax.ShapeDtypeStruct((1 + behind, features), dtype),
+        },
+        scratch={
+            "ring": plgpu.SMEM((STAGES, 2, ROWS, DEPTH), dtype, transforms=tiled),
+            "x_smem": plgpu.SMEM((STAGES, GROUP, DEPTH), dtype, transforms=tiled)
+            if norm is None
+            else smem(features // ROWS, dtype, interpret=interpret),
+            "out_smem": plgpu.SMEM((GROUP, ROWS), dtype, transforms=tiled),
+            "sums_smem": plgpu.SMEM((GROUP, COLUMNS), jnp.float32),
+            "logits_smem": plgpu.SMEM((EXPERTS + THREADS,), jnp.float32),
+            "bias_smem": None if bias is None else scores,
+            **cut.choice.scratch(),
+            "loaded": plgpu.Barrier(num_arrivals=2 + (norm is None), num_barriers=STAGES),
+            "biased": None if bias is None else plgpu.Barrier(num_arrivals=1),
+            "met": plgpu.ClusterBarrier(collective_axes=("part",)) if interpret else None,
+        },
+        warpgroups=None,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    work = Work(out["tiles"], out["total"], out["positions"], None)
+    arena = arena.with_lane(spec, "h", jax.freeze(h_ref))
+    x, total = (x, None) if norm is None else (out["normed"], out["summed"])
+    return out["ids"], out["weights"], Listed(work, x, out["left"]), arena, total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        width: I.
+        steps: of K.
+        results: where the rows of h lie; an expert's 8 begin at 8 times its place among the ids.
+    """
+
+    always: int
+    width: int
+    steps: int
+    affine: tuple[int, int]
+    results: Panels
+    choice: Choice
+    interpret: bool
+
+    @property
+    def pieces(self) -> int:
+        """Of a shared expert, each a block's."""
+        return self.width // ROWS
+
+    @property
+    def items(self) -> int:
+        return self.always * self.pieces
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands and results, then its shared memory and barriers."""
+
+    x: Any
+    router: Any  # [L, F, 128]
+    bias: Any  # [L, E], or None
+    gate_up: Any  # [L, E, 2 I, F]
+    layer: Any
+    valid: Any  # or None
+    h: Any
+    apart: Any  # the interpreter's, for the sums of a cluster and its squares
+    added: Any  # of a norm, as its weights, the sum and what is normed; else None
+    norms: Any
+    ids: Any
+    weights: Any
+    tiles: Any
+    total: Any
+    left: Any
+    positions: Any
+    summed: Any
+    normed: Any
+    ring: Any  # [stage, 2, 64, 128]: gate and up, or twice 64 rows of the router
+    x_smem: Any  # [stage, 8, 128]; with a norm `hopper.normed.smem`, of all K
+    out_smem: Any  # [8, 64]
+    sums_smem: Any  # [8, 128]
+    logits_smem: Any
+    bias_smem: Any
+    scores_smem: Any
+    choice_smem: Any
+    ids_smem: Any
+    loaded: Any  # of each stage
+    biased: Any
+    met: Any
+
+
+class Block:
+    """A block of the cluster that chooses, or of one that multiplies a shared expert."""
+
+    def __init__(self, cut: Cut, normed: Normed | None, refs: Refs):
+        self.cut, self.normed, self.refs = cut, normed, refs
+        layer = self.number = refs.layer[0]
+        self.zero = jnp.minimum(layer, 0)
+        self.layer = layer * cut.affine[0] + cut.affine[1]
+        self.some = True if refs.valid is None else refs.valid[0] != 0
+        self.part = block_of_cluster(PARTS, interpret=cut.interpret)
+        self.tile = lax.axis_index("tile")
+
+    def run(self) -> None:
+        cut = self.cut
+        pl.when(self.tile == 0)(self._route)
+        item = (self.tile - 1) * PARTS + self.part
+        pl.when((item >= 0) & (item < cut.items) & self.some)(partial(self._share, item))
+
+    def _load(self, begin: Any, weights: Any, step: Any) -> None:
+        """A step of K, of which `weights(K)` says two tiles."""
+        refs, slot = self.refs, lax.rem(step, STAGES)
+        some = pl.ds(pl.multiple_of((begin + step) * DEPTH, DEPTH), DEPTH)
+        if self.normed is None:
+            tokens = refs.x.at[pl.ds(self.zero, GROUP), some]
+            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], refs.loaded.at[slot])
+        for half, source in enumerate(weights(some)):
+            plgpu.copy_gmem_to_smem(source, refs.ring.at[slot, half], refs.loaded.at[slot])
+
+    def _begin(self, begin: Any, steps: Any, weights: Any) -> None:
+        """The first steps, as many as there are places for."""
+        for step in range(min(STAGES, self.cut.steps)):
+            pl.when(step < steps)(partial(self._load, begin, weights, jnp.int32(step)))
+
+    def _stream(self, begin: Any, steps: Any, weights: Any, product: Any) -> None:
+        """`product(slot, halves)` of each step of K, with the token's two halves of it."""
+        cut, refs = self.cut, self.refs
+        load = partial(self._load, begin, weights)
+
+        @pl.loop(0, steps)
+        def _step(step):
+            slot = lax.rem(step, STAGES)
+            plgpu.barrier_wait(refs.loaded.at[slot])
+            if self.normed is None:
+                each = [pl.ds(half * ROWS, ROWS) for half in (0, 1)]
+                halves = [refs.x_smem.at[slot, :, some] for some in each]
+            else:
+                operand = self.norm(0, 0).operand
+                halves = [operand.at[2 * step + half] for half in (0, 1)]
+            product(slot, [tokens.transpose((1, 0)) for tokens in halves])  # all before are done
+
+            @pl.when((step > 0) & (step + STAGES - 1 < steps))
+            def _reload():
+                meet(interpret=cut.interpret)  # all four warps' products have read the slot
+                load(step + STAGES - 1)
+
+    def norm(self, first: Any, pairs: int) -> Norm:
+        """Of so many pairs of steps from `first` of K."""
+        refs, normed = self.refs, self.normed
+        assert normed is not None
+        return Norm(
+            x_ref=refs.x, added_ref=refs.added, weights_ref=refs.norms,
+            row=self.number * normed.affine[0] + normed.affine[1], total_ref=refs.summed,
+            normed_ref=refs.normed, x_smem=refs.x_smem, first=first, pairs=pairs, eps=normed.eps,
+            interpret=self.cut.interpret,
+        )  # fmt: skip
+
+    # --- the router and the choice
+
+    def _route(self) -> None:
+        cut, refs = self.cut, self.refs
+        begin, end = (lax.div((self.part + more) * cut.steps, PARTS) for more in (0, 1))
+
+        def weights(some: Any) -> list[Any]:
+            rows = [pl.multiple_of(some.start + half * ROWS, ROWS) for half in (0, 1)]
+            return [refs.router.at[self.layer, pl.ds(row, ROWS)] for row in rows]
+
+        self._begin(begin, end - begin, weights)
+        if refs.bias is not None:
+
+            @pl.when(self.part == 0)  # which chooses, and waits for the copy
+            def _bias():
+                refs.bias_smem[...] = cut.choice.full(jnp.float32(0))
+                plgpu.commit_smem()
+                of_bias = refs.bias.at[self.layer, pl.ds(0, EXPERTS)]
+                plgpu.copy_gmem_to_smem(of_bias, refs.bias_smem.at[pl.ds(0, EXPERTS)], refs.biased)
+
+        norm = None
+        if self.normed is not None:
+            norm = self.norm(begin * DEPTH, cut.steps // PARTS)
+            sums, weighted, squares = norm.make()
+
+        def accumulate(acc: Any) -> jax.Array:
+            def product(slot: Any, halves: list[Any]) -> None:
+                for half, tokens in enumerate(halves):
+                    plgpu.wgmma(acc, refs.ring.at[slot, half].transpose((1, 0)), tokens)
+                plgpu.wgmma_wait(2)
+
+            self._stream(begin, end - begin, weights, product)
+            return acc[...]
+
+        products = pl.run_scoped(accumulate, plgpu.ACC((COLUMNS, GROUP), jnp.float32))
+        store_turned(refs.sums_smem, products, interpret=cut.interpret)
+        if norm is not None:
+            refs.sums_smem.at[1][...] = squares  # in the place of a next token's sums
+        if refs.apart is not None:
+            for row in range(1 + (norm is not None)):
+                refs.apart[row, self.part] = refs.sums_smem[row]
+        meet_in_cluster(refs.met, interpret=cut.interpret)
+        factor = None if norm is None else norm.factor(self._summed(1))
+        pl.when(self.part == 0)(partial(self._choose, factor))
+        if norm is not None and factor is not None:
+            norm.give(sums, weighted, factor)
+        meet_in_cluster(refs.met, interpret=cut.interpret)  # until the first has read all sums
+
+    def _summed(self, row: int) -> jax.Array:
+        """A row of the sums, of all blocks of the cluster."""
+
+        def of(other: int) -> Any:
+            if self.refs.apart is not None:
+                return self.refs.apart.at[row, other]
+            return plgpu.cluster_ref(self.refs.sums_smem, {"part": jnp.int32(other)}).at[row]
+
+        first, *rest = (
+            plgpu.load(of(other), layout=ROW, optimized=False) for other in range(PARTS)
+        )
+        return sum(rest, first)
+
+    def _choose(self, factor: jax.Array | None) -> None:
+        cut, refs = self.cut, self.refs
+        logits = self._summed(0)
+        logits = logits if factor is None else logits * factor
+        refs.logits_smem.at[pl.ds(0, COLUMNS)][...] = logits
+        meet(interpret=cut.interpret)
+        layout = cut.choice.layout
+        high, low = (
+            plgpu.load(refs.logits_smem.at[pl.ds(first, THREADS)], layout=layout, optimized=False)
+            for first in (0, EXPERTS)
+        )
+        bias = None
+        if refs.bias is not None:
+            plgpu.barrier_wait(refs.biased)
+            bias = plgpu.load(refs.bias_smem, layout=layout)
+        ids, weights = cut.choice.take(
+            high + low, bias, refs.scores_smem, refs.choice_smem, refs.ids_smem
+        )
+        ids = [*ids, *(jnp.int32(EXPERTS + i) for i in range(cut.always))]
+        weights = [*weights, *[jnp.float32(1)] * cut.always]
+        for k, (expert, weight) in enumerate(zip(ids, weights, strict=True)):
+            refs.ids[0, k] = jnp.where(self.some, expert, -1)
+            refs.weights[0, k] = weight
+        self._list(ids)
+
+    def _list(self, ids: list[jax.Array]) -> None:
+        """Tile k is the k-th expert's, and its rows begin at 8 k."""
+        refs, choice = self.refs, self.cut.choice
+        layout = plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
+
+        def full(value: Any) -> jax.Array:
+            value = lax.broadcast_in_dim(jnp.asarray(value, jnp.int32), (PAIRS,), [])
+            return plgpu.layout_cast(value, layout)
+
+        pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=layout)
+        expert = full(0)
+        for k, each in enumerate(ids):
+            expert = jnp.where(pair == full(k), full(each), expert)
+        count = jnp.where(self.some, len(ids), 0)
+        entries = {EXPERT: expert, FROM: full(0), TO: pair * full(GROUP), GROUPS: full(1)}
+        for place, value in entries.items():
+            refs.tiles.at[place][...] = value
+        refs.positions[...] = jnp.where(pair < full(count), pair * full(GROUP), full(-1))
+        refs.total[...] = full(count)
+        refs.left[...] = full(jnp.minimum(count, choice.top_k))
+
+    # --- the shared experts
+
+    def _share(self, item: jax.Array) -> None:
+        cut, refs = self.cut, self.refs
+        which = lax.div(item, cut.pieces)
+        column = (item - which * cut.pieces) * ROWS
+        of_expert = refs.gate_up.at[self.layer, EXPERTS + which]
+
+        def weights(some: Any) -> list[Any]:
+            rows = [pl.multiple_of(column + up * cut.width, ROWS) for up in (0, 1)]
+            return [of_expert.at[pl.ds(row, ROWS), some] for row in rows]
+
+        self._begin(jnp.int32(0), cut.steps, weights)
+        factor = None
+        if self.normed is not None:
+            norm = self.norm(jnp.int32(0), cut.steps)
+            factor = norm.factor(norm.make()[2])
+
+        def accumulate(*accs: Any) -> list[jax.Array]:
+            def product(slot: Any, halves: list[Any]) -> None:
+                for half, tokens in enumerate(halves):
+                    some = pl.ds(half * ROWS, ROWS)
+                    for up, acc in enumerate(accs):
+                        plgpu.wgmma(acc, refs.ring.at[slot, up, :, some], tokens)
+                plgpu.wgmma_wait(4)
+
+            self._stream(jnp.int32(0), cut.steps, weights, product)
+            return [acc[...] for acc in accs]
+
+        gate, up = pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, GROUP), jnp.float32)] * 2)
+        if factor is not None:
+            gate, up = gate * factor, up * factor
+        y = gate / (1.0 + jnp.exp(-gate)) * up
+        store_turned(refs.out_smem, y.astype(refs.out_smem.dtype), interpret=cut.interpret)
+        plgpu.commit_smem()
+        row = (cut.choice.top_k + which) * GROUP
+        to = cut.results.at(refs.h, row, GROUP, column, ROWS)
+        plgpu.copy_smem_to_gmem(refs.out_smem, to)
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,1 @@
+"""Top-k gating, and the alignment of tokens to expert tiles."""

@@ -1,0 +1,171 @@
+"""The list of work for up to 8 tokens, in one launch: a thread for each pair (token, expert).
+
+XLA takes half a dozen kernels for it, which is as long as a token's experts take to be read. The
+list is `jaxattn.kernels.moe.routing.token_alignment.work_list`'s of tokens that stay where they are. Fewer than 8 are
+copied on the way to where there are 8 rows, as a tile reads so many; no one reads what the others
+become.
+
+One token's list is made where it was routed (`routing/router.py`), by the same code.
+
+Limits: 8 tokens, 128 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_token_alignment.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import meet
+from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, Work, stay
+from jaxattn.kernels.moe.tile_config import GROUP
+
+PAIRS = 128
+
+
+def lists(tokens: int, top_k: int) -> bool:
+    """Whether the kernel has a thread for each pair."""
+    return stay(tokens) and tokens * top_k <= PAIRS
+
+
+def copies(features: int) -> bool:
+    """Whether a token is as many numbers for each thread."""
+    return features % PAIRS == 0
+
+
+def work_of_few(
+    ids: jax.Array,
+    x: jax.Array,
+    experts: int,
+    *,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[Work, jax.Array]:
+    """The list for `ids` int32 [T, K], and the tokens x [T, F] in 8 rows.
+
+    An id that is no expert's has no work.
+    """
+    tokens, top_k = ids.shape
+    features = x.shape[1]
+    lister = Lister(tokens, top_k, experts, features, interpret=interpret)
+    copied = tokens < GROUP
+
+    def body(ids_ref, x_ref, tiles, total, positions, rows, **smem) -> None:
+        if copied:
+            lister.copy(x_ref, rows)
+        given = [[ids_ref[t, k] for k in range(top_k)] for t in range(tokens)]
+        lister.write(given, tiles, total, positions, **smem)
+
+    out = launch(
+        body,
+        name="moe_list",
+        grid={"block": 1},
+        inputs={"ids_ref": ids, "x_ref": x if copied else None},
+        outputs=lister.outputs(x.dtype if copied else None),
+        scratch=lister.scratch(),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return work_of(out), out.get("rows", x)
+
+
+def work_of(out: dict[str, Any]) -> Work:
+    """The list among a launch's outputs."""
+    return Work(out["tiles"], out["total"], out["positions"], None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lister:
+    """A warpgroup's list of work for T tokens that have K experts each."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    features: int
+    _: dataclasses.KW_ONLY
+    interpret: bool
+
+    @property
+    def layout(self) -> Any:
+        return plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
+
+    def outputs(self, dtype: Any) -> dict[str, Any]:
+        """Of a launch; without a dtype no rows."""
+        ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
+        rows = None if dtype is None else jax.ShapeDtypeStruct((GROUP, self.features), dtype)
+        entries = len((EXPERT, FROM, TO, GROUPS))
+        return {
+            "tiles": ints(entries, PAIRS),
+            "total": ints(PAIRS),
+            "positions": ints(PAIRS),
+            "rows": rows,
+        }
+
+    def scratch(self) -> dict[str, Any]:
+        smem = plgpu.SMEM((PAIRS,), jnp.int32)
+        return {"first_smem": smem, "slot_smem": smem}
+
+    def copy(self, x: Any, rows: Any) -> None:
+        """The tokens to where there are 8 rows."""
+        vector = next(n for n in (8, 4, 2, 1) if self.features % (n * PAIRS) == 0)
+        layout = plgpu.Layout.WG_STRIDED((self.features,), vec_size=vector)
+        for t in range(self.tokens):
+            rows.at[t][...] = plgpu.load(x.at[t], layout=layout, optimized=False)
+
+    def _full(self, value: Any) -> jax.Array:
+        value = jnp.asarray(value, jnp.int32)
+        return plgpu.layout_cast(lax.broadcast_in_dim(value, (PAIRS,), []), self.layout)
+
+    def write(
+        self,
+        ids: list[list[Any]],
+        tiles: Any,
+        total: Any,
+        positions: Any,
+        first_smem: Any,
+        slot_smem: Any,
+    ) -> None:
+        """Writes the list.
+
+        Args:
+            ids: of each token and pair, a number.
+        """
+        full, pairs = self._full, self.tokens * self.top_k
+        pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=self.layout)
+        nobody = full(self.experts)
+
+        def known(expert: Any) -> jax.Array:
+            return jnp.where((expert >= 0) & (expert < self.experts), expert, self.experts)
+
+        every = [full(known(expert)) for of_token in ids for expert in of_token]
+        mine, token = nobody, full(0)
+        for p, expert in enumerate(every):
+            mine = jnp.where(pair == full(p), expert, mine)
+            token = jnp.where(pair >= full(p), full(p // self.top_k), token)
+        # An expert's first pair stands for all of its pairs.
+        first = mine
+        for p, expert in enumerate(every):
+            first = jnp.where((mine == expert) & (pair > full(p)), nobody, first)
+        first_smem[...] = first
+        meet(interpret=self.interpret)
+        firsts = [full(first_smem[p]) for p in range(pairs)]
+        # Its place in the list: how many smaller experts there are.
+        slot, count = full(0), full(0)
+        for expert in firsts:
+            slot += jnp.where(expert < mine, full(1), full(0))
+            count += jnp.where(expert < nobody, full(1), full(0))
+        slot_smem[...] = slot
+        meet(interpret=self.interpret)
+        expert = full(0)
+        for p, one in enumerate(firsts):
+            here = (full(slot_smem[p]) == pair) & (one < nobody)
+            expert = jnp.where(here, one, expert)
+        entries = {EXPERT: expert, FROM: full(0), TO: pair * full(GROUP), GROUPS: full(1)}
+        for place, value in entries.items():
+            tiles.at[place][...] = value
+        positions[...] = jnp.where(mine < nobody, slot * full(GROUP) + token, full(-1))
+        total[...] = count

@@ -1,0 +1,282 @@
+"""The list of work for some dozens of tokens, and the tokens sorted by it, in one launch.
+
+XLA takes ten kernels for it, 14 us of a layer on an H200. Here every block counts the pairs (token,
+expert) of each expert, and then does what belongs to a few of the pairs: it copies their tokens to
+their rows, and writes the tiles of experts whose first pair is among them. The list is
+`jaxattn.kernels.moe.routing.token_alignment.work_list`'s. Rows without a token are read, and nobody uses them.
+
+    rank of a pair       pairs before it with its expert
+    first row of it      the padded counts of experts with a lower number, summed
+
+Limits: 128 to 1536 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_token_alignment.py.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS, meet
+from jaxattn.kernels.hopper.mlir import ir, llvm
+from jaxattn.kernels.hopper.ptx import asm, element, i32, pointer, times, word
+from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, Work, stay
+from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
+
+THREADS = 128
+MOST_PAIRS = 1536
+TILES = 2**16  # counts of tiles are times it, beside counts of rows in one number
+
+
+def sorts(tokens: int, top_k: int, features: int) -> bool:
+    """Whether the kernel has threads for so many pairs, and for a token's numbers."""
+    fits = THREADS <= tokens * top_k <= MOST_PAIRS and features % THREADS == 0
+    return not stay(tokens) and fits
+
+
+def work_of_several(
+    ids: jax.Array,
+    x: jax.Array,
+    experts: int,
+    columns: int,
+    *,
+    blocks: int | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[Work, jax.Array]:
+    """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
+
+    An id that is no expert's has no work. `blocks` share the pairs; the interpreter takes two.
+    """
+    tokens, top_k = ids.shape
+    pairs, features = tokens * top_k, x.shape[1]
+    cut = Cut(
+        pairs=pairs,
+        top_k=top_k,
+        experts=experts,
+        columns=columns,
+        blocks=min(blocks or (2 if interpret else NUM_SMS), pairs),
+        interpret=interpret,
+    )
+    ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
+    rows = padded_rows(tokens, top_k, experts, columns)
+    out = launch(
+        lambda **refs: Block(cut, Refs(**refs)).run(),
+        name="moe_list",
+        grid={"block": cut.blocks},
+        inputs={"ids": ids.reshape(-1), "x": x},
+        outputs={
+            "tiles": ints(4, most_tiles(tokens, top_k, experts, columns)),
+            "total": ints(1),
+            "positions": ints(pairs),
+            "rows": jax.ShapeDtypeStruct((rows, features), x.dtype),
+        },
+        scratch={
+            "expert": plgpu.SMEM((cut.width,), jnp.int32),
+            "count": plgpu.SMEM((cut.experts_width,), jnp.int32),
+        },
+        warpgroups=None,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return Work(out["tiles"], out["total"], out["positions"], None), out["rows"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        columns: most rows of a tile.
+    """
+
+    pairs: int
+    top_k: int
+    experts: int
+    columns: int
+    blocks: int
+    interpret: bool
+
+    @property
+    def width(self) -> int:
+        """Pairs, rounded up to the threads."""
+        return -(-self.pairs // THREADS) * THREADS
+
+    @property
+    def experts_width(self) -> int:
+        """Experts, rounded up to the threads."""
+        return -(-self.experts // THREADS) * THREADS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs:
+    """What a block works on: operands and results, then its shared memory, of each pair."""
+
+    ids: Any
+    x: Any
+    tiles: Any
+    total: Any
+    positions: Any
+    rows: Any
+    expert: Any  # of each pair, `experts` for none
+    count: Any  # of each expert's pairs
+
+
+class Pair(NamedTuple):
+    """One of a block's pairs.
+
+    Attributes:
+        rank: pairs of its expert before it.
+        row, tile: the first of its expert.
+        someone: whether it has an expert.
+    """
+
+    number: jax.Array
+    expert: jax.Array
+    rank: jax.Array
+    row: jax.Array
+    tile: jax.Array
+    someone: jax.Array
+
+
+class Block:
+    """All pairs in vectors, then some of them one by one."""
+
+    def __init__(self, cut: Cut, refs: Refs):
+        self.cut, self.refs = cut, refs
+        self.number = lax.axis_index("block")
+
+    def run(self) -> None:
+        cut, refs = self.cut, self.refs
+        self._load()
+        experts = plgpu.load(refs.expert, layout=strided(cut.width))
+        self._count(experts)
+        counts = plgpu.load(refs.count, layout=strided(cut.experts_width))
+        rows = -(-counts // GROUP) * GROUP
+        both = rows + -(-rows // cut.columns) * TILES
+        mine = [
+            self._pair(self.number + first, experts, both)
+            for first in range(0, cut.pairs, cut.blocks)
+        ]
+        tokens = [self._token(pair) for pair in mine]  # all are on their way together
+        for pair, token in zip(mine, tokens, strict=True):
+            pl.when(pair.number < cut.pairs)(partial(self._finish, pair, token))
+
+        @pl.when(self.number == 0)
+        def _one_of_them():
+            refs.total[0] = lax.div(jnp.sum(both), TILES)
+
+    def _load(self) -> None:
+        """The experts of all pairs; what is behind the last pair is nobody's."""
+        cut, refs = self.cut, self.refs
+        refs.expert[...] = full(cut.experts, cut.width)
+        meet(interpret=cut.interpret)
+        # The last ones are read with some before them, which are written a second time, the same.
+        firsts = [*range(0, cut.pairs - THREADS, THREADS), cut.pairs - THREADS]
+        for first in firsts:
+            some = pl.ds(first, THREADS)
+            given = plgpu.load(refs.ids.at[some], layout=strided(THREADS), optimized=False)
+            nobody = full(cut.experts, THREADS)
+            valid = (given >= full(0, THREADS)) & (given < nobody)
+            refs.expert.at[some][...] = jnp.where(valid, given, nobody)
+            meet(interpret=cut.interpret)
+
+    def _count(self, experts: jax.Array) -> None:
+        """How many pairs each expert has."""
+        cut, refs = self.cut, self.refs
+        width = cut.experts_width
+        if cut.interpret:  # which runs no code of its own
+            number = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=strided(width))
+            known = number < full(cut.experts, width)
+
+            def another(p: jax.Array, sums: jax.Array) -> jax.Array:
+                return sums + jnp.where(known & (number == full(refs.expert[p], width)), 1, 0)
+
+            refs.count[...] = lax.fori_loop(0, cut.pairs, another, full(0, width))
+        else:
+            refs.count[...] = full(0, width)
+            meet(interpret=False)
+            count_each(experts, refs.count, cut.experts)
+        meet(interpret=cut.interpret)
+
+    def _pair(self, number: jax.Array, experts: jax.Array, both: jax.Array) -> Pair:
+        """Args:
+        both: of each expert its rows, and `TILES` times its tiles.
+        """
+        cut = self.cut
+        here = jnp.minimum(number, cut.pairs - 1)
+        expert = self.refs.expert[here]
+        others = plgpu.broadcasted_iota(jnp.int32, both.shape, 0, layout=strided(both.size))
+        before = jnp.where(others < full(expert, both.size), both, full(0, both.size))
+        sums = jnp.sum(before)
+        pairs = plgpu.broadcasted_iota(jnp.int32, experts.shape, 0, layout=strided(cut.width))
+        same = (experts == full(expert, cut.width)) & (pairs < full(here, cut.width))
+        rank = jnp.sum(jnp.where(same, full(1, cut.width), full(0, cut.width)))
+        tile = lax.div(sums, TILES)
+        someone = (number < cut.pairs) & (expert < cut.experts)
+        return Pair(number, expert, rank, sums - tile * TILES, tile, someone)
+
+    def _token(self, pair: Pair) -> jax.Array:
+        features = self.refs.x.shape[1]
+        vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
+        layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+        token = lax.div(jnp.minimum(pair.number, self.cut.pairs - 1), self.cut.top_k)
+        return plgpu.load(self.refs.x.at[token], layout=layout, optimized=False)
+
+    def _finish(self, pair: Pair, token: jax.Array) -> None:
+        """Stores a pair's token, and writes the tiles of an expert whose first pair it is."""
+        cut, refs = self.cut, self.refs
+        place = pair.row + pair.rank
+        refs.positions[pair.number] = jnp.where(pair.someone, place, -1)
+
+        @pl.when(pair.someone)
+        def _store():
+            refs.rows.at[place][...] = token
+
+        @pl.when(pair.someone & (pair.rank == 0))
+        def _tiles():
+            count = refs.count[jnp.minimum(pair.expert, cut.experts - 1)]
+            rows = lax.div(count + (GROUP - 1), GROUP) * GROUP
+
+            @pl.loop(0, lax.div(rows + (cut.columns - 1), cut.columns))
+            def _each(i):
+                self._tile(pair, rows, i)
+
+    def _tile(self, pair: Pair, rows: jax.Array, i: int) -> None:
+        tile, row = pair.tile + i, pair.row + i * self.cut.columns
+        groups = lax.div(jnp.minimum(rows - i * self.cut.columns, self.cut.columns), GROUP)
+        entries = {EXPERT: pair.expert, FROM: row, TO: row, GROUPS: groups}
+        for entry, value in entries.items():
+            self.refs.tiles[entry, tile] = value
+
+
+def strided(width: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=1)
+
+
+def full(value: Any, width: int) -> jax.Array:
+    value = lax.broadcast_in_dim(jnp.asarray(value, jnp.int32), (width,), [])
+    return plgpu.layout_cast(value, strided(width))
+
+
+def count_each(numbers: jax.Array, counts: Any, most: int) -> None:
+    """Adds 1 to the place of each number below `most` in int32 of shared memory."""
+    plgpu.inline_mgpu(arg_types=(strided(numbers.size), plgpu.RefType()))(
+        lambda _, numbers, counts: _count_each(numbers, counts, most)
+    )(numbers, counts)
+
+
+def _count_each(numbers: Any, counts: Any, most: int) -> None:
+    for register in numbers.registers.flat:
+        of_one = element(register, 0) if isinstance(register.type, ir.VectorType) else register
+        place = llvm.ptrtoint(i32(), pointer(counts, times(of_one, 4)))
+        asm(
+            "{ .reg .pred some; setp.lt.u32 some, $1, $2; @some red.shared.add.u32 [$0], 1; }",
+            [], [place, of_one, word(most)], "r,r,r,~{memory}",
+        )  # fmt: skip

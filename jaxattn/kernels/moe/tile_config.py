@@ -1,0 +1,166 @@
+"""How the grouped products are cut, and the sizes that follow from it."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
+
+ROWS = 64  # rows of weights that one wgmma multiplies
+GROUP = 8  # tokens: an expert's begin at a multiple of it, and results are stored by so many
+BLOCK = 128  # rows and columns of FP8 weights that share a scale
+WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
+TOKEN_TILES = (8, 16, 32, 64, 128)
+FP8_COLUMNS = 64  # of which a warpgroup has registers for a step's product and the sum, twice
+BARRIER_BYTES = 2048  # left for barriers and alignment
+MOST_STAGES = 12
+FEW_MORE = NUM_SMS // 8  # items of gate and up that are no reason for a second round
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """How one of the two grouped products is cut.
+
+    Attributes:
+        consumers: warpgroups that multiply, each its own rows of weights: 1 or 2.
+        parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
+        split: for FP8 with one consumer: gate and up have a warpgroup each.
+        depth: numbers of K that a stage of shared memory holds, 64 or 128.
+        stages: of the ring that the weights come through; None: all that fit.
+        blocks: that work at a time.
+        together: of them on a multiprocessor.
+    """
+
+    consumers: int = 1
+    parts: int = 2
+    split: bool = False
+    depth: int = 128
+    stages: int | None = None
+    blocks: int = NUM_SMS
+    together: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of weights of an item, of each part."""
+        return self.consumers * ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """That multiply."""
+        return self.parts if self.split else self.consumers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a mixture of experts is cut.
+
+    Attributes:
+        columns: most tokens of a tile, the N of wgmma.
+        gate_up, down: its two products.
+        combine: columns of the output that a block sums up.
+    """
+
+    columns: int
+    gate_up: Product
+    down: Product
+    combine: int = 512
+
+
+def token_tile(pairs: int, experts: int, tokens: int, most: int = TOKEN_TILES[-1]) -> int:
+    """Tokens of a tile: what most experts get, a few more included.
+
+    `pairs` (token, expert) are spread over the experts by chance. Where they have 8 tokens at most,
+    one tile of 8 has them all. A larger tile than needed costs reads of tokens, which come from L2;
+    a smaller one reads weights again, also from L2.
+    """
+    if tokens <= GROUP:
+        return GROUP
+    mean = pairs / experts
+    wanted = min(mean + 2.5 * math.sqrt(mean), most)
+    return next(tile for tile in TOKEN_TILES if tile >= wanted)
+
+
+def choose(
+    *,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    expert_size: int,
+    quantized: bool = False,
+) -> Config:
+    """The cut for these sizes; `quantized`: for FP8 weights.
+
+    Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
+    multiprocessors, two are worked on at a time by each: else a second round of them has few. Small
+    items of 16-bit weights may be three. Of gate and up, whose items are long, an eighth more are
+    no second round. Many items share a read of tokens between two warpgroups. To widen FP8 weights
+    keeps one warpgroup busy, so there are two as soon as nearly every multiprocessor has an item of
+    128 rows. With fewer items one warpgroup has gate's rows, and another has up's.
+    """
+    pairs = tokens * top_k
+    used = min(experts, pairs)
+    columns = token_tile(pairs, experts, tokens, FP8_COLUMNS if quantized else TOKEN_TILES[-1])
+
+    def product(width: int, depth: int, parts: int) -> Product:
+        wide = width % (2 * ROWS * parts) == 0
+        items = used * (width // (2 * ROWS * parts))
+        consumers = 2 if wide and items >= (0.9 if quantized else 2) * NUM_SMS else 1
+        # Scales are of 128 of K. Else small steps leave room for more of them.
+        step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
+        return Product(consumers=consumers, parts=parts, depth=step)
+
+    def all_at_once(made: Product, width: int, most: int) -> Product:
+        items = used * (width // (made.rows * made.parts))
+        together = -(-items // NUM_SMS)
+        one = made.consumers == 1 and not quantized  # whose blocks have registers for three
+        if columns != GROUP or not NUM_SMS < items <= most or not (one or together == 2):
+            return made
+        return dataclasses.replace(made, blocks=together * NUM_SMS, together=together)
+
+    def in_two(made: Product) -> Product:
+        split = quantized and made.consumers == 1 and columns == GROUP
+        return dataclasses.replace(made, parts=2, split=split)
+
+    twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
+    gate_up = product(expert_size, hidden, 1)
+    if gate_up.consumers == 1 and not quantized:
+        gate_up = all_at_once(gate_up, expert_size, NUM_SMS + FEW_MORE)
+    down = product(hidden, expert_size, twice)
+    return Config(
+        columns=columns,
+        gate_up=in_two(gate_up),
+        down=all_at_once(down, hidden, 3 * NUM_SMS),
+    )
+
+
+def padded_rows(tokens: int, top_k: int, experts: int, columns: int) -> int:
+    """R: rows that the tokens have, sorted by expert and padded, whatever they choose. The last
+    tile may read past the last expert's own."""
+    pairs = tokens * top_k
+    rows = pairs + (GROUP - 1) * min(experts, pairs)
+    return -(-rows // GROUP) * GROUP + columns - GROUP
+
+
+def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
+    """Tiles of tokens, whatever they choose."""
+    pairs = tokens * top_k
+    return min(experts, pairs) + pairs // columns
+
+
+def panel(width: int) -> int:
+    """Columns of a panel of a matrix of that width."""
+    return math.gcd(width, WIDEST)
+
+
+def stages_of(product: Product, columns: int, dtype: str, of_results: str, weights: str) -> int:
+    """Of the ring: what is asked for, or all that shared memory has room for."""
+    if product.stages is not None:
+        return product.stages
+    width = lambda name: jnp.dtype(name).itemsize  # noqa: E731
+    of_weights = product.parts * product.rows * product.depth * width(weights)
+    stage = of_weights + columns * product.depth * width(dtype)
+    results = product.rows * columns * (width(of_results) + 4 * product.split)
+    room = SHARED_BYTES // product.together - RESERVED_BYTES - BARRIER_BYTES - results
+    return max(2, min(MOST_STAGES, room // stage))

@@ -1,0 +1,1 @@
+"""Grouped-query decode over TurboQuant pages."""

@@ -1,0 +1,1 @@
+"""TurboQuant pages: quantization, append and dequantization."""

@@ -1,0 +1,326 @@
+"""TurboQuant pages as float16 keys and values: what the kernel that reads prompts multiplies.
+
+A block is a warpgroup with 64 tokens of a KV head. Codes come to registers as in turbo_decode, each
+thread's by the order of the cache; e4m3 numbers become float32, are multiplied, and are stored as
+float16. Keys are rotated back before: rotated ones have so few sizes that many would be rounded to
+float16 alike, and such errors add up in a score. What a row's keys have in common is taken off them
+first. Values come with a token a byte, so that a warp turns blocks of eight by eight round.
+
+Limits: D 64, 128 or 256, any preset, pages of whole 64 tokens.
+Reference: `jaxattn.core.turboquant.code_gather.page_codes`; tests: tests/kernels/turboquant/test_dequantization.py.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, dequantize, plain_keys
+from jaxattn.core.turboquant.slot_layout import GROUP, ungroup, unpack
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, vector
+from jaxattn.kernels.hopper.ptx import (
+    asm,
+    element,
+    f32,
+    i32,
+    joined,
+    load,
+    number,
+    plus,
+    pointer,
+    single,
+    times,
+    word,
+)
+from jaxattn.kernels.turboquant.cache.lookup_table import (
+    GROUPS,
+    key_registers,
+    middle,
+    value_registers,
+)
+from jaxattn.kernels.turboquant.operands import Registers
+from jaxattn.kernels.turboquant.query_rotation import lane_butterfly
+
+HALF = jnp.dtype(jnp.float16)
+SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+# A word of four e4m3 numbers as two of two float16 ones.
+HALVES = (
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
+    "cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+SHARING = 4  # lanes that have a token's key, each four dims of every sixteen
+TURNED = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+
+
+def takes(page_size: int) -> bool:
+    """Whether pages of so many tokens are whole steps."""
+    return page_size % PAGE == 0
+
+
+def turbo_unpack_mosaic(
+    kv_cache: jax.Array,
+    pages: jax.Array,
+    held: jax.Array,
+    layer: jax.Array,
+    common: jax.Array | None = None,
+    *,
+    form: TurboFormat,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """float16 (keys, values) [B, n C, Hk, D] of pages of codes.
+
+    Args:
+        kv_cache: uint8 [L, N, Hk, C * slot_bytes].
+        pages: int32 [B, n], each row's. One that does not exist gives NaN.
+        held: int32 [2, B]: of a row's tokens here the first, and the one behind the last, that are
+            its own. The others are 0.
+        layer: int32 [1].
+        common: float32 [B, Hk, D], what is taken off each key of a row, or None.
+        form: the cache's format, of pages that `takes` takes.
+    """
+    require_hopper("turbo_unpack", interpret=interpret)
+    (batch, count), kv_heads = pages.shape, kv_cache.shape[2]
+    size = form.page_size(kv_cache)
+    out = jax.ShapeDtypeStruct((batch, count * size, kv_heads, form.head_dim), HALF)
+    steps = size // PAGE
+
+    def body(
+        kv_ref: Any, pages_ref: Any, held_ref: Any, layer_ref: Any, common_ref: Any, k_ref: Any,
+        v_ref: Any,
+    ) -> None:  # fmt: skip
+        block = lax.axis_index("block")
+        step, head = lax.div(block, kv_heads), lax.rem(block, kv_heads)
+        row, first = lax.div(step, count * steps), lax.rem(step, count * steps)
+        page, inside = pages_ref[row, lax.div(first, steps)], lax.rem(first, steps)
+        there = (page >= 0) & (page < kv_cache.shape[1])
+        place = Place(
+            layer=jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1), row=row, first=first * PAGE,
+            page=jnp.where(there, page, 0), inside=inside, head=head, there=there,
+            begin=held_ref[0, row], end=held_ref[1, row],
+        )  # fmt: skip
+        (_plain if interpret else _write)(form, place, kv_ref, common_ref, k_ref, v_ref)
+
+    written = launch(
+        body,
+        name=f"turbo_unpack_{form.preset}",
+        # One axis, for all but the last have at most 65,535 blocks.
+        grid={"block": batch * count * steps * kv_heads},
+        inputs={
+            "kv_ref": kv_cache,
+            "pages_ref": pages,
+            "held_ref": held,
+            "layer_ref": layer,
+            "common_ref": common,
+        },
+        outputs={"k_ref": out, "v_ref": out},
+        warpgroups=None,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return written["k_ref"], written["v_ref"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a block has.
+
+    Attributes:
+        layer, page, head: where its codes are in the cache, `inside` steps behind the page's start.
+        there: whether the page exists.
+        row, first: where its numbers go, tokens of the row from `first` on.
+        begin, end: the tokens that are the row's own.
+    """
+
+    layer: Any
+    page: Any
+    inside: Any
+    head: Any
+    there: Any
+    row: Any
+    first: Any
+    begin: Any
+    end: Any
+
+
+def _plain(
+    form: TurboFormat, place: Place, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+) -> None:
+    """The interpreter's way."""
+    nbytes = PAGE * form.slot_bytes
+    some = kv_ref[place.layer, place.page, place.head, pl.ds(place.inside * nbytes, nbytes)]
+    slots = ungroup(form, some.reshape(GROUPS, -1)).reshape(PAGE, -1)
+    token = place.first + lax.broadcasted_iota(jnp.int32, (PAGE, 1), 0)
+    own = (token >= place.begin) & (token < place.end)
+    codes = unpack(form, slots)
+    keys = plain_keys(form, codes)
+    if common_ref is not None:
+        keys -= common_ref[place.row, place.head]
+    for ref, x in ((k_ref, keys), (v_ref, dequantize(form, codes)[1])):
+        x = jnp.where(place.there, x, jnp.nan)
+        x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -LARGEST_F16, LARGEST_F16))
+        ref[place.row, pl.ds(place.first, PAGE), place.head] = jnp.where(own, x, 0).astype(HALF)
+
+
+def _write(
+    form: TurboFormat, place: Place, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+) -> None:
+    refs = [kv_ref, k_ref, v_ref] + ([] if common_ref is None else [common_ref])
+
+    def run(ctx: Any, *args: Any) -> None:
+        del ctx
+        names = [field.name for field in dataclasses.fields(Place)]
+        here = Place(**dict(zip(names, map(single, args[len(refs) :]), strict=True)))
+        Writer(form, here, *args[: len(refs)]).run()
+
+    numbers = [jnp.int32(getattr(place, field.name)) for field in dataclasses.fields(Place)]
+    types = (*[PLAIN] * len(refs), *[SPLAT] * len(numbers))
+    plgpu.inline_mgpu(arg_types=types)(run)(*refs, *numbers)
+
+
+class Codes(Registers):
+    """Of codes in global memory, `begin` bytes behind the beginning of `ref`."""
+
+    def __init__(self, ref: Any, begin: Any):
+        super().__init__(ref)
+        self.begin = begin
+
+    def load(self, at: Any, fixed: int, count: int) -> list[Any]:
+        loaded = llvm.load(ir.VectorType.get((count,), i32()), self._pointer(at, fixed))
+        return [element(loaded, i) for i in range(count)]
+
+    def halves(self, at: Any, fixed: int) -> Any:
+        """A float16 number there, as float32."""
+        one = ir.VectorType.get((1,), ir.F16Type.get())
+        return arith.extf(f32(), element(llvm.load(one, self._pointer(at, fixed)), 0))
+
+    def _pointer(self, at: Any, fixed: int) -> Any:
+        return pointer(self.ref, arith.addi(self.begin, _wide(at)), fixed)
+
+
+class Writer:
+    """One thread's share of a block."""
+
+    def __init__(
+        self, form: TurboFormat, place: Place, kv: Any, k: Any, v: Any, common: Any = None
+    ):
+        self.form, self.place, self.k, self.v, self.common = form, place, k, v, common
+        _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
+        begin = wide_row(wide_row(place.layer, pages, place.page), heads, place.head)
+        begin = arith.muli(begin, mgpu.c(nbytes, long()))
+        inside = times(place.inside, PAGE * form.slot_bytes)
+        self.on = Codes(kv, arith.addi(begin, _wide(inside)))
+        self.pitch = GROUP * form.slot_bytes
+
+    def run(self) -> None:
+        form, on = self.form, self.on
+        blocks = form.head_dim // 16
+        keys = key_registers(on, form, self.pitch)
+        tokens = [plus(times(on.warp, GROUP), on.g, word(8 * h)) for h in range(2)]
+        for h, token in enumerate(tokens):
+            mine = [x for c in range(blocks) for x in floats(halves(keys[2 * c + h]))]
+            by = self._there(number(1.0))
+            if form.rotated:
+                mine = lane_butterfly(mine, SHARING)
+                by = arith.mulf(self._number(0, token), number(form.head_dim**-0.5))
+            for c in range(blocks):
+                some = [arith.mulf(x, by) for x in mine[4 * c : 4 * c + 4]]
+                dim = plus(times(on.t, 4), word(16 * c))
+                if self.common is not None:
+                    some = list(map(arith.subf, some, self._shared(dim)))
+                self._store(self.k, token, dim, some)
+        values = value_registers(on, form, self.pitch)
+        kinds = form.meta_bytes // 2
+        for n in range(GROUPS):
+            # Of a turned block, a lane has two dims of the token that its `g` says.
+            near = plus(times(on.right(on.g, 1), 4), on.both(on.g, 1), word(GROUP * n))
+            for half, token in enumerate((near, plus(near, word(2)))):
+                scale, minimum = (self._number(kinds - i, token) for i in (2, 1))
+                for m in range(form.head_dim // 64):
+                    for h in range(2):
+                        codes = halves(values[(m * GROUPS + n) * 2 + h])[half]
+                        some = floats(asm(TURNED, [i32()], [codes], "=r,r", convergent=True))
+                        some = [arith.addf(x, number(middle(form.value_bits))) for x in some]
+                        some = [arith.addf(minimum, arith.mulf(scale, x)) for x in some]
+                        dim = plus(times(on.warp, 16), times(on.t, 2), word(64 * m + 8 * h))
+                        self._store(self.v, token, dim, some)
+
+    def _number(self, kind: int, token: Any) -> Any:
+        """A token's norm, scale or minimum."""
+        form, on = self.form, self.on
+        first = GROUP * (form.key_bytes + form.value_bytes + 2 * kind)
+        at = plus(times(on.right(token, 4), self.pitch), times(on.both(token, GROUP - 1), 2))
+        return self._there(on.halves(at, first))
+
+    def _shared(self, dim: Any) -> list[Any]:
+        """Four dims of what the row's keys have in common."""
+        place = self.place
+        _, heads, dims = ir.MemRefType(self.common.type).shape
+        row = wide_row(place.row, heads, place.head)
+        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _wide(dim))
+        return load(self.common, arith.muli(offset, mgpu.c(4, long())), 0, 4, f32())
+
+    def _there(self, x: Any) -> Any:
+        """NaN where the page does not exist."""
+        exists = arith.cmpi(arith.CmpIPredicate.ne, self.place.there, word(0))
+        return arith.select(exists, x, number(float("nan")))
+
+    def _store(self, ref: Any, token: Any, dim: Any, some: list[Any]) -> None:
+        """Float32 numbers of neighbouring dims, as float16."""
+        place, half = self.place, ir.F16Type.get()
+        _, tokens, heads, dims = ir.MemRefType(ref.type).shape
+        at = plus(place.first, token)
+        own = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.sge, at, place.begin),
+            arith.cmpi(arith.CmpIPredicate.slt, at, place.end),
+        )
+        some = [arith.select(own, _bounded(x), number(0.0)) for x in some]
+        row = wide_row(wide_row(place.row, tokens, at), heads, place.head)
+        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _wide(dim))
+        offset = arith.muli(offset, mgpu.c(HALF.itemsize, long()))
+        llvm.store(joined([arith.truncf(half, x) for x in some]), pointer(ref, offset))
+
+
+def long() -> Any:
+    return ir.IntegerType.get_signless(64)
+
+
+def _wide(x: Any) -> Any:
+    return x if x.type == long() else arith.extui(long(), x)
+
+
+def wide_row(x: Any, count: int, y: Any) -> Any:
+    """x * count + y, of 64 bits."""
+    return arith.addi(arith.muli(_wide(x), mgpu.c(count, long())), _wide(y))
+
+
+def halves(codes: Any) -> list[Any]:
+    """Four e4m3 numbers as two words of two float16 ones."""
+    return asm(HALVES, [i32(), i32()], [codes], "=r,=r,r", movable=True)
+
+
+def floats(words: list[Any]) -> list[Any]:
+    pair = ir.VectorType.get((2,), ir.F16Type.get())
+    both = [vector.bitcast(pair, joined([x])) for x in words]
+    return [arith.extf(f32(), element(x, i)) for x in both for i in range(2)]
+
+
+def _bounded(x: Any) -> Any:
+    """The largest number of float16 in place of greater finite ones; infinity and NaN stay."""
+    low = arith.maximumf(x, number(-LARGEST_F16))
+    within = arith.minimumf(low, number(LARGEST_F16))
+    sizes = arith.andi(arith.bitcast(i32(), x), word(0x7FFFFFFF))
+    infinite = arith.cmpi(arith.CmpIPredicate.eq, sizes, word(0x7F800000))
+    return arith.select(infinite, x, within)

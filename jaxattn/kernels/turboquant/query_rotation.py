@@ -1,0 +1,103 @@
+"""Queries on their way to shared memory: the loading warpgroup rotates them and makes e4m3 terms.
+
+Half a warp has a packed row, lane l of it dims 4 l to 4 l + 3 of every 64, as the layout `SCORES`
+has them. The rotation is a butterfly: stages inside of a thread, and four between lanes. There is
+no array of rotated queries anywhere else.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.turboquant.codec import TurboFormat, butterfly
+from jaxattn.kernels.gqa.decode.load.query_gather import GatheredQueries
+from jaxattn.kernels.hopper.mlir import arith, utils
+from jaxattn.kernels.hopper.ptx import (
+    element,
+    f32,
+    fragmented,
+    i32,
+    joined,
+    word,
+)
+from jaxattn.kernels.mla.decode.swap_ab.smem import SCORES
+from jaxattn.kernels.turboquant.fp8_split import divided_queries, store_terms
+
+LANES = 16  # that share a row
+OF_THREAD = 4  # neighbouring dims of a thread
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnedQueries(GatheredQueries):
+    """
+    Attributes:
+        memory: has `queries`, of which both terms are written, their barriers, and `factors`.
+        form: the cache's format.
+    """
+
+    form: TurboFormat
+
+    def _store(self, numbers: jax.Array, some: Any, pair: jax.Array, at: jax.Array) -> None:
+        x = numbers.astype(jnp.float32)
+        # e4m3 has no infinity: it would become 448.
+        x = jnp.where((x == jnp.inf) | (x == -jnp.inf), jnp.nan, x)
+        share = 1.0
+        if self.form.rotated:
+            x, share = self._turned(x), self.form.head_dim**-0.5
+
+        def wide(vector: jax.Array) -> jax.Array:
+            return plgpu.layout_cast(lax.broadcast_in_dim(vector, x.shape, [0]), SCORES)
+
+        divided, factors = divided_queries(x, wide)
+        queries, columns = self.memory.queries.at[at], self.rows.columns
+        second = pl.ds(columns + some.start, some.size)
+        store_terms((queries.at[some], queries.at[second]), divided, interpret=self.rows.interpret)
+        self.memory.factors[at, some] = factors * (share * self.scale)
+
+    def _turned(self, x: jax.Array) -> jax.Array:
+        """[n, D] times the Hadamard matrix times D**0.5."""
+        if not self.rows.interpret:
+            out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, SCORES)
+            run = plgpu.inline_mgpu(arg_types=(SCORES,), return_type=out)
+            return run(lambda ctx, x: self._butterflies(x))(x)
+        return butterfly(x)
+
+    def _butterflies(self, x: Any) -> Any:
+        of_row = self.form.head_dim // (LANES * OF_THREAD)
+        registers = list(x.registers.flat)
+        turned = []
+        for first in range(0, len(registers), of_row):
+            some = registers[first : first + of_row]
+            numbers = lane_butterfly([element(four, i) for four in some for i in range(OF_THREAD)])
+            turned += [
+                joined(numbers[i : i + OF_THREAD]) for i in range(0, len(numbers), OF_THREAD)
+            ]
+        return fragmented(turned, x.shape, x.layout)
+
+
+def lane_butterfly(x: list[Any], lanes: int = LANES) -> list[Any]:
+    """A thread's numbers of a row that so many lanes share, those of all its dims in order."""
+    distance = 1
+    while distance < len(x):
+        x = [
+            arith.subf(x[i - distance], one) if i & distance else arith.addf(one, x[i + distance])
+            for i, one in enumerate(x)
+        ]
+        distance *= 2
+    lane = arith.andi(utils.thread_idx(), word(lanes - 1))
+    for stage in range(lanes.bit_length() - 1):
+        # The lane whose bit is set has the difference: the other's number less its own.
+        upper = arith.andi(lane, word(1 << stage))
+        sign = arith.shli(upper, word(31 - stage))
+        x = [arith.addf(utils.shfl_bfly(one, 1 << stage), _signed(one, sign)) for one in x]
+    return x
+
+
+def _signed(x: Any, sign: Any) -> Any:
+    """The number, or less it where the word's highest bit is set."""
+    return arith.bitcast(f32(), arith.xori(arith.bitcast(i32(), x), sign))

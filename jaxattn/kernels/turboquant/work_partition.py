@@ -1,0 +1,52 @@
+"""The line of `turbo_decode`: gqa_decode's pairs, over pages of codes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxattn.core.turboquant.codec import TurboFormat
+from jaxattn.core.turboquant.slot_layout import GROUP
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import Pairs
+from jaxattn.kernels.turboquant.smem import ROW, whole_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedPairs(Pairs):
+    """
+    Attributes:
+        form: of the cache.
+        tokens: C.
+        kv_ref: as `coded_view` gives it.
+    """
+
+    form: TurboFormat
+    tokens: int
+
+    @property
+    def page_size(self) -> int:
+        return self.tokens
+
+    def copies(
+        self, pair: jax.Array, numbers: list[jax.Array], step: jax.Array, to: Any
+    ) -> list[tuple[Any, Any]]:
+        """(from, to) of a step's codes, as much as lies together at a time.
+
+        Args:
+            numbers: as `Pairs.numbers_of` gives them.
+            to: a step of `Memory.codes`.
+        """
+        head = self.row_and_head(pair)[1]
+        places = [n * self.kv_heads + head for n in numbers]
+        if whole_steps(self.tokens):
+            inside = lax.rem(step + self.first_step_of(pair), self.tokens // PAGE)
+            return [(self.kv_ref.at[self.layer, places[0], inside], to)]
+        rows, groups = GROUP * self.form.slot_bytes // ROW, self.tokens // GROUP
+        firsts = [(place * groups + j) * rows for place in places for j in range(groups)]
+        return [
+            (self.kv_ref.at[self.layer, pl.ds(first, to.shape[1])], to.at[i])
+            for i, first in enumerate(firsts)
+        ]

@@ -1,0 +1,60 @@
+"""The caches of a decoder in another format: of all layers, or of all but the first and last ones.
+
+    model.with_cache_format("fp8", 2)    e4m3 keys and values, the compute dtype in four layers
+
+Layers of another format have a cache of their own, and so the decoder other segments.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxattn.core.cache.formats import CACHE_FORMATS
+from jaxattn.models.blocks.block import Block
+
+
+def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> tuple[Block, ...]:
+    """The blocks with caches in a format; those that mix tokens by a recurrence stay as they are.
+
+    Args:
+        name: of `CACHE_FORMATS`; "auto" leaves all as they are.
+        native_layers: so many first and so many last layers of attention keep their own format.
+
+    Raises:
+        ValueError: a kind of layer has no such format, or none has any, or too many layers are
+            kept; those that there are are named.
+    """
+    if name not in CACHE_FORMATS:
+        raise ValueError(
+            f"cache_format must be one of {', '.join(CACHE_FORMATS)}; got cache_format={name!r}"
+        )
+    if name == "auto":
+        if native_layers:
+            raise ValueError(
+                f"native_layers={native_layers} keeps layers out of another format; give "
+                "cache_format too"
+            )
+        return tuple(blocks)
+    places = [i for i, block in enumerate(blocks) if block.mixer.cache_formats]
+    if not places:
+        kinds = ", ".join(sorted({type(block.mixer).__name__ for block in blocks}))
+        raise ValueError(f"cache_format={name!r}: no layer keeps tokens ({kinds})")
+    if 2 * native_layers >= len(places):
+        raise ValueError(
+            f"native_layers={native_layers} at each end are all of {len(places)} layers of "
+            "attention; give fewer"
+        )
+    for place in places:
+        mixer = blocks[place].mixer
+        if name not in mixer.cache_formats:
+            has = ", ".join(("auto", *mixer.cache_formats))
+            raise ValueError(
+                f"cache_format={name!r} is no format of {type(mixer).__name__}'s cache, which has "
+                f"{has}"
+            )
+    apart = {*places[:native_layers], *places[len(places) - native_layers :]}
+    found = list(blocks)
+    for place in places:
+        mixer = blocks[place].mixer
+        changed = mixer.set_apart() if place in apart else mixer.in_format(name)
+        found[place] = dataclasses.replace(blocks[place], mixer=changed)
+    return tuple(found)

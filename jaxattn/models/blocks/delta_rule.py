@@ -1,0 +1,253 @@
+"""The mixers of tokens with a recurrent state: the gated delta net and Kimi Delta Attention."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxattn import gdn, kda
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, in_pairs, two_parts
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.kernels.linear.cta import ROWS
+from jaxattn.models.blocks.block import Matrix, Mixer, Stream
+from jaxattn.models.caches.cache_layouts import RecurrentState
+from jaxattn.models.caches.layer_cache import Arrays
+from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.nn import GatedDeltaNet, KimiDeltaAttention
+from jaxattn.nn.fp8_linear import Beside
+from jaxattn.nn.linear import InStack
+from jaxattn.ops.linear.norm_linear import Unnormed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaMixer(Mixer):
+    """A delta rule behind a short convolution, over state slots."""
+
+    conv_width: int = 4
+
+    cache_name = "delta"
+
+    @property
+    @abc.abstractmethod
+    def conv_dim(self) -> int:
+        """Dc: channels of the convolution."""
+
+    @property
+    @abc.abstractmethod
+    def state_shape(self) -> tuple[int, int, int]:
+        """[Hv, Dv, Dk]."""
+
+    @property
+    @abc.abstractmethod
+    def key_heads(self) -> int: ...
+
+    def cache(self, stream: Stream, layers: int) -> RecurrentState:
+        return RecurrentState(
+            name=self.cache_name,
+            layers=layers,
+            conv_shape=(self.conv_width - 1, self.conv_dim),
+            conv_dtype=jnp.dtype(stream.dtype),
+            state_shape=self.state_shape,
+            kind=type(self).__name__,
+        )
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        heads, value_dim, _ = self.state_shape
+        return gdn.scratch(
+            batch=rows,
+            q_len=q_len,
+            num_v_heads=heads,
+            head_v_dim=value_dim,
+            dtype=jnp.dtype(stream.dtype),
+        )
+
+    def prefill(
+        self,
+        module: GatedDeltaNet | KimiDeltaAttention,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        y, conv_state, ssm_state = module.prefill(
+            x,
+            arrays["conv_state"],
+            arrays["ssm_state"],
+            state_indices=batch.state_indices,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer.index,
+            implementation=implementation,
+        )
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}
+
+    def decode(
+        self,
+        module: GatedDeltaNet | KimiDeltaAttention,
+        x: Array | Unnormed,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: object,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, conv_state, ssm_state, after = module.decode(
+            x,
+            arrays["conv_state"],
+            arrays["ssm_state"],
+            state_indices=batch.state_indices,
+            write_indices=batch.write_indices,
+            layer=layer,
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+        )
+        assert after is not None  # an arena came in
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
+
+
+def _small_weights(params: Any) -> list[Array]:
+    """A_log, dt_bias, the norm's weight and the convolution's taps, of all repeats."""
+    names = ("A_log", "dt_bias", "norm", "conv1d")
+    leaves = (params[n]["weight"] if n == "norm" else params[n] for n in names)
+    return [leaf[...] for leaf in leaves]
+
+
+@jax.jit
+def _two_parts(weights: Float[Array, "repeats K N"]) -> tuple[Array, Array]:
+    numbers, scales = two_parts(weights.swapaxes(1, 2))
+    return in_pairs(numbers), scales
+
+
+def _widened_gates(stream: Stream, params: Any, name: str, columns: int) -> dict[str, Array]:
+    """The gates' columns, a multiple of so many, so that one launch has them and the other
+    projections. Decoding takes all that the launch writes, without a slice."""
+    gates = params[name]["weight"][...]
+    more = -gates.shape[-1] % columns
+    if stream.dtype != "bfloat16" or not more:
+        return {}
+    return {f"{name}.weight": jnp.pad(gates, ((0, 0), (0, 0), (0, more)))}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GDN(DeltaMixer):
+    """A gated delta net over state slots, in Qwen3-Next's names."""
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int = 128
+    head_v_dim: int = 128
+
+    norms = True
+    kernels = {"gated_delta_rule_decode": "gdn_decode"}
+
+    @property
+    def conv_dim(self) -> int:
+        return 2 * self.num_k_heads * self.head_k_dim + self.num_v_heads * self.head_v_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_k_heads
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedDeltaNet:
+        return GatedDeltaNet(
+            stream.hidden_size,
+            self.num_k_heads,
+            self.num_v_heads,
+            head_k_dim=self.head_k_dim,
+            head_v_dim=self.head_v_dim,
+            conv_width=self.conv_width,
+            fp8=self.fp8,
+            eps=stream.eps,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        values = self.num_v_heads * self.head_v_dim
+        # Checkpoints have q, k, v and z of one key head after another.
+        together = self.head_k_dim, values // self.num_k_heads
+        return {
+            "in_proj_qkvz": Matrix(stream.hidden_size, self.conv_dim + values, together),
+            "out_proj": Matrix(values, stream.hidden_size),
+        }
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"]:
+        return gdn.pack_gdn_weights(*_small_weights(params))
+
+    def beside(self, stream: Stream, params: Any) -> tuple[Array, Array] | None:
+        gates = 2 * self.num_v_heads
+        whole = 2 * gates == BLOCK or gates % BLOCK == 0
+        if stream.dtype != "bfloat16" or "in_proj_qkvz" not in self.fp8 or not whole:
+            return None
+        return _two_parts(params["in_proj_ba"]["weight"][...])
+
+    def leave_beside(self, module: Any, weights: InStack, scales: InStack) -> None:
+        module.gates_in_stack = Beside(weights, scales, jnp.dtype(jnp.float32))
+
+    def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
+        return _widened_gates(stream, params, "in_proj_ba", ROWS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KDA(DeltaMixer):
+    """Kimi Delta Attention over state slots.
+
+    Attributes:
+        gate_rank: of the projections to decays and output gate; None projects directly.
+        lower_bound: of the log decays; None is Kimi's gate.
+    """
+
+    num_heads: int
+    head_dim: int = 128
+    gate_rank: int | None = None
+    lower_bound: float | None = None
+
+    norms = True
+    kernels = {"kimi_delta_attention_decode": "kda_decode"}
+
+    @property
+    def conv_dim(self) -> int:
+        return 3 * self.num_heads * self.head_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_dim, self.head_dim
+
+    @property
+    def key_heads(self) -> int:
+        return self.num_heads
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> KimiDeltaAttention:
+        return KimiDeltaAttention(
+            stream.hidden_size,
+            self.num_heads,
+            head_dim=self.head_dim,
+            conv_width=self.conv_width,
+            gate_rank=self.gate_rank,
+            lower_bound=self.lower_bound,
+            eps=stream.eps,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"]:
+        return kda.pack_kda_weights(*_small_weights(params))
+
+    def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
+        return _widened_gates(stream, params, "in_proj_b", ROWS)

@@ -1,0 +1,172 @@
+"""The feed-forwards: a gated MLP, and a mixture of experts."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jaxattn import moe
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.kernels.linear.cta import STEP
+from jaxattn.models.blocks.block import FeedForward, Matrix, Stream
+from jaxattn.models.caches.layer_cache import Arrays
+from jaxattn.nn import GatedMLP, MixtureOfExperts
+from jaxattn.nn.moe import Share, WeightFormat, experts_of_shared, stacked_names
+from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.moe.router_logits import split_router
+from jaxattn.ops.moe.routing import Router
+from jaxattn.parallel import ALONE, Dimension, Parallel, rank
+
+SHARED = "shared."  # before the names of a shared MLP's linears
+
+
+def _of_mlp(hidden: int, columns: int) -> dict[str, Matrix]:
+    wide = Matrix(hidden, columns)
+    return {"gate_proj": wide, "up_proj": wide, "down_proj": Matrix(columns, hidden)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLP(FeedForward):
+    """A gated MLP of `intermediate_size` columns."""
+
+    intermediate_size: int
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GatedMLP:
+        return GatedMLP(
+            stream.hidden_size, self.intermediate_size, fp8=self.fp8, **stream.dtypes, rngs=rngs
+        )
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        return _of_mlp(stream.hidden_size, self.intermediate_size)
+
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        """Columns of zeros up to a multiple of the kernels' step, whose products add exactly 0.
+
+        XLA's products copy a layer's matrices out of their stacks; the kernel reads them there.
+        """
+        if stream.dtype != "bfloat16" or self.intermediate_size % STEP == 0:
+            return {}
+
+        def padded(name: str, axis: int) -> Array:
+            weight = params[name]["weight"][...]
+            more = -weight.shape[axis] % STEP
+            return jnp.pad(weight, [(0, more if i == axis else 0) for i in range(weight.ndim)])
+
+        axes = {"gate_proj": 2, "up_proj": 2, "down_proj": 1}
+        return {f"{name}.weight": padded(name, axis) for name, axis in axes.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoE(FeedForward):
+    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all.
+
+    Attributes:
+        shared_gate: what is shared is times a sigmoid of the token.
+        weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
+        parallel: the layout of the GPUs of which one has these columns, and a part of the experts.
+    """
+
+    expert_size: int
+    router: Router
+    shared_size: int = 0
+    shared_gate: bool = False
+    weight_format: WeightFormat | None = None
+    parallel: Parallel = ALONE
+
+    norms = True
+
+    @property
+    def own_experts(self) -> int:
+        """Routed experts that one GPU has."""
+        return self.router.experts // self.parallel.size("expert")
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return stacked_names(self.weight_format, self.shared_gate, self.router.scores == "sigmoid")
+
+    @property
+    def summed_over(self) -> Dimension:
+        return "experts"
+
+    @property
+    def always(self) -> int:
+        """Experts of the stack, the last, that every token takes: the shared ones."""
+        return experts_of_shared(self.expert_size, self.shared_size, self.weight_format)
+
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        if stream.dtype != "bfloat16":
+            return {}
+        router = params["router"][...]
+        if not self.shared_gate:
+            return {"router": split_router(router)}
+        gate = params["shared_gate"][...]
+        return {"router": split_router(router, gate), "shared_gate": gate[:, :0]}
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
+        return MixtureOfExperts(
+            stream.hidden_size,
+            self.expert_size,
+            self.router,
+            shared_size=self.shared_size,
+            shared_gate=self.shared_gate,
+            weight_format=self.weight_format,
+            own_experts=self.own_experts,
+            fp8=[name.removeprefix(SHARED) for name in self.fp8],
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        if not self.shared_size or self.always:
+            return {}
+        found = _of_mlp(stream.hidden_size, self.shared_size)
+        return {f"{SHARED}{name}": matrix for name, matrix in found.items()}
+
+    def step(
+        self,
+        module: MixtureOfExperts,
+        x: Array | Unnormed,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerOf,
+        arena: Arena | None,
+        implementation: Implementation | None,
+        apart: bool = False,
+        share: Share | None = None,
+    ) -> tuple[Any, Arena | None]:
+        return module.step(
+            x,
+            stacks,
+            layer,
+            valid=valid,
+            share=share,
+            arena=arena,
+            apart=apart,
+            implementation=implementation,
+        )
+
+    def share(self, tokens: int) -> Share | None:
+        """This GPU's experts, and of the tokens as many as any other's; None where it has all."""
+        groups = self.parallel.size("expert")
+        if groups == 1:
+            return None
+        number = rank(self.parallel, "expert")
+        own_tokens = jnp.arange(tokens) * groups // tokens == number
+        return Share(number * self.own_experts, own_tokens)
+
+    def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        met = self.parallel.data if self.parallel.experts_meet else 1
+        return moe.scratch(
+            tokens=tokens * met,
+            top_k=self.router.top_k + self.always,
+            experts=self.own_experts + self.always,
+            hidden=stream.hidden_size,
+            expert_size=self.expert_size,
+            dtype=jnp.dtype(stream.dtype),
+            fp8=self.weight_format == "fp8",
+        )

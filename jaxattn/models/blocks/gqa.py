@@ -1,0 +1,240 @@
+"""Grouped-query attention as a mixer of tokens: its caches, its scratch and its two steps."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxattn import gqa
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.cache.formats import TURBOQUANT, KVFormat
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.models.blocks.block import Matrix, Stream
+from jaxattn.models.blocks.paged_mixer import PagedMixer, addressing, attended, spread_of
+from jaxattn.models.caches.cache_layouts import CodedPages, KeyValuePages
+from jaxattn.models.caches.layer_cache import Arrays
+from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.nn import GroupedQueryAttention, TurboQuantAttention
+from jaxattn.ops.linear.norm_linear import Unnormed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GQA(PagedMixer):
+    """Grouped-query attention over pages of keys and values, in Qwen3's names.
+
+    Attributes:
+        rope: rotates the first `rope.dim` dims of a head.
+        qk_norm: RMS norms of each head's query and key.
+        gated: the output is multiplied by sigmoid(gate).
+        window: keys that a token sees, its own included; None is all before it.
+        sinks: each head has a logit without a value in its softmax.
+        cache_format: of `KVFormat`; None is the compute dtype.
+        apart: the layers keep the compute dtype beside others of another format.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig
+    qk_norm: bool = False
+    gated: bool = False
+    window: int | None = None
+    sinks: bool = False
+    cache_format: str | None = None
+    apart: bool = False
+
+    norms = True
+    cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
+    read_apart = ("sinks", "kv_scale")
+
+    def in_format(self, name: str) -> "GQA":
+        if name in TURBOQUANT:
+            gqa.TurboFormat(preset=name, head_dim=self.head_dim)  # refuses, or warns
+        return dataclasses.replace(self, cache_format=name, apart=False)
+
+    def set_apart(self) -> "GQA":
+        return dataclasses.replace(self, cache_format=None, apart=True)
+
+    @property
+    def cache_name(self) -> str:
+        of_window = "" if self.window is None else f" of the last {self.window}"
+        return f"keys and values{of_window}{' set apart' if self.apart else ''}"
+
+    @property
+    def array(self) -> str:
+        """The name of the cache's array: layers of another window or format have another."""
+        of_window = "" if self.window is None else f"_{self.window}"
+        return f"kv_cache{of_window}{'_apart' if self.apart else ''}"
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        if self.coded is not None:
+            attention = f"turbo_decode_{self.coded.preset}"
+            return {"turbo_append": "turbo_append", "turbo_attention": attention}
+        return {"gqa_append": "gqa_append", "gqa_decode": "gqa_decode"}
+
+    @property
+    def coded(self) -> gqa.TurboFormat | None:
+        """The format of a TurboQuant cache; None of another."""
+        if self.cache_format not in TURBOQUANT:
+            return None
+        return gqa.TurboFormat(preset=self.cache_format, head_dim=self.head_dim)
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        hidden, heads = stream.hidden_size, self.num_heads * self.head_dim
+        keys = Matrix(hidden, self.num_kv_heads * self.head_dim)
+        return {
+            "q_proj": Matrix(hidden, heads * (2 if self.gated else 1)),
+            "k_proj": keys,
+            "v_proj": keys,
+            "o_proj": Matrix(heads, hidden),
+        }
+
+    def format(self, stream: Stream) -> KVFormat:
+        return KVFormat(self.cache_format or stream.dtype, self.head_dim)
+
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> GroupedQueryAttention:
+        module: Any = GroupedQueryAttention
+        if self.coded is not None:
+            module = functools.partial(TurboQuantAttention, self.coded.preset)
+        return module(
+            stream.hidden_size,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            rope=self.rope,
+            qk_norm=self.qk_norm,
+            gated=self.gated,
+            window=self.window,
+            sinks=self.sinks,
+            scaled_cache=self.cache_format == "fp8",
+            fp8=self.fp8,
+            eps=stream.eps,
+            norm_dtype=stream.norm_dtype,
+            **stream.dtypes,
+            rngs=rngs,
+        )
+
+    def cache(self, stream: Stream, layers: int) -> KeyValuePages | CodedPages:
+        if self.coded is not None:
+            return CodedPages(
+                name=self.cache_name,
+                layers=layers,
+                heads=self.num_kv_heads,
+                form=self.coded,
+                array=self.array,
+            )
+        return KeyValuePages(
+            name=self.cache_name,
+            layers=layers,
+            heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.format(stream).dtype,
+            array=self.array,
+        )
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        rows, q_len, heads = attended(self.parallel, rows, q_len, self.num_heads)
+        return gqa.scratch(
+            batch=rows,
+            q_len=q_len,
+            num_heads=heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=jnp.dtype(stream.dtype),
+            # Codes need the scratch of keys and values in the dtype of queries.
+            cache_dtype=None if self.coded is not None else self.format(stream).dtype,
+            max_pages=max_pages,
+            page_size=page_size,
+        )
+
+    def prefill(
+        self,
+        module: GroupedQueryAttention,
+        x: Array,
+        arrays: Arrays,
+        batch: PrefillBatch,
+        layer: LayerOf,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays]:
+        y, kv_cache = module.prefill(
+            x,
+            arrays[self.array],
+            block_tables=batch.block_tables,
+            seq_lens=batch.seq_lens,
+            query_lens=batch.query_lens,
+            layer=layer,
+            parallel=self.parallel,
+            implementation=implementation,
+        )
+        return y, {self.array: kv_cache}
+
+    def decode(
+        self,
+        module: GroupedQueryAttention,
+        x: Array | Unnormed,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: LayerOf,
+        weights: Array | None,
+        shared: dict[str, Any],
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, kv_cache, after, *sent = module.decode(
+            x,
+            arrays[self.array],
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
+            layer=layer,
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+            **self.exchanging(shared, arrays, implementation),
+        )
+        assert after is not None  # an arena came in
+        return y, {self.array: kv_cache, **self.exchanged_by(sent)}, after
+
+    @property
+    def exchanged(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_dim * (1 + self.gated), self.head_dim
+
+    def page_size(self, arrays: Arrays) -> int:
+        kv_cache = arrays[self.array]
+        return int(kv_cache.shape[3]) if self.coded is None else self.coded.page_size(kv_cache)
+
+    def shared(
+        self,
+        module: GroupedQueryAttention,
+        arrays: Arrays,
+        batch: DecodeBatch,
+        implementation: Any,
+    ) -> dict[str, Any]:
+        q_len, page_size = batch.tokens.shape[1], self.page_size(arrays)
+        spread = spread_of(self.parallel, batch, page_size)
+        _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
+        schedule = gqa.decode_schedule(
+            batch.seq_lens if spread is None else spread.lens,
+            q_len=together,
+            num_heads=heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_pages=batch.block_tables.shape[1],
+            page_size=page_size,
+            window=self.window,
+            batch_invariant=True,  # what a row is answered does not depend on who else asks
+            interpret=implementation == "mosaic_gpu_interpret",
+        )
+        rotation = module.decode_rotation(batch.seq_lens, q_len)
+        return {"schedule": schedule, "rotation": rotation, "spread": spread}
+
+    def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
+        if not self.qk_norm:
+            return None
+        return gqa.pack_gqa_weights(*(params[n]["weight"][...] for n in ("q_norm", "k_norm")))

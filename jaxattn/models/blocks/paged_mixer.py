@@ -1,0 +1,99 @@
+"""What mixers that attend over pages share: where rows and pages are, on one GPU of several."""
+
+import abc
+import dataclasses
+from typing import Any
+
+from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.validation.array_checks import Within
+from jaxattn.models.blocks.block import Mixer
+from jaxattn.models.caches.layer_cache import Arrays
+from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, closed, opened, within
+from jaxattn.models.interface import DecodeBatch
+from jaxattn.ops.mla.context_parallel_merge import meeting_room
+from jaxattn.parallel import ALONE, Parallel, Spread, gathered_in, pieces_of
+
+
+def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int, int, int]:
+    """(rows, tokens of each, heads) that one GPU's decode op is given.
+
+    Where GPUs have a part of each row's pages, the heads of all meet on each, and every new token
+    is a row of its own.
+    """
+    ways = parallel.context
+    return (rows, q_len, heads) if ways == 1 else (rows * q_len, 1, heads * ways)
+
+
+def spread_of(parallel: Parallel, batch: DecodeBatch, page_size: int) -> Spread | None:
+    """The pages of a step as this GPU sees them; None where it has all of them."""
+    return Spread.of(
+        parallel,
+        batch.block_tables,
+        batch.seq_lens,
+        page_size=page_size,
+        q_len=batch.tokens.shape[1],
+    )
+
+
+def addressing(
+    batch: DecodeBatch, shared: dict[str, Any], most_tokens: int | None
+) -> dict[str, Any]:
+    """Where this GPU writes new tokens, and the lengths of rows."""
+    spread, lens = shared["spread"], batch.seq_lens
+    return {
+        "block_tables": batch.block_tables if spread is None else spread.places,
+        "seq_lens": lens if most_tokens is None else Within(lens, most_tokens),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedMixer(Mixer):
+    """Attention over pages, of which several GPUs may have a part each.
+
+    Attributes:
+        parallel: the layout of the GPUs of which one has these heads.
+    """
+
+    parallel: Parallel = ALONE
+
+    @property
+    @abc.abstractmethod
+    def exchanged(self) -> tuple[int, int, int]:
+        """(heads of this GPU, numbers of each that it attends with, numbers of its output)."""
+
+    def exchanging(
+        self, shared: dict[str, Any], arrays: Arrays, implementation: Implementation | None
+    ) -> dict[str, Any]:
+        """`shared` with the mailbox among the arrays, if there is one, in its `Spread`."""
+        spread = shared["spread"]
+        if spread is None or not within(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
+            return shared
+        mailbox = opened(arrays, EXCHANGE)
+        options: dict[str, Any] = {"pieces": (pieces_of(*self.exchanged) or (1, 0))[0]}
+        rows, max_pages = spread.tables.shape
+        heads, numbers, _ = self.exchanged
+        gathered = gathered_in(heads * numbers)
+        if within(arrays, MEETING) and gathered and rows * gathered[0] <= mailbox.inbox.shape[2]:
+            size: Any = dict(max_pages=max_pages, page_size=self.page_size(arrays))
+            if meeting_room(rows, heads * spread.ways, **size):
+                options = {"pieces": gathered[0], "meeting": opened(arrays, MEETING)}
+        spread = spread.exchanging(mailbox, implementation=implementation, **options)
+        return {**shared, "spread": spread}
+
+    def exchanged_by(self, sent: list[Mailbox]) -> Arrays:
+        """The arrays of the mailboxes after rows were sent through them, if they were."""
+        found = zip(sent, (EXCHANGE, MEETING), strict=False)
+        return {name: array for each, of in found for name, array in closed(each, of).items()}
+
+    @property
+    def meeting(self) -> tuple[int, int] | None:
+        """(tokens, features) of a mailbox by which outputs of few rows meet; None: they do not."""
+        return None
+
+    @abc.abstractmethod
+    def page_size(self, arrays: Arrays) -> int:
+        """Tokens of a page of the cache's arrays."""
+
+    def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
+        return batch.block_tables.shape[1] * self.page_size(arrays) * self.parallel.context

@@ -1,0 +1,1 @@
+"""What a model keeps between steps: pages, recurrent states, symmetric memory."""

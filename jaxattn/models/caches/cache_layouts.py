@@ -1,0 +1,141 @@
+"""The kinds of cache that models are built of: pages of latents, keys and values, codes; states."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.turboquant.codec import TurboFormat
+from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
+from jaxattn.parallel import Parallel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentPages(LayerCache):
+    """MLA's latents: `kv_cache` [L, N, C, Ds] in one of the formats of `LatentFormat`."""
+
+    format: LatentFormat
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.layers, size.pages, size.page_size, self.format.width)
+        return {"kv_cache": jax.ShapeDtypeStruct(shape, self.format.dtype)}
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        return PartitionSpec(None, _pages(parallel))
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, pages, page_size, width = shape.shape
+        return (
+            f"{layers} MLA layers x {pages:,} pages x {page_size} tokens x {width} "
+            f"{shape.dtype.name}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyValuePages(LayerCache):
+    """Grouped-query attention's keys and values: `kv_cache` [L, N, 2, C, Hk, D].
+
+    Attributes:
+        heads: Hk, key-value heads.
+        head_dim: D.
+        dtype: of keys and values.
+        array: the name of their array, where another cache of the model has a `kv_cache`.
+    """
+
+    heads: int
+    head_dim: int
+    dtype: DTypeLike
+    array: str = "kv_cache"
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.layers, size.pages, 2, size.page_size, self.heads, self.head_dim)
+        return {self.array: jax.ShapeDtypeStruct(shape, self.dtype)}
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        return PartitionSpec(None, _pages(parallel), None, None, parallel.axes("heads"))
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, pages, _, page_size, heads, dim = shape.shape
+        return (
+            f"{layers} attention layers x {pages:,} pages x {page_size} tokens x 2 x {heads} heads "
+            f"x {dim} {shape.dtype.name}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodedPages(LayerCache):
+    """TurboQuant's codes of keys and values: `kv_cache` uint8 [L, N, Hk, C * slot_bytes].
+
+    Attributes:
+        heads: Hk, key-value heads.
+        form: of a token's slot.
+        array: the name of their array, where another cache of the model has a `kv_cache`.
+    """
+
+    heads: int
+    form: TurboFormat
+    array: str = "kv_cache"
+
+    @property
+    def head_dim(self) -> int:
+        return self.form.head_dim
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        shape = (self.layers, size.pages, self.heads, size.page_size * self.form.slot_bytes)
+        return {self.array: jax.ShapeDtypeStruct(shape, jnp.uint8)}
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        return PartitionSpec(None, _pages(parallel), parallel.axes("heads"))
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, pages, heads, size = shape.shape
+        form = self.form
+        return (
+            f"{layers} attention layers x {pages:,} pages x {size // form.slot_bytes} tokens x "
+            f"{heads} heads x {form.slot_bytes} bytes, {form.preset}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentState(LayerCache):
+    """A delta rule's states and the last inputs of the convolution before it, by slot.
+
+    Attributes:
+        conv_shape: [W - 1, Dc], the inputs that the next token's convolution reads.
+        conv_dtype: of those.
+        state_shape: [Hv, Dv, Dk], float32.
+        kind: of the layers, for the plan.
+    """
+
+    conv_shape: tuple[int, int]
+    conv_dtype: DTypeLike
+    state_shape: tuple[int, int, int]
+    kind: str = "GDN"
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        rows = (self.layers, size.slots + size.checkpoints)
+        return {
+            "conv_state": jax.ShapeDtypeStruct((*rows, *self.conv_shape), self.conv_dtype),
+            "ssm_state": jax.ShapeDtypeStruct((*rows, *self.state_shape), jnp.float32),
+        }
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        rows, heads = parallel.axes("data"), parallel.axes("tensor")
+        if array == "conv_state":
+            return PartitionSpec(None, rows, None, heads)
+        return PartitionSpec(None, rows, heads)
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        layers, slots, *of_slot = shape.shape
+        what = f"{layers} {self.kind} layers x {slots:,} slots x "
+        if array == "conv_state":
+            return f"{what}last {of_slot[0]} inputs x {of_slot[1]} {shape.dtype.name}"
+        return f"{what}{'x'.join(map(str, of_slot))} {shape.dtype.name}"
+
+
+def _pages(parallel: Parallel) -> tuple[str, ...]:
+    """The mesh axes of pages: a data group has its own, and in it each GPU that shares rows."""
+    return (*parallel.axes("data"), *parallel.axes("context"))

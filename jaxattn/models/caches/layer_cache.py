@@ -1,0 +1,178 @@
+"""What a model keeps of its rows between steps: a cache for each kind of layer, and the state."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int
+
+from jaxattn.arena import Arena
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.memory.budget import Item, nbytes
+from jaxattn.parallel import Parallel
+
+type Arrays = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """What a step carries, all of it donated and updated in place.
+
+    Attributes:
+        arena: scratch, `Model.scratch` of all steps overlaid.
+        caches: the arrays of each `LayerCache` by name, under the name of the cache.
+    """
+
+    arena: Arena
+    caches: dict[str, Arrays]
+
+    def array(self, name: str) -> Array:
+        """An array of any cache, such as "kv_cache": names are unique within a model.
+
+        Raises:
+            KeyError: no cache has it; the message lists those that there are.
+        """
+        found = {name: x for arrays in self.caches.values() for name, x in arrays.items()}
+        if name not in found:
+            raise KeyError(f"no cache has an array {name!r}; there are {', '.join(found)}")
+        return found[name]
+
+    def replace(self, cache: str, arrays: Arrays, arena: Arena | None = None) -> "DecodeState":
+        """The state with other arrays of one cache, and another arena if one is given."""
+        return DecodeState(self.arena if arena is None else arena, {**self.caches, cache: arrays})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSize:
+    """What a cache is made for.
+
+    Attributes:
+        pages: of `page_size` tokens each; the rows share them.
+        slots: one for each row that can be live.
+        checkpoints: slots beside those, for copies of a row's state; no row decodes in them.
+    """
+
+    pages: int
+    slots: int
+    page_size: int = PAGE_SIZE
+    checkpoints: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerCache(abc.ABC):
+    """What the layers of one kind keep of each row: any number of arrays, of any shape and dtype.
+
+    An array grows with the pages (latents, keys and values), with the slots (recurrent states, a
+    ring of inputs, a cursor for each row) or with neither.
+
+    Pages and slots that a row leaves are given to the next row as they are. So a fresh row, whose
+    `seq_lens` equals its `query_lens`, must read nothing that it has not written.
+
+    Attributes:
+        name: of the cache, unique within a model.
+        layers: how many layers it has; layer l of it is `array[l]`.
+    """
+
+    name: str
+    layers: int
+
+    @abc.abstractmethod
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each array, by a name that is unique within a model."""
+
+    def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
+        """How an array lies over several GPUs; here, each GPU has its own layers of it."""
+        return PartitionSpec(parallel.axes("all"))
+
+    @abc.abstractmethod
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        """What decides an array's bytes: the text of its line in the plan."""
+
+    def init(self, size: CacheSize) -> Arrays:
+        """The arrays before the first row."""
+        shapes = self.shapes(size)
+        return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
+
+    def connected(self, arrays: Arrays) -> Arrays:
+        """The arrays over several GPUs, once they lie where they stay: what says where is set."""
+        return arrays
+
+    def items(self, size: CacheSize) -> tuple[Item, ...]:
+        """The lines of the plan: one for each array, "kv_cache" as "kv cache"."""
+        without = self.shapes(dataclasses.replace(size, checkpoints=0))
+
+        def why(array: str, shape: jax.ShapeDtypeStruct) -> str:
+            if shape.shape == without[array].shape:
+                return self.describe(array, shape)
+            of_prefixes = (
+                f"{size.checkpoints:,} of the slots are for states at the ends of prefixes"
+            )
+            return f"{self.describe(array, shape)}; {of_prefixes}"
+
+        return tuple(
+            Item(line_name(array), nbytes(shape), why(array, shape))
+            for array, shape in self.shapes(size).items()
+        )
+
+    def copy_slots(
+        self, arrays: Arrays, source: Int[Array, " n"], target: Int[Array, " n"]
+    ) -> Arrays:
+        """Copies slots `source` to `target`, to make a checkpoint of rows or to go back to one.
+
+        Checkpoint slots are numbered behind the live ones. Arrays that grow with the slots are
+        copied. The caller keeps the pages of a checkpoint, so pages are not.
+        """
+        few, more = (self.shapes(CacheSize(pages=1, slots=slots)) for slots in (1, 2))
+        copied = {}
+        for name, array in arrays.items():
+            pairs = zip(few[name].shape, more[name].shape, strict=True)
+            axes = [axis for axis, (one, two) in enumerate(pairs) if one != two]
+            copied[name] = array
+            if axes:
+                before = (slice(None),) * axes[0]
+                copied[name] = array.at[(*before, target)].set(array[(*before, source)])
+        return copied
+
+
+# Lines that every plan has: no array of a cache may take their names.
+PLAN_LINES = (
+    "weights", "rows", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
+    "collectives", "step inputs and outputs",
+)  # fmt: skip
+
+
+def line_name(array: str) -> str:
+    """The name of an array's line in the plan."""
+    return array.replace("_", " ")
+
+
+def check_caches(caches: Sequence[LayerCache]) -> None:
+    """Raises ValueError, with the names, where the caches of a model contradict each other."""
+    small, large = CacheSize(pages=1, slots=1), CacheSize(pages=2, slots=2)
+    lines: dict[str, str] = {}
+    names: set[str] = set()
+    for cache in caches:
+        if cache.name in names:
+            raise ValueError(f"two caches have the name {cache.name!r}")
+        names.add(cache.name)
+        if cache.layers < 1:
+            raise ValueError(f"cache {cache.name!r} has {cache.layers} layers; it needs at least 1")
+        shapes = cache.shapes(small)
+        if cache.shapes(large).keys() != shapes.keys():
+            raise ValueError(f"cache {cache.name!r} has other arrays for other sizes")
+        for array in shapes:
+            if line_name(array) in PLAN_LINES:
+                raise ValueError(
+                    f"cache {cache.name!r} has an array {array!r}, and {line_name(array)!r} is "
+                    "another line of the plan; give it another name"
+                )
+            if other := lines.get(line_name(array)):
+                raise ValueError(
+                    f"caches {other!r} and {cache.name!r} both have an array {array!r}; arrays "
+                    "need names of their own"
+                )
+            lines[line_name(array)] = cache.name

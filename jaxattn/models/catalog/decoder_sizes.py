@@ -1,0 +1,209 @@
+"""What a plan needs to know of a model that this package runs: from the shapes of its parameters.
+
+    BuiltModel.of("Youtu-LLM-2B", model)
+
+Its parameters are those that the loader allocates, so that a line of the plan is a sum of their
+bytes.
+"""
+
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
+from jaxattn.memory.budget import nbytes
+from jaxattn.models.blocks import GQA, MLA, MLP, DeltaMixer, MoE
+from jaxattn.models.caches.layer_cache import LayerCache
+from jaxattn.models.catalog.model_sizes import KnownModel, Sizes, Weights
+from jaxattn.models.families.components.quantization import Quantization
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.sharding.partition_rules import divided, part_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuiltModel(KnownModel):
+    """A decoder, for a plan.
+
+    Attributes:
+        model: its decoder, with the weights' formats as the loader makes them.
+        quantization: of its checkpoint.
+    """
+
+    model: DecoderModel
+    quantization: Quantization | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        model: DecoderModel,
+        quantization: Quantization | None = None,
+        *,
+        unread: str = "",
+    ) -> "BuiltModel":
+        """Of a decoder.
+
+        Args:
+            unread: what the loader skips, in words.
+
+        Raises:
+            ValueError: nothing says how GPUs divide one of its parameters; it is named.
+        """
+        shapes = model.param_shapes()
+        dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(shapes)}))
+        return cls(
+            name=name,
+            weights=weights_of(model),
+            max_position_embeddings=model.max_position_embeddings,
+            stored=f"{dtypes}, {_as_loaded(model, quantization)}",
+            unread=unread,
+            model=model,
+            quantization=quantization,
+        )
+
+    @cached_property
+    def whole_fp8_bytes(self) -> int:
+        """Of the weights with every FP8 matrix of the checkpoint kept in FP8."""
+        total = 0
+        for key, leaf in nnx.to_flat_state(self.model.param_shapes()):
+            wide = jnp.dtype(leaf.dtype).itemsize > 1
+            if wide and part_of(self.model.spec, key).published_fp8:
+                scales = math.prod((*leaf.shape[:-2], *block_counts(*leaf.shape[-2:])))
+                total += leaf.size + 4 * scales
+            else:
+                total += leaf.size * jnp.dtype(leaf.dtype).itemsize
+        return total
+
+    @property
+    def num_heads(self) -> int:
+        mixers = self.model.spec.mixers.values()
+        return max((each.num_heads for each in mixers if isinstance(each, MLA | GQA)), default=0)
+
+    @property
+    def dtype(self) -> str:
+        return self.model.spec.stream.dtype
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        spec = self.model.spec
+        found: dict[str, Any] = {"num_heads": 0, "qk_dim": 0, "v_dim": 0}
+        for mixer in spec.mixers.values():
+            if isinstance(mixer, MLA):
+                found |= _of_mla(mixer)
+            elif isinstance(mixer, GQA):
+                heads = max(found["num_heads"], mixer.num_heads)
+                found |= {"num_heads": heads, "qk_dim": mixer.head_dim, "v_dim": mixer.head_dim}
+            elif isinstance(mixer, DeltaMixer):
+                found |= {
+                    "state_heads": mixer.state_shape[0],
+                    "key_heads": mixer.key_heads,
+                    "state_shape": mixer.state_shape[1:],
+                    "conv_channels": mixer.conv_dim,
+                }
+            else:
+                raise ValueError(
+                    f"a plan for several GPUs bounds MLA, GQA, GDN and KDA layers; {self.name} has "
+                    f"{type(mixer).__name__} layers"
+                )
+        kinds = {block.feed_forward for block in spec.blocks}
+        mlps = [each.intermediate_size for each in kinds if isinstance(each, MLP)]
+        moes = [each for each in kinds if isinstance(each, MoE)]
+        return Sizes(
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.stream.hidden_size,
+            mlp_size=max([*mlps, *(each.shared_size for each in moes)], default=0),
+            experts=max((each.router.experts for each in moes), default=0),
+            top_k=max((each.router.top_k for each in moes), default=0),
+            expert_size=max((each.expert_size for each in moes), default=0),
+            widened=_largest_fp8(self.model),
+            **found,
+        )
+
+    def in_cache_format(self, name: str, native_layers: int = 0) -> "BuiltModel":
+        if name == "auto" and not native_layers:
+            return self
+        model = self.model.with_cache_format(name, native_layers)
+        return BuiltModel.of(self.name, model, self.quantization, unread=self.unread)
+
+    def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
+        return divided(self.model, ways, cache_dtype).caches
+
+    def scratch(
+        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
+    ) -> tuple[ArenaSpec, ...]:
+        own = divided(self.model, ways).scratch(rows, q_len=q_len, max_pages=max_pages)
+        kinds = {block.feed_forward for block in self.model.spec.blocks}
+        tokens, stream = rows * q_len * gathered, self.model.spec.stream
+        return (*own, *(each.scratch(stream, tokens) for each in kinds if gathered > 1))
+
+    def copied_bytes(self, ways: int = 1) -> int:
+        model = divided(self.model, ways)
+        shapes = model.param_shapes()
+        return nbytes(jax.eval_shape(model.pack, shapes)) - nbytes(shapes)
+
+
+def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
+    """What the loader makes of the checkpoint's weights, in words."""
+    if quantization is None:
+        return "as the loader keeps them"
+    if quantization == "int4":
+        return "INT4 experts dequantized to bfloat16 on loading"
+    kinds = [block.feed_forward for block in model.spec.blocks]
+    shared = any(isinstance(each, MoE) and each.always for each in kinds)
+    fp8 = any(each.fp8 for block in model.spec.blocks for each in (block.mixer, block.feed_forward))
+    kept = "what no kernel reads in FP8" if fp8 else "other FP8 matrices"
+    kinds_kept = f"{'routed and shared' if shared else 'routed'} experts"
+    return (
+        f"{kinds_kept}{' and other matrices' if fp8 else ''} in FP8 with one scale per "
+        f"{BLOCK} x {BLOCK} block, {kept} dequantized to bfloat16 on loading"
+    )
+
+
+def _largest_fp8(model: DecoderModel) -> int:
+    """Numbers of the largest linear that stays FP8."""
+    stream = model.spec.stream
+    blocks = dict.fromkeys(model.spec.blocks)
+    layers = [layer for block in blocks for layer in (block.mixer, block.feed_forward)]
+    kept = (layer.matrices(stream)[name] for layer in layers for name in layer.fp8)
+    return max((matrix.inner * matrix.out for matrix in kept), default=0)
+
+
+def _of_mla(mixer: MLA) -> dict[str, Any]:
+    return {
+        "num_heads": mixer.num_heads,
+        "qk_dim": mixer.qk_nope_head_dim + mixer.qk_rope_head_dim,
+        "v_dim": mixer.v_head_dim,
+        "latent": mixer.kv_lora_rank + mixer.qk_rope_head_dim,
+        "low_rank": mixer.q_lora_rank or 0,
+    }
+
+
+def weights_of(model: DecoderModel) -> tuple[Weights, ...]:
+    """The lines of a decoder's parameters, in the order of its state."""
+    found = []
+    for key, leaf in nnx.to_flat_state(model.param_shapes()):
+        part = part_of(model.spec, key)
+        stack, shape = leaf.shape[: part.stacked], leaf.shape[part.stacked :]
+        weights = Weights(
+            kind=part.line,
+            shape=shape,
+            count=math.prod(stack),
+            split=part.split,
+            quantized=False,
+            dtype_bytes=jnp.dtype(leaf.dtype).itemsize,
+            scales=part.scales,
+        )
+        if part.always:
+            shared = weights.count // stack[-1] * part.always
+            found.append(
+                dataclasses.replace(weights, kind="shared experts", split="dense", count=shared)
+            )
+            weights = dataclasses.replace(weights, count=weights.count - shared)
+        found.append(weights)
+    return tuple(found)

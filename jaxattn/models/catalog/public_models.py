@@ -1,0 +1,98 @@
+"""Public models for a plan: shipped configurations, and folders with a config.json.
+
+    known.load("DeepSeek-R1")     known.load("path/of/a/folder")
+
+A `model_type` has a family (`models/registry.py`). The model is built, and its parameters, caches
+and scratch are those of the model that is served.
+
+Shipped: the fields of `NAMES`, in `models/catalog/known/*.json`, each with its source.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
+from jaxattn.models.registry import WeightsFormat, family_of, read_decoder
+
+DATA = Path(__file__).parent / "known"
+
+
+class KnownModelError(ValueError):
+    """No such model, or a config.json that is not understood."""
+
+
+NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json")))
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The fields of a shipped configuration; case does not matter.
+
+    Raises:
+        KnownModelError: there is none of that name; the message lists them.
+    """
+    for known in NAMES:
+        if known.lower() == name.lower():
+            return read_json(DATA / f"{known}.json")
+    raise KnownModelError(
+        f"unknown configuration {name!r}: use one of {', '.join(NAMES)}, or a folder with a "
+        "config.json"
+    )
+
+
+def load(name: str, dense: WeightsFormat | None = None) -> KnownModel:
+    """A shipped model by its name, or a folder's config.json.
+
+    Args:
+        dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
+
+    Raises:
+        KnownModelError: there is none, or its config.json is not understood. The words are those
+            of the loader.
+    """
+    for known in NAMES:
+        if known.lower() == name.lower():
+            return from_config(known, config_of(known), known, dense)
+    folder = Path(name)
+    if not folder.is_dir():
+        config_of(name)  # says which names there are
+    if not (folder / CONFIG).is_file():
+        raise KnownModelError(f"{folder} is a folder without a {CONFIG}")
+    try:
+        config = read_json(folder / CONFIG)
+    except CheckpointError as error:
+        raise KnownModelError(str(error)) from error
+    return from_config(folder.name, config, str(folder / CONFIG), dense)
+
+
+def from_config(
+    name: str, config: dict[str, Any], where: str, dense: WeightsFormat | None = None
+) -> KnownModel:
+    """The model of a config.json.
+
+    Args:
+        where: the file, for messages.
+        dense: of `load`.
+
+    Raises:
+        KnownModelError: the model type is unknown, or a field is missing or does not fit.
+    """
+    try:
+        fields = Fields(config, where)
+        model, quantization = read_decoder(fields, dense=dense)
+        unread = _words(family_of(fields).skipped(fields))
+        return BuiltModel.of(name, model, quantization, unread=unread)
+    except ValueError as error:
+        raise KnownModelError(str(error)) from error
+
+
+def _words(skipped: tuple[str, ...]) -> str:
+    """What the loader skips; the beginnings of its tensors' names say it."""
+    vision = [name for name in skipped if "visual." in name]
+    found = ["the vision tower"] if vision else []
+    if len(vision) < len(skipped):
+        found.append("the prediction (MTP) layers")
+    return " and ".join(found)

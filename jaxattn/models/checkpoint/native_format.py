@@ -1,0 +1,264 @@
+"""The package's own format of a model: a folder with config.json and model.safetensors.
+
+    save("model", config, params)
+    config, params = load("model")
+
+config.json is one JSON object with the fields of `HybridConfig`; `rope` and `rope.yarn` are objects
+with those of `RopeConfig` and `YarnConfig`. Fields with a default may be left out.
+
+model.safetensors holds these tensors. Names begin with the layer: `G` is repeats.gdn.<j>, GDN layer
+j of every repeat, `M` is repeats.mla, the MLA layer of every repeat, and `L` is both. Sizes:
+N num_repeats, E hidden_size, F intermediate_size, H num_attention_heads, Q q_lora_rank,
+R kv_lora_rank, U qk_nope_head_dim, P qk_rope_head_dim, V v_head_dim, and of the GDN layers Hk and
+Hv heads, Dk and Dv head dims, W linear_conv_kernel_dim.
+
+    embedding                   [vocab_size, E]
+    norm.weight                 [E]
+    lm_head.weight              [E, vocab_size]         without tie_embeddings
+    L.norm.weight               [N, E]
+    L.mlp_norm.weight           [N, E]
+    L.mlp.gate_proj.weight      [N, E, F]
+    L.mlp.up_proj.weight        [N, E, F]
+    L.mlp.down_proj.weight      [N, F, E]
+    G.gdn.in_proj_qkvz.weight   [N, E, 2*Hk*Dk + 2*Hv*Dv]
+    G.gdn.in_proj_ba.weight     [N, E, 2*Hv]
+    G.gdn.conv1d                [N, 2*Hk*Dk + Hv*Dv, W]
+    G.gdn.A_log                 [N, Hv]                 float32
+    G.gdn.dt_bias               [N, Hv]                 float32
+    G.gdn.norm.weight           [N, Dv]
+    G.gdn.out_proj.weight       [N, Hv*Dv, E]
+    M.mla.q_proj.weight         [N, E, H*(U + P)]       without q_lora_rank
+    M.mla.q_a_proj.weight       [N, E, Q]               with q_lora_rank
+    M.mla.q_a_norm.weight       [N, Q]                  with q_lora_rank
+    M.mla.q_b_proj.weight       [N, Q, H*(U + P)]       with q_lora_rank
+    M.mla.kv_a_proj.weight      [N, E, R + P]
+    M.mla.kv_a_norm.weight      [N, R]
+    M.mla.w_uk                  [N, H, U, R]
+    M.mla.w_uv                  [N, H, R, V]
+    M.mla.o_proj.weight         [N, H*V, E]
+
+The others are of dtype `param_dtype`. All numbers are finite. The file's metadata may hold a CRC-32
+of each tensor, `crc32.<name>`, which `load` compares; `save` writes them.
+
+A whole example, of a model of bytes with random parameters:
+
+    >>> import jax
+    >>> from jaxattn.models import Hybrid, HybridConfig, checkpoint
+    >>> config = HybridConfig(
+    ...     vocab_size=256, hidden_size=32, intermediate_size=48, num_repeats=2, gdn_per_repeat=1,
+    ...     num_attention_heads=1, param_dtype="float32",
+    ... )
+    >>> checkpoint.save("model", config, Hybrid(config).init_params(jax.random.key(0)))
+    >>> loaded, params = checkpoint.load("model")
+    >>> loaded == config, params["embedding"].shape, params["embedding"].dtype.name
+    (True, (256, 32), 'float32')
+
+`python -m jaxattn.serve --model model` serves such a folder.
+"""
+
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import nnx
+
+from jaxattn.core.package import PACKAGE
+from jaxattn.core.validation.config_fields import shown, some
+from jaxattn.models.checkpoint.safetensors_header import check_layout, parse_object, read_header
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid, from_stored, stored_shapes, to_stored
+from jaxattn.models.interface import check_params
+from jaxattn.models.registry import FAMILIES
+
+EMBEDDED = (
+    PACKAGE / "models" / "embedded" / "tiny"
+)  # the model of bytes that ships with the package
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+SHARDS = "model.safetensors.index.json"  # of a Hugging Face folder with several files
+MOST_CONFIG_BYTES = 2**20
+SCANNED_BYTES = 2**20  # at a time, so that they are still in the processor's cache when read again
+# Of the dtypes of parameters: the words they are made of, and the exponent's bits, all 1 in NaN
+# and infinity alone.
+_EXPONENTS = {"bfloat16": ("uint16", 0x7F80), "float32": ("uint32", 0x7F800000)}
+
+
+class CheckpointError(ValueError):
+    """The folder is not a model that can be loaded; the message names the file and the tensor."""
+
+
+def save(path: str | os.PathLike, config: HybridConfig, params: nnx.State) -> None:
+    """Writes the folder, making it if needed. A model in it is replaced by a complete one.
+
+    Args:
+        path: the folder.
+        config: the model's configuration.
+        params: its parameters, as `Hybrid.init_params` or training gives them.
+
+    Raises:
+        CheckpointError: `params` are not those of `config`, or hold NaN or infinity. Nothing is
+            written then.
+    """
+    folder = Path(path)
+    try:
+        check_params(Hybrid(config).param_shapes(), params)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    tensors = to_stored(config, params)
+    scans = {name: _scan(_bytes(tensor), tensor.dtype.name) for name, tensor in tensors.items()}
+    _check_finite(folder, {name: finite for name, (_, finite) in scans.items()})
+    sums = {f"crc32.{name}": crc for name, (crc, _) in scans.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{WEIGHTS}.partial"
+    partial.write_bytes(safetensors.numpy.save(tensors, metadata=sums))
+    partial.replace(folder / WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def read_config(path: str | os.PathLike) -> HybridConfig:
+    """The folder's config alone; no tensor is read.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged, or another package's.
+    """
+    file = Path(path) / CONFIG
+    with _reading(file):
+        if (size := _size(file)) > MOST_CONFIG_BYTES:
+            raise CheckpointError(
+                f"{file} has {size:,} bytes; a configuration has at most {MOST_CONFIG_BYTES:,}"
+            )
+        text = file.read_bytes()
+    try:
+        values = parse_object(text)
+        _refuse_hugging_face(file, values)
+        return HybridConfig.from_dict(values)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not a model's configuration: {error}") from error
+
+
+def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
+    """The folder's config and parameters, on the default device.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or a tensor is missing, unexpected, of
+            another shape or dtype, cut off or changed, or holds NaN or infinity.
+    """
+    folder = Path(path)
+    config = read_config(folder)
+    return config, from_stored(config, read_tensors(folder, config))
+
+
+def read_tensors(path: str | os.PathLike, config: HybridConfig) -> dict[str, np.ndarray]:
+    """The folder's tensors by name, mapped from its file: all that `from_stored` needs.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    file = Path(path) / WEIGHTS
+    content = _mapped(file)
+    try:
+        header = read_header(content)
+    except ValueError as error:
+        raise CheckpointError(f"{file} {error}") from error
+    # Before the layout: it takes products of the shapes, which are known to be small from here on.
+    _check_names(file, config, {name: tensor[:2] for name, tensor in header.tensors.items()})
+    try:
+        check_layout(header)
+    except ValueError as error:
+        raise CheckpointError(f"{file} {error}") from error
+    arrays, finite = {}, {}
+    for name, (dtype, shape, begin, end) in header.tensors.items():
+        data = header.data[begin:end]
+        crc, finite[name] = _scan(data, dtype)
+        if header.metadata.get(f"crc32.{name}", crc) != crc:
+            raise CheckpointError(f"{file}: tensor {name!r} is damaged: its checksum differs")
+        arrays[name] = data.view(jnp.dtype(dtype)).reshape(shape)
+    _check_finite(file, finite)
+    return arrays
+
+
+def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
+    """Says what is supported, where the file is of a public model in its publisher's format."""
+    if not values.keys() & {"model_type", "architectures", "text_config", "transformers_version"}:
+        return
+    kind = values.get("model_type")
+    raise CheckpointError(
+        f"{file} is a Hugging Face configuration (model_type {shown(kind)}). This loader reads "
+        "jaxattn's own format, which jaxattn.models.checkpoint describes and its save() writes. "
+        f"jaxattn.models.load(folder) reads these types too: {', '.join(FAMILIES)}. `python -m "
+        f"jaxattn.plan {file.parent}` plans their memory"
+    )
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raises CheckpointError where the file cannot be read."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        hint = ""
+        if file.name == WEIGHTS and (file.parent / SHARDS).exists():
+            hint = f"; the folder has {SHARDS}, and weights in several files are not supported"
+        raise CheckpointError(f"cannot read {file}: {error.strerror}{hint}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
+
+
+def _size(file: Path) -> int:
+    """Bytes of a regular file: a pipe or a device may have no end."""
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"cannot read {file}: it is not a regular file")
+    return status.st_size
+
+
+def _mapped(file: Path) -> np.ndarray:
+    """The file's bytes, uint8 [size], read when they are used."""
+    with _reading(file):
+        if not _size(file):  # NumPy maps no empty file
+            return np.zeros(0, np.uint8)
+        return np.memmap(file, np.uint8, mode="r")
+
+
+def _check_names(file: Path, config: HybridConfig, found: dict) -> None:
+    expected = {name: (leaf.dtype.name, leaf.shape) for name, leaf in stored_shapes(config).items()}
+    for name, (dtype, shape) in expected.items():
+        wanted = f"{dtype}{list(shape)}"
+        if name not in found:
+            raise CheckpointError(f"{file}: tensor {name!r} is missing; expected {wanted}")
+        if found[name] != (dtype, shape):
+            actual = f"{found[name][0][:100]}{shown(list(found[name][1]))}"
+            raise CheckpointError(f"{file}: tensor {name!r} is {actual}; expected {wanted}")
+    if unexpected := sorted(found.keys() - expected.keys()):
+        names = [repr(name) for name in unexpected]
+        raise CheckpointError(f"{file}: unexpected tensor {some(names, most=1)}")
+
+
+def _check_finite(file: Path, finite: Mapping[str, bool]) -> None:
+    """Raises with the names of the tensors that are not."""
+    if broken := [repr(name) for name, holds in finite.items() if not holds]:
+        raise CheckpointError(f"{file}: NaN or infinity in tensor {some(broken)}")
+
+
+def _scan(data: np.ndarray, dtype: str) -> tuple[str, bool]:
+    """Of a tensor's bytes: their CRC-32, and whether all numbers are finite; one pass over them."""
+    word, exponent = _EXPONENTS[dtype]
+    crc, finite = 0, True
+    for begin in range(0, data.size, SCANNED_BYTES):
+        part = data[begin : begin + SCANNED_BYTES]
+        crc = zlib.crc32(part.data, crc)
+        finite = finite and bool((part.view(word) & exponent).max() < exponent)
+    return f"{crc:08x}", finite
+
+
+def _bytes(tensor: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)

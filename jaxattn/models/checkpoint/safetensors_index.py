@@ -1,0 +1,151 @@
+"""The safetensors files of a folder: which there are, and what their headers say.
+
+A folder has model.safetensors, or model.safetensors.index.json and the shards that it names. A
+shard may be a link, as in the cache of the hub; its name may not lead out of the folder.
+
+No pickle is read: reading one can run code.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxattn.core.validation.config_fields import shown, some
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.checkpoint.safetensors_header import (
+    DTYPES,
+    Header,
+    check_layout,
+    parse_object,
+    read_header,
+)
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MOST_CONFIG_BYTES = 2**20
+MOST_INDEX_BYTES = 100 * 2**20
+MOST_NUMBERS = 2**40
+
+
+class Found(NamedTuple):
+    """A tensor of a folder.
+
+    Attributes:
+        file: that it lies in.
+        dtype, shape: as the file says.
+        begin, nbytes: where its bytes lie in the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+def open_tensors(folder: Path) -> dict[str, Found]:
+    """The tensors of all files by name; of the files only the headers are read.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or two files hold a tensor of one name.
+    """
+    found: dict[str, Found] = {}
+    for name in _files(folder):
+        file = folder / name
+        header, size = _header(file)
+        for tensor, (dtype, shape, begin, end) in header.tensors.items():
+            if tensor in found:
+                raise CheckpointError(
+                    f"tensor {tensor!r} is in two files, {found[tensor].file.name} and {file.name}"
+                )
+            found[tensor] = Found(file, dtype, shape, size + begin, end - begin)
+    return found
+
+
+def read_json(file: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it is missing, too large or no JSON object.
+    """
+    try:
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if (size := file.stat().st_size) > most_bytes:
+            raise CheckpointError(f"{file} has {size:,} bytes, and at most {most_bytes:,} are read")
+        return parse_object(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of a folder's safetensors files.
+
+    Raises:
+        CheckpointError: there are none, or the index names what is no file of the folder.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    if not (folder / INDEX).is_file():
+        pickles = sorted(repr(each.name) for kind in PICKLES for each in folder.glob(kind))
+        hint = f"; no pickle is read, for it can run code: {some(pickles)}" if pickles else ""
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+    names = shards_of(folder / INDEX)
+    for name in names:
+        if not _is_file(folder / name):
+            raise CheckpointError(f"{folder / INDEX} names {name[:200]!r}, which is missing")
+    return names
+
+
+def shards_of(index: Path) -> list[str]:
+    """The files that an index names, which need not be there.
+
+    Raises:
+        CheckpointError: the index is damaged, or names what can be no file of its folder.
+    """
+    tensors = read_json(index, MOST_INDEX_BYTES).get("weight_map")
+    if not isinstance(tensors, dict) or not tensors:
+        raise CheckpointError(
+            f"{index}: weight_map must be an object with tensors; got {shown(tensors)}"
+        )
+    names = set()
+    for name in tensors.values():
+        plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
+        if not plain or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {shown(name)}, which is no shard of the folder")
+        names.add(name)
+    return sorted(names)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # the name is too long for a file
+        return False
+
+
+def _header(file: Path) -> tuple[Header, int]:
+    """A file's header, checked, and where its tensors' bytes begin."""
+    try:
+        size = file.stat().st_size
+        content = np.memmap(file, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+        header = read_header(content)
+        for name, tensor in header.tensors.items():
+            if tensor.dtype not in DTYPES.values():
+                known = ", ".join(DTYPES)
+                raise ValueError(f"holds {name!r} of {shown(tensor.dtype)}; known are {known}")
+            if math.prod(tensor.shape) >= MOST_NUMBERS:
+                raise ValueError(f"holds {name!r} of absurd shape {shown(list(tensor.shape))}")
+        check_layout(header)
+        return header, size - header.data.size
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} {error}") from error

@@ -1,0 +1,1 @@
+"""The byte-level model that ships with the package."""

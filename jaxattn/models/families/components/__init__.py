@@ -1,0 +1,1 @@
+"""What several families share: attention, experts, configuration fields, quantization."""

@@ -1,0 +1,51 @@
+"""What all families share: fields of the decoder, and tensors of norms and dense MLPs."""
+
+from jaxattn.models.blocks import Block, Stream
+from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.weight_map.tensor_mapping import AS_IT_IS, LayerPlace, Placed
+from jaxattn.models.weight_map.transforms import Change
+
+
+def read_decoder(
+    fields: Fields, blocks: tuple[Block, ...], norm_dtype: str | None = None
+) -> DecoderModel:
+    """The decoder of these blocks, in bfloat16.
+
+    Args:
+        norm_dtype: of the weights of norms, if it is another.
+    """
+    return DecoderModel(
+        DecoderSpec(
+            vocab_size=fields.integer("vocab_size"),
+            stream=Stream(
+                hidden_size=fields.integer("hidden_size"),
+                eps=fields.number("rms_norm_eps", 1e-6),
+                dtype="bfloat16",
+                param_dtype="bfloat16",
+                norm_dtype=norm_dtype,
+                out_init_scale=(2 * len(blocks)) ** -0.5,
+            ),
+            blocks=blocks,
+            max_position_embeddings=fields.integer("max_position_embeddings"),
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+        )
+    )
+
+
+def norms(place: LayerPlace, hidden: int, change: Change = AS_IT_IS) -> list[Placed]:
+    """The norms before the mixer and the feed-forward; `change` is done to their weights."""
+    return [
+        place.vector("input_layernorm", hidden, "norm", change=change),
+        place.vector("post_attention_layernorm", hidden, "mlp_norm", change=change),
+    ]
+
+
+def mlp(place: LayerPlace, hidden: int, width: int, name: str = "mlp") -> list[Placed]:
+    """A dense feed-forward."""
+    return [
+        place.linear(f"{name}.gate_proj", width, hidden, "mlp", "gate_proj"),
+        place.linear(f"{name}.up_proj", width, hidden, "mlp", "up_proj"),
+        place.linear(f"{name}.down_proj", hidden, width, "mlp", "down_proj"),
+    ]

@@ -1,0 +1,120 @@
+"""Tensors of a mixture of experts: router, routed experts and shared experts."""
+
+import dataclasses
+
+from jaxattn.core.numerics.fp8_block_scaling import block_counts
+from jaxattn.models.blocks import MoE
+from jaxattn.models.weight_map.encodings import Numbers
+from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed
+from jaxattn.models.weight_map.transforms import ExpertColumns, ExpertRows
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """How a family names the tensors of its experts.
+
+    Attributes:
+        layer: of the whole.
+        expert: of an expert's gate, up and down.
+        bias: of the router's correction.
+    """
+
+    layer: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: str = "e_score_correction_bias"
+
+
+def placed(
+    place: LayerPlace,
+    hidden: int,
+    moe: MoE,
+    *,
+    shared: str = "shared_experts",
+    fused: bool = False,
+    names: Names = Names(),
+) -> list[Placed]:
+    """Router, routed experts and shared experts.
+
+    Args:
+        shared: the shared experts' name.
+        fused: the routed experts of a layer are two tensors.
+    """
+    count, shared = moe.router.experts, f"{names.layer}.{shared}"
+    found = [place.matrix(f"{names.layer}.gate", count, hidden, "mlp", "router")]
+    if moe.router.scores == "sigmoid":
+        name = f"{names.layer}.gate.{names.bias}"
+        found.append(place.plain(name, (count,), "mlp", "correction_bias"))
+    if fused:
+        found += _fused(place, hidden, moe)
+    else:
+        for expert in range(count):
+            found += _expert(place, hidden, moe, expert, names)
+    if moe.shared_gate:
+        found.append(place.matrix(f"{shared}_gate", 1, hidden, "mlp", "shared_gate"))
+    if moe.always:
+        found += _shared(place, hidden, moe, shared)
+    elif size := moe.shared_size:
+        for name, out, inner in (
+            ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
+        ):  # fmt: skip
+            tensor = f"{shared}.{name}"
+            found.append(place.linear(tensor, out, inner, "mlp", "shared", name))
+    return found
+
+
+def _fused(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
+    """All routed experts' gate and up rows in one tensor, and their down rows in another."""
+    count, width = moe.router.experts, moe.expert_size
+    return [
+        place.plain("mlp.experts.gate_up_proj", (count, 2 * width, hidden), "mlp", "gate_up_proj"),
+        place.plain("mlp.experts.down_proj", (count, hidden, width), "mlp", "down_proj"),
+    ]
+
+
+def _shared(place: LayerPlace, hidden: int, moe: MoE, name: str) -> list[Placed]:
+    """The three linears of the shared experts, and their scales if experts stay FP8."""
+    width, first = moe.expert_size, moe.router.experts
+    up, down = (moe.shared_size, hidden), (hidden, moe.shared_size)
+    kept = Numbers() if moe.weight_format == "fp8" else None
+    both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
+    gate_rows, up_rows = (ExpertRows(width, first, (below, 0)) for below in (0, width))
+    columns = ExpertColumns(width, first)
+    found = [
+        place.shared(f"{name}.gate_proj", *up, gate_rows, *both, stored=kept),
+        place.shared(f"{name}.up_proj", *up, up_rows, *both, stored=kept),
+        place.shared(f"{name}.down_proj", *down, columns, *last, stored=kept),
+    ]
+    if kept is None:
+        return found
+    (blocks,) = block_counts(width)
+    gate_rows, up_rows = (ExpertRows(blocks, first, (number, 0, 0)) for number in (0, 1))
+    columns, scale = ExpertColumns(blocks, first), ("mlp", "gate_up_scale")
+    return [
+        *found,
+        place.shared_scale(f"{name}.gate_proj", *up, gate_rows, *scale),
+        place.shared_scale(f"{name}.up_proj", *up, up_rows, *scale),
+        place.shared_scale(f"{name}.down_proj", *down, columns, "mlp", "down_scale"),
+    ]
+
+
+def _expert(place: LayerPlace, hidden: int, moe: MoE, expert: int, names: Names) -> list[Placed]:
+    """The three linears of a routed expert, and the scales of those that stay FP8."""
+    width = moe.expert_size
+    of_gate, of_up, of_down = (f"{names.layer}.experts.{expert}.{each}" for each in names.expert)
+    up, down = (expert, width, hidden), (expert, hidden, width)
+    kept = Numbers() if moe.weight_format == "fp8" else None
+    both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
+    found = [
+        place.expert(of_gate, *up, *both, stored=kept),
+        place.expert(of_up, *up, *both, below=width, stored=kept),
+        place.expert(of_down, *down, *last, stored=kept),
+    ]
+    if kept is None:
+        return found
+    scale = "mlp", "gate_up_scale"
+    return [
+        *found,
+        place.expert_scale(of_gate, *up, *scale, number=0),
+        place.expert_scale(of_up, *up, *scale, number=1),
+        place.expert_scale(of_down, *down, "mlp", "down_scale"),
+    ]

@@ -1,0 +1,302 @@
+"""What the engine asks of a model: its caches, its scratch and its two steps.
+
+    prefill(params, state, batch) -> (logits [B, vocab], state)
+    decode(params, state, batch) -> (logits [B, vocab], state)
+
+The engine, the plan and the seal go through `Model` and `LayerCache`. They name no model and no
+kind of cache. docs/adding-a-model.md walks through a complete model.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.core.dispatch import Implementation
+from jaxattn.models.caches.layer_cache import CacheSize, DecodeState, LayerCache
+from jaxattn.parallel import ALONE, Group, Parallel, Vocabulary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeBatch:
+    """The next S tokens of each row, S = 1 unless several tokens are known.
+
+    Attributes:
+        tokens: int32 [B, S].
+        seq_lens: int32 [B], the new tokens included; 0 is a padding row.
+        block_tables: int32 [B, M], pages of the row in order; entries past its length are never
+            read.
+        state_indices: int32 [B], the row's state slot; -1 is a padding row.
+        write_indices: int32 [B, S], the slots that take the states behind each of the tokens;
+            None writes the last to the slot that was read.
+    """
+
+    tokens: Int[Array, "B S"]
+    seq_lens: Int[Array, "B"]
+    block_tables: Int[Array, "B M"]
+    state_indices: Int[Array, "B"]
+    write_indices: Int[Array, "B S"] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PrefillBatch:
+    """A chunk of each row's prompt, left-aligned in T tokens.
+
+    Attributes:
+        tokens: int32 [B, T].
+        query_lens: int32 [B], tokens of the chunk; 0 is a padding row.
+        seq_lens: int32 [B], the row's length after the chunk. A row whose `seq_lens` equals its
+            `query_lens` is fresh: it starts from zero states, whatever its slot holds.
+        block_tables: int32 [B, M].
+        state_indices: int32 [B]; -1 is a padding row.
+    """
+
+    tokens: Int[Array, "B T"]
+    query_lens: Int[Array, "B"]
+    seq_lens: Int[Array, "B"]
+    block_tables: Int[Array, "B M"]
+    state_indices: Int[Array, "B"]
+
+
+class Model(abc.ABC):
+    """A decoder as the engine sees it. Two equal models share their executables.
+
+    A model is hashable: a frozen dataclass of its configuration, as `DecoderModel` is.
+    """
+
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Tokens are from 0 to `vocab_size` - 1."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """The layout of the GPUs of which this model is one's."""
+        return ALONE
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens that the steps of one GPU return logits of."""
+        return Vocabulary(self.vocab_size)
+
+    @property
+    def logit_columns(self) -> int:
+        """Of the logits of all GPUs; what lies behind the last token is -inf."""
+        return self.vocabulary.columns * self.vocabulary.parts
+
+    @property
+    @abc.abstractmethod
+    def max_position_embeddings(self) -> int:
+        """The longest row in tokens. Nothing is allocated by it."""
+
+    @property
+    @abc.abstractmethod
+    def caches(self) -> tuple[LayerCache, ...]:
+        """What the layers keep of the rows."""
+
+    @abc.abstractmethod
+    def param_shapes(self) -> Any:
+        """The parameters as shapes and dtypes, before `pack`."""
+
+    @abc.abstractmethod
+    def prefill(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """A chunk of each row's prompt.
+
+        Returns:
+            Float32 logits of each row's last valid token (0 for a padding row), and the state.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """The next tokens of each row.
+
+        Returns:
+            Float32 logits of each row's last token (0 for a padding row), and the state.
+        """
+
+    def decode_each(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        """As `decode`, with the logits of each of the new tokens, for drafts.
+
+        Raises:
+            TypeError: the model has no such step.
+        """
+        raise TypeError(f"{type(self).__name__} has no decode_each, which drafts need")
+
+    def scratch(
+        self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
+    ) -> tuple[ArenaSpec, ...]:
+        """The scratch of each op of a decode step of `rows` rows of up to `max_pages` pages."""
+        return ()
+
+    def with_cache_format(self, name: str, native_layers: int = 0) -> "Model":
+        """The same model with caches in a format of `CACHE_FORMATS`.
+
+        Args:
+            native_layers: so many first and so many last layers keep the cache that they have.
+
+        Raises:
+            ValueError: it has no such format; those that it has are named.
+        """
+        if name != "auto" or native_layers:
+            raise ValueError(f"cache_format={name!r}: {type(self).__name__} has auto alone")
+        return self
+
+    def without_peer_memory(self) -> "Model":
+        """The same model, whose kernels reach the memory of no other GPU."""
+        return self
+
+    def pack(self, params: Any) -> Any:
+        """The parameters as the steps read them fastest. The engine calls it once, on loading."""
+        return params
+
+    def copies(self, params: Any) -> Any:
+        """Arrays, or shapes, of what packed parameters have more numbers than the parameters: small
+        weights a second time, and zeros beside matrices of odd widths."""
+        return ()
+
+    # --- on several GPUs, of the model that `models.divided` returns
+
+    @property
+    def whole(self) -> "Model":
+        """The model that the GPUs divide; on one GPU, this one."""
+        return self
+
+    def packed_specs(self) -> Any:
+        """The PartitionSpec of each packed parameter."""
+        return jax.tree.map(
+            lambda _: PartitionSpec(), jax.eval_shape(self.pack, self.param_shapes())
+        )
+
+    def param_specs(self) -> Any:
+        """The PartitionSpec of each parameter, before `pack`."""
+        return jax.tree.map(lambda _: PartitionSpec(), self.param_shapes())
+
+    def place_params(self, params: Any, group: Group) -> Any:
+        """The whole model's parameters over a group, each GPU's share on its device."""
+        raise TypeError(f"{type(self).__name__} runs on one GPU")
+
+    def state_specs(self) -> DecodeState:
+        """The PartitionSpec of each array of a `DecodeState`."""
+        arena: Any = PartitionSpec(self.parallel.axes("all"))
+        one = CacheSize(pages=1, slots=1)
+        caches: Any = {
+            cache.name: {name: cache.spec(name, self.parallel) for name in cache.shapes(one)}
+            for cache in self.caches
+        }
+        return DecodeState(arena, caches)
+
+    @property
+    def kernels(self) -> Mapping[str, str]:
+        """Decode op -> its kernel's name in a compiled step."""
+        return {}
+
+
+def overlaid(specs: Iterable[ArenaSpec]) -> ArenaSpec:
+    """The arena of ops that run one after another: the maximum, whatever runs first."""
+    return reduce(or_, specs, ArenaSpec())
+
+
+def scratch_spec(
+    model: Model, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
+) -> ArenaSpec:
+    """What one decode step needs, however many layers there are: the ops' scratch, overlaid."""
+    return overlaid(model.scratch(rows, max_pages=max_pages, q_len=q_len, page_size=page_size))
+
+
+def init_state(model: Model, size: CacheSize, spec: ArenaSpec) -> DecodeState:
+    """Zeroed caches and an arena. Under `jax.eval_shape` it says the bytes without a device."""
+    return DecodeState(
+        Arena.allocate(spec), {cache.name: cache.init(size) for cache in model.caches}
+    )
+
+
+def check_params(shapes: Any, params: Any) -> None:
+    """Raises ValueError, with the first name, unless `params` have these shapes and dtypes."""
+    expected, found = (
+        {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+        for leaves in map(jax.tree.leaves_with_path, (shapes, params))
+    )
+    for name, shape in expected.items():
+        wanted = f"{shape.dtype.name}{list(shape.shape)}"
+        if name not in found:
+            raise ValueError(f"parameter {name!r} is missing; expected {wanted}")
+        leaf = found[name]
+        if (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype):
+            actual = f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+            raise ValueError(f"parameter {name!r} is {actual}; expected {wanted}")
+    if unexpected := sorted(found.keys() - expected.keys()):
+        raise ValueError(f"unexpected parameter {unexpected[0]!r}")
+
+
+def compiler_options(backend: str) -> dict[str, bool | int | str] | None:
+    """Options for a `jax.jit` around a step; None where there is nothing to set.
+
+    XLA's Triton matmuls copy each layer's weights out of the stack before they read them, and its
+    dot merger does so to join two products with one left side. Rematerialization counts a state
+    that fills the device twice, as argument and as result, and computes parts of the step again to
+    save what is no temp at all.
+    """
+    if backend != "gpu":
+        return None
+    return {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_disable_hlo_passes": "rematerialization",
+    }
+
+
+def jit_step(
+    step: Callable,
+    *,
+    implementation: Implementation | None = None,
+    backend: str | None = None,
+    out_shardings: Any = None,
+) -> Any:
+    """A step jitted as (params, state, batch) -> (logits, state), the state donated.
+
+    Args:
+        step: a model's `decode` or `prefill`.
+        backend: "cpu" or "gpu", for the compiler options; None is JAX's default backend.
+        out_shardings: shardings of all that the step returns, over several devices. Without them
+            XLA gives a donated buffer to any output of as many bytes.
+    """
+    if implementation is not None:
+        step = partial(step, implementation=implementation)
+    return jax.jit(
+        step,
+        donate_argnums=1,
+        compiler_options=compiler_options(backend or jax.default_backend()),
+        out_shardings=out_shardings,
+    )

@@ -1,0 +1,1 @@
+"""Weights from disk or a hub to the devices."""

@@ -1,0 +1,243 @@
+"""Fetches a model of the Hugging Face hub: the files that are needed, and no others.
+
+    folder = fetch_config("org/name", revision="main")
+    fetch_text("org/name", folder)
+    fetch_weights("org/name", folder, on_progress=print)
+
+The order is the caller's chance to refuse a model by its config.json, before gigabytes are asked
+for. All three work on one commit: the folder that `fetch_config` returns is named for it.
+
+`huggingface_hub` does the transfer, with its own conventions: HF_HOME is the cache, HF_TOKEN the
+token, HF_ENDPOINT another hub, and HF_HUB_OFFLINE keeps to what is cached. Code, pickles and
+weights in other formats are never asked for.
+"""
+
+import concurrent.futures
+import contextlib
+import errno
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import tqdm
+
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.checkpoint.safetensors_index import CONFIG, INDEX, WEIGHTS, shards_of
+from jaxattn.models.loading.weight_loader import OnProgress
+
+TEXT = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tiktoken.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+AT_A_TIME = 4
+
+
+class HubError(CheckpointError):
+    """A model cannot be fetched; the message is one line."""
+
+
+def fetch_config(name: str, *, revision: str | None = None) -> Path:
+    """The folder with the model's config.json; no other file is fetched.
+
+    Args:
+        revision: a branch, a tag or a commit; None is the main branch.
+
+    Raises:
+        HubError: there is no such model or revision, it may not be read, or the hub is not reached.
+    """
+    with _plainly(name, revision):
+        return Path(hf_hub_download(name, CONFIG, revision=revision)).parent
+
+
+def fetch_text(name: str, folder: Path) -> None:
+    """Fetches what the tokenizer is made of, as far as the model has it.
+
+    Args:
+        folder: that `fetch_config` returned.
+
+    Raises:
+        HubError: see `fetch_config`.
+    """
+    with _plainly(name):
+        _fetch(name, folder, _sizes(name, folder, TEXT, needed=False))
+
+
+def fetch_weights(name: str, folder: Path, *, on_progress: OnProgress | None = None) -> None:
+    """Fetches model.safetensors, or the shards that the model's index names.
+
+    Args:
+        folder: that `fetch_config` returned.
+        on_progress: called with the bytes that are there and the bytes in all, from any thread.
+            What it raises ends the transfer.
+
+    Raises:
+        HubError: see `fetch_config`; or the model has no safetensors, or the disk no room.
+        CheckpointError: the index is damaged.
+    """
+    with _plainly(name):
+        _fetch(name, folder, _sizes(name, folder, [INDEX], needed=False))
+        names = shards_of(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
+        sizes = _sizes(name, folder, names, needed=True)
+        if missing := [file for file in names if file not in sizes]:
+            raise HubError(f"{name} has no {missing[0]}: only safetensors are read")
+        _check_room(name, folder, sizes)
+        _fetch(name, folder, sizes, on_progress)
+
+
+def _sizes(name: str, folder: Path, files: Sequence[str], *, needed: bool) -> dict[str, int]:
+    """Bytes of those files that the commit has.
+
+    Args:
+        needed: where the hub cannot be reached, what is cached does not do.
+    """
+    cached = {file: (folder / file).stat().st_size for file in files if (folder / file).is_file()}
+    if len(cached) == len(files):
+        return cached
+    try:
+        found = HfApi().get_paths_info(name, list(files), revision=folder.name)
+    except (OfflineModeIsEnabled, HTTPError):
+        if needed:
+            raise
+        return cached
+    return {each.path: each.size for each in found if isinstance(each, RepoFile)}
+
+
+def _check_room(name: str, folder: Path, sizes: dict[str, int]) -> None:
+    wanted = sum(size for file, size in sizes.items() if not (folder / file).exists())
+    free = shutil.disk_usage(folder).free
+    if wanted > free:
+        raise HubError(
+            f"{name} needs {wanted:,} more bytes and {constants.HF_HUB_CACHE} has {free:,} free; "
+            "make room, or set HF_HOME to a larger disk"
+        )
+
+
+def _fetch(
+    name: str, folder: Path, sizes: dict[str, int], on_progress: OnProgress | None = None
+) -> None:
+    """Fetches files of the folder's commit, a few at a time; those that are there are kept."""
+    total, done = sum(sizes.values()), 0
+    lock = threading.Lock()
+
+    def count(new: int) -> None:
+        nonlocal done
+        with lock:
+            done += new
+            if on_progress:
+                on_progress(done, total)
+
+    def fetch(file: str) -> None:
+        if (folder / file).exists():
+            count(sizes[file])
+            return
+        hf_hub_download(name, file, revision=folder.name, tqdm_class=_counting(count))
+
+    with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
+        started = [pool.submit(fetch, file) for file in sizes]
+        try:
+            for each in concurrent.futures.as_completed(started):
+                each.result()
+        except BaseException:
+            for each in started:
+                each.cancel()
+            raise
+
+
+def _counting(count: Callable[[int], None]) -> type[tqdm]:
+    """A progress bar that draws nothing and counts bytes."""
+
+    class Counting(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+        def update(self, n: float | None = 1) -> None:
+            count(int(n or 0))  # bytes on the disk
+
+        def update_transfer(self, n: float | None = 1) -> None:
+            """Bytes of the network, which arrive before they are on the disk."""
+
+        def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
+            """Their rate."""
+
+    return Counting
+
+
+@contextlib.contextmanager
+def _plainly(name: str, revision: str | None = None) -> Iterator[None]:
+    """Raises HubError, in one line, for all that the hub or the way to it can say."""
+    try:
+        yield
+    except GatedRepoError as error:
+        raise HubError(_gated(name)) from error
+    except RevisionNotFoundError as error:
+        raise HubError(f"{name} has no revision {revision or 'main'!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise HubError(
+            f"the hub has no model {name}, or it is private: check the name"
+            + ("" if get_token() else ", or set HF_TOKEN to a token that may read it")
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise HubError(_unreachable(name, error)) from error
+    except EntryNotFoundError as error:
+        raise HubError(f"{name} has no {CONFIG} on the hub: it is not a model") from error
+    except HfHubHTTPError as error:
+        raise HubError(_answered(name, error)) from error
+    except HTTPError as error:
+        raise HubError(
+            f"{name}: the connection to {constants.ENDPOINT} failed: {_line(error)}"
+        ) from error
+    except HFValidationError as error:
+        raise HubError(f"{name} is no name on the hub: {_line(error)}") from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise HubError(
+                f"{name}: no room is left in {constants.HF_HUB_CACHE}; make some, or set HF_HOME "
+                "to a larger disk"
+            ) from error
+        raise HubError(f"{name}: {error.filename or 'the hub'}: {_line(error)}") from error
+
+
+def _gated(name: str) -> str:
+    said = f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}"
+    if get_token():
+        return f"{said} with the account of your HF_TOKEN"
+    return f"{said}, and set HF_TOKEN to a token of your account"
+
+
+def _answered(name: str, error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    why = ": HF_TOKEN may not read it, or is no token" if status in (401, 403) else ""
+    return f"{name}: {constants.ENDPOINT} answered {status}{why}"
+
+
+def _unreachable(name: str, error: Exception) -> str:
+    if constants.is_offline_mode():
+        return f"HF_HUB_OFFLINE is set, and {name} is not whole in {constants.HF_HUB_CACHE}"
+    cause = error.__cause__
+    if isinstance(cause, HfHubHTTPError):
+        return _answered(name, cause)
+    why = f" ({_line(cause)})" if cause else ""
+    return f"{name} is not in the cache, and {constants.ENDPOINT} cannot be reached{why}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

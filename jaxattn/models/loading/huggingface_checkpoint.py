@@ -1,0 +1,215 @@
+"""Reads a folder in the layout of the Hugging Face hub: config.json and safetensors, one or many.
+
+    model, params = load("Youtu-LLM-2B")
+
+The headers of all files are checked against the family's table before one byte of a tensor is read.
+What is missing, unknown or of another shape or dtype is named, all of it at once. Then the
+parameters are allocated and filled (`weight_loader.py`).
+
+Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups (`components/quantization.py`).
+Routed experts in FP8 stay FP8, and with `dense` other matrices too (`fp8_linears.py`). Every other
+quantized weight becomes a float: its product with its scale in float32, rounded once.
+
+No code of a repository is run, and no pickle is read.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.core.validation.config_fields import shown, some
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.checkpoint.safetensors_index import CONFIG, Found, open_tensors, read_json
+from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.quantization import Quantization, stored_as
+from jaxattn.models.loading.kv_scales import is_scale, read_scales
+from jaxattn.models.loading.read_plan import Source, Weight
+from jaxattn.models.loading.weight_loader import READERS, OnProgress, fill
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.registry import Published, WeightsFormat, read_model
+from jaxattn.models.weight_map.encodings import Part
+from jaxattn.models.weight_map.tensor_mapping import Key, Placed
+
+DTYPES = ("bfloat16", "float32")
+
+
+def load(
+    folder: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
+    readers: int = READERS,
+    on_progress: OnProgress | None = None,
+) -> tuple[DecoderModel, nnx.State]:
+    """The model of a folder and its parameters, on JAX's default device.
+
+    Args:
+        folder: config.json, and model.safetensors or the shards that its index names.
+        dtype: "bfloat16" or "float32", of the products and the weights; None is bfloat16.
+        experts: of the routed experts' weights. None is FP8 where they are stored so, and `dtype`
+            otherwise. "fp8" refuses a folder that stores them in another format. "bfloat16" makes
+            `dtype` of FP8 ones, also where that is float32.
+        dense: the same of the matrices beside the routed experts; None is `registry.DENSE` where
+            they are stored in FP8. Those with a shape that no kernel reads become `dtype`.
+        readers: threads that read ahead. Loading takes at most `filling.PART_BYTES` of host memory
+            for each, whatever the model's size.
+        on_progress: called with the bytes that are placed and the bytes in all.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, config.json says what is not supported, or
+            the tensors are not those of the model. Nothing was allocated then.
+        ValueError: `readers` is no positive integer.
+    """
+    path = Path(folder)
+    check_sizes("load", readers=readers)
+    published = read_config(path, dtype, experts, dense)
+    weights, scales = open_weights(path, published)
+    return published.model, place(
+        published.model, weights, scales, readers=readers, on_progress=on_progress
+    )
+
+
+def read_config(
+    folder: Path,
+    dtype: str | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
+) -> Published:
+    """What config.json says, of that file alone; arguments are those of `load`.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or says what is not supported.
+    """
+    if dtype not in (None, *DTYPES):
+        raise CheckpointError(f"dtype must be None, 'bfloat16' or 'float32'; got {shown(dtype)}")
+    try:
+        fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
+        published = read_model(fields, experts, dense)
+        model = published.model.with_dtype(dtype) if dtype else published.model
+    except (ConfigError, ValueError) as error:
+        raise CheckpointError(str(error)) from error
+    published = published._replace(model=model)
+    return _as_stored(folder, published) if dense is None else published
+
+
+def _as_stored(folder: Path, published: Published) -> Published:
+    """What config.json says, but for FP8 matrices beside the experts that the folder has in floats.
+
+    It is unchanged where the weights are not there yet, or damaged: loading will say so.
+    """
+    layers = (each for b in published.model.spec.blocks for each in (b.mixer, b.feed_forward))
+    if not any(layer.fp8 for layer in layers):
+        return published
+    try:
+        dtypes = {name: tensor.dtype for name, tensor in open_tensors(folder).items()}
+    except CheckpointError:
+        return published
+    return published.as_stored(dtypes)
+
+
+def open_weights(folder: Path, published: Published) -> tuple[list[Weight], dict[Key, np.ndarray]]:
+    """The tensors of each weight, of which only the headers are read, and the scales of an FP8
+    cache.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the tensors are not those of the model.
+    """
+    tensors = open_tensors(folder)
+    placed = published.placed(tensors)
+    weights = find(folder, tensors, placed, published.skipped, published.quantization)
+    return weights, read_scales(tensors, published.model.spec)
+
+
+def place(
+    model: DecoderModel,
+    weights: Sequence[Weight],
+    scales: Mapping[Key, np.ndarray],
+    *,
+    readers: int = READERS,
+    on_progress: OnProgress | None = None,
+) -> nnx.State:
+    """The parameters, on JAX's default device; `scales` are some of them."""
+    flat: dict[Any, Any] = dict(nnx.to_flat_state(model.param_shapes()))
+    shapes = {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for key, leaf in flat.items()
+        if key not in scales
+    }
+    arrays = {key: jnp.asarray(scale) for key, scale in scales.items()}
+    arrays |= fill(shapes, weights, readers=readers, on_progress=on_progress)
+    return nnx.from_flat_state([(k, leaf.replace(arrays[k])) for k, leaf in flat.items()])
+
+
+def find(
+    folder: Path,
+    found: Mapping[str, Found],
+    placed: Sequence[Placed],
+    skipped: tuple[str, ...] = (),
+    quantization: Quantization | None = None,
+) -> list[Weight]:
+    """The tensors of each weight.
+
+    Args:
+        found: all tensors of the folder.
+        skipped: beginnings of names that may be there and are not read.
+
+    Raises:
+        CheckpointError: the tensors are not those of the model; every difference is named.
+    """
+    dtypes = {name: tensor.dtype for name, tensor in found.items()}
+    weights, expected, missing, others = [], set[str](), dict[str, None](), dict[str, None]()
+    for each in placed:
+        stored = each.stored or stored_as(each.name, dtypes, quantization)
+        try:
+            parts = stored.parts(each.name, each.shape)
+        except ValueError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
+        expected.update(part.name for part in parts)
+        missing |= dict.fromkeys(repr(part.name) for part in parts if part.name not in found)
+        there = [part for part in parts if part.name in found]
+        others |= dict.fromkeys(
+            wrong for part in there for wrong in _differences(part, found[part.name], each.shape)
+        )
+        sources = tuple(Source(found[part.name], part.rows) for part in there if part.rows)
+        weights.append(Weight(each, stored, sources))
+    unknown = [repr(n) for n in found if n not in expected and not _is_skipped(n, skipped)]
+    wrong = [
+        f"{what} {some(list(names), width=200)}"
+        for what, names in (
+            ("missing", missing), ("unknown", unknown), ("of another shape or dtype", others)
+        )
+        if names
+    ]  # fmt: skip
+    if wrong:
+        hint = ""
+        if any(key[-1] == "scale" for key in (each.placed.key for each in weights)):
+            hint = "; dense='bfloat16' (--dense bfloat16) takes FP8 and floats beside the experts"
+        raise CheckpointError(
+            f"{folder}: the tensors are not the model's: {'; '.join(wrong)}{hint}"
+        )
+    return weights
+
+
+def _differences(part: Part, tensor: Found, shape: tuple[int, ...]) -> Iterator[str]:
+    """In words, how a tensor differs from the part that it should be."""
+    if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
+        dtypes = "a float" if "bfloat16" in part.dtypes else " or ".join(part.dtypes)
+        found = f"{part.name!r} {tensor.dtype}{shown(list(tensor.shape))}"
+        yield f"{found}, expected {dtypes}{list(part.shape)}"
+    elif not part.rows:
+        stated = np.fromfile(tensor.file, tensor.dtype, len(shape), offset=tensor.begin).tolist()
+        if stated != list(shape):
+            yield f"{part.name!r} says {stated}, expected {list(shape)}"
+
+
+def _is_skipped(name: str, skipped: tuple[str, ...]) -> bool:
+    # Old files hold the frequencies of RoPE, which the configuration says too.
+    return name.startswith(skipped) or name.endswith("rotary_emb.inv_freq") or is_scale(name)

@@ -1,0 +1,63 @@
+"""The scales of an FP8 cache of keys and values: those of a published checkpoint, or 1.
+
+A checkpoint may say per layer by what stored keys and values are multiplied, as `k_scale` and
+`v_scale` beside the attention's weights: one number each, or one per key-value head.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxattn.models.blocks import GQA
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.checkpoint.safetensors_index import Found
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.weight_map.tensor_mapping import Key, layer_places
+
+_SCALE = re.compile(r"\.layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_scale$")
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor is a scale of the cache, which only an FP8 one reads."""
+    return _SCALE.search(name) is not None
+
+
+def read_scales(found: Mapping[str, Found], spec: DecoderSpec) -> dict[Key, np.ndarray]:
+    """The parameters `kv_scale` of a decoder, float32 [repeats, 2, Hk] each.
+
+    Args:
+        found: all tensors of the folder.
+
+    Raises:
+        CheckpointError: a scale is no positive number, or has another size than 1 or Hk.
+    """
+    scales: dict[Key, np.ndarray] = {}
+    rows: dict[int, np.ndarray] = {}
+    repeats = [
+        s.repeats for s in spec.segments for _ in range(s.repeats) for _ in range(len(s.pattern))
+    ]
+    for layer, place in enumerate(layer_places(spec)):
+        mixer = spec.blocks[layer].mixer
+        if isinstance(mixer, GQA) and mixer.format(spec.stream).scaled:
+            key = (*place.key, "mixer", "kv_scale")
+            shape = (repeats[layer], 2, mixer.num_kv_heads)
+            rows[layer] = scales.setdefault(key, np.ones(shape, np.float32))[place.repeat]
+    for name, tensor in found.items():
+        match = _SCALE.search(name)
+        if match is None or (layer := int(match[1])) not in rows:
+            continue
+        row = rows[layer]["kv".index(match[2])]
+        count = math.prod(tensor.shape)
+        if count not in (1, row.size):
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} {list(tensor.shape)} must have 1 or {row.size} numbers"
+            )
+        numbers = np.fromfile(tensor.file, tensor.dtype, count, offset=tensor.begin)
+        row[:] = numbers.astype(np.float32)
+        if not (np.isfinite(row) & (row > 0)).all():
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} must be positive, and is {row.tolist()}"
+            )
+    return scales

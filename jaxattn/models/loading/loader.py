@@ -1,0 +1,211 @@
+"""A model from a folder, whichever format the folder has.
+
+    model, params = load("models/Youtu-LLM-2B")
+
+or in three steps, of which each can refuse the folder before the next costs anything:
+
+    folder = read_folder("models/Youtu-LLM-2B") config.json alone
+    weights = folder.open()                     the headers of the weights
+    params = weights.place()                    reads the weights and puts them on the device
+"""
+
+import abc
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from jaxattn.models.checkpoint import native_format
+from jaxattn.models.checkpoint.safetensors_index import CONFIG, read_json
+from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.model import Hybrid, from_stored
+from jaxattn.models.interface import Model
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.loading.sharded_weight_loader import place_over
+from jaxattn.models.loading.weight_loader import OnProgress
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.registry import Published, WeightsFormat
+from jaxattn.models.sharding.decoder import OneOfMany, divided
+from jaxattn.parallel import ALONE, Group, Parallel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The weights of a folder: checked, and not on the device.
+
+    Attributes:
+        nbytes: of all tensors that are placed, as they are stored.
+        put: what `place` does on one device.
+        put_over: what it does on several; without it the whole is put on one first.
+    """
+
+    nbytes: int
+    put: Callable[[OnProgress | None], Any]
+    put_over: Callable[[OneOfMany, Group, OnProgress | None], Any] | None = None
+
+    def place(
+        self,
+        on_progress: OnProgress | None = None,
+        *,
+        model: Model | None = None,
+        group: Group | None = None,
+    ) -> Any:
+        """The parameters, on JAX's default device, or each GPU's share on its device.
+
+        Args:
+            on_progress: called with the bytes that are placed and the bytes in all. What it raises
+                ends the loading.
+            model, group: what `divided` made of the folder's model, and the devices of its GPUs.
+        """
+        if group is None or not isinstance(model, OneOfMany):
+            return self.put(on_progress)
+        if self.put_over is None:
+            return model.place_params(self.put(on_progress), group)
+        return self.put_over(model, group, on_progress)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFolder(abc.ABC):
+    """A folder of which config.json was read, and no more."""
+
+    path: Path
+    model: DecoderModel
+
+    def in_cache_format(self, name: str, native_layers: int = 0) -> Self:
+        """The folder of the model with such a cache, see `Model.with_cache_format`.
+
+        Raises:
+            ValueError: the model has no such format.
+        """
+        model = self.model.with_cache_format(name, native_layers)
+        return dataclasses.replace(self, model=model)
+
+    @abc.abstractmethod
+    def open(self) -> Weights:
+        """The folder's weights; nothing is allocated.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or the tensors are not the model's.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HubFolder(ModelFolder):
+    """In the layout of the Hugging Face hub."""
+
+    published: Published
+
+    def in_cache_format(self, name: str, native_layers: int = 0) -> Self:
+        found = super().in_cache_format(name, native_layers)
+        published = self.published._replace(model=found.model)
+        return dataclasses.replace(found, published=published)
+
+    def open(self) -> Weights:
+        weights, scales = huggingface_checkpoint.open_weights(self.path, self.published)
+        put = functools.partial(huggingface_checkpoint.place, self.model, weights, scales)
+        nbytes = sum(weight.nbytes for weight in weights)
+        return Weights(
+            nbytes=nbytes,
+            put=lambda on_progress: put(on_progress=on_progress),
+            put_over=lambda model, group, on_progress: place_over(
+                model, weights, scales, group, on_progress=on_progress
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnFolder(ModelFolder):
+    """In the package's own format, whose checksums `open` compares."""
+
+    config: HybridConfig
+
+    def open(self) -> Weights:
+        tensors = native_format.read_tensors(self.path, self.config)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+
+        def put(on_progress: OnProgress | None) -> Any:
+            params = from_stored(self.config, tensors)
+            if on_progress:
+                on_progress(nbytes, nbytes)
+            return params
+
+        return Weights(nbytes=nbytes, put=put)
+
+
+def read_folder(
+    path: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
+) -> ModelFolder:
+    """The model that a folder's config.json says; its format is recognised by `model_type`.
+
+    Args:
+        dtype: of a folder from the hub: "bfloat16" or "float32"; None is bfloat16. The package's
+            own format says its dtype itself.
+        experts: of a folder from the hub: "fp8" or "bfloat16", what routed experts are kept in;
+            None: FP8 where they are stored so.
+        dense: likewise, of the matrices beside them; None is `registry.DENSE`.
+
+    Raises:
+        CheckpointError: config.json is missing or damaged, or the model is not supported.
+        ValueError: a dtype or format of weights for the package's own format.
+    """
+    folder = Path(path)
+    if "model_type" in read_json(folder / CONFIG):
+        published = huggingface_checkpoint.read_config(folder, dtype, experts, dense)
+        return HubFolder(path=folder, model=published.model, published=published)
+    for name, value in (("dtype", dtype), ("experts", experts), ("dense", dense)):
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
+    config = native_format.read_config(folder)
+    return OwnFolder(path=folder, model=Hybrid(config), config=config)
+
+
+def load(
+    folder: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
+    cache_format: str = "auto",
+    native_layers: int = 0,
+    parallel: Parallel = ALONE,
+) -> tuple[DecoderModel, Any]:
+    """The model of a folder and its parameters, on JAX's default device.
+
+    Args:
+        folder: in the layout of the Hugging Face hub (`jaxattn.models.loading.huggingface_checkpoint`), or in the
+            package's own format (`jaxattn.models.checkpoint`).
+        dtype, experts, dense: see `read_folder`.
+        cache_format, native_layers: those of the `Limits` that the model will be served with; an
+            FP8 cache reads its scales from the folder, or takes 1.
+        parallel: of several GPUs, the first of JAX's devices, which get a share each, for an
+            `Engine` of the same layout.
+
+    Raises:
+        TypeError: the folder is no path.
+        CheckpointError: the folder or a file is missing, a file is damaged, or the model is not
+            supported.
+        ValueError: a dtype or format of weights for the package's own format, or the model has no
+            such cache or layout.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"load: folder must be a path, got {type(folder).__name__}")
+    if not Path(folder).exists():
+        raise native_format.CheckpointError(
+            f"load: there is no folder {str(folder)!r}; fetch a model of the hub first, by "
+            "huggingface_hub.snapshot_download, and load the folder that this returns"
+        )
+    found = read_folder(folder, dtype=dtype, experts=experts, dense=dense)
+    found = found.in_cache_format(cache_format, native_layers)
+    if parallel.gpus == 1:
+        return found.model, found.open().place()
+    group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
+    own = divided(found.model, parallel)
+    return found.model, found.open().place(model=own, group=group)

@@ -1,0 +1,177 @@
+"""Cuts the tensors of a folder into blocks: what is read, sent and placed at once.
+
+A block holds whole weights that follow each other in a stack, as the experts of a layer do, or
+consecutive rows of one large weight. Blocks are in the order of the files, and no byte is in two.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from jaxattn.models.checkpoint.safetensors_index import Found
+from jaxattn.models.weight_map.encodings import Stored
+from jaxattn.models.weight_map.tensor_mapping import Key, Placed
+from jaxattn.models.weight_map.transforms import Change
+
+BLOCK_BYTES = 4 * 2**20
+ALIGNMENT = 64  # of an array in a buffer
+
+type Shapes = Mapping[Key, jax.ShapeDtypeStruct]
+
+
+class Source(NamedTuple):
+    """A tensor of a weight; so many of the weight's rows lie in one of its rows."""
+
+    tensor: Found
+    rows: int
+
+
+class Weight(NamedTuple):
+    """A published weight: where it goes, and the tensors that hold its numbers."""
+
+    placed: Placed
+    stored: Stored
+    sources: tuple[Source, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.tensor.nbytes for source in self.sources)
+
+
+class Span(NamedTuple):
+    """Consecutive bytes of a file."""
+
+    file: Path
+    begin: int
+    nbytes: int
+
+
+class Piece(NamedTuple):
+    """An array of a block: the same source of each weight, one after another.
+
+    Attributes:
+        dtype, shape: [weights, rows, ...].
+        spans: its bytes, in order.
+        offset: of the array in a buffer of the block.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(span.nbytes for span in self.spans)
+
+
+class Block(NamedTuple):
+    """What is read, sent and placed at once.
+
+    Attributes:
+        key: of the parameter.
+        start: where the block begins in it.
+        stacked: the parameter is a stack, and the block's weights are consecutive rows of it.
+    """
+
+    key: Key
+    start: tuple[int, ...]
+    stacked: bool
+    stored: Stored
+    change: Change
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of a buffer that holds the pieces."""
+        return self.pieces[-1].offset + self.pieces[-1].nbytes
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Blocks with equal ones are placed alike in parameters of one shape."""
+        sizes = tuple((piece.dtype, piece.shape) for piece in self.pieces)
+        return self.stacked, self.stored, self.change, sizes
+
+
+def cut(weights: Sequence[Weight], shapes: Shapes, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+    """The blocks of all weights, in the order of the files.
+
+    Args:
+        shapes: of the parameters that the weights go to.
+        block_bytes: a block has at most so many, but at least the rows that belong together.
+    """
+    alike: dict[object, list[Weight]] = {}
+    for weight in weights:
+        place, first = weight.placed, weight.sources[0].tensor
+        dtypes = tuple(source.tensor.dtype for source in weight.sources)
+        key = first.file, place.key, place.index[:-1], place.change, weight.stored, dtypes
+        alike.setdefault(key, []).append(weight)
+    blocks: list[Block] = []
+    for group in alike.values():
+        for run in _runs(group, block_bytes):
+            blocks += _blocks(run, len(shapes[run[0].placed.key].shape), block_bytes)
+    return sorted(blocks, key=lambda block: block.pieces[0].spans[0])
+
+
+def _runs(group: list[Weight], block_bytes: int) -> Iterator[list[Weight]]:
+    """Weights that follow each other in their stack: a power of two of them, a block's at most.
+
+    Few lengths occur then, and each needs a program of its own.
+    """
+    group = sorted(group, key=lambda weight: weight.placed.index)
+    most = max(block_bytes // max(group[0].nbytes, 1), 1)
+    begin = 0
+    while begin < len(group):
+        end = begin + 1
+        while end < min(begin + most, len(group)) and _follows(group[end - 1], group[end]):
+            end += 1
+        end = begin + 2 ** ((end - begin).bit_length() - 1)
+        yield group[begin:end]
+        begin = end
+
+
+def _follows(before: Weight, after: Weight) -> bool:
+    index = before.placed.index
+    return index != () and after.placed.index[-1] == index[-1] + 1
+
+
+def _blocks(run: list[Weight], dims: int, block_bytes: int) -> Iterator[Block]:
+    """One block of several weights, or those of one: its rows may be too many for a block."""
+    place, stored = run[0].placed, run[0].stored
+    rows = place.shape[0]
+    together = math.lcm(place.change.rows_together, stored.rows_together)
+    row_bytes = max(-(-run[0].nbytes // rows), 1)
+    step = rows
+    if len(run) == 1:
+        step = _rows_of_block(rows, max(block_bytes // (row_bytes * together), 1), together)
+    for begin in range(0, rows, step):
+        end, offset, pieces = min(begin + step, rows), 0, []
+        for sources in zip(*(weight.sources for weight in run), strict=True):
+            pieces.append(_piece(sources, begin, end, offset))
+            offset += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
+        start = (*place.index, *place.change.start(begin, dims - len(place.index)))
+        stacked = place.index != ()
+        yield Block(place.key, start, stacked, stored, place.change.anywhere, tuple(pieces))
+
+
+def _rows_of_block(rows: int, most: int, together: int) -> int:
+    """Rows of each block of a weight, at most `most` times `together`: equal blocks, if up to twice
+    as many do it. Each other length needs a program of its own."""
+    least = -(-rows // (most * together))
+    for blocks in range(least, 2 * least):
+        if rows % (blocks * together) == 0:
+            return rows // blocks
+    return most * together
+
+
+def _piece(sources: Sequence[Source], begin: int, end: int, offset: int) -> Piece:
+    tensor, each = sources[0]
+    first, last = begin // each, -(-end // each)
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    spans = tuple(
+        Span(t.file, t.begin + first * row_bytes, (last - first) * row_bytes) for t, _ in sources
+    )
+    return Piece(tensor.dtype, (len(sources), last - first, *tensor.shape[1:]), spans, offset)

@@ -1,0 +1,204 @@
+"""Fills a model's parameters on a group of GPUs: each is given its own share of what is read.
+
+A block of a folder is read once, and goes to those GPUs that have a part of it: a GPU with other
+experts is not sent it at all. The change of a block runs on each GPU, which keeps its ranges. So
+a GPU holds its parameters and a few blocks, and the host a block for each reader.
+"""
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxattn.models.loading import read_plan
+from jaxattn.models.loading.read_plan import Block, Weight, cut
+from jaxattn.models.loading.weight_loader import READERS, Buffers, OnProgress, opened, read, sent_as
+from jaxattn.models.sharding.axis_sharding import Cuts, own
+from jaxattn.models.sharding.decoder import OneOfMany
+from jaxattn.models.weight_map.encodings import Stored
+from jaxattn.models.weight_map.tensor_mapping import Key
+from jaxattn.models.weight_map.transforms import Change
+from jaxattn.parallel import Group, Parallel
+
+
+class Piece(NamedTuple):
+    """A part of a block that one GPU has.
+
+    Attributes:
+        begin: where it begins in what the block becomes.
+        size: of it.
+        start: where it goes in the GPU's parameter.
+    """
+
+    begin: tuple[int, ...]
+    size: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+def place_over(
+    model: OneOfMany,
+    weights: Sequence[Weight],
+    scales: Mapping[Key, np.ndarray],
+    group: Group,
+    *,
+    readers: int = READERS,
+    on_progress: OnProgress | None = None,
+) -> nnx.State:
+    """The parameters over a group; `scales` are some of them.
+
+    Raises:
+        CheckpointError: a file cannot be read, or ends before its header said.
+    """
+    whole = _shapes(model.whole)
+    shapes = {key: shape for key, shape in _shapes(model).items() if key not in scales}
+    filled = []
+    for device in group.local_devices:
+        with jax.default_device(device):
+            zeros = jax.jit(lambda: {k: jnp.zeros(s.shape, s.dtype) for k, s in shapes.items()})()
+        for key, scale in scales.items():
+            cuts = model.cuts_of(key)
+            share = own(scale, cuts, model.parallel, group.number(device))
+            zeros[key] = jax.device_put(share, device)
+        filled.append(zeros)
+    blocks = cut(weights, whole, read_plan.BLOCK_BYTES)
+    total, done = sum(_bytes(block) for block in blocks), 0
+    for block, arrays in _read_ahead(blocks, readers):
+        cuts, part = model.cuts_of(block.key), _part_shape(block, len(whole[block.key].shape))
+        for device, targets in zip(group.local_devices, filled, strict=True):
+            gpu = group.number(device)
+            pieces = pieces_of(block.start, part, cuts, model.parallel, gpu)
+            if not pieces:
+                continue
+            sent = jax.device_put(arrays, device)
+            for piece in pieces:
+                targets[block.key] = _place(
+                    targets.pop(block.key),
+                    sent,
+                    np.array(piece.begin, np.int32),
+                    np.array(piece.start, np.int32),
+                    size=piece.size,
+                    stored=block.stored,
+                    change=block.change,
+                    stacked=block.stacked,
+                )
+        # So that no more than the blocks that are read ahead wait on the host.
+        jax.block_until_ready([targets[block.key] for targets in filled])
+        done += _bytes(block)
+        if on_progress:
+            on_progress(done, total)
+    flat = nnx.to_flat_state(model.param_shapes())
+    states = [
+        nnx.from_flat_state([(key, leaf.replace(targets[key])) for key, leaf in flat])
+        for targets in filled
+    ]
+    return group.join([_like(model, state) for state in states], model.param_specs())
+
+
+def pieces_of(
+    start: Sequence[int], shape: Sequence[int], cuts: Cuts, parallel: Parallel, gpu: int
+) -> list[Piece]:
+    """What GPU number `gpu` has of a block that fills `shape` of a parameter from `start` on."""
+    axes: list[list[tuple[int, int, int]]] = [
+        [(0, size, first)] for first, size in zip(start, shape, strict=True)
+    ]
+    for each in cuts:
+        axis = len(axes) + each.axis
+        first, last, before = start[axis], start[axis] + shape[axis], 0
+        found = []
+        for begin, end in each.ranges(parallel.part(each.over, gpu), parallel.size(each.over)):
+            low, high = max(begin, first), min(end, last)
+            if low < high:
+                found.append((low - first, high - low, before + low - begin))
+            before += end - begin
+        axes[axis] = found
+    return [Piece(*zip(*places, strict=True)) for places in itertools.product(*axes)]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("size", "stored", "change", "stacked"), donate_argnums=0
+)
+def _place(
+    target: Array,
+    parts: tuple[Array, ...],
+    begin: Int[Array, "dims"],
+    start: Int[Array, "dims"],
+    *,
+    size: tuple[int, ...],
+    stored: Stored,
+    change: Change,
+    stacked: bool,
+) -> Array:
+    """The GPU's parameter with a piece of a block in its place."""
+    part = _changed(parts, target.ndim, stored, change, stacked)
+    piece = lax.dynamic_slice(part.astype(target.dtype), tuple(begin), size)
+    if target.dtype.itemsize > 1:
+        return lax.dynamic_update_slice(target, piece, tuple(start))
+    # XLA for the CPU updates FP8 by converting the whole parameter, and bytes in place.
+    bits, piece = (lax.bitcast_convert_type(each, jnp.uint8) for each in (target, piece))
+    updated = lax.dynamic_update_slice(bits, piece, tuple(start))
+    return lax.bitcast_convert_type(updated, target.dtype)
+
+
+def _changed(
+    parts: tuple[Array, ...], dims: int, stored: Stored, change: Change, stacked: bool
+) -> Array:
+    """What a block becomes: a part of a parameter of so many dimensions."""
+    part = jax.vmap(change.block)(stored.decode(parts))
+    part = part if stacked else part[0]
+    return part.reshape((1,) * (dims - part.ndim) + part.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_of(kind: Any, dims: int) -> tuple[int, ...]:
+    stacked, stored, change, sizes = kind
+    parts = tuple(jax.ShapeDtypeStruct(shape, sent_as(dtype)) for dtype, shape in sizes)
+    changed = functools.partial(_changed, dims=dims, stored=stored, change=change, stacked=stacked)
+    return jax.eval_shape(changed, parts).shape
+
+
+def _part_shape(block: Block, dims: int) -> tuple[int, ...]:
+    return _shape_of(block.kind, dims)
+
+
+def _read_ahead(
+    blocks: Sequence[Block], readers: int
+) -> Iterator[tuple[Block, tuple[np.ndarray, ...]]]:
+    """The blocks in order, on the host; `readers` of them are read ahead."""
+    with ExitStack() as stack:
+        files, buffers = opened(blocks, stack), Buffers(max(block.nbytes for block in blocks))
+        pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        waiting = iter(blocks)
+        first = itertools.islice(waiting, readers)
+        ahead = deque((b, pool.submit(read, b, files, buffers)) for b in first)
+        while ahead:
+            block, arrays = ahead.popleft()
+            yield block, arrays.result()
+            if (following := next(waiting, None)) is not None:
+                ahead.append((following, pool.submit(read, following, files, buffers)))
+
+
+def _bytes(block: Block) -> int:
+    return sum(piece.nbytes for piece in block.pieces)
+
+
+def _shapes(model: Any) -> dict[Any, jax.ShapeDtypeStruct]:
+    return {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for key, leaf in nnx.to_flat_state(model.param_shapes())
+    }
+
+
+def _like(model: OneOfMany, state: Any) -> Any:
+    """The state in the structure of the model's parameters."""
+    return jax.tree.unflatten(jax.tree.structure(model.param_shapes()), jax.tree.leaves(state))

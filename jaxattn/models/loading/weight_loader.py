@@ -1,0 +1,236 @@
+"""Fills a model's parameters from the blocks of a folder.
+
+Each parameter is allocated once on the device and updated in place. A reader thread reads a block,
+sends it to the device and waits until it is there. So the device holds the parameters and about a
+block for each reader. Decoding, transposes and splits run on the device, in programs that are
+compiled while blocks are read.
+
+The host holds `PART_BYTES` for each reader at most, above what it held before: the reader's block,
+XLA's pinned copy of the block with what XLA's pool is rounded up to, and compiling. It does not
+depend on the model (tests/models/test_loading_memory.py).
+"""
+
+import functools
+import itertools
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Sharding
+from jaxtyping import Array, Int
+
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.loading import read_plan
+from jaxattn.models.loading.read_plan import Block, Shapes, Span, Weight, cut
+from jaxattn.models.weight_map.encodings import Stored
+from jaxattn.models.weight_map.tensor_mapping import Key
+from jaxattn.models.weight_map.transforms import Change
+
+READERS = 8
+PART_BYTES = 24 * 2**20  # of host memory, for each reader
+MOST_COMPILERS = 4
+# XLA tries out other forms of a program on the device, and compiles each. These programs only copy.
+UNTUNED = {"xla_gpu_autotune_level": 0}
+# Bytes for which JAX has no dtype on every device travel as integers; `Stored.decode` knows them.
+SENT_AS = {"float8_e8m0fnu": "uint8"}
+
+OnProgress = Callable[[int, int], None]
+
+
+def fill(
+    shapes: Shapes,
+    weights: Sequence[Weight],
+    *,
+    readers: int = READERS,
+    on_progress: OnProgress | None = None,
+) -> dict[Key, Array]:
+    """The parameters, on JAX's default device.
+
+    Args:
+        shapes: of the parameters, of which there is one at least.
+        weights: all that they are made of.
+        readers: threads that read, a block of `cutting.BLOCK_BYTES` each. The host holds at most
+            `PART_BYTES` for each of them, all in all.
+        on_progress: called with the bytes that are placed and the bytes in all.
+
+    Raises:
+        CheckpointError: a file cannot be read, or ends before its header said.
+    """
+    blocks = cut(weights, shapes, read_plan.BLOCK_BYTES)
+    arrays = jax.jit(lambda: {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()})()
+    # Threads are told the device: `jax.default_device` holds for the thread that sets it.
+    where = next(iter(arrays.values())).sharding
+    total, done = sum(map(_data_bytes, blocks)), 0
+    with (
+        _programs(blocks, shapes, where, compilers=readers // 2) as programs,
+        closing(_sent(blocks, readers, where)) as sent,
+    ):
+        for block, parts in sent:
+            place = programs[_program(block, shapes)].result()
+            start = np.array(block.start, np.int32)
+            arrays[block.key] = place(arrays.pop(block.key), parts, start)
+            done += _data_bytes(block)
+            if on_progress:
+                on_progress(done, total)
+    return arrays
+
+
+def _data_bytes(block: Block) -> int:
+    return sum(piece.nbytes for piece in block.pieces)
+
+
+# --- placing
+
+
+def _program(block: Block, shapes: Shapes) -> tuple[object, ...]:
+    """Blocks with equal ones are placed by one program."""
+    target = shapes[block.key]
+    return target.shape, target.dtype, *block.kind
+
+
+@functools.partial(jax.jit, static_argnames=("stored", "change", "stacked"), donate_argnums=0)
+def _place(
+    target: Array,
+    parts: tuple[Array, ...],
+    start: Int[Array, "dims"],
+    *,
+    stored: Stored,
+    change: Change,
+    stacked: bool,
+) -> Array:
+    """The parameter with a block in its place."""
+    part = jax.vmap(change.block)(stored.decode(parts)).astype(target.dtype)
+    part = part if stacked else part[0]
+    part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
+    if target.dtype.itemsize > 1:
+        return lax.dynamic_update_slice(target, part, tuple(start))
+    # XLA for the CPU updates FP8 by converting the whole parameter, and bytes in place.
+    bits, part = (lax.bitcast_convert_type(each, jnp.uint8) for each in (target, part))
+    updated = lax.dynamic_update_slice(bits, part, tuple(start))
+    return lax.bitcast_convert_type(updated, target.dtype)
+
+
+@contextmanager
+def _programs(
+    blocks: Sequence[Block], shapes: Shapes, where: Sharding, compilers: int
+) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
+    """What places each kind of block, compiled by threads in the order of the blocks.
+
+    Compiling takes host memory too, so that few readers have few `compilers`.
+    """
+
+    def compiled(block: Block) -> Callable[..., Array]:
+        parts = tuple(argument(piece.shape, sent_as(piece.dtype)) for piece in block.pieces)
+        target, start = shapes[block.key], argument((len(block.start),), jnp.dtype(jnp.int32))
+        options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
+        target = argument(target.shape, target.dtype)
+        return _place.lower(target, parts, start, **options).compile(compiler_options=UNTUNED)
+
+    def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+    first = {_program(block, shapes): block for block in reversed(blocks)}
+    with ThreadPoolExecutor(min(max(compilers, 1), MOST_COMPILERS), "compile") as pool:
+        try:
+            yield {name: pool.submit(compiled, first[name]) for name in reversed(first)}
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# --- reading
+
+
+def _sent(
+    blocks: Sequence[Block], readers: int, where: Sharding
+) -> Generator[tuple[Block, tuple[Array, ...]], None, None]:
+    """The blocks in order, on the device; `readers` of them are read ahead."""
+    with ExitStack() as stack:
+        files, buffers = opened(blocks, stack), Buffers(max(block.nbytes for block in blocks))
+
+        def send(block: Block) -> tuple[Array, ...]:
+            return jax.block_until_ready(jax.device_put(read(block, files, buffers), where))
+
+        pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
+        stack.callback(pool.shutdown, cancel_futures=True)
+        waiting = iter(blocks)
+        ahead = deque((b, pool.submit(send, b)) for b in itertools.islice(waiting, readers))
+        while ahead:
+            block, parts = ahead.popleft()
+            yield block, parts.result()
+            if (following := next(waiting, None)) is not None:
+                ahead.append((following, pool.submit(send, following)))
+
+
+def opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
+    """A descriptor of each file; the stack closes them."""
+    names = {span.file for block in blocks for piece in block.pieces for span in piece.spans}
+    files = {}
+    for name in sorted(names):
+        try:
+            files[name] = os.open(name, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {name}: {error.strerror}") from error
+        stack.callback(os.close, files[name])
+    return files
+
+
+class Buffers:
+    """Host memory for blocks. A buffer is used again when no array refers to it any more.
+
+    On the CPU JAX's array may be the buffer itself. The memory does not come from malloc,
+    which keeps some of what each thread frees.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Buffers of so many bytes each."""
+        self._nbytes = nbytes
+        self._free: list[mmap.mmap] = []
+
+    def new(self, nbytes: int) -> np.ndarray:
+        """The first bytes of a buffer, of any value."""
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, self._nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = np.frombuffer(memory, np.uint8, nbytes)
+        weakref.finalize(buffer, self._free.append, memory)
+        return buffer
+
+
+def read(block: Block, files: Mapping[Path, int], buffers: Buffers) -> tuple[np.ndarray, ...]:
+    """A block's arrays, views of one buffer."""
+    arrays, buffer = [], buffers.new(block.nbytes)
+    for piece in block.pieces:
+        begin = piece.offset
+        for span in piece.spans:
+            _read_span(span, files[span.file], buffer[begin : begin + span.nbytes])
+            begin += span.nbytes
+        numbers = buffer[piece.offset : begin].view(sent_as(piece.dtype))
+        arrays.append(numbers.reshape(piece.shape))
+    return tuple(arrays)
+
+
+def _read_span(span: Span, file: int, into: np.ndarray) -> None:
+    done = 0
+    while done < span.nbytes:
+        try:
+            count = os.preadv(file, [into[done:]], span.begin + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {span.file}: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{span.file} became shorter while it was read")
+        done += count
+
+
+def sent_as(dtype: str) -> np.dtype:
+    """As what numbers of this dtype travel."""
+    return jnp.dtype(SENT_AS.get(dtype, dtype))

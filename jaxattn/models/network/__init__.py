@@ -1,0 +1,1 @@
+"""A decoder of blocks: its specification, layer segments, layer scan and decode step."""

@@ -1,0 +1,163 @@
+"""A layer of a decode step: its norms, its mixer and its feed-forward, over the donated state.
+
+What a layer adds to the stream waits for the norm of the next: they are one launch.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.kernels.linear.rms_norm import norms_features
+from jaxattn.models.blocks import Block
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
+from jaxattn.models.interface import DecodeBatch
+from jaxattn.models.network.decoder_layers import Layer
+from jaxattn.models.network.layer_scan import (
+    add_norm_in_stack,
+    apart,
+    kept,
+    left_unnormed,
+    sum_add_norm,
+    summed,
+)
+from jaxattn.models.network.layer_segments import Segment
+from jaxattn.models.network.residual_collectives import Meeting, Tokens
+from jaxattn.ops.collectives.all_reduce_norm import (
+    all_reduce_norm_layer,
+    norm_gather_layer,
+    own_sum_norm_layer,
+)
+
+
+class Place(NamedTuple):
+    """Where a layer is: in the pattern of a segment, in the repeat before `following`."""
+
+    segment: Segment[Block]
+    number: int
+    following: Array
+
+    @property
+    def block(self) -> Block:
+        return self.segment.pattern[self.number]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """What all layers of a decode step read.
+
+    Attributes:
+        tokens: valid is a number for the kernels: made of a truth value in a loop, it would be a
+            launch in each layer.
+        shared: under the name of each cache what its layers share.
+        packed: under the name of each cache the small weights of all its layers.
+        norms: the weights of all layers' norms in one stack, or None.
+        fused: what a layer adds is one GPU's part, which the next norm sums.
+    """
+
+    meeting: Meeting
+    batch: DecodeBatch
+    tokens: Tokens
+    shared: dict[str, Any]
+    packed: dict[str, Array]
+    norms: Array | None
+    fused: bool
+    implementation: Implementation | None
+
+    def layer(
+        self,
+        layer: Layer,
+        place: Place,
+        stacks: dict[str, Array],
+        carry: tuple[Any, Any, DecodeState],
+        unrolled: bool,
+    ) -> tuple[Any, Any, DecodeState]:
+        """(the stream, what the layer adds to it, the state) behind a layer, from those before it.
+
+        Args:
+            stacks: the feed-forward's weights of all repeats, which it reads where they lie.
+            unrolled: whether the layers have no loop: what is added then may be an `Unsummed`.
+        """
+        (x, y, state), block = carry, place.block
+        name, spec = block.mixer.cache_name, self.meeting.spec
+        add_norm, add_mlp_norm = self.norms_of(layer, place)
+        x, normed, state = add_norm(x, y, state)
+        given = dict(state.caches[name])
+        for mailbox in (EXCHANGE, MEETING):
+            given |= state.caches.get(mailbox, {})
+        y, arrays, arena = block.mixer.decode(
+            layer.mixer,
+            normed,
+            given,
+            state.arena,
+            self.batch,
+            spec.layer_of(*place),
+            self.packed.get(name),
+            self.shared[name],
+            self.implementation,
+        )
+        y = y if self.fused else self.meeting.total(y)
+        x, normed, state = add_mlp_norm(summed(x, normed), y, state)
+        y, after = self.meeting.feed_forward(
+            block,
+            layer.mlp,
+            normed,
+            self.tokens,
+            stacks,
+            place.following,
+            arena,
+            self.implementation,
+            fused=self.fused,
+            apart=unrolled,
+        )
+        return summed(x, normed), y, kept(state, name, arrays, after)
+
+    def norms_of(self, layer: Layer, place: Place) -> tuple[Callable, Callable]:
+        """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
+
+        They are from the stack of all layers' norms if there is one. Of one token the product
+        after a norm may make it.
+        """
+        if self.norms is None:
+            return apart(layer.norm), apart(layer.mlp_norm)
+        spec, block, implementation = self.meeting.spec, place.block, self.implementation
+        stream = spec.stream
+        of_all: dict[str, Any] = dict(
+            weights=self.norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype)
+        )
+        chosen = implementation if norms_features(stream.hidden_size) else "xla"
+        norm: Callable = partial(add_norm_in_stack, implementation=chosen, **of_all)
+        mlp_norm = norm
+        if self.tokens.valid.size == 1 == spec.parallel.gpus and chosen == implementation:
+            later: Callable = partial(left_unnormed, implementation=chosen, **of_all)
+            norm = later if block.mixer.norms else norm
+            mlp_norm = later if block.feed_forward.norms else mlp_norm
+        if self.fused:
+            norm, summing = self._summing_norms(block, of_all)
+            mlp_norm = summing or mlp_norm
+        step, first = 2 * len(place.segment.pattern), 2 * (place.segment.first + place.number)
+        return (
+            partial(norm, layer=LayerOf(place.following, step, first - step)),
+            partial(mlp_norm, layer=LayerOf(place.following, step, first + 1 - step)),
+        )
+
+    def _summing_norms(
+        self, block: Block, of_all: dict[str, Any]
+    ) -> tuple[Callable, Callable | None]:
+        """The norms that also sum over the GPUs; None where tokens do not meet behind the mixer."""
+        spec, given = self.meeting.spec, self.implementation
+        by_name = "xla" if given in ONLY_BY_NAME else given
+        meets = partial(
+            sum_add_norm, axes=spec.parallel.axes("all"), implementation=by_name, **of_all
+        )
+        if not spec.tokens_meet:
+            return (partial(meets, meet=all_reduce_norm_layer),) * 2
+        gathers = self.meeting.meets(block)
+        mlp_norm = partial(meets, meet=norm_gather_layer) if gathers else None
+        return partial(meets, meet=own_sum_norm_layer), mlp_norm

@@ -1,0 +1,207 @@
+"""A decoder of blocks as the engine serves it: its parameters, its caches and its steps."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.core.dispatch import Implementation
+from jaxattn.models.blocks.cache_format import reformatted
+from jaxattn.models.caches.layer_cache import DecodeState, LayerCache
+from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
+from jaxattn.models.network.decoder_network import Decoder, abstract
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.network.packed_params import PackedParams, pack_params
+from jaxattn.parallel import Parallel, Vocabulary
+
+
+@partial(jax.jit, static_argnums=0)
+def _init_params(spec: DecoderSpec, key: Array) -> nnx.State:
+    return nnx.state(Decoder(spec, rngs=nnx.Rngs(params=key)))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderModel(Model):
+    """A decoder of blocks, as the engine serves it.
+
+    The steps take the parameters packed (`pack`) or as they are.
+
+    Attributes:
+        tokens: how many tokens there are, where the embedding has more rows; None if as many.
+    """
+
+    spec: DecoderSpec
+    tokens: int | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokens or self.spec.vocab_size
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.spec.parallel
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        columns = self.vocab_size if self.parallel.tensor == 1 else self.spec.head_columns
+        return Vocabulary.of(columns, self.parallel)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        return self.spec.max_position_embeddings
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        return self.spec.caches
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return {op: k for mixer in self.spec.mixers.values() for op, k in mixer.kernels.items()}
+
+    def scratch(
+        self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
+    ) -> tuple[ArenaSpec, ...]:
+        sizes = dict(q_len=q_len, max_pages=max_pages, page_size=page_size)
+        stream = self.spec.stream
+        feed_forwards = dict.fromkeys(block.feed_forward for block in self.spec.blocks)
+        return (
+            *(mixer.scratch(stream, rows, **sizes) for mixer in self.spec.mixers.values()),
+            *(each.scratch(stream, rows * q_len) for each in feed_forwards),
+        )
+
+    def param_shapes(self) -> nnx.State:
+        return abstract(self.spec)[1]
+
+    def with_dtype(self, dtype: str) -> "DecoderModel":
+        """The same model with products and weights of another dtype, bfloat16 or float32."""
+        stream = dataclasses.replace(self.spec.stream, dtype=dtype, param_dtype=dtype)
+        return DecoderModel(dataclasses.replace(self.spec, stream=stream), self.tokens)
+
+    def with_cache_format(self, name: str, native_layers: int = 0) -> "DecoderModel":
+        """See `Model.with_cache_format`; an FP8 cache of keys and values adds their scales to the
+        parameters, and native layers cut the layers into other segments."""
+        blocks = reformatted(self.spec.blocks, name, native_layers)
+        if blocks == self.spec.blocks:
+            return self
+        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
+
+    def with_tokens(self, tokens: int) -> "DecoderModel":
+        """The same model of so many tokens: the rows of its embedding behind them are padding.
+
+        The steps leave those logits out, so that nothing can sample them.
+
+        Raises:
+            ValueError: the embedding has fewer rows.
+        """
+        if not 0 < tokens <= self.spec.vocab_size:
+            raise ValueError(
+                f"tokens must be from 1 to the embedding's rows, {self.spec.vocab_size:,}; got "
+                f"{tokens:,}"
+            )
+        return DecoderModel(self.spec, tokens)
+
+    def with_fused_sums(self, tokens: int | None = None) -> "DecoderModel":
+        """The same model that, on several GPUs, sums layers' outputs of so many tokens by a kernel.
+
+        Decode steps of up to `tokens` tokens have one launch where XLA has an all-reduce and a norm
+        (`jaxattn.ops.collectives.all_reduce_norm`). It is for bfloat16 and one process, and for `data` 1 or
+        data groups of one GPU with experts over all; elsewhere the steps have XLA's.
+
+        Args:
+            tokens: the most of a data group. None: as many as send 2 MiB from each GPU, at most
+                256.
+        """
+        return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)
+
+    def without_peer_memory(self) -> "DecoderModel":
+        return self.with_fused_sums(0)
+
+    def init_params(self, key: Array) -> nnx.State:
+        """Random parameters."""
+        return _init_params(self.spec, key)
+
+    def bind(self, params: nnx.State) -> Decoder:
+        """The module with these parameters, for training: `model.bind(params)(tokens)`."""
+        return nnx.merge(abstract(self.spec)[0], params)
+
+    def pack(self, params: Any) -> PackedParams:
+        return pack_params(params, self.spec.segments, self.spec.stream)
+
+    def copies(self, params: Any) -> Any:
+        if not isinstance(params, PackedParams):
+            return ()
+        if self.spec.parallel.gpus > 1:
+            return params.copies
+        # Zeros that widen matrices; of several GPUs the arrays may be all shares together.
+        own, held = (
+            sum(leaf.size for leaf in jax.tree.leaves(each))
+            for each in (self.param_shapes(), (params.params, params.vectors))
+        )
+        return *params.copies, jax.ShapeDtypeStruct((held - own,), jnp.float32)
+
+    def prefill(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        vectors = None
+        if isinstance(params, PackedParams):
+            vectors, params = params.vectors, params.params
+        decoder = self.bind(params)
+        logits, state = decoder.prefill(
+            state, batch, vectors=vectors, implementation=implementation
+        )
+        return self._of_tokens(logits), state
+
+    def decode(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        logits, state = self._decode(params, state, batch, implementation)
+        return self._of_tokens(logits[:, -1]), state
+
+    def decode_each(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        logits, state = self._decode(params, state, batch, implementation)
+        return self._of_tokens(logits), state
+
+    def _decode(
+        self, params: Any, state: DecodeState, batch: DecodeBatch, implementation: Any
+    ) -> tuple[Float[Array, "B S rows"], DecodeState]:
+        """The logits of each token, with those of padding rows of the embedding."""
+        stacks: dict[str, Any] = {}
+        if isinstance(params, PackedParams):
+            stacks = {"weights": params.weights, "norms": params.norms, "beside": params.beside}
+            params = params.params
+        decoder = self.bind(params)
+        return decoder.decode(state, batch, **stacks, implementation=implementation)
+
+    def _of_tokens(self, logits: Array) -> Array:
+        """The logits [..., vocab] without those of padding rows of the embedding.
+
+        Of several GPUs each has as many, and -inf at the padding.
+        """
+        parallel = self.spec.parallel
+        if parallel.tensor == 1:
+            return logits if self.tokens is None else logits[..., : self.tokens]
+        ids = Vocabulary.of(self.spec.head_columns, parallel).ids
+        return jnp.where(ids < self.vocab_size, logits, -jnp.inf)

@@ -1,0 +1,338 @@
+"""A decoder of blocks: each segment of its layers is one scan that decodes in one donated state.
+
+Weights, caches and states are stacks with the repeat or the layer in front. The scan carries the
+whole `DecodeState` and hands every op the whole stack with the layer's number. Nothing is sliced
+out of a cache, and all layers reuse one arena. A step of one token on a GPU has no scan over
+16 to 128 repeats, or over up to 32 layers: layers follow one another, and what one leaves to the
+next is no array yet where a launch can make it.
+"""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.models.blocks import Block
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.models.network.decode_step import DecodeStep, Place
+from jaxattn.models.network.decoder_layers import Pattern, norm_of
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.network.layer_scan import in_repeat, leave_in_stacks, linear_stacks_of, loop
+from jaxattn.models.network.layer_segments import Segment
+from jaxattn.models.network.packed_params import vectors_of
+from jaxattn.models.network.residual_collectives import Meeting, Tokens
+from jaxattn.nn.linear import InStack, Linear, matmul, normal
+from jaxattn.ops.linear.norm_linear import array_of
+from jaxattn.parallel import rank, total
+
+LEAST_ROWS = 8  # of the head's product
+# Repeats that a step of one token has without a loop: many, which gain the most by it, or few of
+# few layers. The time to lower and to compile them grows with the layers.
+MANY_REPEATS, MOST_UNROLLED, FEW_LAYERS = 16, 128, 32
+# Layers in a turn of the loop. DeepSeek-V2-Lite's 26 are two turns then: its step takes 4 s to
+# compile, where one with a layer in each turn takes 2.5 s.
+MOST_TOGETHER = 13
+
+
+class Decoder(nnx.Module):
+    """Token ids to logits. The parameters of a segment are stacked, [repeats, ...] each."""
+
+    def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
+        self.spec = spec
+        stream = spec.stream
+        rows = spec.head_columns if spec.tie_embeddings else spec.vocab_size
+        shape = (rows, stream.hidden_size)
+        # A tied head wants logits of order 1 from a normed stream, a plain embedding a stream of
+        # order 1.
+        stddev = stream.hidden_size**-0.5 if spec.tie_embeddings else 1.0
+        self.embedding = nnx.Param(normal(rngs, shape, stddev, stream.param_dtype))
+        self.segments = nnx.List([self._stack(segment, rngs) for segment in spec.segments])
+        self.norm = norm_of(stream)
+        if not spec.tie_embeddings:
+            self.lm_head = Linear(
+                stream.hidden_size,
+                spec.head_columns,
+                dtype=stream.dtype,
+                param_dtype=stream.param_dtype,
+                rngs=rngs,
+            )
+
+    @property
+    def meeting(self) -> Meeting:
+        return Meeting(self.spec)
+
+    def _stack(self, segment: Segment[Block], rngs: nnx.Rngs) -> Pattern:
+        keys = jax.random.split(rngs.params(), segment.repeats)
+        stream = self.spec.stream
+        build = nnx.vmap(lambda key: Pattern(segment.pattern, stream, rngs=nnx.Rngs(params=key)))
+        return build(keys)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
+        """Float32 logits of whole sequences; differentiable."""
+        x = self._embed(tokens)
+        for stack in self.segments:
+            graphdef, params = nnx.split(stack)
+
+            def body(x: Array, params: nnx.State, graphdef=graphdef) -> tuple[Array, None]:
+                return nnx.merge(graphdef, params)(x), None
+
+            x, _ = lax.scan(body, x, params)
+        return self._head(x)
+
+    def prefill(
+        self,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        vectors: tuple[Array, ...] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+        """Float32 logits of each row's last token (0 for a padding row), and the state."""
+        valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
+        tokens = Tokens.of(self.meeting, valid)
+        x = self._embed(batch.tokens, valid)
+        for number, segment in enumerate(self.spec.segments):
+            graphdef, params, stacks = self._split(number)
+
+            def body(carry, xs, graphdef=graphdef, stacks=stacks, number=number, segment=segment):
+                (x, state), (following, *xs) = carry, xs
+                pattern = nnx.merge(graphdef, self._unpack(number, *xs))
+                for place, block in enumerate(segment.pattern):
+                    layer, name = pattern.layers[place], block.mixer.cache_name
+                    index = self.spec.layer_of(segment, place, following)
+                    y, arrays = block.mixer.prefill(
+                        layer.mixer,
+                        layer.norm(x),
+                        state.caches[name],
+                        batch,
+                        index,
+                        implementation,
+                    )
+                    x, state = x + self.meeting.total(y), state.replace(name, arrays)
+                    y, _ = self.meeting.feed_forward(
+                        block,
+                        layer.mlp,
+                        layer.mlp_norm(x),
+                        tokens,
+                        stacks[place],
+                        following,
+                        None,
+                        implementation,
+                    )
+                    x = x + y
+                return x, state
+
+            packed = None if vectors is None else vectors[number]
+            x, state = loop(segment.repeats, body, (x, state), (params, packed))
+        last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
+        return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
+
+    def decode(
+        self,
+        state: DecodeState,
+        batch: DecodeBatch,
+        *,
+        weights: dict[str, Array] | None = None,
+        norms: Array | None = None,
+        beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
+        """Float32 logits of every new token (0 for a padding row), and the state."""
+        batch, overlong = self._within_tables(state, batch)
+        shared = self._shared(state, batch, implementation)
+        # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
+        valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
+        valid = valid.astype(jnp.int32)
+        fused = norms is not None and self._fused(valid.size)
+        step = DecodeStep(
+            meeting=self.meeting,
+            batch=batch,
+            tokens=Tokens.of(self.meeting, valid),
+            shared=shared,
+            packed=weights or {},
+            norms=norms,
+            fused=fused,
+            implementation=implementation,
+        )
+        x = self._embed(batch.tokens, valid > 0)
+        if overlong is not None:
+            x = jnp.where(overlong[:, None, None], jnp.nan, x)
+        added = x.dtype if fused else self.meeting.added_dtype(x)
+        carry = x, self.meeting.part(jnp.zeros_like(x, added), fused), state
+        for number in range(len(self.spec.segments)):
+            carry = self._decode_segment(number, step, beside or {}, carry, added)
+        x, y, state = carry
+        return self._head(x + (self.meeting.own_total(y) if fused else y)), state
+
+    def _decode_segment(
+        self,
+        number: int,
+        step: DecodeStep,
+        beside: dict[tuple[int, int], tuple[Array, Array]],
+        carry: tuple[Array, Any, DecodeState],
+        added: DTypeLike,
+    ) -> tuple[Array, Array, DecodeState]:
+        """(the stream, what waits to be added to it, the state) behind a segment's repeats.
+
+        Args:
+            beside: stacks of weights beside a mixer's own, by segment and place in its pattern.
+            added: the dtype of what waits.
+        """
+        segment, implementation = self.spec.segments[number], step.implementation
+        graphdef, params, stacks = self._split(number)
+        linear_stacks = linear_stacks_of(self.segments[number])
+        others = {place: own for (s, place), own in beside.items() if s == number}
+        unrolled = self._unrolled(segment, step.tokens.valid.size, implementation)
+
+        def body(
+            carry: tuple[Array, Any, DecodeState], xs: tuple[Array, nnx.State]
+        ) -> tuple[Array, Any, DecodeState]:
+            following, params = xs
+            pattern = nnx.merge(graphdef, params)
+            leave_in_stacks(pattern, linear_stacks, following, implementation)
+            for place, own in others.items():
+                places = (InStack(each, in_repeat(following), implementation) for each in own)
+                segment.pattern[place].mixer.leave_beside(pattern.layers[place].mixer, *places)
+            for place, layer in enumerate(pattern.layers):
+                where = Place(segment, place, following)
+                carry = step.layer(layer, where, stacks[place], carry, unrolled)
+            x, y, state = carry
+            return x, y if unrolled else y.astype(added), state
+
+        x, y, state = carry
+        y = y if unrolled else array_of(y, x.shape).astype(added)
+        together = self._together(segment, step.fused)
+        x, y, state = loop(segment.repeats, body, (x, y, state), (params,), unrolled, together)
+        return x, array_of(y, x.shape).astype(added), state
+
+    def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
+        """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
+        graphdef, params = nnx.split(self.segments[number])
+        stacks: list[dict[str, Array]] = []
+        for place, block in enumerate(self.spec.segments[number].pattern):
+            mlp: Any = params["layers"][place]["mlp"]
+            names = block.feed_forward.stacked
+            stacks.append({name: mlp[name][...] for name in names})
+            for name in names:  # the module that the body makes holds an empty matrix
+                empty = mlp[name][...][:, :0]
+                mlp[name] = mlp[name].replace(empty if empty.ndim > 2 else empty[..., None])
+        return graphdef, params, stacks
+
+    def _within_tables(
+        self, state: DecodeState, batch: DecodeBatch
+    ) -> tuple[DecodeBatch, Bool[Array, "B"] | None]:
+        """The batch without rows that are longer than their block tables, and which they are.
+
+        Their tokens become NaN: a finite output would be a wrong one. No layer looks again.
+        """
+        found = (m.most_tokens(state.caches[name], batch) for name, m in self.spec.mixers.items())
+        most = min((each for each in found if each is not None), default=None)
+        if most is None:
+            return batch, None
+        overlong = batch.seq_lens > most
+        lens = jnp.where(overlong, 0, batch.seq_lens)
+        return dataclasses.replace(batch, seq_lens=lens), overlong
+
+    def _shared(
+        self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None
+    ) -> dict[str, Any]:
+        """Under the name of each cache what its layers share in a step."""
+        found = {}
+        for number, segment in enumerate(self.spec.segments):
+            for place, block in enumerate(segment.pattern):
+                name = block.mixer.cache_name
+                if name not in found:
+                    module = self.segments[number].layers[place].mixer
+                    found[name] = block.mixer.shared(
+                        module, state.caches[name], batch, implementation
+                    )
+        return found
+
+    def _fused(self, tokens: int) -> bool:
+        """Whether a step of so many tokens sums over the GPUs where it norms."""
+        fits = self.spec.sums_fused and tokens <= self.spec.summed_tokens
+        return fits and jax.process_count() == 1  # as the kernel has it
+
+    def _unrolled(
+        self, segment: Segment[Block], tokens: int, implementation: Implementation | None
+    ) -> bool:
+        """Whether a step's repeats follow one another without a loop: those of one token on one
+        GPU, where launches that only count take 3 to 6% of the step.
+
+        On several GPUs one long CUDA graph costs more than its launches save: each GPU waits for
+        the others' at the first sum (four H200s: 12.5 us for each sum, and 4.7 with a loop).
+        """
+        by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
+        one = tokens == 1 == self.spec.parallel.gpus
+        few = 1 < segment.repeats and segment.repeats * len(segment.pattern) <= FEW_LAYERS
+        many = MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
+        return one and by_kernels and (few or many)
+
+    def _together(self, segment: Segment[Block], fused: bool) -> int:
+        """The repeats in a turn of a step's loop.
+
+        Steps of several GPUs without XLA's sums have several, and so a CUDA graph of more layers:
+        H200s were idle for 2 to 6 us between the graphs of two layers.
+        """
+        most = max(1, MOST_TOGETHER // len(segment.pattern)) if fused else 1
+        return max(n for n in range(1, most + 1) if segment.repeats % n == 0)
+
+    def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:
+        """One repeat's parameters, with the vectors that `pack_params` took out."""
+        if vectors is None:
+            return params
+        shapes = vectors_of(abstract(self.spec)[1]["segments"][number], self.spec.segments[number])
+        widths = [shape.shape[1] for shape in shapes]
+        # One copy out of the stack: without the barrier XLA makes one for each width.
+        vectors = lax.optimization_barrier(vectors)
+        pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
+        # An empty matrix is what `_split` left of a stack.
+        return jax.tree.map(
+            lambda leaf: next(pieces) if leaf.ndim == 1 and not leaf.size else leaf, params
+        )
+
+    def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
+        """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""
+        with jax.named_scope("embed"):
+            if valid is not None:
+                tokens = jnp.where(valid, tokens, 0)
+            x = self._rows_of(tokens).astype(jnp.float32)
+            return x if valid is None else jnp.where(valid[..., None], x, 0)
+
+    def _rows_of(self, tokens: Array) -> Array:
+        """Rows of the embedding; of a divided one, from the GPU that has them."""
+        rows, parallel = self.embedding[...], self.spec.parallel
+        if len(rows) == self.spec.vocab_size:
+            return rows[tokens]
+        place = tokens - rank(parallel, "tensor") * len(rows)
+        own = (place >= 0) & (place < len(rows))
+        found = jnp.where(own[..., None], rows[jnp.where(own, place, 0)], 0)
+        return total(found, parallel, "tensor", found.dtype)
+
+    def _head(self, x: Array) -> Array:
+        with jax.named_scope("lm_head"):
+            rows = self.norm(x).reshape(-1, x.shape[-1])
+            # Of one row XLA makes a float32 copy of the whole head, 0.3 ms of DeepSeek-V2-Lite's
+            # step (H200); of eight, a product that reads it once.
+            few = max(LEAST_ROWS - len(rows), 0)
+            rows = jnp.pad(rows, ((0, few), (0, 0)))
+            if self.spec.tie_embeddings:
+                y = matmul(rows, self.embedding[...].T, jnp.dtype(self.spec.stream.dtype))
+            else:
+                y = self.lm_head(rows)
+            return y[: len(y) - few].reshape(*x.shape[:-1], -1)
+
+
+@cache
+def abstract(spec: DecoderSpec) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))))

@@ -1,0 +1,137 @@
+"""What a decoder of blocks is: its layers in order, their segments, and the caches they share."""
+
+import dataclasses
+from collections import Counter
+from functools import cached_property
+
+from jaxtyping import Array
+
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.kernels.collectives.all_reduce_norm import meets
+from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.blocks.paged_mixer import PagedMixer
+from jaxattn.models.caches.layer_cache import LayerCache, check_caches
+from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, Mailboxes, most_tokens
+from jaxattn.models.network.layer_segments import Segment, derive
+from jaxattn.parallel import ALONE, Parallel, pieces_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A decoder's layers and what surrounds them.
+
+    Attributes:
+        blocks: one for each layer, in order.
+        tie_embeddings: the output head is the embedding, transposed.
+        parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
+        fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
+            the residual and norm in one launch, where `sums_fused` says so. 0: never. None: as
+            many as send 2 MiB from each GPU.
+        max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
+
+    Raises:
+        TypeError: one of `blocks` is no `Block`.
+        ValueError: there are no layers or too many, or blocks of one cache differ; it is named.
+    """
+
+    vocab_size: int
+    stream: Stream
+    blocks: tuple[Block, ...]
+    max_position_embeddings: int
+    tie_embeddings: bool = False
+    parallel: Parallel = ALONE
+    fused_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        for layer, block in enumerate(self.blocks):
+            if not isinstance(block, Block):
+                raise TypeError(f"blocks[{layer}] must be a Block, got {type(block).__name__}")
+        mixers: dict[str, Mixer] = {}
+        for layer, mixer in enumerate(block.mixer for block in self.blocks):
+            first = mixers.setdefault(mixer.cache_name, mixer)
+            if mixer != first:
+                raise ValueError(
+                    f"layer {layer} has a {type(mixer).__name__} that differs from those before "
+                    f"it in the cache {mixer.cache_name!r}: {mixer} and {first}"
+                )
+        _ = self.segments
+        check_caches(self.caches)
+
+    @property
+    def head_columns(self) -> int:
+        """Tokens that one GPU has logits of, padding of the last GPU included."""
+        return -(-self.vocab_size // self.parallel.tensor)
+
+    @cached_property
+    def segments(self) -> tuple[Segment[Block], ...]:
+        return derive(self.blocks)
+
+    @cached_property
+    def mixers(self) -> dict[str, Mixer]:
+        """The mixer of each cache, by the cache's name."""
+        return {block.mixer.cache_name: block.mixer for block in self.blocks}
+
+    @cached_property
+    def caches(self) -> tuple[LayerCache, ...]:
+        layers = Counter(block.mixer.cache_name for block in self.blocks)
+        caches = [mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items()]
+        if self.sums_fused:
+            features, gpus = self.stream.hidden_size, self.parallel.gpus
+            caches.append(Mailboxes(gpus=gpus, tokens=self.summed_tokens, features=features))
+        if pieces := self.exchanged_in:
+            number, widest = pieces
+            tokens = self.summed_tokens * number
+            caches.append(Mailboxes(name=EXCHANGE, gpus=gpus, tokens=tokens, features=widest))
+            room = {each.meeting for each in self.paged}
+            if len(room) == 1 and (most := room.pop()):
+                tokens, features = most
+                caches.append(Mailboxes(name=MEETING, gpus=gpus, tokens=tokens, features=features))
+        return tuple(caches)
+
+    @property
+    def summed_tokens(self) -> int:
+        """The most tokens of a data group whose sums are one launch, where they may be."""
+        if self.fused_tokens is None:
+            return most_tokens(self.stream.hidden_size, self.parallel.gpus)
+        return self.fused_tokens
+
+    @property
+    def sums_fused(self) -> bool:
+        """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and the GPUs
+        are one tensor group, or data groups of one GPU each whose tokens meet at experts."""
+        parallel, stream = self.parallel, self.stream
+        fits = stream.dtype == "bfloat16" and meets(stream.hidden_size, parallel.gpus)
+        divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
+        return bool(self.summed_tokens) and divided and fits
+
+    @property
+    def paged(self) -> list[PagedMixer]:
+        """The mixers that attend over pages."""
+        return [each for each in self.mixers.values() if isinstance(each, PagedMixer)]
+
+    @property
+    def exchanged_in(self) -> tuple[int, int] | None:
+        """(pieces, numbers of one) of a row that GPUs with parts of its pages send each other in
+        one launch; None where XLA's collectives do it."""
+        found = {pieces_of(*each.exchanged) for each in self.paged}
+        alike = len(found) == 1 and self.sums_fused
+        return found.pop() if alike and 1 < self.parallel.context == self.parallel.gpus else None
+
+    @property
+    def tokens_meet(self) -> bool:
+        """Whether all GPUs have tokens of their own, which meet at experts."""
+        parallel = self.parallel
+        return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus
+
+    def layer_of(self, segment: Segment[Block], place: int, following: Array) -> LayerOf:
+        """The number, within its cache, of the layer at a place of a segment's pattern, in the
+        repeat before `following`."""
+        name = segment.pattern[place].mixer.cache_name
+
+        def count(blocks: tuple[Block, ...]) -> int:
+            return sum(block.mixer.cache_name == name for block in blocks)
+
+        before = count(self.blocks[: segment.first]) + count(segment.pattern[:place])
+        per_repeat = count(segment.pattern)
+        return LayerOf(following, per_repeat, before - per_repeat)

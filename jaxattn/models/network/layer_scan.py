@@ -1,0 +1,150 @@
+"""The loop over the repeats of a segment, and where its layers find what is of all repeats.
+
+Weights that a kernel reads where they lie stay outside of the loop's slices: their modules are told
+the stack and the layer's number.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.models.caches.layer_cache import Arrays, DecodeState
+from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, NAME, closed, opened
+from jaxattn.nn import RMSNorm
+from jaxattn.nn.linear import InStack
+from jaxattn.ops.linear.norm_linear import Unnormed, array_of
+from jaxattn.ops.linear.rms_norm import add_rms_norm_layer
+from jaxattn.parallel.hlo_all_reduces import SCOPE
+
+
+def loop[Carry](
+    repeats: int,
+    body: Callable[[Carry, Any], Carry],
+    carry: Carry,
+    stacks: Any,
+    unrolled: bool = False,
+    together: int = 1,
+) -> Carry:
+    """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
+
+    A turn of the loop has `together` repeats, which may be one CUDA graph. `together` divides
+    `repeats`.
+
+    Unrolled, the layers' numbers are constants and nothing counts. That saves a launch of 1.2 us
+    for each repeat, and 1 us of the host's way from one repeat to the next (H200). Launches that
+    are one kernel (`hopper/build/trace_cache.py`) are still lowered and compiled once.
+
+    A `lax.scan` has a counter of its own beside the one that the layers' numbers come from, and
+    XLA adds to both and copies both in every repeat, 3 us of it on an H200. Whatever reads i after
+    i + 1 is made also costs a copy, so the layers' numbers come from i + 1.
+    """
+
+    def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
+        i, carry = looped
+        last = i + together
+        for left in reversed(range(together)):
+            following = last - left if left else last
+            here = following - 1
+            one = jax.tree.map(
+                lambda x, here=here: lax.dynamic_index_in_dim(x, here, keepdims=False), stacks
+            )
+            carry = body(carry, (following, *one))
+        return last, carry
+
+    if unrolled:
+        for i in range(repeats):
+            one = jax.tree.map(lambda x, i=i: x[i], stacks)
+            carry = body(carry, (np.int32(i + 1), *one))
+        return carry
+    return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
+
+
+def in_repeat(following: Array) -> LayerOf:
+    """A layer's number in the stacks of its place in the pattern."""
+    return LayerOf(following, 1, -1)
+
+
+def apart(norm: RMSNorm) -> Callable:
+    """A norm as a function that adds first: (x, added, state) -> (sum, its norm, state)."""
+
+    def add_norm(x: Array, added: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
+        x = x + array_of(added, x.shape)
+        return x, norm(x), state
+
+    return add_norm
+
+
+def add_norm_in_stack(
+    x: Array, added: Any, state: DecodeState, **options: Any
+) -> tuple[Array, Array, DecodeState]:
+    """As `apart`'s, by a norm in the stack of all layers' norms."""
+    return *add_rms_norm_layer(x, array_of(added, x.shape), **options), state
+
+
+def left_unnormed(
+    x: Array, added: Any, state: DecodeState, *, weights: Array, **options: Any
+) -> tuple[Array, Unnormed, DecodeState]:
+    """As `apart`, but the product that reads the norm makes norm and sum; see `summed`."""
+    return x, Unnormed(x, added, weights, **options), state
+
+
+def summed(x: Array, normed: Array | Unnormed) -> Array:
+    """The stream x after what was added before `normed` was made."""
+    return normed.total if isinstance(normed, Unnormed) else x
+
+
+def sum_add_norm(
+    x: Array, part: Array, state: DecodeState, *, meet: Callable, **options: Any
+) -> tuple[Array, Array, DecodeState]:
+    """As `add_norm_in_stack`, where GPUs send each other parts or norms: `meet` is one of
+    `jaxattn.ops.collectives.all_reduce_norm`."""
+    features = x.shape[-1]
+    with jax.named_scope(SCOPE):
+        total, normed, mailbox = meet(
+            x.reshape(-1, features),
+            part.reshape(-1, features),
+            mailbox=opened(state.caches[NAME]),
+            **options,
+        )
+    state = state.replace(NAME, closed(mailbox))
+    return total.reshape(x.shape), normed.reshape(-1, *x.shape[1:]), state
+
+
+def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
+    """The state with a layer's arrays, and with those of mailboxes that it sent rows through."""
+    for cache in (name, EXCHANGE, MEETING):
+        own = state.caches.get(cache, {})
+        if found := {key: arrays[key] for key in own if key in arrays}:
+            state = state.replace(cache, found, arena)
+    return state
+
+
+def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:
+    """The weights of a segment that its modules read in their stacks, [repeats, ...] each, by the
+    module's place and the weight's name."""
+    return {
+        (path, name): getattr(module, name)[...]
+        for path, module in nnx.iter_modules(pattern)
+        for name in getattr(module, "stacked", ())
+    }
+
+
+def leave_in_stacks(
+    pattern: nnx.Module,
+    stacks: dict[Any, Array],
+    following: Array,
+    implementation: Implementation | None,
+) -> None:
+    """Tells the modules of the repeat before `following` where the weights of all of them lie."""
+    for path, module in nnx.iter_modules(pattern):
+        for name, place in getattr(module, "stacked", {}).items():
+            found = InStack(stacks[path, name], in_repeat(following), implementation)
+            setattr(module, place, found)

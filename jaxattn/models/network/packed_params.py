@@ -1,0 +1,149 @@
+"""Parameters as a decoder's steps read them fastest: the small ones together, made on loading."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxattn.models.blocks import Block, Mixer, Stream
+from jaxattn.models.network.layer_segments import Segment
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedParams:
+    """Parameters as the steps read them fastest, see `pack_params`.
+
+    Attributes:
+        params: the decoder's, with empty arrays in place of its layers' vectors.
+        vectors: of each segment, float32 [repeats, total]: all vectors of a repeat in one row.
+        weights: under the name of a cache, float32 [L, W]: the small weights of its layers, see
+            `jaxattn.gdn.pack_gdn_weights` and `jaxattn.mla.pack_mla_weights`.
+        norms: float32 [2 L, hidden], in the order of the layers: the norm before the mixer, then
+            the norm before the feed-forward.
+        beside: `Mixer.beside`, by the number of the segment and the place in its pattern.
+    """
+
+    params: nnx.State
+    vectors: tuple[Float[Array, "repeats total"], ...]
+    weights: dict[str, Float[Array, "L W"]]
+    norms: Float[Array, "N hidden"]
+    beside: dict[tuple[int, int], tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def copies(self) -> tuple[Any, ...]:
+        """What is there twice, so that decoding can read it from a stack."""
+        return self.weights, self.norms, self.beside
+
+
+def pack_params(
+    params: nnx.State | PackedParams, segments: Sequence[Segment[Block]], stream: Stream
+) -> PackedParams:
+    """Puts the vectors of the layers (norms, gates) together. Do it once, on loading.
+
+    Inside the layer loop XLA copies each vector out of its stack by a kernel of its own; one row is
+    one copy. What decoding's kernels read is packed a layer at a time as well; prefill reads it
+    where it was. The steps take the parameters packed or not, and compute the same.
+    """
+    if isinstance(params, PackedParams):
+        return params
+    stacks: Any = params["segments"]
+    # One program: to compile one for each array takes a second.
+    small, nothing = jax.jit(lambda stacks: _small(stacks, segments))(stacks)
+    empty = {
+        s: _without_vectors(stacks[s], segment, nothing[s]) for s, segment in enumerate(segments)
+    }
+    beside: dict[tuple[int, int], tuple[Array, Array]] = {}
+    for s, segment in enumerate(segments):
+        for place, block in enumerate(segment.pattern):
+            layer: Any = empty[s]["layers"][place]
+            if found := block.mixer.beside(stream, layer["mixer"]):
+                beside[s, place] = found
+            _replace(layer["mlp"], block.feed_forward.pack(stream, layer["mlp"]))
+            _replace(layer["mixer"], block.mixer.widened(stream, layer["mixer"]))
+    rest = nnx.State({**params, "segments": type(stacks)(empty)})
+    vectors, weights, norms = small
+    return PackedParams(rest, vectors, weights, norms, beside)
+
+
+def _small(stacks: Any, segments: Sequence[Segment[Block]]) -> tuple[Any, list[list[Array]]]:
+    """What is packed of the layers, and what is left of each segment's vectors.
+
+    Returns:
+        (vectors, weights, norms) of `PackedParams`, and arrays without numbers.
+    """
+    found = [vectors_of(stacks[s], segment) for s, segment in enumerate(segments)]
+    vectors = tuple(
+        jnp.concatenate([x.astype(jnp.float32) for x in each], axis=1) for each in found
+    )
+    packed = vectors, _mixer_weights(stacks, segments), _norms(stacks, segments)
+    return packed, [[x[:, :0] for x in each] for each in found]
+
+
+def _without_vectors(stack: Any, segment: Segment[Block], left: Sequence[Array]) -> Any:
+    """A segment's parameters, with what is left in the place of its vectors."""
+    each = iter(left)
+    return jax.tree.map_with_path(
+        lambda path, leaf: next(each) if is_vector(path, leaf, segment) else leaf, stack
+    )
+
+
+def _replace(module: Any, packed: Mapping[str, Array]) -> None:
+    """Puts parameters in the place of those with these names, as in "gate_proj.weight"."""
+    for name, array in packed.items():
+        *inner, last = name.split(".")
+        holder = functools.reduce(operator.getitem, inner, module)
+        holder[last] = holder[last].replace(array)
+
+
+def is_vector(path: Any, leaf: Any, segment: Segment[Block]) -> bool:
+    """Whether a stacked parameter [repeats, n] is packed: of a block's norms, or of a mixer whose
+    `pack` gives decoding what it reads. The steps read all others where they are.
+    """
+    if leaf.ndim != 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return False
+    _, place, part, name, *_ = (getattr(each, "key", 0) for each in path)
+    if part == "mixer":
+        mixer = segment.pattern[place].mixer
+        return type(mixer).pack is not Mixer.pack and name not in mixer.read_apart
+    return part in ("norm", "mlp_norm")
+
+
+def vectors_of(stack: Any, segment: Segment[Block]) -> list[Any]:
+    """The packed parameters of a segment, in order."""
+    leaves = jax.tree.leaves_with_path(stack)
+    return [leaf for path, leaf in leaves if is_vector(path, leaf, segment)]
+
+
+def _mixer_weights(stacks: Any, segments: Sequence[Segment[Block]]) -> dict[str, Array]:
+    """Those of each cache in the order of its layers, segment after segment."""
+    found: dict[str, list[Array]] = {}
+    for s, segment in enumerate(segments):
+        of_cache: dict[str, list[Array]] = {}
+        for place, block in enumerate(segment.pattern):
+            weights = block.mixer.pack(stacks[s]["layers"][place]["mixer"])
+            if weights is not None:
+                of_cache.setdefault(block.mixer.cache_name, []).append(weights)
+        for name, weights_of in of_cache.items():
+            rows = jnp.stack(weights_of, axis=1).reshape(-1, weights_of[0].shape[-1])
+            found.setdefault(name, []).append(rows)
+    return {name: _joined(rows) for name, rows in found.items()}
+
+
+def _norms(stacks: Any, segments: Sequence[Segment[Block]]) -> Array:
+    found = []
+    for s, segment in enumerate(segments):
+        layers = [stacks[s]["layers"][place] for place in range(len(segment.pattern))]
+        norms = [layer[n]["weight"][...] for layer in layers for n in ("norm", "mlp_norm")]
+        found.append(jnp.stack(norms, axis=1).reshape(-1, norms[0].shape[-1]))
+    return _joined(found).astype(jnp.float32)
+
+
+def _joined(rows: list[Array]) -> Array:
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows)

@@ -1,0 +1,160 @@
+"""Which part of a decoder a parameter is, and how several GPUs divide it: by its place in the tree.
+
+    ("segments", 1, "layers", 0, "mixer", "q_b_proj", "weight")    MLA, by heads
+    ("segments", 1, "layers", 0, "mlp", "down_proj")               experts, whole ones
+    ("embedding",)                                                 embedding, by vocabulary
+
+This is the one table of it. A plan takes its lines from here, and a mesh its shardings.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxattn.models.blocks import MoE
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
+
+# Of a parameter in `nnx.to_flat_state`.
+type Path = tuple[Any, ...]
+# "experts": each GPU has whole ones. "attention": by heads, and "dense": by columns, rows or
+# vocabulary, where those are tensor-parallel. "all": on every GPU.
+type Split = Literal["experts", "attention", "dense", "all"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a parameter is.
+
+    Attributes:
+        line: of the plan.
+        split: how GPUs divide it.
+        stacked: how many leading axes count layers or experts.
+        published_fp8: an FP8 checkpoint stores it in FP8.
+        scales: it holds the scales of quantized numbers.
+        always: of a stack of experts the last, which every token takes: the shared ones.
+    """
+
+    line: str
+    split: Split
+    stacked: int = 0
+    published_fp8: bool = False
+    scales: bool = False
+    always: int = 0
+
+
+# Of a mixer: the latents and low-rank queries have no heads.
+_BY_HEADS = (
+    "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj", "k_proj", "v_proj", "sinks",
+    "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "out_proj",
+    "in_proj_qkv", "in_proj_b", "in_proj_fg", "f_b_proj", "g_b_proj", "g_proj",
+    "kv_scale",
+)  # fmt: skip
+_WHOLE = (
+    "q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm", "in_proj_fg_a",
+)  # fmt: skip
+# What FP8 checkpoints leave in bfloat16.
+_NEVER_FP8 = (
+    "in_proj_ba",
+    "in_proj_b",
+    "g_proj",
+    "conv1d",
+    "A_log",
+    "dt_bias",
+    "q_a_norm",
+    "kv_a_norm",
+    "q_norm",
+    "k_norm",
+    "norm",
+    "sinks",
+    "kv_scale",
+)
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_EXPERTS = ("gate_up_proj", "down_proj")
+_SCALES = ("gate_up_scale", "down_scale")
+_SCALE = "scale"  # of a linear's FP8 weight
+
+
+def part_of(spec: DecoderSpec, key: Path) -> Part:
+    """What the parameter at `key` of a decoder's state is.
+
+    Raises:
+        ValueError: the table does not know it.
+    """
+    match key:
+        case ("embedding",):
+            return Part(line="embedding", split="dense")
+        case ("lm_head", "weight"):
+            return Part(line="head", split="dense")
+        case ("norm", "weight"):
+            return Part(line="norms", split="all")
+        case ("segments", int(), "layers", int(), "norm" | "mlp_norm", "weight"):
+            return Part(line="norms", split="all", stacked=1)
+        case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):
+            line = type(spec.segments[number].pattern[place].mixer).__name__
+            scales = key[-1] == _SCALE
+            fp8 = name not in _NEVER_FP8 and not scales
+            split: Split | None = "attention" if name in _BY_HEADS else None
+            split = "all" if name in _WHOLE else split
+            if split is not None:
+                return Part(line=line, split=split, stacked=1, published_fp8=fp8, scales=scales)
+        case ("segments", int(number), "layers", int(place), "mlp", *rest):
+            kind = spec.segments[number].pattern[place].feed_forward
+            if isinstance(kind, MoE):
+                found = _of_experts(tuple(rest), kind.always)
+            else:
+                found = _of_mlp(tuple(rest), "dense MLP")
+            if found is not None:
+                return found
+    raise ValueError(
+        f"nothing says how GPUs divide the parameter {'.'.join(map(str, key))!r}; add it to "
+        "jaxattn/models/sharding/partition_rules.py"
+    )
+
+
+def _of_mlp(path: Path, line: str) -> Part | None:
+    if path[0] in _MLP:
+        scales = path[-1] == _SCALE
+        return Part(line=line, split="dense", stacked=1, published_fp8=not scales, scales=scales)
+    return None
+
+
+def _of_experts(path: Path, always: int) -> Part | None:
+    match path:
+        case ("shared", *rest):
+            return _of_mlp(tuple(rest), "shared experts")
+        case ("router" | "correction_bias" | "shared_gate",):
+            return Part(line="router", split="all", stacked=1)
+        case (str(name),) if name in (*_EXPERTS, *_SCALES):
+            scales = name in _SCALES
+            return Part(
+                line="experts",
+                split="experts",
+                stacked=2,
+                published_fp8=not scales,
+                scales=scales,
+                always=always,
+            )
+    return None
+
+
+def divided(model: DecoderModel, ways: int, cache_dtype: str | None = None) -> DecoderModel:
+    """The model with the mixers that one of `ways` GPUs has: fewer heads, each whole.
+
+    Caches and scratch of the result are those of one GPU.
+
+    Args:
+        ways: divides the heads; of heads that are fewer, each GPU has one.
+        cache_dtype: of the pages; None leaves them as the model has them.
+    """
+    if ways == 1 and cache_dtype is None:
+        return model
+    changed = {}
+    for mixer in model.spec.mixers.values():
+        fields = {field.name for field in dataclasses.fields(mixer)}
+        heads = {name for name in fields if name.endswith("_heads")}
+        changes: dict[str, Any] = {name: -(-getattr(mixer, name) // ways) for name in heads}
+        if cache_dtype is not None and "cache_dtype" in fields:
+            changes["cache_dtype"] = cache_dtype
+        changed[mixer] = dataclasses.replace(mixer, **changes)
+    blocks = tuple(dataclasses.replace(b, mixer=changed[b.mixer]) for b in model.spec.blocks)
+    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks), model.tokens)

@@ -1,0 +1,145 @@
+"""How the numbers of a published weight are stored, and how the device makes weights of them.
+
+    Floats      the weight itself, bfloat16, float16 or float32
+    Fp8Blocks   F8_E4M3 numbers beside a scale for each block of 128 x 128, `weight_scale_inv`
+    Int4Groups  eight numbers in an I32 word beside a scale for each 32 columns, `weight_packed`
+    Numbers     FP8 numbers that stay FP8
+    Scales      scales that stay beside them
+
+`decode` runs on the device, on whole blocks of a weight's leading rows.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, dequantize
+
+FLOATS = ("bfloat16", "float16", "float32")
+FP8 = "float8_e4m3fn"
+SCALES = ("float32", "float8_e8m0fnu")
+INT4_GROUP = 32
+INT4_PER_WORD = 8
+
+type Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor that a weight is stored in, or one of several.
+
+    Attributes:
+        name: the tensor's.
+        shape: as it has to be.
+        dtypes: those that it may have.
+        rows: so many of the weight's rows lie in one of its rows; 0: it has nothing but the shape.
+    """
+
+    name: str
+    shape: Shape
+    dtypes: tuple[str, ...]
+    rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(abc.ABC):
+    """How a weight is stored. Equal objects decode alike."""
+
+    @property
+    def rows_together(self) -> int:
+        """A block has a multiple of so many of the weight's rows."""
+        return 1
+
+    @abc.abstractmethod
+    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        """The tensors of a weight with this name and shape.
+
+        Raises:
+            ValueError: a weight of this shape cannot be stored so.
+        """
+
+    @abc.abstractmethod
+    def decode(self, parts: Sequence[Array]) -> Array:
+        """The weights [n, rows, ...] of n blocks, of each part's [n, ...]; float32 or as stored."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats(Stored):
+    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        return (Part(name, shape, FLOATS),)
+
+    def decode(self, parts: Sequence[Array]) -> Array:
+        return parts[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Floats):
+    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        return (Part(name, shape, (FP8,)),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales(Stored):
+    """Float32, or powers of two in E8M0."""
+
+    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        return (Part(name, shape, SCALES),)
+
+    def decode(self, parts: Sequence[Array]) -> Array:
+        return _scales(parts[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Blocks(Stored):
+    @property
+    def rows_together(self) -> int:
+        return BLOCK
+
+    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        if len(shape) != 2:
+            raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
+        scale = Part(f"{name}_scale_inv", block_counts(*shape), SCALES, rows=BLOCK)
+        return Part(name, shape, (FP8,)), scale
+
+    def decode(self, parts: Sequence[Array]) -> Array:
+        numbers, scales = parts
+        return dequantize(numbers, _scales(scales), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4Groups(Stored):
+    """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8."""
+
+    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+        if len(shape) != 2 or shape[1] % INT4_GROUP:
+            raise ValueError(
+                f"{name!r} is stored in INT4, and {list(shape)} is no matrix of whole groups of "
+                f"{INT4_GROUP} columns"
+            )
+        rows, columns = shape
+        return (
+            Part(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
+            Part(f"{name}_scale", (rows, columns // INT4_GROUP), FLOATS),
+            Part(f"{name}_shape", (2,), ("int32",), rows=0),
+        )
+
+    def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
+        words, scales = parts
+        nibbles = (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.int32)) & 15
+        numbers = (nibbles - 8).reshape(*words.shape[:2], -1, INT4_GROUP)
+        weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+        return weights.reshape(*words.shape[:2], -1)
+
+
+def _scales(stored: Float[Array, "..."] | Int[Array, "..."]) -> Float[Array, "..."]:
+    """Float32 scales; E8M0, which comes as uint8, is float32's exponent."""
+    if stored.dtype != jnp.uint8:
+        return stored.astype(jnp.float32)
+    exponents = stored.astype(jnp.uint32)
+    powers = lax.bitcast_convert_type(exponents << 23, jnp.float32)
+    powers = jnp.where(exponents == 0, jnp.float32(2.0**-127), powers)
+    return jnp.where(exponents == 255, jnp.nan, powers)

@@ -1,0 +1,117 @@
+"""Which matrices beside the experts stay FP8, and where a checkpoint's numbers and scales go.
+
+A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published but for
+the order of columns, beside a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has
+a shape that no kernel reads becomes bfloat16 on loading, as what would cut blocks of scales
+(`Matrix.fits_fp8`).
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
+from jaxattn.models.blocks import Block
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.weight_map.encodings import Numbers, Scales
+from jaxattn.models.weight_map.tensor_mapping import Key, Placed
+from jaxattn.models.weight_map.transforms import (
+    Below,
+    Change,
+    GroupColumns,
+    GroupRows,
+    Paired,
+    Transposed,
+)
+
+
+def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> DecoderModel:
+    """The model whose linears are FP8 where they can be, but for those of these names."""
+    stream = model.spec.stream
+
+    def changed(layer: Any) -> Any:
+        matrices = layer.matrices(stream).items()
+        names = (name for name, matrix in matrices if matrix.fits_fp8 and name not in without)
+        return dataclasses.replace(layer, fp8=tuple(names))
+
+    def block(each: Block) -> Block:
+        return Block(changed(each.mixer), changed(each.feed_forward))
+
+    found = {each: block(each) for each in dict.fromkeys(model.spec.blocks)}
+    blocks = tuple(found[each] for each in model.spec.blocks)
+    return dataclasses.replace(model, spec=dataclasses.replace(model.spec, blocks=blocks))
+
+
+def linear_of(spec: DecoderSpec, key: Key) -> str | None:
+    """The name of the FP8 linear that a parameter is of, "q_proj" or "shared.down_proj"; None where
+    it is of no such linear."""
+    match key:
+        case ("segments", int(number), "layers", int(place), ("mixer" | "mlp") as part, *names, _):
+            block = spec.segments[number].pattern[place]
+            layer = block.mixer if part == "mixer" else block.feed_forward
+            name = ".".join(map(str, names))
+            return name if name in layer.fp8 else None
+    return None
+
+
+def in_floats(spec: DecoderSpec, placed: Iterable[Placed], dtypes: Mapping[str, str]) -> set[str]:
+    """The FP8 linears of which a folder has a weight in floats.
+
+    Args:
+        placed: of `kept`.
+        dtypes: of the folder's tensors, by name.
+    """
+    return {
+        str(linear_of(spec, each.key))
+        for each in placed
+        if each.key[-1] == "weight"
+        and linear_of(spec, each.key) is not None
+        and not dtypes.get(each.name, "float8").startswith("float8")
+    }
+
+
+def listed(spec: DecoderSpec, placed: Iterable[Placed], modules: Iterable[str]) -> set[str]:
+    """The FP8 linears of which a list has a module.
+
+    Args:
+        placed: of a family.
+        modules: "model.layers.0.mlp.shared_expert", "o_proj". What stands before the layers is
+            spelled in several ways, and does not count.
+    """
+
+    def of_layer(name: str) -> str:
+        begin = name.find("layers.")
+        return f".{name[max(begin, 0) :]}."
+
+    wanted = [of_layer(str(each)) for each in modules]
+    found = ((linear_of(spec, each.key), of_layer(each.name)) for each in placed)
+    return {name for name, own in found if name and any(each in own for each in wanted)}
+
+
+def kept(spec: DecoderSpec, placed: Iterable[Placed]) -> Iterator[Placed]:
+    """The tensors of a checkpoint, of FP8 linears the numbers and their scales."""
+    for each in placed:
+        if linear_of(spec, each.key) is None:
+            yield each
+            continue
+        rows = Paired(_rows(each.change, 1))
+        yield dataclasses.replace(each, change=rows, stored=Numbers())
+        yield dataclasses.replace(
+            each,
+            name=f"{each.name}_scale_inv",
+            shape=block_counts(*each.shape),
+            key=(*each.key[:-1], "scale"),
+            change=_rows(each.change, BLOCK),
+            stored=Scales(),
+        )
+
+
+def _rows(change: Change, block: int) -> Change:
+    """The change of a tensor that is not transposed, whose rows are of `block` rows each."""
+    match change:
+        case Transposed(first):
+            return Below(first // block)
+        case GroupColumns(group, begin, size, first):
+            return GroupRows(group // block, begin // block, size // block, first // block)
+    raise ValueError(f"no FP8 linear is made by {change}")

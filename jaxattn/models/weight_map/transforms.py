@@ -1,0 +1,258 @@
+"""What is done to blocks of a tensor's rows between a published checkpoint and the parameters."""
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxattn.core.numerics.fp8_block_scaling import in_pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Change(abc.ABC):
+    """What is done to a tensor's rows.
+
+    Attributes:
+        anywhere: the same change of rows wherever they go; one program places all blocks of it.
+    """
+
+    @property
+    def anywhere(self) -> "Change":
+        return self
+
+    @property
+    def rows_together(self) -> int:
+        """A block has a multiple of so many of the tensor's leading rows."""
+        return 1
+
+    @abc.abstractmethod
+    def block(self, rows: Array) -> Array:
+        """The part of the parameter that a block of rows becomes."""
+
+    @abc.abstractmethod
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        """Where that part begins in the parameter, for a block that begins at `row`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AsItIs(Change):
+    def block(self, rows: Array) -> Array:
+        return rows
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Below(Change):
+    """As it is, below the first `first` rows of the parameter."""
+
+    first: int
+
+    @property
+    def anywhere(self) -> Change:
+        return AsItIs()
+
+    def block(self, rows: Array) -> Array:
+        return rows
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Nth(Change):
+    """As it is, number `number` along an axis that the parameter has before the tensor's."""
+
+    number: int
+
+    @property
+    def anywhere(self) -> Change:
+        return Nth(0)
+
+    def block(self, rows: Array) -> Array:
+        return rows[None]
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.number, row, *(0,) * (dims - 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertRows(Change):
+    """Of a matrix as wide as several experts, `width` rows for each: experts `first` and on, and
+    in each of them the place `within`."""
+
+    width: int
+    first: int
+    within: tuple[int, ...]
+
+    @property
+    def anywhere(self) -> Change:
+        return ExpertRows(self.width, 0, (0,) * len(self.within))
+
+    @property
+    def rows_together(self) -> int:
+        return self.width
+
+    def block(self, rows: Array) -> Array:
+        experts = rows.reshape(-1, self.width, rows.shape[-1])
+        return experts[:, None] if len(self.within) == 3 else experts
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row // self.width, *self.within)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertColumns(Change):
+    """Of a matrix as wide as several experts, `width` columns for each: experts `first` and on."""
+
+    width: int
+    first: int
+
+    def block(self, rows: Array) -> Array:
+        return rows.reshape(rows.shape[0], -1, self.width).swapaxes(0, 1)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first, row, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed(Change):
+    """[out, in] becomes [in, out], of a wider parameter the columns from `first` on."""
+
+    first: int = 0
+
+    @property
+    def anywhere(self) -> Change:
+        return Transposed()
+
+    def block(self, rows: Array) -> Array:
+        return rows.T
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (0, self.first + row)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRows(Change):
+    """Of each group of `group` rows the `size` rows from `begin` on. Those of all groups become the
+    rows from `first` on."""
+
+    group: int
+    begin: int
+    size: int
+    first: int
+
+    @property
+    def anywhere(self) -> Change:
+        return dataclasses.replace(self, first=0)
+
+    @property
+    def rows_together(self) -> int:
+        return self.group
+
+    def block(self, rows: Array) -> Array:
+        groups = rows.reshape(-1, self.group, rows.shape[-1])
+        return groups[:, self.begin : self.begin + self.size].reshape(-1, rows.shape[-1])
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row // self.group * self.size, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupColumns(GroupRows):
+    """The rows of `GroupRows`, transposed: they become the columns from `first` on."""
+
+    def block(self, rows: Array) -> Array:
+        return super().block(rows).T
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (0, self.first + row // self.group * self.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired(Change):
+    """Another change of FP8 numbers, whose columns are then put in pairs."""
+
+    of: Change
+
+    @property
+    def anywhere(self) -> Change:
+        return Paired(self.of.anywhere)
+
+    @property
+    def rows_together(self) -> int:
+        return self.of.rows_together
+
+    def block(self, rows: Array) -> Array:
+        return in_pairs(self.of.block(rows))
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return self.of.start(row, dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePlus(Change):
+    """1 + w, added in float32."""
+
+    def block(self, rows: Array) -> Array:
+        return 1 + rows.astype(jnp.float32)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps(Change):
+    """[channels, 1, taps] becomes [channels, taps], below the parameter's first `first` rows."""
+
+    first: int = 0
+
+    @property
+    def anywhere(self) -> Change:
+        return Taps()
+
+    def block(self, rows: Array) -> Array:
+        return rows[:, 0]
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (self.first + row, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat(Change):
+    """A tensor with one leading row becomes a vector."""
+
+    def block(self, rows: Array) -> Array:
+        return rows.reshape(-1)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadKeys(Change):
+    """Of `kv_b_proj` [H * (U + V), R] the keys, [H, U, R]."""
+
+    keys: int
+    values: int
+
+    @property
+    def rows_together(self) -> int:
+        return self.keys + self.values
+
+    def block(self, rows: Array) -> Array:
+        return rows.reshape(-1, self.keys + self.values, rows.shape[-1])[:, : self.keys]
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row // self.rows_together, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadValues(HeadKeys):
+    """Of `kv_b_proj` [H * (U + V), R] the values, [H, R, V]."""
+
+    def block(self, rows: Array) -> Array:
+        heads = rows.reshape(-1, self.keys + self.values, rows.shape[-1])
+        return jnp.swapaxes(heads[:, self.keys :], 1, 2)

@@ -1,0 +1,1 @@
+"""Attention layers over a paged cache: MLA, GQA, and GQA over TurboQuant pages."""

@@ -1,0 +1,379 @@
+"""Grouped-query attention: one module for training, prefill and decoding.
+
+What is cached for a token is its keys and values, [Hk, D] numbers each. Each key-value head serves
+H / Hk query heads.
+"""
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import gqa
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.nn.attention.paged_attention import Paged
+from jaxattn.nn.attention.table_overflow import nan_beyond_table
+from jaxattn.nn.fp8_linear import new_linear
+from jaxattn.nn.linear import linears
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel.context_parallel import own_of_shared, prefix_of, written_places
+
+
+class GroupedQueryAttention(Paged):
+    """The causal self-attention of Qwen3, Qwen3-Next, Llama and gpt-oss, without its pre-norm.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Parameters, in the names of Qwen's checkpoints:
+        q_proj [hidden, H * D], or where it is gated [hidden, H * 2 D], of each head D queries and
+            then D gates
+        k_proj, v_proj [hidden, Hk * D]   o_proj [H * D, hidden]
+        q_norm, k_norm [D], with `qk_norm`   sinks float32 [H], with `sinks`
+        kv_scale float32 [2, Hk], with `scaled_cache`: by what an FP8 cache's keys and values are
+            multiplied
+
+    Args:
+        head_dim: D, of queries, keys and values.
+        rope: `rope.dim` is how many dims are rotated, the first of D.
+        qk_norm: RMS norms of each head's query and key, before they are rotated.
+        gated: the output is multiplied by sigmoid(gate) before o_proj.
+        window: keys that a token sees, its own included; None is all before it.
+        sinks: each head has a logit without a value in its softmax (gpt-oss).
+        scaled_cache: the cache is FP8 (float8_e4m3fn).
+        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+        dtype: the operands of every matrix product (sums are float32).
+        param_dtype: the dtype that the weights are stored in.
+        norm_dtype: that of the norms' weights; None is `param_dtype`.
+        out_init_scale: scale of the initial o_proj, for deep residual stacks.
+
+    Raises:
+        ValueError: a size is not a positive integer, H is no multiple of Hk, or more dims would be
+            rotated than there are.
+    """
+
+    reads = ("k_proj", "[hidden, Hk * D]")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rope: RopeConfig,
+        qk_norm: bool = False,
+        gated: bool = False,
+        window: int | None = None,
+        sinks: bool = False,
+        scaled_cache: bool = False,
+        fp8: Collection[str] = (),
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        norm_dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(
+            "GroupedQueryAttention",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            **({} if window is None else {"window": window}),
+        )
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                "GroupedQueryAttention: num_heads must be a multiple of num_kv_heads, got "
+                f"{num_heads=}, {num_kv_heads=}"
+            )
+        if rope.dim > head_dim:
+            raise ValueError(
+                f"GroupedQueryAttention: rope.dim must be at most {head_dim=}; got {rope.dim}"
+            )
+        self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.dtype, self.eps = jnp.dtype(dtype), eps
+
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        of_query, of_keys = head_dim * (2 if gated else 1), (hidden_size, num_kv_heads * head_dim)
+        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=dtype)
+        self.k_proj = linear("k_proj", *of_keys, out_dtype=dtype)
+        self.v_proj = linear("v_proj", *of_keys, out_dtype=dtype)
+        if qk_norm:
+            norm = partial(RMSNorm, head_dim, eps=eps, param_dtype=norm_dtype or param_dtype)
+            self.q_norm, self.k_norm = norm(), norm()
+        self.has_sinks = sinks
+        if sinks:
+            self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32))
+        self.scaled_cache = scaled_cache
+        if scaled_cache:
+            self.kv_scale = nnx.Param(jnp.ones((2, num_kv_heads), jnp.float32))
+        heads = num_heads * head_dim
+        self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
+
+    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
+        """Causal attention over whole sequences. Returns float32."""
+        self._check_tokens("GroupedQueryAttention", x, "B T hidden")
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        q, k, v, gate = self._heads(x, positions)
+        out, _ = gqa.gqa_attention(q, k, v, gate=gate, **self._masking)
+        return self._project_out(out)
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        parallel: Parallel = ALONE,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array]:
+        """A chunk of each row's prompt: caches its keys and values, attends to them and to those
+        before.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
+            parallel: the layout of the GPUs that have a part of each row's pages, inside
+                `jax.shard_map`; `block_tables` are then stripes (`jaxattn.parallel.Spread`).
+
+        Returns:
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
+            traced row beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
+            Refusal: the named implementation refuses, and says why.
+        """
+        arguments = self._check_tokens("GroupedQueryAttention.prefill", x, "B T hidden")
+        self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens
+        )
+        positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
+        dtype, scale = self._dtype_beside(kv_cache), self._scale
+        q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=dtype)
+        written = written_places(parallel, block_tables)
+        kv_cache = gqa.gqa_cache_write(
+            kv_cache,
+            k,
+            v,
+            written,
+            seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            kv_scale=scale,
+        )
+        if scale is not None:
+            # The chunk's own tokens as later ones will read them.
+            k, v = self._as_stored(k, v)
+        read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
+        k, v, read = (own_of_shared(each, parallel) for each in (k, v, read))
+        if scale is not None:
+            scale = own_of_shared(scale[..., None], parallel)[..., 0]
+        out, _ = gqa.gqa_prefill(
+            q,
+            k,
+            v,
+            read,
+            tables,
+            seq_lens,
+            query_lens,
+            layer=read_layer,
+            kv_scale=scale,
+            gate=gate,
+            implementation=implementation,
+            **self._masking,
+        )
+        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"] | Unnormed,
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"] | None = None,
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        schedule: gqa.PairSchedule | None = None,
+        rotation: Rotation | None = None,
+        weights: Float[Array, "*L W"] | None = None,
+        spread: Spread | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Any, ...]:
+        """The next S tokens of each row, over the paged cache.
+
+        Args:
+            kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length with the S new tokens, at most M * C; 0 is a padding row.
+            query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
+            schedule: `gqa.decode_schedule` of these `seq_lens`, for the layers that share it.
+            rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
+            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
+                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
+                of all those GPUs meet. Neither with a window nor with sinks.
+            arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
+                `spread`, of B * S rows of one token.
+
+        Returns:
+            (float32 [B, S, hidden], the cache with the new keys and values, the arena or None;
+            and the mailbox of a `spread` that has one).
+            The output at padding is exactly 0, and padding writes nothing. That of a traced row
+            beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
+            Refusal: the named implementation refuses, and says why.
+        """
+        arguments = self._check_tokens("GroupedQueryAttention.decode", x, "B S hidden")
+        self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens, optional=True
+        )
+        if rotation is None:
+            rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
+        q, k, v = self._projected(x)
+        addressing = (block_tables, seq_lens)
+        queries, kv_cache, *gates = gqa.gqa_append(
+            q,
+            k,
+            v,
+            self.packed_weights() if weights is None else weights,
+            kv_cache,
+            *addressing,
+            rotation=rotation,
+            config=self.rope,
+            eps=self.eps,
+            dtype=self._dtype_beside(kv_cache),
+            query_lens=query_lens,
+            kv_scale=self._scale,
+            layer=layer,
+            gates=self.gated,
+            implementation=implementation,
+        )
+
+        def attend(
+            heads: list[Array], tables: Any, lens: Any, query_lens: Any = None
+        ) -> tuple[Array, Array, list[Any]]:
+            out, lse, *rest = gqa.gqa_decode(
+                heads[0],
+                kv_cache,
+                tables,
+                lens,
+                query_lens=query_lens,
+                kv_scale=self._scale,
+                layer=layer,
+                gate=heads[1] if len(heads) > 1 else None,
+                schedule=schedule,
+                arena=arena,
+                implementation=implementation,
+                **self._masking,
+            )
+            return out, lse, rest
+
+        heads = [queries, *gates]
+        sent: list[Any] = []
+        if spread is None:
+            out, _, rest = attend(heads, *addressing, query_lens)
+        else:
+            out, rest, sent = spread.attend(heads, attend)
+        y = self._output(out, kv_cache, *addressing, query_lens)
+        return y, kv_cache, rest[0] if rest else None, *sent
+
+    def packed_weights(self) -> Float[Array, "W"] | None:
+        """The norms of queries and keys for `decode`, as it reads them; None without norms."""
+        if not self.qk_norm:
+            return None
+        return gqa.pack_gqa_weights(self.q_norm.weight[...], self.k_norm.weight[...])
+
+    @property
+    def _scale(self) -> Array | None:
+        return self.kv_scale[...] if self.scaled_cache else None
+
+    def _dtype_beside(self, kv_cache: Array) -> Any:
+        """Of queries: the cache's, or beside an FP8 one the compute dtype."""
+        return self.dtype if self.scaled_cache else kv_cache.dtype
+
+    def _as_stored(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys and values as an FP8 cache gives them back."""
+        stored, scale = gqa.KVFormat("fp8", self.head_dim), self._scale
+        both = stored.unpack(stored.pack(jnp.stack([k, v], axis=2), scale), scale)
+        return both[:, :, 0].astype(k.dtype), both[:, :, 1].astype(v.dtype)
+
+    @property
+    def _masking(self) -> dict[str, Any]:
+        return {"window": self.window, "sinks": self.sinks[...] if self.has_sinks else None}
+
+    def _check_cache(
+        self, arguments: Arguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+    ) -> None:
+        sizes = {"Hk": self.num_kv_heads, "D": self.head_dim}
+        arguments.sizes |= {name: (size, "this module") for name, size in sizes.items()}
+        check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
+
+    def _heads(
+        self, x: Array, positions: Array | Rotation, dtype: DTypeLike | None = None
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """(q [B, T, H, D], k and v [B, T, Hk, D], gate [B, T, H, D] or None).
+
+        `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
+        """
+        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
+        q, k, v = self._projected(x)
+        q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
+        with jax.named_scope("gqa_norm_and_rope"):
+            if self.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self._rotated(q, positions), self._rotated(k, positions)
+        return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
+
+    def _projected(self, x: Array | Unnormed) -> tuple[Array, Array, Array]:
+        """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
+        with jax.named_scope("gqa_qkv_proj"):
+            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
+            q = q.reshape(*x.shape[:2], self.num_heads, -1)
+            k, v = (y.reshape(*x.shape[:2], self.num_kv_heads, self.head_dim) for y in (k, v))
+            return q, k, v
+
+    def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
+        """Its first `rope.dim` dims turned."""
+        turned = rope(x[..., : self.rope.dim], positions, self.rope)
+        return jnp.concatenate([turned, x[..., self.rope.dim :]], axis=-1)
+
+    def _output(
+        self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
+    ) -> Float[Array, "B T hidden"]:
+        """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
+        y = self._project_out(out)
+        most = block_tables.shape[1] * kv_cache.shape[-3]
+        return nan_beyond_table(y, seq_lens, most, query_lens)
+
+    def _project_out(self, out: Array) -> Array:
+        with jax.named_scope("gqa_o_proj"):
+            return self.o_proj(out.reshape(*out.shape[:2], -1))

@@ -1,0 +1,415 @@
+"""DeepSeek's multi-head latent attention: one module for training, prefill and decoding.
+
+What is cached for a token is its latent, [kv_lora_rank + qk_rope_head_dim] numbers for all heads
+together. Training and prefill expand it to keys and values; decoding moves the expansion to the
+query and the output (weight absorption), so that the heads attend over the latents themselves.
+"""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import mla
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope, softmax_scale
+from jaxattn.core.validation.array_checks import FLOATS, check_sizes
+from jaxattn.nn.attention.paged_attention import Paged
+from jaxattn.nn.attention.table_overflow import nan_beyond_table
+from jaxattn.nn.fp8_linear import new_linear
+from jaxattn.nn.linear import InStack, linears, matmul, normal
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.mla.append import mla_append, pack_mla_weights
+from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel.context_parallel import prefix_of, written_places
+
+
+class MultiHeadLatentAttention(Paged):
+    """MLA with RoPE; the causal self-attention of a DeepSeek-V2/V3 layer, without its pre-norm.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Parameters, in DeepSeek's names (`kv_b_proj` is stored as its two halves, head first, the layout
+    in which the decode step multiplies them, so that no step transposes or copies weights):
+        q_proj [hidden, H * (nope + P)], or with `q_lora_rank` q_a_proj, q_a_norm and q_b_proj
+        kv_a_proj [hidden, R + P]   kv_a_norm [R]   w_uk [H, nope, R]   w_uv [H, R, Dv]
+        o_proj [H * Dv, hidden]   and with `gated` g_proj [hidden, H]
+
+    Args:
+        rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
+            interleaved. Without a theta nothing turns.
+        gated: a head's output is multiplied by sigmoid(g_proj(x)) of that head (Ling-3.0).
+        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+        dtype: the operands of every matrix product (sums are float32).
+        param_dtype: the dtype that the weights are stored in.
+        out_init_scale: scale of the initial o_proj, for deep residual stacks.
+
+    Raises:
+        ValueError: a size is not a positive integer, or the RoPE configuration rotates another
+            number of dimensions than `qk_rope_head_dim`.
+    """
+
+    reads = ("kv_a_proj", "[hidden, R + P]")
+    # Its parameters that a step reads where they lie in their stacks, and what says where.
+    stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int = 512,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        rope: RopeConfig | None = None,
+        gated: bool = False,
+        fp8: Collection[str] = (),
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(
+            "MultiHeadLatentAttention",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}),
+        )
+        self.rope = RopeConfig(dim=qk_rope_head_dim) if rope is None else rope
+        if self.rope.dim != qk_rope_head_dim:
+            raise ValueError(
+                f"rope.dim must be qk_rope_head_dim={qk_rope_head_dim}; got {self.rope.dim}"
+            )
+        self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
+        self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
+        self.q_lora_rank = q_lora_rank
+        self.dtype = jnp.dtype(dtype)
+        self.w_uk_in_stack: InStack | None = None
+        self.w_uv_in_stack: InStack | None = None
+        qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.scale = softmax_scale(qk_head_dim, self.rope)
+
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        queries = num_heads * qk_head_dim
+        if q_lora_rank is None:
+            self.q_proj = linear("q_proj", hidden_size, queries, out_dtype=dtype)
+        else:
+            self.q_a_proj = linear("q_a_proj", hidden_size, q_lora_rank)
+            self.q_a_norm = RMSNorm(q_lora_rank, eps=eps, param_dtype=param_dtype)
+            self.q_b_proj = linear("q_b_proj", q_lora_rank, queries, out_dtype=dtype)
+        latent_dim = kv_lora_rank + qk_rope_head_dim
+        self.kv_a_proj = linear("kv_a_proj", hidden_size, latent_dim)
+        self.kv_a_norm = RMSNorm(kv_lora_rank, eps=eps, param_dtype=param_dtype)
+        stddev = kv_lora_rank**-0.5
+        self.w_uk = nnx.Param(
+            normal(rngs, (num_heads, qk_nope_head_dim, kv_lora_rank), stddev, param_dtype)
+        )
+        self.w_uv = nnx.Param(
+            normal(rngs, (num_heads, kv_lora_rank, v_head_dim), stddev, param_dtype)
+        )
+        self.g_proj = linear("g_proj", hidden_size, num_heads) if gated else None
+        heads = num_heads * v_head_dim
+        self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
+
+    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
+        """Causal attention over whole sequences. Returns float32."""
+        self._check_tokens("MultiHeadLatentAttention", x, "B T hidden")
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        q_nope, q_pe = self._queries(x, positions)
+        latent = self._latents(x, positions)
+        compressed, k_pe = jnp.split(latent, [self.kv_lora_rank], axis=-1)
+        heads = (*x.shape[:2], self.num_heads)
+        with jax.named_scope("mla_expand"):
+            w_uk = self.w_uk[...].reshape(-1, self.kv_lora_rank).T
+            w_uv = self.w_uv[...].swapaxes(0, 1).reshape(self.kv_lora_rank, -1)
+            k_nope = matmul(compressed, w_uk, self.dtype, self.dtype).reshape(*heads, -1)
+            v = matmul(compressed, w_uv, self.dtype, self.dtype).reshape(*heads, -1)
+            q = jnp.concatenate([q_nope, q_pe], axis=-1)
+        out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale)
+        return self._project_out(x, out)
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+        kv_scale: Array | float | None = None,
+        parallel: Parallel = ALONE,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array]:
+        """A chunk of each row's prompt: caches its latents, attends to them and to those before.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
+                included (`jaxattn.mla.LatentFormat`).
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
+            kv_scale: of a float8_e4m3fn cache.
+            parallel: the layout of the GPUs that have a part of each row's pages, inside
+                `jax.shard_map`; `block_tables` are then stripes (`jaxattn.parallel.Spread`).
+
+        Returns:
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
+            traced row beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
+        """
+        arguments = self._check_tokens("MultiHeadLatentAttention.prefill", x, "B T hidden")
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens
+        )
+        positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
+        positions = jnp.maximum(positions, 0)
+        latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
+        written = written_places(parallel, block_tables)
+        kv_cache = mla.mla_cache_write(
+            kv_cache,
+            latent,
+            written,
+            seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            kv_scale=kv_scale,
+        )
+        read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
+        out, _ = mla.mla_prefill(
+            jnp.concatenate(self._queries(x, positions), axis=-1),
+            latent,
+            self.w_uk[...].astype(self.dtype),
+            self.w_uv[...].astype(self.dtype),
+            read,
+            tables,
+            seq_lens,
+            query_lens,
+            scale=self.scale,
+            layer=read_layer,
+            kv_scale=kv_scale,
+            implementation=implementation,
+        )
+        return self._output(x, out, kv_cache, written, seq_lens, query_lens), kv_cache
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"] | Unnormed,
+        kv_cache: Float[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"] | None = None,
+        layer: int | Int[Array, ""] | None = None,
+        kv_scale: Array | float | None = None,
+        schedule: mla.Schedule | None = None,
+        rotation: Rotation | None = None,
+        weights: Float[Array, "*L W"] | None = None,
+        spread: Spread | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Any, ...]:
+        """The next S tokens of each row, in absorbed form over the paged latent cache.
+
+        Args:
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
+                included (`jaxattn.mla.LatentFormat`).
+            block_tables: int32 page ids; those within a row's length from 0 to N - 1.
+            seq_lens: the row's length with the S new tokens, at most M * C; 0 is a padding row.
+            query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
+            kv_scale: of a float8_e4m3fn cache.
+            schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
+            rotation: likewise `decode_rotation` of these `seq_lens`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
+            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
+                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
+                of all those GPUs meet.
+            arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
+                `spread`, of B * S rows of one token.
+
+        Returns:
+            (float32 [B, S, hidden], the cache with the new latents, the arena or None;
+            and the mailbox of a `spread` that has one).
+            The output at padding is exactly 0, and padding writes nothing. That of a traced row
+            beyond its table, which cannot be refused, is NaN, and it writes nothing.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
+                that is concrete; it is named.
+            Refusal: the named implementation refuses, and says why.
+        """
+        arguments = self._check_tokens("MultiHeadLatentAttention.decode", x, "B S hidden")
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens, optional=True
+        )
+        new = x.shape[1] if query_lens is None else query_lens
+        if rotation is None:
+            rotation = self.decode_rotation(seq_lens, x.shape[1], new)
+        if self.g_proj is not None:  # which reads x too
+            x = tokens_of(x)
+        with jax.named_scope("mla_down_proj"):
+            q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
+            q, latents = linears(x, q_proj, self.kv_a_proj)
+            compressed = None if self.q_lora_rank is None else q
+        compressed, kv_cache = mla_append(
+            latents,
+            compressed,
+            self.packed_weights() if weights is None else weights,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            rotation=rotation,
+            config=self.rope,
+            eps=self.kv_a_norm.eps,
+            dtype=self.dtype,
+            query_lens=query_lens,
+            kv_scale=kv_scale,
+            layer=layer,
+            implementation=implementation,
+        )
+        queries = self._latent_queries(x, q if compressed is None else compressed, rotation)
+        queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
+
+        def attend(
+            queries: Any, tables: Any, lens: Any, query_lens: Any = None, meeting: Any = None
+        ) -> tuple[Array, Any, list[Any]]:
+            both: Any = tuple(queries) if len(queries) > 1 else queries[0]
+            given: Any = dict(
+                scale=self.scale,
+                layer=layer,
+                kv_lora_rank=self.kv_lora_rank,
+                kv_scale=kv_scale,
+                schedule=schedule,
+                arena=arena,
+                implementation=implementation,
+            )
+            if meeting is not None:
+                found = mla.mla_decode_met(both, kv_cache, tables, lens, meeting=meeting, **given)
+                out, after, mailbox = found
+                return out, mailbox, [] if after is None else [after]
+            out, lse, *rest = mla.mla_decode(
+                both, kv_cache, tables, lens, query_lens=query_lens, **given
+            )
+            return out, lse, rest
+
+        sent: list[Any] = []
+        if spread is None:
+            out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
+        else:
+            out, rest, sent = spread.attend(queries, attend)
+        values = self._absorbed(out, self.w_uv_in_stack)
+        if values is None:
+            values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
+        y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
+        return y, kv_cache, rest[0] if rest else None, *sent
+
+    def _latent_queries(self, x: Array | Unnormed, given: Array, rotation: Rotation) -> list[Array]:
+        """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
+        array of both where a kernel makes it.
+
+        `given`: as in `_queries`.
+        """
+        q = self._heads(x, given)
+        both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope))
+        if both is not None:
+            return [both]
+        q_nope, q_pe = self._turned(q, rotation)
+        return [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe]
+
+    def _absorbed(
+        self,
+        x: Array,
+        place: InStack | None,
+        turned: tuple[Rotation, RopeConfig] | None = None,
+    ) -> Array | None:
+        """A product of each head out of the stack of all layers, where a kernel has it."""
+        if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
+            return None
+        with jax.named_scope("absorb"):
+            return place.of_heads(x, turned)
+
+    def packed_weights(self) -> Float[Array, "*L W"]:
+        """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
+        q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
+        return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
+
+    def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
+        """Of queries and latents: the cache's own, where it holds latents as they are."""
+        return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
+
+    def _queries(
+        self, x: Array, positions: Array | Rotation, given: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
+
+        `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
+        """
+        return self._turned(self._heads(x, given), positions)
+
+    def _heads(self, x: Array | Unnormed, given: Array | None) -> Array:
+        """The heads' queries before rotation, [B, T, H, nope + P]."""
+        with jax.named_scope("mla_q_proj"):
+            if self.q_lora_rank is None:
+                q = self.q_proj(x) if given is None else given
+            elif given is None:
+                q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+            else:
+                q = self.q_b_proj(given)
+            return q.reshape(*x.shape[:2], self.num_heads, -1)
+
+    def _turned(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
+        """Heads' queries in two, the second rotated, in the compute dtype."""
+        with jax.named_scope("mla_q_proj"):
+            q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
+            q_pe = rope(q_pe, positions, self.rope)
+            return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
+
+    def _latents(self, x: Array, positions: Array | Rotation) -> Array:
+        """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
+        with jax.named_scope("mla_kv_proj"):
+            compressed, k_pe = jnp.split(self.kv_a_proj(x), [self.kv_lora_rank], axis=-1)
+            k_pe = rope(k_pe, positions, self.rope)
+            latent = jnp.concatenate([self.kv_a_norm(compressed), k_pe], axis=-1)
+            return latent.astype(self.dtype)
+
+    def _output(
+        self,
+        x: Array | Unnormed,
+        out: Array,
+        kv_cache: Array,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any,
+    ) -> Float[Array, "B T hidden"]:
+        """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
+        y = self._project_out(x, out)
+        most = block_tables.shape[1] * kv_cache.shape[-2]
+        return nan_beyond_table(y, seq_lens, most, query_lens)
+
+    def _project_out(self, x: Array | Unnormed, out: Array) -> Array:
+        with jax.named_scope("mla_o_proj"):
+            if self.g_proj is not None:
+                # A select: whatever a padding token's gate is, its output stays 0.
+                gate = jax.nn.sigmoid(self.g_proj(x))[..., None]
+                out = jnp.where(out == 0, 0, out * gate).astype(out.dtype)
+            return self.o_proj(out.reshape(*out.shape[:2], -1))

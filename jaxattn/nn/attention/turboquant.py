@@ -1,0 +1,154 @@
+"""Grouped-query attention whose cache keeps TurboQuant's codes in place of keys and values."""
+
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxattn import gqa
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.rope import Rotation
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.nn.attention.gqa import GroupedQueryAttention
+from jaxattn.nn.attention.table_overflow import nan_beyond_table
+from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.turboquant.cache import check_turbo_cache
+from jaxattn.parallel import ALONE, Parallel, Spread
+
+
+class TurboQuantAttention(GroupedQueryAttention):
+    """`GroupedQueryAttention`, with its parameters, over a TurboQuant cache.
+
+    New tokens are written first and read back with all others. So a prompt sees the same keys and
+    values in one chunk or in several, and decoding the same as both. Training sees exact ones.
+
+    Args:
+        preset: of the cache, see `gqa.TurboFormat`.
+        sizes, options: of `GroupedQueryAttention`.
+
+    Raises:
+        ValueError: a size does not fit, or the preset has no such head dim.
+    """
+
+    def __init__(self, preset: str, *sizes: int, rngs: nnx.Rngs, **options: Any):
+        super().__init__(*sizes, rngs=rngs, **options)
+        self.form = gqa.TurboFormat(preset=preset, head_dim=self.head_dim)
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        kv_cache: UInt8[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        parallel: Parallel = ALONE,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array]:
+        """As `GroupedQueryAttention.prefill`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
+
+        Raises:
+            ValueError: `parallel` has GPUs with a part of each row's pages, among others.
+        """
+        if parallel.context > 1:
+            raise ValueError(
+                f"TurboQuantAttention.prefill: context={parallel.context} spreads a row's pages; "
+                "use context=1"
+            )
+        y, kv_cache, _ = self._paged(
+            "TurboQuantAttention.prefill", x, kv_cache, block_tables, seq_lens, query_lens,
+            layer=layer, implementation=implementation,
+        )  # fmt: skip
+        return y, kv_cache
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"] | Unnormed,
+        kv_cache: UInt8[Array, "..."],
+        *,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"] | None = None,
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        schedule: gqa.PairSchedule | None = None,
+        rotation: Rotation | None = None,
+        weights: Float[Array, "*L W"] | None = None,
+        spread: Spread | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
+        """As `GroupedQueryAttention.decode`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
+
+        Raises:
+            ValueError: there is a `spread`, among others.
+        """
+        if spread is not None:
+            raise ValueError("TurboQuantAttention.decode: a row's pages lie on one GPU; no spread")
+        return self._paged(
+            "TurboQuantAttention.decode", x, kv_cache, block_tables, seq_lens, query_lens,
+            layer=layer, schedule=schedule, rotation=rotation, weights=weights, arena=arena,
+            implementation=implementation,
+        )  # fmt: skip
+
+    def _paged(
+        self,
+        op: str,
+        x: Array | Unnormed,
+        kv_cache: Array,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any,
+        *,
+        layer: Any,
+        schedule: gqa.PairSchedule | None = None,
+        rotation: Rotation | None = None,
+        weights: Array | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Array, Arena | None]:
+        """The new tokens' output, the cache with them, and the arena."""
+        arguments = self._check_tokens(op, x, "B S hidden")
+        arguments.sizes |= {"Hk": (self.num_kv_heads, "this module")}
+        check_turbo_cache(arguments, kv_cache, block_tables, seq_lens, layer, self.form)
+        block_tables, seq_lens, query_lens = self._as_given(
+            arguments, x, block_tables, seq_lens, query_lens, optional=True
+        )
+        if rotation is None:
+            rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
+        q, k, v = self._projected(x)
+        queries, kv_cache = gqa.turbo_append(
+            q,
+            k,
+            v,
+            self.packed_weights() if weights is None else weights,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            form=self.form,
+            rotation=rotation,
+            config=self.rope,
+            eps=self.eps,
+            dtype=self.dtype,
+            query_lens=query_lens,
+            layer=layer,
+            implementation=implementation,
+        )
+        out, _, *rest = gqa.turbo_attention(
+            queries,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            form=self.form,
+            query_lens=query_lens,
+            layer=layer,
+            gate=q[..., self.head_dim :] if self.gated else None,
+            schedule=schedule,
+            arena=arena,
+            implementation=implementation,
+            **self._masking,
+        )
+        most = block_tables.shape[1] * self.form.page_size(kv_cache)
+        y = nan_beyond_table(self._project_out(out), seq_lens, most, query_lens)
+        return y, kv_cache, rest[0] if rest else None

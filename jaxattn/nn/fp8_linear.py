@@ -1,0 +1,152 @@
+"""Products with matrices that stay FP8, as checkpoints publish them.
+
+A weight is [out_features, in_features] with a float32 scale for each block of 128 x 128. For up to
+256 tokens kernels read it where it lies, a byte for each number. For more tokens XLA makes a matrix
+of the compute dtype out of one layer's, and multiplies by this.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxattn.core.numerics.fp8_block_scaling import dequantize, in_order, in_pairs, quantize
+from jaxattn.nn.linear import InStack, Linear, matmul, normal
+from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer, refusal
+from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
+
+
+class Fp8Linear(Linear):
+    """`Linear` with a weight float8_e4m3fn [out_features, in_features] and its scales.
+
+    The columns are in pairs (`jaxattn.core.numerics.fp8_block_scaling.in_pairs`); `in_features` is a multiple of
+    16. The scale is float32 [ceil(out_features / 128), ceil(in_features / 128)]. Differentiable for
+    x.
+    """
+
+    stacked: ClassVar[Mapping[str, str]] = {"weight": "in_stack", "scale": "scale_in_stack"}
+    scale: nnx.Param
+
+    def _new_weight(self, rngs: nnx.Rngs, stddev: float, dtype: DTypeLike) -> None:
+        shape = (self.out_features, self.in_features)
+        numbers, scales = quantize(normal(rngs, shape, stddev, jnp.float32))
+        self.weight, self.scale = nnx.Param(in_pairs(numbers)), nnx.Param(scales)
+        self.scale_in_stack: InStack | None = None
+
+    def __call__(self, x: Float[Array, "*T K"] | Unnormed) -> Float[Array, "*T N"]:
+        x = tokens_of(x)
+        if _served(x, self):
+            return self.together(x, self)[0]
+        wide = dequantize(in_order(self.weight[...]), self.scale[...], self.dtype)
+        return matmul(x, wide.T, self.dtype, self.out_dtype)
+
+    @staticmethod
+    def together(
+        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False
+    ) -> tuple[Float[Array, "*T N"], ...]:
+        weights, scales = _stacks(*modules)
+        out_dtypes = [module.out_dtype for module in modules]
+        if isinstance(x, Unnormed):
+            layer = weights[0].layer if weights else None
+            numbers = [each.weights for each in weights]
+            if layer and x.serves(numbers, layer, scales):
+                return x.linears(
+                    numbers, layer=layer, out_dtypes=out_dtypes, give=give, scales=scales
+                )
+            x = tokens_of(x)
+        if not _served(x, *modules):
+            return tuple(module(x) for module in modules)
+        return linear_fp8_layer(
+            x.astype(modules[0].dtype),
+            [each.weights for each in weights],
+            scales,
+            layer=weights[0].layer,
+            out_dtypes=out_dtypes,
+            implementation=weights[0].implementation,
+        )
+
+
+class Beside(NamedTuple):
+    """FP8 weights that are in no module, of a launch with an `Fp8Linear`.
+
+    Attributes:
+        weights, scales: where a decode step finds them.
+        out_dtype: of the products.
+    """
+
+    weights: InStack
+    scales: InStack
+    out_dtype: jnp.dtype
+
+
+def with_beside(
+    x: Float[Array, "*T K"] | Unnormed, module: Linear, beside: Beside | None
+) -> tuple[Float[Array, "*T N"], Float[Array, "*T M"]] | None:
+    """The products with a module's weights and those beside it, in one launch; None where the
+    kernel does not serve."""
+    if beside is None or not isinstance(module, Fp8Linear):
+        return None
+    weights, scales = _stacks(module)
+    if not weights:
+        return None
+    numbers = [weights[0].weights, beside.weights.weights]
+    scales, layer = [*scales, beside.scales.weights], weights[0].layer
+    out_dtypes = [module.out_dtype, beside.out_dtype]
+    if isinstance(x, Unnormed) and x.serves(numbers, layer, scales):
+        one, other = x.linears(numbers, layer=layer, out_dtypes=out_dtypes, scales=scales)
+        return one, other
+    if not _served(tokens_of(x), module):
+        return None
+    one, other = linear_fp8_layer(
+        tokens_of(x).astype(module.dtype),
+        numbers,
+        scales,
+        layer=layer,
+        out_dtypes=out_dtypes,
+        implementation=weights[0].implementation,
+    )
+    return one, other
+
+
+def gated(x: Float[Array, "*T K"], gate: Fp8Linear, up: Fp8Linear) -> Array | None:
+    """`silu(gate(x)) * up(x)` in one launch and gate's `out_dtype`; None where the kernel does not
+    serve."""
+    if not _served(x, gate, up):
+        return None
+    (one, other), scales = _stacks(gate, up)
+    return gated_fp8_layer(
+        x.astype(gate.dtype),
+        (one.weights, other.weights),
+        (scales[0], scales[1]),
+        layer=one.layer,
+        out_dtype=gate.out_dtype,
+        implementation=one.implementation,
+    )
+
+
+def new_linear(fp8: Collection[str], name: str, *sizes: int, **options: Any) -> Linear:
+    """A linear, with an FP8 weight if its name is among `fp8`."""
+    kind = Fp8Linear if name in fp8 else Linear
+    return kind(*sizes, **options)
+
+
+def _stacks(*modules: Fp8Linear) -> tuple[list[InStack], list[Array]]:
+    """Where weights lie in stacks, and the stacks of their scales; both empty if one does not."""
+    weights = [module.in_stack for module in modules if module.in_stack is not None]
+    scales = [module.scale_in_stack for module in modules if module.scale_in_stack is not None]
+    if len(weights) < len(modules) or len(scales) < len(modules):
+        return [], []
+    return weights, [each.weights for each in scales]
+
+
+def _served(x: Array, *modules: Fp8Linear) -> bool:
+    """Whether the kernel takes x, rounded to the compute dtype, and these weights."""
+    weights, _ = _stacks(*modules)
+    if not weights or weights[0].implementation == "xla":
+        return False
+    tokens = x.size // x.shape[-1] if x.size else 0
+    shape = tokens, x.shape[-1]
+    return refusal(shape, modules[0].dtype, [each.weights for each in weights]) is None

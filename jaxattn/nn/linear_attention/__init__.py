@@ -1,0 +1,1 @@
+"""Delta-rule layers: the gated delta rule and Kimi Delta Attention."""

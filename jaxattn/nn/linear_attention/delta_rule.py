@@ -1,0 +1,279 @@
+"""What the layers of delta rules share: weights, checks, and a chunk of rows' prompts."""
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.core.cache.slots import check_pool, state_read, state_write
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.stacked_layer import number_to_check
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import (
+    as_given,
+    check_array,
+    check_features,
+    check_integers,
+)
+from jaxattn.nn.linear import Linear, normal
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d
+from jaxattn.ops.gdn.prefill_options import OutputNorm
+
+
+class Projected(NamedTuple):
+    """What a layer makes of its input. Dc are the channels of its convolution."""
+
+    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution, in the compute dtype
+    decays: Float[Array, "B T _"]  # as the layer's gates take them
+    beta: Float[Array, "B T Hv"]  # before the sigmoid
+    gate: Float[Array, "B T _"]  # of the output, in the last Hv * Dv columns
+
+
+class DeltaLayer(nnx.Module):
+    """A layer over a pool of convolution inputs and one of states.
+
+    Attributes:
+        in_proj: the name of its first projection.
+        family: the first word of its scopes in a profile.
+        prefill_rule: the recurrence over a chunk, from states in slots to those after it.
+    """
+
+    in_proj: ClassVar[str]
+    family: ClassVar[str]
+    prefill_rule: ClassVar[Callable[..., tuple[Array, Array]]]
+    conv1d: nnx.Param
+    norm: RMSNorm
+    out_proj: Linear
+
+    @property
+    @abc.abstractmethod
+    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+        """What a slot of either pool holds, `conv_shape` and `state_shape`."""
+
+    @abc.abstractmethod
+    def _project(self, x: Float[Array, "B T hidden"]) -> Projected: ...
+
+    @abc.abstractmethod
+    def _split_heads(self, mixed: Float[Array, "B T Dc"]) -> tuple[Array, Array, Array]:
+        """q and k [B, T, Hk, Dk], v [B, T, Hv, Dv]."""
+
+    @abc.abstractmethod
+    def _gates(self, made: Projected) -> tuple[Array, Array]:
+        """The log decays and beta, float32."""
+
+    def prefill(
+        self,
+        x: Float[Array, "B T hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        layer: int | Int[Array, ""] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], Array, Array]:
+        """A chunk of each row's prompt, from the states in its slot to the states after the chunk.
+
+        A row with `seq_lens == query_lens` is fresh: it starts from zero, whatever an earlier row
+        left in its slot. Slot -1, or `query_lens` 0, is a padding row.
+
+        Args:
+            x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
+            conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc]. Dc is the first dim of
+                `conv1d`.
+            ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+            seq_lens: the row's length after this chunk.
+            query_lens: new tokens of each row, at most T and at most its seq_lens.
+
+        Returns:
+            (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
+                fit; it is named.
+        """
+        op = f"{type(self).__name__}.prefill"
+        pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
+        chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
+        made = self._project(x)
+        mixed, conv_state = chunk.convolve(made.mixed, self.conv1d[...], conv_state)
+        q, k, v = self._split_heads(mixed)
+        y, ssm_state = type(self).prefill_rule(
+            q,
+            k,
+            v,
+            *chunk.gates(*self._gates(made)),
+            ssm_state,
+            chunk.slots,
+            has_initial_state=~chunk.fresh,
+            layer=layer,
+            output_norm=OutputNorm(gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps),
+            implementation=implementation,
+        )
+        out = self._project_out(y)
+        # A padding token's gate may be anything.
+        return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+
+    def _project_out(self, y: Float[Array, "B T Hv Dv"]) -> Float[Array, "B T hidden"]:
+        with jax.named_scope(f"{self.family}_out_proj"):
+            return self.out_proj(y.reshape(*y.shape[:2], math.prod(y.shape[2:])))
+
+    def _check_tokens(self, op: str, x: Any) -> None:
+        hidden = getattr(self, self.in_proj).in_features
+        check_features(op, x, "hidden", self.in_proj, (hidden,), 0)
+        if len(x.shape) != 3:
+            raise ValueError(f"{op}: x must be [B, T, {hidden}], got {tuple(x.shape)}")
+
+    def _check_chunk(
+        self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, lens: tuple[Any, Any], layer: Any
+    ) -> "Chunk":
+        """The chunk of x; `pools` are those of inputs and states, `lens` seq_lens and query_lens.
+
+        Raises:
+            TypeError, ValueError: they do not fit; the argument is named.
+        """
+        self._check_tokens(op, x)
+        slots, seq_lens, query_lens = map(as_given, (slots, *lens))
+        check_pools(op, x, *pools, slots, layer, **self._of_slot)
+        check_lengths(op, x, slots, seq_lens, query_lens)
+        return Chunk.of(x.shape[1], slots, seq_lens, query_lens, layer)
+
+    def _check_decode(self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, layer: Any) -> Any:
+        """The slots of x's rows.
+
+        Raises:
+            TypeError, ValueError: they or the pools do not fit; the argument is named.
+        """
+        self._check_tokens(op, x)
+        if x.shape[1] == 0:
+            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
+        slots = as_given(slots)
+        check_pools(op, x, *pools, slots, layer, **self._of_slot)
+        return slots
+
+
+def new_taps(rngs: nnx.Rngs, channels: int, width: int, dtype: DTypeLike) -> nnx.Param:
+    """Of a convolution over so many tokens."""
+    return nnx.Param(normal(rngs, (channels, width), width**-0.5, dtype))
+
+
+def new_rates(rngs: nnx.Rngs, num_heads: int) -> nnx.Param:
+    """A_log of the paper's decay rates: uniform in (0, 16). The lower end is kept off 0, whose
+    logarithm is -inf."""
+    rates = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=1e-3, maxval=16.0)
+    return nnx.Param(jnp.log(rates))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of each row's prompt, left-aligned.
+
+    Attributes:
+        slots: of both pools; -1 where a row is padding or has no new token.
+        fresh: whether a row starts here, from zeros.
+        valid: whether a token belongs to a row.
+        layer: into the stacks of pools.
+    """
+
+    slots: Int[Array, " B"]
+    fresh: Bool[Array, " B"]
+    valid: Bool[Array, "B T"]
+    query_lens: Int[Array, " B"]
+    layer: int | Array | None
+
+    @classmethod
+    def of(
+        cls, tokens: int, slots: Any, seq_lens: Any, query_lens: Any, layer: int | Array | None
+    ) -> Self:
+        slots = jnp.where(query_lens > 0, slots, -1)
+        valid = (jnp.arange(tokens) < query_lens[:, None]) & (slots >= 0)[:, None]
+        return cls(slots, seq_lens == query_lens, valid, query_lens, layer)
+
+    def convolve(
+        self,
+        inputs: Float[Array, "B T Dc"],
+        taps: Float[Array, "Dc W"],
+        conv_state: Float[Array, "*L Z W-1 Dc"],
+    ) -> tuple[Float[Array, "B T Dc"], Array]:
+        """The causal convolution with SiLU, and the pool with each row's last inputs."""
+        # An unused slot reads as zeros, as a fresh row starts.
+        reads = jnp.where(self.fresh, -1, self.slots)
+        before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
+        with jax.named_scope("last_inputs"):
+            window = jnp.concatenate([before, inputs], axis=1)
+            # Those of the row, not of the padded chunk.
+            last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
+            after = jnp.take_along_axis(window, last[:, :, None], axis=1)
+        mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
+        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
+
+    def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
+        """Without decay and update at padding, which leave the state of its row as it is."""
+        of_g = self.valid.reshape(*self.valid.shape, *(1,) * (g.ndim - 2))
+        return jnp.where(of_g, g, 0.0), jnp.where(self.valid[..., None], beta, 0.0)
+
+
+def check_pools(
+    op: str,
+    x: Array,
+    conv_state: Any,
+    ssm_state: Any,
+    slots: Any,
+    layer: Any,
+    *,
+    conv_shape: tuple[int, ...],
+    state_shape: tuple[int, ...],
+) -> None:
+    """Raises where the pools, or the slots of x's rows, do not fit what a slot holds."""
+    for name, pool, shape in (
+        ("conv_state", conv_state, conv_shape),
+        ("ssm_state", ssm_state, state_shape),
+    ):
+        check_array(op, name, pool)
+        if not jnp.issubdtype(pool.dtype, jnp.floating):
+            raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
+        check_pool(op, name, pool, slots, number_to_check(layer), shape, x.shape[0])
+    if conv_state.shape[:-2] != ssm_state.shape[:-3]:
+        raise ValueError(
+            f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "
+            "many slots, and as many layers"
+        )
+
+
+def _check_numbers(op: str, name: str, numbers: Any, x: Array) -> None:
+    check_array(op, name, numbers)
+    check_integers(op, name, numbers, f"[{x.shape[0]}]", fits=numbers.shape == x.shape[:1])
+
+
+def check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any) -> None:
+    _check_numbers(op, "seq_lens", seq_lens, x)
+    _check_numbers(op, "query_lens", query_lens, x)
+    traced = [isinstance(given, jax.core.Tracer) for given in (slots, seq_lens, query_lens)]
+    if x.shape[0] == 0 or traced[2]:
+        return
+    new = np.asarray(query_lens)
+    if not traced[0]:
+        new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
+    described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
+    but = f"x {tuple(x.shape)} has {tokens} tokens per row"
+    Arguments(op).check_most(described, new, tokens, but)
+    if traced[1]:
+        return
+    ends = np.asarray(seq_lens)
+    short = (new > 0) & (new > ends)
+    if short.any():
+        row = int(short.argmax())
+        raise ValueError(
+            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which counts them "
+            f"too, holds {ends[row]}"
+        )

@@ -1,0 +1,193 @@
+"""Qwen3-Next's gated delta net layer: one module for training, prefill and decoding."""
+
+from collections.abc import Collection
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import gdn
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.rms_norm import gated_rms_norm
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.nn.fp8_linear import Beside, new_linear, with_beside
+from jaxattn.nn.linear import linears
+from jaxattn.nn.linear_attention.delta_rule import DeltaLayer, Projected, new_rates, new_taps
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.ops.gdn import causal_conv1d
+from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
+from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from jaxattn.ops.linear.norm_linear import Unnormed
+
+
+class GatedDeltaNet(DeltaLayer):
+    """Gated delta rule with a short convolution and an output gate, without the layer's pre-norm.
+
+    Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
+
+    Parameters (Dc = 2 * Hk * Dk + Hv * Dv):
+        in_proj_qkvz [hidden, Dc + Hv * Dv]: columns q | k | v | z, head after head (Qwen3-Next's
+            checkpoints interleave them per key head: reorder on loading)
+        in_proj_ba [hidden, 2 * Hv]: columns b | a
+        conv1d [Dc, W]: causal and depthwise, over q, k and v
+        A_log, dt_bias float32 [Hv]   norm [Dv]   out_proj [Hv * Dv, hidden]
+    The gates g = -exp(A_log) * softplus(a + dt_bias) and beta = sigmoid(b) are float32, and so is
+    the state.
+
+    Args:
+        dtype: the operands of every matrix product (sums are float32), and the convolution state's
+            dtype.
+        param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
+        out_init_scale: scale of the initial out_proj, for deep residual stacks.
+        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+
+    Raises:
+        ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
+            not a multiple of `num_k_heads`.
+    """
+
+    in_proj = "in_proj_qkvz"
+    family = "gdn"
+    prefill_rule = staticmethod(gated_delta_rule_prefill)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_k_heads: int,
+        num_v_heads: int,
+        *,
+        head_k_dim: int = 128,
+        head_v_dim: int = 128,
+        conv_width: int = 4,
+        fp8: Collection[str] = (),
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(
+            "GatedDeltaNet",
+            hidden_size=hidden_size,
+            num_k_heads=num_k_heads,
+            num_v_heads=num_v_heads,
+            head_k_dim=head_k_dim,
+            head_v_dim=head_v_dim,
+        )
+        check_sizes("GatedDeltaNet", least=2, conv_width=conv_width)
+        if num_v_heads % num_k_heads:
+            raise ValueError(f"GatedDeltaNet: {num_v_heads=} must be a multiple of {num_k_heads=}")
+        self.num_k_heads, self.num_v_heads = num_k_heads, num_v_heads
+        self.head_k_dim, self.head_v_dim = head_k_dim, head_v_dim
+        self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
+        self.conv_width = conv_width
+        self.dtype = jnp.dtype(dtype)
+        # in_proj_ba in two parts, where a decode step has them.
+        self.gates_in_stack: Beside | None = None
+
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        value_dim = num_v_heads * head_v_dim
+        width = self.conv_dim + value_dim
+        self.in_proj_qkvz = linear("in_proj_qkvz", hidden_size, width, out_dtype=dtype)
+        self.in_proj_ba = linear("in_proj_ba", hidden_size, 2 * num_v_heads)
+        self.conv1d = new_taps(rngs, self.conv_dim, conv_width, param_dtype)
+        self.A_log = new_rates(rngs, num_v_heads)
+        self.dt_bias = nnx.Param(jnp.ones((num_v_heads,), jnp.float32))
+        self.norm = RMSNorm(head_v_dim, eps=eps, param_dtype=param_dtype)
+        self.out_proj = linear("out_proj", value_dim, hidden_size, init_scale=out_init_scale)
+
+    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
+        """Whole sequences from a zero state. Returns float32."""
+        self._check_tokens("GatedDeltaNet", x)
+        made = self._project(x)
+        mixed, _ = causal_conv1d.causal_conv1d(made.mixed, self.conv1d[...])
+        q, k, v = self._split_heads(mixed)
+        o, _ = gdn.chunk_gated_delta_rule(q, k, v, *self._gates(made), use_qk_l2norm=True)
+        o = o.astype(jnp.float32)  # and so is what comes back from out_proj
+        y = gated_rms_norm(o, made.gate, self.norm.weight[...], self.norm.eps)
+        return self._project_out(y)
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"] | Unnormed,
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
+        layer: int | Int[Array, ""] | LayerOf | None = None,
+        weights: Float[Array, "*L P"] | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
+        """The next S tokens of each row; the states in its slot are updated in place.
+
+        Args:
+            conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
+            ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
+            state_indices: -1 is a padding row.
+            write_indices: the slots that are written, if not those that were read, [B] or [B, S];
+                see `gated_delta_net_decode`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
+
+        Returns:
+            (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
+            A padding row's output is exactly 0 and its states are neither read nor written.
+        """
+        op = "GatedDeltaNet.decode"
+        pools = conv_state, ssm_state
+        state_indices = self._check_decode(op, x, pools, state_indices, layer)
+        with jax.named_scope("gdn_in_proj"):
+            both = with_beside(x, self.in_proj_qkvz, self.gates_in_stack)
+            qkvz, ba = both or linears(x, self.in_proj_qkvz, self.in_proj_ba)
+        y, conv_state, ssm_state, *rest = gated_delta_net_decode(
+            qkvz,
+            ba,
+            self.packed_weights() if weights is None else weights,
+            conv_state,
+            ssm_state,
+            state_indices,
+            write_indices=write_indices,
+            layer=layer,
+            eps=self.norm.eps,
+            halves=both is not None,
+            arena=arena,
+            implementation=implementation,
+        )
+        with jax.named_scope("gdn_out_proj"):
+            return self.out_proj(y), conv_state, ssm_state, rest[0] if rest else None
+
+    def packed_weights(self) -> Float[Array, "*L P"]:
+        """The small weights as decoding reads them, of one layer or of a stack of layers."""
+        return pack_gdn_weights(
+            self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
+        )
+
+    def _project(self, x: Array) -> Projected:
+        with jax.named_scope("gdn_in_proj"):
+            b, a = jnp.split(self.in_proj_ba(x)[..., : 2 * self.num_v_heads], 2, axis=-1)
+            qkvz = self.in_proj_qkvz(x).astype(self.dtype)
+            return Projected(qkvz[..., : self.conv_dim], a, b, qkvz)
+
+    def _gates(self, made: Projected) -> tuple[Array, Array]:
+        return gdn.gdn_gates(made.decays, made.beta, self.A_log[...], self.dt_bias[...])
+
+    def _split_heads(self, mixed: Array) -> tuple[Array, Array, Array]:
+        key_dim = self.num_k_heads * self.head_k_dim
+        q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
+        keys = (*mixed.shape[:2], self.num_k_heads, self.head_k_dim)
+        values = (*mixed.shape[:2], self.num_v_heads, self.head_v_dim)
+        return q.reshape(keys), k.reshape(keys), v.reshape(values)
+
+    @property
+    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "conv_shape": (self.conv_width - 1, self.conv_dim),
+            "state_shape": (self.num_v_heads, self.head_v_dim, self.head_k_dim),
+        }

@@ -1,0 +1,1 @@
+"""Ops over the memory of peer GPUs, with their plain-JAX references."""

@@ -1,0 +1,174 @@
+"""Between two layers on several GPUs: the sum of their parts, the residual sum, and its RMS norm.
+
+    all_reduce_norm_layer    GPUs have the same tokens, and a part each of what is added
+    norm_gather_layer        GPUs have tokens of their own; each is given the norms of all
+    own_sum_norm_layer       and then the parts of all of what is added to its own
+
+It is called inside `jax.shard_map`. On Hopper GPUs of one process a kernel does all of it in one
+launch; elsewhere XLA's all-reduce runs, and a norm after it. A model's decode steps have it, of as
+many tokens as `DecoderModel.with_fused_sums` says.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.numerics.rms_norm import rms_norm
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import FLOATS, check_layer, finite
+from jaxattn.kernels.collectives.all_reduce_norm import Meeting, all_reduce_norm_mosaic
+
+
+def all_reduce_norm_layer(
+    x: Float[Array, "T F"],
+    part: Float[Array, "T F"],
+    weights: Float[Array, "L F"],
+    mailbox: Mailbox,
+    *,
+    axes: Sequence[str],
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Mailbox]:
+    """(x + the sum of all GPUs' `part`, float32; its RMS norm by `weights[layer]`; the mailbox).
+
+    Parts are sent in bfloat16. The kernel adds them in float32, in the order of the GPUs; XLA's
+    all-reduce rounds their sum to bfloat16 once more.
+
+    Args:
+        x: float32, the residual stream, the same on all GPUs.
+        part: what this GPU adds to it.
+        weights: all layers'.
+        mailbox: the kernel's, of as many features and at least T tokens; XLA leaves it as it is.
+        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
+        layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
+        dtype: of the norm; x's, if None.
+        implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
+            It has F a multiple of 256, at most 8192, and no gradient.
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    return _met("sum", x, part, weights, mailbox, axes, layer, eps, dtype, implementation)
+
+
+def norm_gather_layer(
+    x: Float[Array, "T F"],
+    added: Float[Array, "T F"],
+    weights: Float[Array, "L F"],
+    mailbox: Mailbox,
+    *,
+    axes: Sequence[str],
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "T F"], Float[Array, "NT F"], Mailbox]:
+    """(x + added, float32; the RMS norms of all tokens, one GPU's after another; the mailbox).
+
+    Each of N GPUs has T tokens of its own. Norms are sent in bfloat16.
+
+    Args:
+        added: what is added to x, this GPU's too.
+
+    Other arguments, limits and errors are those of `all_reduce_norm_layer`.
+    """
+    return _met("norm", x, added, weights, mailbox, axes, layer, eps, dtype, implementation)
+
+
+def own_sum_norm_layer(
+    x: Float[Array, "T F"],
+    part: Float[Array, "NT F"],
+    weights: Float[Array, "L F"],
+    mailbox: Mailbox,
+    *,
+    axes: Sequence[str],
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Mailbox]:
+    """(x + the sum of all GPUs' parts of its tokens; its RMS norm; the mailbox).
+
+    Each of N GPUs has T tokens of its own, and a part of what is added to the tokens of all.
+
+    Args:
+        part: of all tokens, one GPU's after another.
+
+    Other arguments, limits and errors are those of `all_reduce_norm_layer`.
+    """
+    return _met("own", x, part, weights, mailbox, axes, layer, eps, dtype, implementation)
+
+
+def _met(
+    meeting: Meeting,
+    x: Array,
+    part: Array,
+    weights: Array,
+    mailbox: Mailbox,
+    axes: Sequence[str],
+    layer: int | Array | LayerOf,
+    eps: float,
+    dtype: DTypeLike | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array, Mailbox]:
+    op = {
+        "sum": "all_reduce_norm_layer",
+        "norm": "norm_gather_layer",
+        "own": "own_sum_norm_layer",
+    }[meeting]
+    arguments, names = Arguments(op), tuple(axes)
+    gpus = lax.axis_size(names)
+    x = arguments.check("x", x, "T F", ("float32",))
+    part = arguments.check("part", part, "NT F" if meeting == "own" else "T F", FLOATS)
+    weights = arguments.check("weights", weights, "L F", FLOATS)
+    eps, tokens = finite(op, "eps", eps), x.shape[0]
+    if meeting == "own" and len(part) != gpus * tokens:
+        raise ValueError(
+            f"{op}: part {part.shape} must have the tokens of {gpus} GPUs, and x {x.shape} has "
+            f"those of one"
+        )
+    _, parts, most, features = mailbox.inbox.shape
+    if parts != gpus or most < tokens or features != x.shape[1]:
+        raise ValueError(
+            f"{op}: the mailbox is of {parts} GPUs and {most} tokens of {features} features; x "
+            f"{tuple(x.shape)} on {gpus} GPUs needs one of its own size"
+        )
+    out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    first, affine, number = taken_apart(layer)
+    check_layer(op, "weights", weights.shape, number)
+
+    def mosaic(interpret: bool) -> tuple[Array, Array, Mailbox]:
+        total, normed, *kept = all_reduce_norm_mosaic(
+            x, part, weights, mailbox.inbox, mailbox.counts, mailbox.addresses,
+            axes=names, layer=first, affine=affine, eps=eps, dtype=out_dtype, meeting=meeting,
+            interpret=interpret,
+        )  # fmt: skip
+        return total, normed, Mailbox(kept[0], kept[1], mailbox.addresses)
+
+    def xla() -> tuple[Array, Array, Mailbox]:
+        sent = part.astype(jnp.bfloat16)
+        match meeting:
+            case "sum":
+                added = lax.psum(sent, names)
+            case "own":
+                added = lax.psum_scatter(sent, names, tiled=True)
+            case "norm":
+                added = part
+        total = x + added
+        normed = rms_norm(total, weights[number], eps)
+        if meeting == "norm":
+            normed = lax.all_gather(normed.astype(jnp.bfloat16), names, tiled=True)
+        return total, normed.astype(out_dtype), mailbox
+
+    with jax.named_scope(op):
+        return dispatch_kernel(op, implementation, mosaic, xla)

@@ -1,0 +1,76 @@
+"""Rows that the GPUs of a mesh give each other: the same to all, or something to each.
+
+It is called inside `jax.shard_map`. On Hopper GPUs of one process a kernel does it in one launch,
+which a CUDA graph may hold; elsewhere XLA's collectives run.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.kernels.collectives.peer_exchange import peer_exchange_mosaic
+
+
+def peer_exchange(
+    part: Float[Array, "T M P F"],
+    mailbox: Mailbox,
+    *,
+    axes: Sequence[str],
+    room: int = 0,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "T N_room P F"], Mailbox]:
+    """(what each of N GPUs sent here, the mailbox). Nothing is computed: bits stay as they are.
+
+    Args:
+        part: of 16 bits each; T rows in P pieces. M is 1, and all GPUs are sent the same; or M is
+            N, and GPU n is sent `part[:, n]`.
+        mailbox: the kernel's, of at least T * P tokens and F features; XLA leaves it as it is.
+            Calls that share it may send other T, P and F.
+        room: zeros behind what the N GPUs sent, as of so many more GPUs.
+        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
+        implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
+            It has F a multiple of 256, at most 8192, and no gradient.
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    op, names = "peer_exchange", tuple(axes)
+    gpus = lax.axis_size(names)
+    part = Arguments(op).check("part", part, "T M P F", ("bfloat16", "float16"))
+    rows, of_each, pieces, features = part.shape
+    if of_each not in (1, gpus):
+        raise ValueError(f"{op}: part {part.shape} must have M = 1 or {gpus}, the number of GPUs")
+    _, parts, most, widest = mailbox.inbox.shape
+    if parts != gpus or most < rows * pieces or widest < features:
+        raise ValueError(
+            f"{op}: the mailbox is of {parts} GPUs and {most} tokens of {widest} features; part "
+            f"{part.shape} on {gpus} GPUs needs {gpus}, {rows * pieces} and {features}"
+        )
+
+    def mosaic(interpret: bool) -> tuple[Array, Mailbox]:
+        bits = lax.bitcast_convert_type(part, jnp.bfloat16)
+        met, inbox, counts = peer_exchange_mosaic(
+            bits, mailbox.inbox, mailbox.counts, mailbox.addresses,
+            axes=names, room=room, interpret=interpret,
+        )  # fmt: skip
+        met = lax.bitcast_convert_type(met, part.dtype)
+        return met, Mailbox(inbox, counts, mailbox.addresses)
+
+    def xla() -> tuple[Array, Mailbox]:
+        bits = lax.bitcast_convert_type(part, jnp.uint16)
+        if of_each == 1:
+            met = lax.all_gather(bits[:, 0], names, axis=1)
+        else:
+            met = lax.all_to_all(bits, names, split_axis=1, concat_axis=1, tiled=True)
+        met = jnp.pad(met, ((0, 0), (0, room), (0, 0), (0, 0)))
+        return lax.bitcast_convert_type(met, part.dtype), mailbox
+
+    with jax.named_scope(op):
+        return dispatch_kernel(op, implementation, mosaic, xla)

@@ -1,0 +1,226 @@
+"""Causal depthwise convolution before the gated delta rule, and the pools that states live in.
+
+A convolution of width W needs the W - 1 inputs before a token: that is its whole state, oldest
+first, `[..., W - 1, Dc]`. A new sequence starts from zeros.
+
+A state pool is `[Z, ...]`, one slot a running sequence, or a stack of them `[L, Z, ...]` with the
+layer's index as an operand. Slot -1 marks a padding row: nothing is read or written for it.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.cache.slots import (
+    as_offsets,
+    check_cu_seqlens,
+    check_pool,
+    each_write,
+    rows_in_use,
+    state_read,
+    state_write,
+    write_slots,
+)
+from jaxattn.core.validation.array_checks import as_given, floats, maybe_floats
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+
+
+def causal_conv1d(
+    x: Float[Array, "B T Dc"],
+    weight: Float[Array, "Dc W"],
+    *,
+    bias: Float[Array, " Dc"] | None = None,
+    activation: str | None = "silu",
+    initial_state: Float[Array, "n W-1 Dc"] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Int[Array, " n+1"] | None = None,
+) -> tuple[Float[Array, "B T Dc"], Float[Array, "n W-1 Dc"] | None]:
+    """Causal depthwise convolution over the tokens of each sequence.
+
+    `y[t] = activation(bias + sum_j weight[:, j] * x[t - (W - 1) + j])`, in float32, returned in
+    x's dtype. Differentiable.
+
+    Args:
+        x: the channels, q, k and v side by side.
+        weight: PyTorch's depthwise `[Dc, 1, W]` without its middle dimension; the last tap is the
+            token itself.
+        bias: per channel.
+        activation: "silu" or None.
+        initial_state: the W - 1 inputs before each sequence, oldest first; zeros if None.
+            n is B, or with cu_seqlens the number of sequences.
+        output_final_state: also return the last W - 1 inputs, in initial_state's dtype (x's
+            without one). A zero-length sequence returns its initial state bit for bit.
+        cu_seqlens: token offsets of n sequences packed in one row (B = 1), starting at 0. Tokens
+            past the last offset are padding: they may hold NaN and their y is 0.
+
+    Returns:
+        `(y, final_state)`; final_state is None unless asked for.
+
+    Raises:
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
+
+    Source: FLA's and vLLM's causal_conv1d (W - 1 states, as vLLM stores them).
+    """
+    op = "causal_conv1d"
+    x, weight = floats(op, x=x, weight=weight)
+    bias = maybe_floats(op, "bias", bias)
+    initial_state = maybe_floats(op, "initial_state", initial_state)
+    _check_conv(op, x, weight, bias, activation)
+    batch, length, channels = x.shape
+    width = weight.shape[1]
+    cu_seqlens = as_given(cu_seqlens)
+    if cu_seqlens is not None:
+        check_cu_seqlens(op, cu_seqlens, batch, length)
+    count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    state_shape = (count, width - 1, channels)
+    if initial_state is not None and initial_state.shape != state_shape:
+        raise ValueError(
+            f"{op}: initial_state must be {list(state_shape)}, got {list(initial_state.shape)}"
+        )
+    initial = jnp.zeros(state_shape, x.dtype) if initial_state is None else initial_state
+    with jax.named_scope(op):
+        offsets = as_offsets(cu_seqlens)
+        if offsets is None:
+            y, window = _conv_rows(x, weight, bias, activation, initial)
+            final = window[:, length:]
+        else:
+            y, final = _conv_packed(x, weight, bias, activation, initial, offsets)
+    return y, final.astype(initial.dtype) if output_final_state else None
+
+
+def causal_conv1d_update(
+    x: Float[Array, "B S Dc"],
+    weight: Float[Array, "Dc W"],
+    conv_state: Float[Array, "*L Z W-1 Dc"],
+    state_indices: Int[Array, " B"],
+    *,
+    write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    bias: Float[Array, " Dc"] | None = None,
+    activation: str | None = "silu",
+) -> tuple[Float[Array, "B S Dc"], Float[Array, "*L Z W-1 Dc"]]:
+    """S more tokens of each row, with the state read from and written to a pool.
+
+    Args:
+        x: the new tokens' channels.
+        weight, bias, activation: as in `causal_conv1d`.
+        conv_state: `[Z, W - 1, Dc]`, or a stack `[L, ...]` with `layer`; any float dtype. Donate
+            it to update it in place.
+        state_indices: each row's slot; -1 is a padding row, whose y is exactly 0 and for which
+            nothing is read or written. Slots in use must differ.
+        write_indices: the slots that are written, if not those that were read; see
+            `gated_delta_rule_decode`.
+        layer: index into the stack, a Python int or traced.
+
+    Returns:
+        `(y, conv_state)`.
+
+    Raises:
+        TypeError: an argument is no array, or its dtype does not fit.
+        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
+    """
+    op = "causal_conv1d_update"
+    x, weight, conv_state = floats(op, x=x, weight=weight, conv_state=conv_state)
+    bias = maybe_floats(op, "bias", bias)
+    _check_conv(op, x, weight, bias, activation)
+    slot_shape = (weight.shape[1] - 1, x.shape[2])
+    reads, writes = as_given(state_indices), as_given(write_indices)
+    check_pool(op, "conv_state", conv_state, reads, layer, slot_shape, x.shape[0])
+    writes = write_slots(op, conv_state, reads, writes, layer, x.shape[1])
+    state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)
+    refuse_explicit_axes(op, x, conv_state, state_indices, writes)
+    with jax.named_scope(op):
+        initial = state_read(conv_state, state_indices, layer=layer)
+        y, window = _conv_rows(x, weight, bias, activation, initial)
+        used = rows_in_use(conv_state, state_indices, layer=layer)
+        for done, slots in each_write(writes, used, x.shape[1]):
+            inputs = window[:, done : done + weight.shape[1] - 1]
+            conv_state = state_write(conv_state, inputs, slots, layer=layer)
+        return jnp.where(used[:, None, None], y, 0), conv_state
+
+
+def _conv_rows(
+    x: Array, weight: Array, bias: Array | None, activation: str | None, initial: Array
+) -> tuple[Array, Array]:
+    """Every row one sequence: (y, its inputs with the initial state's, `[B, W - 1 + T, Dc]`)."""
+    length, width = x.shape[1], weight.shape[1]
+    dtype = jnp.promote_types(x.dtype, initial.dtype)
+    window = jnp.concatenate([initial.astype(dtype), x.astype(dtype)], axis=1)
+    taps = [window[:, j : j + length] for j in range(width)]
+    y = _activate(_weigh(taps, weight), bias, activation)
+    return y.astype(x.dtype), window
+
+
+def _conv_packed(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    activation: str | None,
+    initial: Array,
+    cu_seqlens: Array,
+) -> tuple[Array, Array]:
+    """Sequences packed in one row; only a sequence's first W - 1 tokens see its initial state."""
+    length, width = x.shape[1], weight.shape[1]
+    if length == 0:
+        return x, initial
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    token = jnp.arange(length, dtype=cu_seqlens.dtype)
+    sequence = jnp.searchsorted(ends, token, side="right", method="compare_all")
+    position = token - starts.at[sequence].get(mode="fill", fill_value=0)
+    real = (token < ends[-1])[:, None]
+    # Selected before the arithmetic, so that a NaN in the padding reaches no gradient either.
+    tokens = jnp.where(real, x[0], 0)
+
+    taps = []
+    for j in range(width):
+        back = width - 1 - j
+        shifted = jnp.pad(tokens, ((back, 0), (0, 0)))[:length]
+        taps.append(jnp.where((position >= back)[:, None], shifted, 0))
+    total = _weigh(taps, weight)
+
+    head = jnp.pad(initial, ((0, 0), (0, width - 1), (0, 0)))
+    from_state = _weigh([head[:, j : j + width - 1] for j in range(width)], weight)
+    row = jnp.arange(width - 1, dtype=cu_seqlens.dtype)
+    target = starts[:, None] + row
+    unused = length + jnp.arange(target.size, dtype=target.dtype).reshape(target.shape)
+    target = jnp.where(target < ends[:, None], target, unused)
+    total = total.at[target].add(from_state, mode="drop", unique_indices=True)
+    y = jnp.where(real, _activate(total, bias, activation), 0)
+
+    # Row i of the final state is input `len - (W - 1) + i` of the sequence: a token, or if that is
+    # negative, row `len + i` of the initial state.
+    source = (ends - starts)[:, None] + row
+    old = jnp.take_along_axis(initial, jnp.minimum(source, width - 2)[:, :, None], axis=1)
+    new = tokens.at[ends[:, None] - (width - 1) + row].get(mode="clip", wrap_negative_indices=False)
+    dtype = jnp.promote_types(x.dtype, initial.dtype)
+    is_old = (source < width - 1)[:, :, None]
+    return y.astype(x.dtype)[None], jnp.where(is_old, old.astype(dtype), new.astype(dtype))
+
+
+def _weigh(taps: list[Array], weight: Array) -> Array:
+    return sum(
+        (tap.astype(jnp.float32) * weight[:, j].astype(jnp.float32) for j, tap in enumerate(taps)),
+        start=jnp.zeros((), jnp.float32),
+    )
+
+
+def _activate(total: Array, bias: Array | None, activation: str | None) -> Array:
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    return jax.nn.silu(total) if activation == "silu" else total
+
+
+def _check_conv(
+    op: str, x: Array, weight: Array, bias: Array | None, activation: str | None
+) -> None:
+    if x.ndim != 3:
+        raise ValueError(f"{op}: x must be [B, T, Dc], got shape {x.shape}")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] < 2:
+        raise ValueError(
+            f"{op}: weight must be [Dc={x.shape[2]}, W] with W >= 2, got shape {weight.shape}"
+        )
+    if bias is not None and bias.shape != (x.shape[2],):
+        raise ValueError(f"{op}: bias must be [Dc={x.shape[2]}], got shape {bias.shape}")
+    if activation not in ("silu", None):
+        raise ValueError(f"{op}: activation must be 'silu' or None, got {activation!r}")

@@ -1,6 +1,0 @@
-"""Kimi's delta rule among the delta rules (`jaxattn.ops.gdn.rule`)."""
-
-from jaxattn.ops.gdn.rule import Rule
-from jaxattn.ops.kda.channel_decay import channel_operands
-
-KIMI = Rule(channel_operands, channels=True, sigmoid=True)

@@ -1,0 +1,1 @@
+"""Linear layers of few tokens, RMS norms, and both in one launch."""

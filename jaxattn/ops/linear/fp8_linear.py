@@ -1,0 +1,159 @@
+"""Products of tokens with FP8 matrices of a layer, which stay in their stacks.
+
+    q, kv = linear_fp8_layer(x, (q_proj, kv_a_proj), (q_scale, kv_a_scale), layer=l)
+    h = gated_fp8_layer(x, (gate_proj, up_proj), (gate_scale, up_scale), layer=l)
+
+Matrices are [N, K], as checkpoints have them, with a scale for each block of 128 x 128. Columns are
+put in pairs on loading, `in_pairs(numbers)`. For up to 256 tokens kernels read matrices where they
+lie, a byte for each number: one for up to 32, one for more. XLA's product takes a layer's matrix
+out of the stack, and rounds its weights to the tokens' dtype: it is made for many tokens.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.numerics.fp8_block_scaling import block_counts, dequantize, in_order
+from jaxattn.core.stacked_layer import taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_features, check_layer
+from jaxattn.kernels.linear import fp8_batched_linear, fp8_linear
+from jaxattn.kernels.linear.fp8_batched_linear import many_linears_fp8_mosaic
+from jaxattn.kernels.linear.fp8_linear import OP, linears_fp8_mosaic
+from jaxattn.kernels.linear.launch import Shaped
+from jaxattn.ops.linear.linear import Layer
+
+
+def linear_fp8_layer(
+    x: Float[Array, "*T K"],
+    weights: Sequence[Float[Array, "L N K"]],
+    scales: Sequence[Float[Array, "L N/128 K/128"]],
+    *,
+    layer: Layer,
+    out_dtypes: Sequence[DTypeLike] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*T N"], ...]:
+    """`x @ (scale * weight)[layer].T` of each stack of weights, summed in float32.
+
+    Args:
+        x: tokens; the kernels have bfloat16 and float16.
+        weights: stacks of float8_e4m3fn, of any N each and K a multiple of 16, in pairs
+            (`jaxattn.core.numerics.fp8_block_scaling.in_pairs`).
+        scales: float32, of blocks of 128 x 128 of each; sizes are rounded up.
+        layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
+        out_dtypes: of the results; float32 if None.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have 1 to
+            256 tokens, K a multiple of 128, N a multiple of 64 and at least 128. They multiply
+            exact FP8 numbers; "xla" rounds weights to x's dtype. The gradient is "xla"'s.
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
+    return tuple(_linears(x, list(weights), list(scales), layer, dtypes, False, implementation))
+
+
+def gated_fp8_layer(
+    x: Float[Array, "*T K"],
+    weights: tuple[Float[Array, "L N K"], Float[Array, "L N K"]],
+    scales: tuple[Float[Array, "L N/128 K/128"], Float[Array, "L N/128 K/128"]],
+    *,
+    layer: Layer,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T N"]:
+    """`silu(gate) * up`, of the products with both matrices, float32 until it is rounded once.
+
+    Arguments, limits and errors are those of `linear_fp8_layer`; gate comes before up.
+    """
+    shapes = [tuple(each.shape) for each in weights]
+    if len(shapes) != 2 or shapes[0] != shapes[1]:
+        raise ValueError(f"{OP}: weights must be gate and up of one shape, got {shapes}")
+    dtypes = [jnp.dtype(out_dtype)]
+    return _linears(x, list(weights), list(scales), layer, dtypes, True, implementation)[0]
+
+
+def refusal(x: tuple[int, int], dtype: DTypeLike, weights: Sequence[Shaped]) -> str | None:
+    """Why no kernel serves x [T, K] of this dtype and these weights [L, N, K], or None."""
+    few = x[0] <= fp8_linear.MOST_TOKENS
+    return (fp8_linear if few else fp8_batched_linear).refusal(x, dtype, weights)
+
+
+def _linears(
+    x: Array,
+    weights: list[Array],
+    scales: list[Array],
+    layer: Layer,
+    out_dtypes: list[Any],
+    gated: bool,
+    implementation: Implementation | None,
+) -> list[Array]:
+    _check(x, weights, scales)
+    first, affine, number = taken_apart(layer)
+    check_layer(OP, "weights[0]", weights[0].shape, number)
+
+    def kernel(
+        tokens: Array, first: Array, weights: list[Array], scales: list[Array], interpret: bool
+    ) -> list[Array]:
+        few = tokens.shape[0] <= fp8_linear.MOST_TOKENS
+        return (linears_fp8_mosaic if few else many_linears_fp8_mosaic)(
+            tokens, weights, scales, layer=first, affine=affine, out_dtypes=out_dtypes,
+            gated=gated, interpret=interpret,
+        )  # fmt: skip
+
+    def reference(
+        tokens: Array, first: Array, weights: list[Array], scales: list[Array]
+    ) -> list[Array]:
+        layer = affine[0] * first + affine[1]
+        pairs = zip(weights, scales, strict=True)
+        products = [_product(tokens, weight, scale, layer) for weight, scale in pairs]
+        if gated:
+            products = [jax.nn.silu(products[0]) * products[1]]
+        return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
+
+    operands = x.reshape(-1, x.shape[-1]), jnp.asarray(first, jnp.int32), weights, scales
+
+    def mosaic(interpret: bool) -> list[Array]:
+        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
+
+    with jax.named_scope(OP):
+        found = dispatch_kernel(OP, implementation, mosaic, lambda: reference(*operands))
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+
+
+def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
+    arguments = Arguments(OP)
+    if len(weights) != len(scales):
+        raise ValueError(f"{OP}: {len(weights)} weights have {len(scales)} scales; give one each")
+    for place, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
+        arguments.check(f"weights[{place}]", weight, f"L N{place} K", ("float8_e4m3fn",))
+        if weight.shape[-1] % 16:
+            raise ValueError(
+                f"{OP}: weights[{place}] must have K a multiple of 16, got {list(weight.shape)}"
+            )
+        check_features(OP, x, "K", f"weights[{place}]", weight.shape, 2)
+        arguments.check(f"scales[{place}]", scale, f"L n{place} k", ("float32",))
+        wanted = weight.shape[0], *block_counts(*weight.shape[1:])
+        if scale.shape != wanted:
+            raise ValueError(
+                f"{OP}: scales[{place}] must be float32 {list(wanted)} of weights "
+                f"{list(weight.shape)}, got {list(scale.shape)}"
+            )
+
+
+def _product(x: Array, weights: Array, scales: Array, layer: Array) -> Array:
+    weight, scale = (
+        lax.dynamic_index_in_dim(each, layer, keepdims=False) for each in (weights, scales)
+    )
+    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    wide = dequantize(in_order(weight), scale, x.dtype)
+    return jnp.matmul(x, wide.T, precision=exact, preferred_element_type=jnp.float32)

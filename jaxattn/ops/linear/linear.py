@@ -1,0 +1,241 @@
+"""Products of tokens with the matrices of a layer, which stay in their stacks.
+
+    q, kv = linear_layer(x, (q_proj, kv_a_proj), layer=l)      x @ q_proj[l], x @ kv_a_proj[l]
+    h = gated_layer(x, gate_proj, up_proj, layer=l)            silu(x @ gate) * (x @ up)
+    y = heads_layer(x, weights, layer=l)                       x[:, h] @ weights[l, h] of each head
+
+In a loop over layers XLA's products take a layer's matrix out of the stack, some by a copy. For a
+few tokens a product is as fast as its weights are read; the kernel is made for those. More tokens
+go to XLA. So a row's last bits depend on how many rows a step is compiled for, and on nothing that
+is beside it in the step. The gradient is XLA's.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.dispatch import (
+    Implementation,
+    Refusal,
+    dispatch_kernel,
+    with_gradient_of,
+)
+from jaxattn.core.numerics.matmul import dot
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import FLOATS, check_features, check_layer
+from jaxattn.kernels.linear.cta import ROWS
+from jaxattn.kernels.linear.launch import OP, linears_mosaic, refusal
+from jaxattn.kernels.linear.rope_epilogue import DIMS, Turned
+
+# Of a product of heads: XLA pads fewer to so many, and is the faster with more.
+FEW_TOKENS = 8
+
+type Layer = int | Int[Array, ""] | LayerOf
+
+
+def linear_layer(
+    x: Float[Array, "*T K"],
+    weights: Sequence[Float[Array, "L K N"]],
+    *,
+    layer: Layer,
+    out_dtypes: Sequence[DTypeLike] | None = None,
+    split: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*T N"], ...]:
+    """`x @ weight[layer]` of each stack of weights, summed in float32.
+
+    Args:
+        x: tokens; they are rounded to the weights' dtype.
+        weights: stacks of one dtype, of any N each.
+        layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
+        out_dtypes: of the results; float32 if None.
+        split: each stack multiplies K numbers of x of its own, in order, and x is [*T, stacks * K].
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
+            32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, in bfloat16
+            or float16. Its gradient is recomputed by "xla".
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
+    return tuple(
+        _linears(x, list(weights), layer, dtypes, implementation=implementation, split=split)
+    )
+
+
+def gated_layer(
+    x: Float[Array, "*T K"],
+    gate: Float[Array, "L K N"],
+    up: Float[Array, "L K N"],
+    *,
+    layer: Layer,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T N"]:
+    """`silu(x @ gate[layer]) * (x @ up[layer])`, float32 until it is rounded once.
+
+    Arguments, limits and errors are those of `linear_layer`.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"gated_layer: gate {gate.shape} and up {up.shape} must have one shape")
+    dtypes = [jnp.dtype(out_dtype)]
+    found = _linears(x, [gate, up], layer, dtypes, implementation=implementation, gated=True)
+    return found[0]
+
+
+def heads_layer(
+    x: Float[Array, "*T H K"],
+    weights: Float[Array, "L H K N"],
+    *,
+    layer: Layer,
+    turned: tuple[Rotation, RopeConfig] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T H N"]:
+    """`x[..., h, :] @ weights[layer, h]` of each head, summed in float32, in x's dtype.
+
+    Args:
+        turned: the tokens' rotation. x then has P numbers more of each head, [*T, H, K + P], and
+            the result has them rotated behind the product, [*T, H, N + P].
+
+    Other arguments, limits and errors are those of `linear_layer`, with K and N of a head. The
+    kernel has P 64 and N a multiple of 128 where it rotates.
+    """
+    arguments = Arguments("heads_layer")
+    arguments.check("weights", weights, "L H K N", FLOATS)
+    heads, inner, size = weights.shape[1:]
+    behind = 0 if turned is None else turned[1].dim
+    if x.shape[-2:] != (heads, inner + behind):
+        raise ValueError(
+            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with H and K of weights "
+            f"{tuple(weights.shape)} and P {behind}"
+        )
+    first, affine, number = taken_apart(layer)
+    check_layer(arguments.op, "weights", weights.shape, number)
+
+    angles = None if turned is None else turned[0].angles
+    angles = None if angles is None else angles.reshape(-1, angles.shape[-1])
+
+    def reference(tokens: Array, first: Array, weights: Array, angles: Array | None) -> list[Array]:
+        weight = lax.dynamic_index_in_dim(weights, affine[0] * first + affine[1], keepdims=False)
+        by_head = tokens.reshape(-1, heads, inner + behind)
+        y = dot("thk,hkn->thn", by_head[..., :inner], weight).astype(x.dtype)
+        if turned is not None and angles is not None:
+            rotated = rope(by_head[..., inner:], Rotation(angles), turned[1])
+            y = jnp.concatenate([y, rotated.astype(x.dtype)], axis=-1)
+        return [y.reshape(len(tokens), -1)]
+
+    def kernel(
+        tokens: Array, first: Array, weights: Array, angles: Array | None, interpret: bool
+    ) -> list[Array]:
+        if turned is not None and (behind != DIMS or size % ROWS):
+            raise Refusal(
+                f"heads_layer: the kernel rotates {DIMS} dims behind N, a multiple of {ROWS}; got "
+                f"{behind} and N {size}"
+            )
+        turn = None
+        if turned is not None and angles is not None:
+            turn = Turned(angles.astype(jnp.float32), turned[1].interleaved)
+        return linears_mosaic(
+            tokens, [weights.reshape(-1, inner, size)], layer=first, affine=affine,
+            out_dtypes=[x.dtype], heads=heads, turned=turn, interpret=interpret,
+        )  # fmt: skip
+
+    tokens = x.reshape(-1, heads * (inner + behind)).astype(weights.dtype)
+    operands = (tokens, jnp.asarray(first, jnp.int32), weights, angles)
+    found = _dispatch("heads_layer", implementation, kernel, reference, operands)
+    return found[0].reshape(*x.shape[:-1], size + behind)
+
+
+def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
+    """Whether shapes and dtypes are the kernel's, x rounded to the weights' dtype."""
+    tokens = x.size // x.shape[-1] if x.size else 0
+    return refusal((tokens, x.shape[-1]), weights[0].dtype, weights, gated=gated) is None
+
+
+def _linears(
+    x: Array,
+    weights: list[Array],
+    layer: Layer,
+    out_dtypes: list,
+    *,
+    implementation: Implementation | None,
+    gated: bool = False,
+    split: bool = False,
+) -> list[Array]:
+    arguments, pieces = Arguments(OP), len(weights) if split else 1
+    for place, weight in enumerate(weights):
+        arguments.check(f"weights[{place}]", weight, f"L K N{place}", FLOATS)
+        if split and x.shape[-1:] != (pieces * weight.shape[1],):
+            raise ValueError(
+                f"{OP}: with split, x {tuple(x.shape)} must end in {pieces} times K of "
+                f"weights[{place}] {tuple(weight.shape)}"
+            )
+        if not split:
+            check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
+        if weight.dtype != weights[0].dtype:
+            raise TypeError(f"{OP}: weights have {weights[0].dtype} and {weight.dtype}")
+    first, affine, number = taken_apart(layer)
+    check_layer(OP, "weights[0]", weights[0].shape, number)
+    tokens = x.reshape(-1, x.shape[-1]).astype(weights[0].dtype)
+
+    operands = (tokens, jnp.asarray(first, jnp.int32), *weights)
+
+    def kernel(tokens: Array, first: Array, *weights: Array, interpret: bool) -> list[Array]:
+        return linears_mosaic(
+            tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
+            split=split, interpret=interpret,
+        )  # fmt: skip
+
+    def reference(tokens: Array, first: Array, *weights: Array) -> list[Array]:
+        layer = affine[0] * first + affine[1]
+        xs = jnp.split(tokens, pieces, axis=-1) if split else [tokens] * len(weights)
+        products = [_product(x, weight, layer) for x, weight in zip(xs, weights, strict=True)]
+        if gated:
+            products = [jax.nn.silu(products[0]) * products[1]]
+        return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
+
+    found = _dispatch(OP, implementation, kernel, reference, operands)
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+
+
+def heads_serve(x: Array, weights: Array, behind: int = 0) -> bool:
+    """Whether the kernel has the shapes and dtypes of `heads_layer`, and is the faster.
+
+    Args:
+        behind: dims of x that are rotated.
+    """
+    tokens = x.size // (x.shape[-2] * x.shape[-1]) if x.size else 0
+    inner, size = weights.shape[-2:]
+    stack = jax.ShapeDtypeStruct((1, inner, size), weights.dtype)
+    if behind and (behind != DIMS or size % ROWS):
+        return False
+    return tokens <= FEW_TOKENS and not refusal((tokens, inner), x.dtype, [stack], least=ROWS)
+
+
+def _dispatch(
+    op: str,
+    implementation: Implementation | None,
+    kernel: Callable[..., list[Array]],
+    reference: Callable[..., list[Array]],
+    operands: tuple[Array | None, ...],
+) -> list[Array]:
+    def mosaic(interpret: bool) -> list[Array]:
+        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
+
+    with jax.named_scope(op):
+        return dispatch_kernel(op, implementation, mosaic, lambda: reference(*operands))
+
+
+def _product(x: Array, weights: Array, layer: Array | int) -> Array:
+    weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, weight, precision=exact, preferred_element_type=jnp.float32)

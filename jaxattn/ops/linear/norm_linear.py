@@ -1,0 +1,189 @@
+"""The norm of a residual stream and the products that read the norm, for one token.
+
+    stream = Unnormed(x, added, norms, layer=l, eps=eps, dtype=bfloat16)
+    q, kv = stream.linears((q_proj, kv_a_proj), layer=l)     norm(x + added) @ q_proj[l], ...
+    x = stream.total                                         x + added
+
+In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. So the first
+product of a layer makes the norm while its own weights are on their way (hopper/reduce/rms_norm_prologue.py).
+Where the kernel cannot do this, the norm is a launch of its own (ops/linear/rms_norm.py).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
+from jaxattn.core.numerics.fp8_block_scaling import dequantize, in_order
+from jaxattn.core.numerics.rms_norm import rms_norm
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.kernels.linear import fp8_linear
+from jaxattn.kernels.linear.launch import OP, linears_mosaic, refusal_with_norm, sums_parts
+from jaxattn.kernels.moe.combine import Unsummed
+from jaxattn.ops.linear.rms_norm import add_rms_norm_layer
+
+
+class Unnormed:
+    """Tokens before their norm. The first product that reads them may make the norm.
+
+    `jnp.asarray` gives the normed tokens, of `dtype`: one launch makes them, for all that ask.
+    `total` is x + added, float32.
+
+    Args:
+        x: a residual stream, float32 [*T, F].
+        added: what is added to it, in x's shape; or the `Unsummed` of one token's experts.
+        norms: the norms' weights of all layers, [N, F].
+        layer: the norm's place in `norms`.
+        eps: epsilon of the norm.
+        dtype: dtype of the normed tokens.
+        implementation: of the norm, and of the products that make it.
+    """
+
+    def __init__(
+        self,
+        x: Float[Array, "*T F"],
+        added: Float[Array, "*T F"] | Unsummed,
+        norms: Float[Array, "N F"],
+        *,
+        layer: LayerOf,
+        eps: float,
+        dtype: DTypeLike,
+        implementation: Implementation | None = None,
+    ):
+        self._x, self._added, self._norms, self._layer = x, added, norms, layer
+        self._eps, self._implementation = eps, implementation
+        self.shape, self.ndim, self.size, self.dtype = x.shape, x.ndim, x.size, jnp.dtype(dtype)
+        self._total: Array | None = None
+
+    @property
+    def total(self) -> Float[Array, "*T F"]:
+        """x + added, by the launch that made the norm."""
+        return self._normed[0] if self._total is None else self._total
+
+    def __jax_array__(self) -> Float[Array, "*T F"]:
+        return self._normed[1]
+
+    @property
+    def _sum(self) -> Float[Array, "*T F"]:
+        """What is added, as an array."""
+        return array_of(self._added, self.shape)
+
+    def before(
+        self, layer: LayerOf, give: bool = True, parts: bool = False
+    ) -> tuple[Array, Normed] | None:
+        """(x [1, F], its `Normed`) for a kernel that is given the number of `layer`, or None where
+        no kernel makes this norm. Such a kernel has no gradient.
+
+        Args:
+            give: whether the kernel also gives the normed token.
+            parts: whether it sums up `Unsummed`.
+        """
+        fits = self._x.dtype == jnp.float32 and self.dtype == jnp.bfloat16
+        same = layer.repeat is self._layer.repeat
+        if not fits or not same or self.size != self.shape[-1] or self._implementation == "xla":
+            return None
+        shape, (_, affine, _) = (1, self.shape[-1]), taken_apart(self._layer)
+        added: Any = None
+        if parts and isinstance(self._added, Unsummed):
+            added = self._added.parts
+            operands = added.rows, added.positions, added.weights
+            rows, positions, weights = without_gradient(OP, operands)
+            added = dataclasses.replace(added, rows=rows, positions=positions, weights=weights)
+        else:
+            added = without_gradient(OP, self._sum.reshape(shape))
+        x, norms = without_gradient(OP, (self._x.reshape(shape), self._norms))
+        return x, Normed(added=added, weights=norms, affine=affine, eps=self._eps, gives=give)
+
+    def was_made(self, total: Array, normed: Array | None = None) -> None:
+        """Takes the sum, and the normed token, that a kernel made of what `before` gave."""
+        self._total = total.reshape(self.shape)
+        if normed is not None:
+            self._normed = self._total, normed.reshape(self.shape)
+
+    def serves(
+        self, weights: Sequence[Array], layer: LayerOf, scales: Sequence[Array] | None = None
+    ) -> bool:
+        """Whether one launch makes the norm and the products with those stacks of weights."""
+        if self.before(layer, parts=True) is None:
+            return False
+        if scales is not None:
+            return fp8_linear.refusal_with_norm(self.shape[-1], weights) is None
+        one = weights[0].dtype == self.dtype
+        return one and refusal_with_norm(1, self.shape[-1], weights) is None
+
+    def linears(
+        self,
+        weights: Sequence[Float[Array, "L F N"]] | Sequence[Float[Array, "L N F"]],
+        *,
+        layer: LayerOf,
+        out_dtypes: Sequence[DTypeLike],
+        give: bool = False,
+        scales: Sequence[Float[Array, "L N/128 F/128"]] | None = None,
+    ) -> tuple[Float[Array, "*T N"], ...]:
+        """`linear_layer` of the normed token, where `serves`. `give` keeps the normed token.
+
+        With `scales` it is `linear_fp8_layer`, of float8_e4m3fn weights [L, N, F]. Kernels other
+        than XLA's have no gradient.
+        """
+        first, affine, _ = taken_apart(layer)
+        dtypes = [jnp.dtype(each) for each in out_dtypes]
+        added, sums = self._added, sums_parts if scales is None else fp8_linear.sums_parts
+        parts = isinstance(added, Unsummed) and sums(weights, added.weights.shape[1])
+        before = self.before(layer, give, parts=parts)
+        assert before is not None  # it serves
+        x, norm = before
+
+        def kernel(interpret: bool) -> list[Array]:
+            stacks = without_gradient(OP, list(weights))
+            make: Any = linears_mosaic
+            if scales is not None:
+                of_weights = without_gradient(OP, list(scales))
+                make = partial(fp8_linear.linears_fp8_mosaic, scales=of_weights)
+            return make(
+                x, weights=stacks, layer=first, affine=affine, out_dtypes=dtypes, norm=norm,
+                interpret=interpret,
+            )  # fmt: skip
+
+        def xla() -> list[Array]:
+            total = (self._x + self._sum).reshape(x.shape)
+            row = lax.dynamic_index_in_dim(self._norms, self._layer.index, keepdims=False)
+            normed = rms_norm(total, row, self._eps).astype(self.dtype)
+            here = partial(lax.dynamic_index_in_dim, index=layer.index, keepdims=False)
+            product = partial(jnp.matmul, normed, preferred_element_type=jnp.float32)
+            wide = [here(each) for each in weights]
+            if scales is not None:
+                pairs = zip(wide, scales, strict=True)
+                wide = [dequantize(in_order(w), here(s), self.dtype).T for w, s in pairs]
+            ys = (product(w).astype(d) for w, d in zip(wide, dtypes, strict=True))
+            return [*ys, total, normed]
+
+        with jax.named_scope("norm_linear_layer"):
+            found = dispatch_kernel(OP, self._implementation, kernel, xla)
+        *products, total = found[: len(weights) + 1]
+        self.was_made(total, found[-1] if give else None)
+        return tuple(y.reshape(*self.shape[:-1], y.shape[-1]) for y in products)
+
+    @cached_property
+    def _normed(self) -> tuple[Array, Array]:
+        return add_rms_norm_layer(
+            self._x, self._sum, self._norms, layer=self._layer, eps=self._eps, dtype=self.dtype,
+            implementation=self._implementation,
+        )  # fmt: skip
+
+
+def array_of(added: Any, shape: tuple[int, ...]) -> Array:
+    """`Unsummed`, summed up by a launch of their own in this shape, or the array that it is."""
+    return added.total.reshape(shape) if isinstance(added, Unsummed) else added
+
+
+def tokens_of(x: Any) -> Array:
+    """The normed tokens of an `Unnormed`, or the array that x is."""
+    return x.__jax_array__() if isinstance(x, Unnormed) else x

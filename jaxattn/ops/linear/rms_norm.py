@@ -1,0 +1,106 @@
+"""RMS normalisation, in float32 whatever comes in."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.numerics.rms_norm import rms_norm
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import (
+    FLOATS,
+    check_array,
+    check_features,
+    check_layer,
+    finite,
+)
+from jaxattn.kernels.linear.rms_norm import rms_norm_mosaic
+
+
+def rms_norm_layer(
+    x: Float[Array, "*T F"],
+    weights: Float[Array, "L F"],
+    *,
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T F"]:
+    """`rms_norm(x, weights[layer], eps)` in a loop over layers: nothing is copied out of the stack.
+
+    Args:
+        x: tokens of F features.
+        weights: all layers'.
+        layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
+        dtype: of the result; x's, if None.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has F a
+            multiple of 128, at most 8192, and no gradient: to differentiate by it raises
+            NotImplementedError.
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    return _normed(x, None, weights, layer, eps, dtype, implementation)[1]
+
+
+def add_rms_norm_layer(
+    x: Float[Array, "*T F"],
+    added: Float[Array, "*T F"],
+    weights: Float[Array, "L F"],
+    *,
+    layer: int | Int[Array, ""] | LayerOf,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"]]:
+    """(`x + added` in float32, `rms_norm_layer` of the sum): one launch in a loop over layers.
+
+    Args:
+        x: a residual stream.
+        added: what is added to it, in x's shape.
+
+    Other arguments, limits and errors are those of `rms_norm_layer`.
+    """
+    check_array("rms_norm_layer", "x", x)
+    check_array("rms_norm_layer", "added", added)
+    if x.shape != added.shape:
+        raise ValueError(
+            f"rms_norm_layer: added {tuple(added.shape)} must have the shape of x {tuple(x.shape)}"
+        )
+    return _normed(x, added, weights, layer, eps, dtype, implementation)
+
+
+def _normed(
+    x: Array,
+    added: Array | None,
+    weights: Array,
+    layer: int | Array | LayerOf,
+    eps: float,
+    dtype: DTypeLike | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array]:
+    """(the sum, or x where nothing is added, and its norm)."""
+    op = "rms_norm_layer"
+    weights = Arguments(op).check("weights", weights, "L F", FLOATS)
+    check_features(op, x, "F", "weights", weights.shape, -1)
+    eps = finite(op, "eps", eps)
+    out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    first, affine, number = taken_apart(layer)
+    check_layer(op, "weights", weights.shape, number)
+
+    def mosaic(interpret: bool) -> tuple[Array, Array]:
+        total, normed = rms_norm_mosaic(
+            x, weights, added=added, layer=first, affine=affine, eps=eps, dtype=out_dtype,
+            interpret=interpret,
+        )  # fmt: skip
+        return x if total is None else total, normed
+
+    def xla() -> tuple[Array, Array]:
+        total = x if added is None else x.astype(jnp.float32) + added
+        return total, rms_norm(total, weights[number], eps).astype(out_dtype)
+
+    with jax.named_scope(op):
+        return dispatch_kernel(op, implementation, mosaic, xla)

@@ -1,0 +1,78 @@
+"""Outputs of MLA decode that meet: of GPUs that have all heads' queries, and some of the pages."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.kernels.attention.tile_scheduler import (
+    TILE,
+    few_rows,
+    may_split,
+    num_parts,
+    num_steps,
+    num_tiles,
+)
+from jaxattn.kernels.hopper.device import NUM_SMS
+from jaxattn.kernels.mla.decode.combine import SHARED_ROWS
+from jaxattn.kernels.mla.decode.distributed_combine import places_of
+from jaxattn.ops.mla.state_merge import merge_attention_states
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """With what they meet, inside of `jax.shard_map`.
+
+    Attributes:
+        mailbox: of `meeting_room`, of these GPUs.
+        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
+        heads: of the queries that are given, those of the GPUs; the others are zeros, which fill a
+            tile of the kernel. None: all.
+    """
+
+    mailbox: Mailbox
+    axes: tuple[str, ...]
+    heads: int | None = None
+
+
+def meeting_room(
+    rows: int, num_heads: int, *, max_pages: int, page_size: int
+) -> tuple[int, int] | None:
+    """(tokens, features) of the mailbox by which a launch merges the outputs; None where rows are
+    too many, or never cut: then their outputs are sent when they are merged.
+
+    Args:
+        rows: of one token.
+        num_heads: of all GPUs.
+        max_pages, page_size: of a GPU's block table.
+    """
+    parts = num_parts(rows, 1, num_heads, num_steps(max_pages, page_size), NUM_SMS)
+    if rows * num_heads > SHARED_ROWS or not may_split(rows, parts):
+        return None
+    return places_of(rows, num_heads)
+
+
+def filled(num_heads: int) -> int:
+    """The heads that queries have with zeros, so that the kernel need not copy them."""
+    return num_heads if few_rows(1, num_heads) else num_tiles(1, num_heads) * TILE
+
+
+def most_room() -> tuple[int, int]:
+    """`meeting_room` of as many rows as there may be."""
+    return places_of(1, SHARED_ROWS)
+
+
+def met_by_xla(
+    out: Float[Array, "B 1 H R"], lse: Float[Array, "B 1 H"], axes: tuple[str, ...]
+) -> Float[Array, "B 1 h R"]:
+    """The merged output of this GPU's heads, by an exchange in float32 at least."""
+    wide = jnp.promote_types(out.dtype, jnp.float32)
+    joined = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
+    gpus, (rows, _, heads, width) = lax.axis_size(axes), joined.shape
+    joined = joined.reshape(rows, 1, gpus, heads // gpus, width)
+    met = lax.all_to_all(joined, axes, split_axis=2, concat_axis=0)
+    met = met.reshape(gpus, rows, 1, heads // gpus, width)
+    merged, _ = merge_attention_states(met[..., :-1], met[..., -1])
+    return merged.astype(out.dtype)

@@ -1,0 +1,88 @@
+"""One attention from several over disjoint keys: chunks of a prompt, shards of a context."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxattn.core.validation.array_checks import FLOATS
+
+
+@jax.named_scope("merge_attention_states")
+def merge_attention_states(
+    outs: Sequence[Float[Array, "*rows V"]] | Float[Array, "K *rows V"],
+    lses: Sequence[Float[Array, "*rows"]] | Float[Array, "K *rows"],
+) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
+    """Merges K >= 1 attentions over disjoint keys by their log-sum-exps (natural logarithm).
+
+    A part with lse -inf saw no key: its `out` is not read, whatever it holds. So did one with +inf,
+    by which FlashAttention and FlashMLA mark it. If no part saw any key, the result is 0 and -inf.
+    An lse of NaN gives NaN. Merging merged states is merging all parts, up to rounding.
+
+    Args:
+        outs: the parts' outputs, K arrays or one stack of them; any floating dtype.
+        lses: the parts' log-sum-exps, shaped as `outs` without the last axis.
+
+    Returns:
+        `out` in the parts' dtype and `lse` float32 (float64 if a part is); computed in the latter,
+        differentiable.
+
+    Raises:
+        TypeError: something is no floating array.
+        ValueError: there are no parts, or their shapes do not fit.
+    """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not hasattr(parts, "shape") and not isinstance(parts, Sequence):
+            raise TypeError(
+                f"merge_attention_states: {name} must be arrays or one stack of them, got "
+                f"{type(parts).__name__}"
+            )
+        for i, part in enumerate([parts] if hasattr(parts, "shape") else parts):
+            found = str(getattr(part, "dtype", type(part).__name__))
+            if found not in FLOATS:
+                if hasattr(part, "shape"):
+                    found = f"{found} {tuple(part.shape)}"
+                title = name if hasattr(parts, "shape") else f"{name}[{i}]"
+                raise TypeError(
+                    f"merge_attention_states: {title} must be an array of {' or '.join(FLOATS)}, "
+                    f"got {found}"
+                )
+    out_shapes, lse_shapes = _shapes(outs), _shapes(lses)
+    if not out_shapes or len(out_shapes) != len(lse_shapes):
+        raise ValueError(
+            f"merge_attention_states: needs as many outs as lses and at least one, got "
+            f"{len(out_shapes)} and {len(lse_shapes)}"
+        )
+    shapes = list(zip(out_shapes, lse_shapes, strict=True))
+    if any(not out or out[:-1] != lse or out != shapes[0][0] for out, lse in shapes):
+        raise ValueError(
+            "merge_attention_states: every lse must be shaped as its out without the last axis, "
+            f"and all outs alike, got (out, lse) {shapes}"
+        )
+    dtype = jnp.result_type(*([outs] if hasattr(outs, "shape") else outs))
+    wide = jnp.promote_types(dtype, jnp.float32)
+    parts, lse = jnp.asarray(_stack(outs), wide), jnp.asarray(_stack(lses), wide)
+    lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
+    parts = jnp.where((lse == -jnp.inf)[..., None], 0, parts)
+    # The result does not depend on the shift, so no gradient goes through it. Rows that have seen
+    # nothing shift by 0: -inf - -inf is NaN.
+    top = lax.stop_gradient(lse.max(0))
+    empty = top == -jnp.inf
+    shift = jnp.where(empty, 0, top)
+    weight = jnp.exp(lse - shift)
+    total = jnp.where(empty, 1, weight.sum(0))
+    out = (parts * weight[..., None]).sum(0) / total[..., None]
+    return out.astype(dtype), jnp.where(empty, -jnp.inf, shift + jnp.log(total))
+
+
+def _shapes(parts: Any) -> list[tuple[int, ...]]:
+    if hasattr(parts, "shape"):
+        return [tuple(parts.shape[1:])] * (parts.shape[0] if parts.shape else 0)
+    return [tuple(part.shape) for part in parts]
+
+
+def _stack(parts: Any) -> Any:
+    return parts if hasattr(parts, "shape") else jnp.stack([*parts])

@@ -1,0 +1,1 @@
+"""Mixture of experts: router, routing and experts; `jaxattn.moe` is the public face."""

@@ -1,0 +1,214 @@
+"""Mixture of experts: each token goes through the experts that it takes.
+
+    ids, weights = route(logits, bias, router)          [T, K] each
+    y = mixture_of_experts(x, ids, weights, gate_up, down)
+
+Weights lie as checkpoints have them, [out, in], gate's rows before up's. The kernels read them
+where they lie; XLA copies a layer's experts out of the stack. routing.py has `route`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, dequantize
+from jaxattn.core.stacked_layer import LayerOf, number_to_check, taken_apart
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
+from jaxattn.kernels.moe.routing.router import Listed
+
+
+def mixture_of_experts(
+    x: Float[Array, "T F"],
+    ids: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    gate_up: Float[Array, "*L E J F"],
+    down: Float[Array, "*L E F I"],
+    *,
+    gate_up_scale: Float[Array, "*L E 2 I/128 F/128"] | None = None,
+    down_scale: Float[Array, "*L E F/128 I/128"] | None = None,
+    layer: int | Int[Array, ""] | LayerOf | None = None,
+    arena: Arena | None = None,
+    listed: Listed | None = None,
+    apart: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """Sum over a token's experts of `weights * down(silu(gate(x)) * up(x))`, in float32.
+
+    Operands of the products have the weights' dtype, and x's where the weights are FP8; sums are
+    float32. A token's experts are added in the order of `ids`, so its result does not depend on the
+    other tokens. A NaN in a token stays in that token.
+
+    Padding: an id below 0 or from E on is no expert: it adds exactly 0, and nothing is read for it.
+    The kernels read the weights of experts that somebody chose, once per tile of tokens, and no
+    others'.
+
+    The gradient is the "xla" implementation's, in reverse mode; with an arena there is none.
+
+    Args:
+        x: tokens, padding included.
+        ids: the experts of each token; `route` gives them.
+        weights: of those experts.
+        gate_up: [E, J = 2 I, F] with gate's rows first, or a stack [L, E, 2 I, F] with `layer`.
+        down: [E, F, I], or a stack.
+        gate_up_scale: of float8_e4m3fn weights, which it multiplies: float32 of blocks of 128 rows
+            and columns, gate's before up's; sizes are rounded up.
+        down_scale: likewise.
+        layer: index into the stacks, a Python int, a traced scalar, or the place in a pattern.
+        arena: where the kernels keep what is between the products, regions of `scratch`.
+        listed: the kernels' work list of these `ids` and this x, where `choose_experts` has made
+            one. None: the op makes it.
+        apart: needs an arena. The kernels leave the sum over experts to the op that reads it next.
+            The result is then an `Unsummed`; its `total` is the array, and reads the arena as it
+            is at that time.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F a
+            multiple of 128, I of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
+
+    Returns:
+        float32 [T, F], and the arena if one was given.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    op = "mixture_of_experts"
+    check_arena(op, arena)
+    if not isinstance(listed, Listed | None):
+        raise TypeError(
+            f"{op}: listed must be what choose_experts returns, got {type(listed).__name__}"
+        )
+    x, ids, weights, gate_up, down = _checked(op, x, ids, weights, gate_up, down, layer)
+    scales: tuple[Array | None, ...] = _checked_scales(op, gate_up, down, gate_up_scale, down_scale)
+    if layer is None:
+        gate_up, down = gate_up[None], down[None]
+        scales = tuple(None if scale is None else scale[None] for scale in scales)
+    first, affine, number = taken_apart(0 if layer is None else layer)
+    check_layer(op, "gate_up", gate_up.shape, number_to_check(0 if layer is None else layer))
+    operands = (x, ids, weights, gate_up, down, *scales, jnp.asarray(first, jnp.int32))
+    refuse_explicit_axes(op, *operands)
+
+    def reference(*operands: Any) -> Array:
+        return _by_ragged_products(*operands[:-1], layer=affine[0] * operands[-1] + affine[1])
+
+    def mosaic(interpret: bool) -> Any:
+        def kernels(x, ids, weights, gate_up, down, gate_up_scale, down_scale, first):
+            return mixture_of_experts_mosaic(
+                x, ids, weights, gate_up, down,
+                gate_up_scale=gate_up_scale, down_scale=down_scale, layer=first, affine=affine,
+                arena=arena, listed=listed, apart=apart and arena is not None, interpret=interpret,
+            )  # fmt: skip
+
+        function = kernels if arena is not None else with_gradient_of(reference, kernels)
+        return function(*operands)
+
+    def xla() -> Any:
+        out = reference(*operands)
+        return out if arena is None else (out, arena)
+
+    with jax.named_scope(op):
+        return dispatch_kernel(op, implementation, mosaic, xla)
+
+
+def _checked(
+    op: str, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, layer: Any
+) -> tuple[Array, ...]:
+    arguments = Arguments(op)
+    x = arguments.check("x", x, "T F")
+    _, ids = arguments.integers("ids", ids, "T K")
+    weights = arguments.check("weights", weights, "T K")
+    stack = "" if layer is None else "L "
+    for name, array, axes in (("gate_up", gate_up, "E J F"), ("down", down, "E F I")):
+        check_array(op, name, array)
+        if layer is None and len(array.shape) == 4:
+            raise ValueError(f"{op}: {name} {tuple(array.shape)} is a stack of layers; give layer=")
+        arguments.check(name, array, stack + axes, (*FLOATS, "float8_e4m3fn"))
+    rows, width = gate_up.shape[-2], down.shape[-1]
+    if rows != 2 * width:
+        raise ValueError(
+            f"{op}: gate_up {tuple(gate_up.shape)} must have 2 I = {2 * width} rows, of down "
+            f"{tuple(down.shape)}"
+        )
+    if gate_up.dtype != down.dtype:
+        raise TypeError(
+            f"{op}: gate_up and down must have one dtype, got {gate_up.dtype} and {down.dtype}"
+        )
+    return x, ids, weights, jnp.asarray(gate_up), jnp.asarray(down)
+
+
+def _checked_scales(
+    op: str, gate_up: Array, down: Array, gate_up_scale: Any, down_scale: Any
+) -> tuple[Array | None, Array | None]:
+    """FP8 weights have scales, others none."""
+    quantized = gate_up.dtype == FP8
+    (*stack, features, width) = down.shape
+    blocks = lambda size: -(-size // BLOCK)  # noqa: E731
+    wanted = {
+        "gate_up_scale": (gate_up_scale, (*stack, 2, blocks(width), blocks(features))),
+        "down_scale": (down_scale, (*stack, blocks(features), blocks(width))),
+    }
+    for name, (scale, shape) in wanted.items():
+        if (scale is not None) != quantized:
+            needs = "need" if quantized else "have no"
+            raise ValueError(f"{op}: {gate_up.dtype} weights {needs} {name}")
+        if quantized and (tuple(scale.shape) != shape or scale.dtype != jnp.float32):
+            raise ValueError(
+                f"{op}: {name} must be float32 {list(shape)}, got {scale.dtype} {list(scale.shape)}"
+            )
+    return gate_up_scale, down_scale
+
+
+def _by_ragged_products(
+    x: Array,
+    ids: Array,
+    weights: Array,
+    gate_up: Array,
+    down: Array,
+    gate_up_scale: Array | None,
+    down_scale: Array | None,
+    *,
+    layer: Array,
+) -> Array:
+    """The plain-JAX path: tokens sorted by expert, each of which multiplies its own rows."""
+    gate_up, down = gate_up[layer], down[layer]
+    experts, rows, _ = gate_up.shape
+    dtype = gate_up.dtype
+    if gate_up_scale is not None and down_scale is not None:
+        dtype = x.dtype
+        halves = gate_up.reshape(experts, 2, rows // 2, -1)
+        gate_up = dequantize(halves, gate_up_scale[layer], jnp.float32).reshape(gate_up.shape)
+        down = dequantize(down, down_scale[layer], jnp.float32)
+    valid = (ids >= 0) & (ids < experts)
+    chosen = jnp.where(valid, ids, experts).reshape(-1)
+    order = jnp.argsort(chosen, stable=True)
+    sizes = jnp.bincount(chosen, length=experts + 1)[:experts].astype(jnp.int32)
+    tokens = x.astype(dtype)[order // ids.shape[1]]
+    gate, up = jnp.split(_grouped(tokens, gate_up, sizes), 2, axis=1)
+    out = _grouped((jax.nn.silu(gate) * up).astype(dtype), down, sizes)
+    out = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, -1)
+    # A select: rows without an expert may hold anything.
+    return jnp.where(valid[..., None], out * weights[..., None], 0).sum(1)
+
+
+def _grouped(tokens: Array, weights: Array, sizes: Array) -> Array:
+    """[rows, out] float32: each expert's rows times its [out, in] weights."""
+    wide = jnp.float32 in (tokens.dtype, weights.dtype)
+    dimensions = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return lax.ragged_dot_general(
+        tokens.astype(weights.dtype),  # dequantized weights keep their float32
+        weights,
+        sizes,
+        dimensions,
+        precision=lax.Precision.HIGHEST if wide else None,
+        preferred_element_type=jnp.float32,
+    )

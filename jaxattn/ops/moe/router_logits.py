@@ -1,0 +1,146 @@
+"""A router: its products with tokens, and the experts that follow from them.
+
+Float32 weights times bfloat16 tokens are products of bfloat16.
+
+A float32 weight is nearly the sum of two bfloat16 numbers, its rounding and what the rounding left:
+within 2**-17 of it, and exactly where the checkpoint has the router in bfloat16. Float32 products
+are slow on a GPU: 69 us per layer of DeepSeek-V2-Lite at 32 tokens (H200), where these take 4.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxattn.core.dispatch import (
+    Implementation,
+    dispatch_kernel,
+    with_gradient_of,
+    without_gradient,
+)
+from jaxattn.core.numerics.rounding import rounded
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.kernels.moe.routing.router import Listed, route_mosaic
+from jaxattn.kernels.moe.routing.small_batch_alignment import copies, lists
+from jaxattn.ops.linear.linear import kernel_serves, linear_layer
+from jaxattn.ops.moe.routing import Router, route
+
+# The kernel of the product wants columns by 64, and two halves are side by side.
+HALF = 32
+
+
+def split_router(
+    router: Float[Array, "*L F E"], gates: Float[Array, "*L F 1"] | None = None
+) -> Float[Array, "*L F 2N"]:
+    """Float32 weights as two of bfloat16, side by side: as many bytes.
+
+    Args:
+        gates: a column more, of the shared experts' gate. With it N is E + 1 and zeros behind it,
+            up to a multiple of 32.
+    """
+    if gates is not None:
+        none = [(0, 0)] * (gates.ndim - 1)
+        router = jnp.concatenate([router, gates], axis=-1)
+        router = jnp.pad(router, (*none, (0, -router.shape[-1] % HALF)))
+    high = rounded(router, jnp.bfloat16)
+    low = (router - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    return jnp.concatenate([high, low], axis=-1)
+
+
+@jax.named_scope("router_logits")
+def router_products(
+    x: Float[Array, "*T F"],
+    routers: Float[Array, "L F E"],
+    layer: LayerOf,
+    implementation: Implementation | None = None,
+    *,
+    gates: Float[Array, "L F 1"] | None = None,
+) -> Float[Array, "T 2N"]:
+    """Float32 logits of a layer's router in two halves side by side, whose sum they are.
+
+    Args:
+        x: tokens; they are rounded to bfloat16.
+        routers: of all layers, float32, or what `split_router` makes of them.
+        implementation: of the product, where the kernel has its shape.
+        gates: of all layers, where `routers` are float32; then, or where `split_router` had gates,
+            column E of a half is the gate's product.
+    """
+    halves = routers if routers.dtype == jnp.bfloat16 else split_router(routers, gates)
+    tokens = x.reshape(-1, x.shape[-1])
+    if not kernel_serves(tokens, [halves]):
+        implementation = "xla"
+    (both,) = linear_layer(tokens, (halves,), layer=layer, implementation=implementation)
+    return both
+
+
+def added_up(products: Float[Array, "T 2N"]) -> Float[Array, "T N"]:
+    """The logits of `router_products`."""
+    high, low = jnp.split(products, 2, axis=-1)
+    return high + low
+
+
+def choose_experts(
+    logits: Float[Array, "T N"],
+    bias: Float[Array, "*L E"] | None,
+    router: Router,
+    *,
+    layer: LayerOf | None = None,
+    halves: bool = False,
+    always: int = 0,
+    gated: bool = False,
+    valid: Int[Array, "T"] | Bool[Array, "T"] | None = None,
+    x: Float[Array, "T F"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
+    """The experts of each token and their weights, `route`'s and those that every token takes.
+
+    Args:
+        logits: of the E experts, in the first columns; or with `halves`, `router_products`.
+        bias: as of `route`, or of all layers, of which `layer` says one.
+        always: the experts from E on that every token takes, with weight 1.
+        gated: or with the sigmoid of column E.
+        valid: false or 0 for a token that is padding: its ids are -1.
+        x: the token, where T is 1, as `mixture_of_experts` will be given it. The kernel makes its
+            `listed` of it, where it has such sizes. With x it has no gradient.
+        implementation: as of `route`.
+
+    Raises:
+        Refusal: the named implementation refuses, and says why.
+    """
+    count = router.experts
+    valid = None if valid is None else valid.astype(jnp.int32)
+    first, affine, _ = (None, (1, 0), None) if layer is None else taken_apart(layer)
+
+    def reference(
+        logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+    ) -> tuple[Array, Array]:
+        columns = added_up(logits) if halves else logits
+        own = bias if bias is None or first is None else bias[affine[0] * first + affine[1]]
+        ids, weights = route(columns[:, :count], own, router, implementation="xla")
+        shape = len(ids), always
+        last = jnp.broadcast_to(count + jnp.arange(always, dtype=ids.dtype), shape)
+        opened = jax.nn.sigmoid(columns[:, count : count + 1]) if gated else jnp.float32(1)
+        weights = jnp.concatenate([weights, jnp.broadcast_to(opened, shape)], axis=1)
+        ids = jnp.concatenate([ids, last], axis=1)
+        return (ids if valid is None else jnp.where(valid[:, None] != 0, ids, -1)), weights
+
+    def mosaic(interpret: bool) -> tuple[Array, Array, Listed | None]:
+        options: dict[str, Any] = {
+            **router.choice, "experts": count, "halves": halves, "always": always, "gated": gated,
+            "affine": affine, "interpret": interpret,
+        }  # fmt: skip
+        if x is not None and lists(1, router.top_k + always) and copies(x.shape[1]):
+            operands = without_gradient("route", (logits, bias, x))
+            return route_mosaic(*operands[:2], layer=first, valid=valid, x=operands[2], **options)
+
+        def kernel(
+            logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+        ) -> tuple[Array, Array]:
+            return route_mosaic(logits, bias, layer=first, valid=valid, **options)[:2]
+
+        return *with_gradient_of(reference, kernel)(logits, bias, first, valid), None
+
+    return dispatch_kernel(
+        "route", implementation, mosaic, lambda: (*reference(logits, bias, first, valid), None)
+    )

@@ -1,0 +1,108 @@
+"""New tokens on their way into a TurboQuant cache: norms, rotation by position, codes and write."""
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.numerics.rope import RopeConfig, Rotation
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.turboquant.codec import TurboFormat
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_out_dtype
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.turboquant.cache.append import turbo_append_mosaic
+from jaxattn.ops.gqa.append import check_new_heads, normed_and_rotated
+from jaxattn.ops.turboquant.cache import check_head_dim, check_turbo_cache, turbo_cache_write
+
+
+def turbo_append(
+    q: Float[Array, "B S H E"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk D"],
+    weights: Float[Array, "*L W"] | None,
+    kv_cache: UInt8[Array, "L N Hk bytes"] | UInt8[Array, "N Hk bytes"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    form: TurboFormat,
+    rotation: Rotation,
+    config: RopeConfig,
+    eps: float = 1e-6,
+    dtype: DTypeLike | None = None,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | LayerOf | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B S H D"], Array]:
+    """Norms and rotates each row's new queries and keys, and caches codes of keys and values.
+
+    As `gqa_append`, over a cache of `turbo_cache_write`: one token of a row, or a whole chunk.
+
+    Args:
+        q, k, v, weights, block_tables, seq_lens, rotation, config, eps, dtype, query_lens, layer:
+            as for `gqa_append`.
+        kv_cache: a stack with `layer`, or one layer's pages; donate it to update it in place.
+        form: the cache's format.
+        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
+            has D 64, 128 and 256, and even H and Hk where D is 64.
+
+    Returns:
+        (queries [B, S, H, D], rotated by position and not by the Hadamard matrix; the cache).
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
+            page, or two tokens are written to one place; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    op = "turbo_append"
+    arguments = Arguments(op)
+    q, k, v, weights, eps = check_new_heads(
+        arguments, q, k, v, weights, rotation=rotation, config=config, eps=eps, layer=layer
+    )
+    given = block_tables, seq_lens, query_lens
+    kv_cache, block_tables, seq_lens = check_turbo_cache(
+        arguments, kv_cache, block_tables, seq_lens, layer, form
+    )
+    check_head_dim(arguments, "k", k, form)
+    query_lens = arguments.check_written(given, "k", k, form.page_size(kv_cache))
+    refuse_explicit_axes(op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens)
+    out_dtype = check_out_dtype(arguments.op, dtype, q.dtype)
+    number = taken_apart(layer)[2]
+
+    def xla() -> tuple[jax.Array, jax.Array]:
+        queries, keys = normed_and_rotated(
+            q, k, weights, layer=number, rotation=rotation, config=config, eps=eps
+        )
+        written = turbo_cache_write(
+            kv_cache,
+            keys,
+            v,
+            block_tables,
+            seq_lens,
+            form=form,
+            query_lens=query_lens,
+            layer=number,
+        )
+        return queries.astype(out_dtype), written
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        return turbo_append_mosaic(
+            q,
+            k,
+            v,
+            weights,
+            kv_cache,
+            block_tables,
+            seq_lens,
+            form=form,
+            angles=rotation.angles,
+            interleaved=config.interleaved,
+            eps=eps,
+            dtype=out_dtype,
+            query_lens=query_lens,
+            layer=number,
+            interpret=interpret,
+        )
+
+    with jax.named_scope(op):
+        return dispatch_kernel(op, implementation, mosaic, xla)

@@ -1,0 +1,248 @@
+"""Grouped-query attention over a TurboQuant cache: decode and continuation prefill.
+
+New tokens are written first (cache.py) and read back like all others. So decode, prefill in
+chunks of any size, and prefill at once see the same numbers. Here and in decode queries are
+rotated, and cached keys are not rotated back: both rotations of a product cancel. The kernels of
+longer prompts rotate keys back (prefill.py). Codes become numbers one block of pages at
+a time.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxattn.arena import Arena
+from jaxattn.core.cache.pages import Unfold, attend_pages
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.numerics.online_softmax import Softmax
+from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.turboquant.codec import TurboFormat, dequantize, rotate
+from jaxattn.core.turboquant.slot_layout import page_slots, unpack
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.array_checks import check_arena
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, check_schedule
+from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
+from jaxattn.ops.gqa.scores import (
+    Scores,
+    check_heads,
+    check_sinks,
+    finish,
+    grouped,
+    weigh,
+    window_begins,
+)
+from jaxattn.ops.turboquant.cache import check_head_dim, check_turbo_cache
+from jaxattn.ops.turboquant.prefill import turbo_prefill_mosaic
+
+# Query tokens, and cached tokens, that plain JAX takes at a time, of every row.
+QUERY_BLOCK = 512
+CACHED_BLOCK = 512
+# Tokens of a row that the decode kernel takes; of more the kernel that reads prompts takes blocks.
+MOST_NEW = 8
+
+
+@jax.named_scope("gqa_turbo_attention")
+def turbo_attention(
+    q: Float[Array, "B S H D"],
+    kv_cache: UInt8[Array, "L N Hk bytes"] | UInt8[Array, "N Hk bytes"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    form: TurboFormat,
+    scale: float | None = None,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | LayerOf | None = None,
+    window: int | None = None,
+    sinks: Float[Array, "H"] | None = None,
+    soft_cap: float | None = None,
+    gate: Float[Array, "B S H D"] | None = None,
+    schedule: PairSchedule | None = None,
+    arena: Arena | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Any, ...]:
+    """Attention of each row's last S tokens, one or a whole chunk, to its cached ones.
+
+    As `gqa_decode`, and as continuation prefill: the S tokens are in the cache already
+    (`turbo_cache_write`), and token s sees the positions up to its own. Padding and uninitialised
+    memory are as there. XLA differentiates it in q, sinks and gate. The kernel has no gradient, so
+    a caller that needs one on a GPU passes implementation="xla".
+
+    Args:
+        q: queries, normed and rotated by position; not by the Hadamard matrix.
+        kv_cache: pages of codes; a stack of layers with `layer`, or one layer's.
+        form: the cache's format.
+        block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
+            arena: as for `gqa_decode`.
+        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
+            the reference. It holds a block of 512 cached tokens of every row in float32, and
+            scores of 512 queries against them. The kernels take q of bfloat16 or float16, and
+            decode takes pages of 16, 32, 64 and 128 tokens. For more than 8 tokens, a block of
+            keys and values is unpacked at a time into float16: 64 MiB or 1024 tokens of each row,
+            whichever is more. One result in float32 is beside it.
+
+    Returns:
+        (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
+        included), and the arena if one was given.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
+            that is concrete; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    arguments = Arguments("turbo_attention")
+    q = arguments.check("q", q, "B S H D")
+    # The decode kernel itself knows rows of more tokens than their table has places.
+    as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
+    kv_cache, block_tables, seq_lens = check_turbo_cache(
+        arguments, kv_cache, block_tables, seq_lens, layer, form
+    )
+    check_head_dim(arguments, "q", q, form)
+    check_heads(arguments, q, kv_cache.shape[-2], "kv_cache", kv_cache.shape)
+    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    sinks = check_sinks(arguments, sinks)
+    if query_lens is not None:
+        query_lens = arguments.check_query_lens(query_lens, "q", q)
+    if gate is not None:
+        gate = arguments.check("gate", gate, "B S H D")
+    check_schedule(
+        arguments.op, schedule, batch=q.shape[0], q_len=q.shape[1],
+        num_kv_heads=kv_cache.shape[-2], max_pages=block_tables.shape[1],
+        page_size=form.page_size(kv_cache), window=scores.window,
+    )  # fmt: skip
+    refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
+    check_arena(arguments.op, arena)
+    number = taken_apart(layer)[2]
+
+    def mosaic(interpret: bool) -> tuple[Any, ...]:
+        if q.shape[1] > MOST_NEW:
+            addressing = (block_tables, seq_lens, query_lens, number)
+            out, lse = turbo_prefill_mosaic(
+                q, kv_cache, *addressing, sinks, gate, scores=scores, form=form,
+                interpret=interpret,
+            )  # fmt: skip
+            return (out, lse) if arena is None else (out, lse, arena)
+        return turbo_decode_mosaic(
+            q,
+            kv_cache,
+            block_tables,
+            as_given,
+            form=form,
+            scale=scores.scale,
+            layer=number,
+            query_lens=query_lens,
+            window=scores.window,
+            sinks=sinks,
+            soft_cap=scores.soft_cap,
+            gate=gate,
+            arena=arena,
+            schedule=schedule,
+            interpret=interpret,
+        )
+
+    def xla() -> tuple[Any, ...]:
+        addressing = (block_tables, seq_lens, query_lens, number)
+        out, lse = _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
+        return (out, lse) if arena is None else (out, lse, arena)
+
+    return dispatch_kernel(arguments.op, implementation, mosaic, xla)
+
+
+@functools.partial(jax.jit, static_argnames=("scores", "form"))
+def _attend(
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array | None,
+    layer: jax.Array | int | None,
+    sinks: jax.Array | None,
+    gate: jax.Array | None,
+    *,
+    scores: Scores,
+    form: TurboFormat,
+) -> tuple[jax.Array, jax.Array]:
+    """Query tokens in blocks, one after another."""
+    q, kv_cache, sinks, gate = vary_alike(
+        (q, kv_cache, sinks, gate), block_tables, seq_lens, query_lens, layer
+    )
+    q_len = q.shape[1]
+    new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
+    token = jnp.arange(q_len)
+    position = (seq_lens - new)[:, None] + token
+    real = (token < new[:, None]) & (seq_lens > 0)[:, None] & (position >= 0)
+    # A padding row's length may be so negative that the subtraction wraps around.
+    position = jnp.where(real, position, -1)
+    block = min(q_len, QUERY_BLOCK)
+    more = -q_len % block
+
+    def cut(x: jax.Array | None, fill: int = 0) -> jax.Array | None:
+        """[blocks, B, block, ...]"""
+        if x is None:
+            return None
+        x = jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
+        return x.reshape(x.shape[0], -1, block, *x.shape[2:]).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def attend(xs: Any) -> tuple[jax.Array, jax.Array]:
+        queries, positions, gates = xs
+        state = _over_cache(
+            queries, positions, kv_cache, block_tables, layer, scores=scores, form=form
+        )
+        out, lse = finish(state, positions >= 0, sinks, gates)
+        return out.astype(q.dtype), lse
+
+    out, lse = lax.map(attend, (cut(q), cut(position, -1), cut(gate)))
+
+    def joined(x: jax.Array) -> jax.Array:
+        x = x.swapaxes(0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :q_len]
+
+    return joined(out), joined(lse)
+
+
+def _over_cache(
+    q: Float[Array, "B Q H D"],
+    position: Int[Array, "B Q"],
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    layer: jax.Array | int | None,
+    *,
+    scores: Scores,
+    form: TurboFormat,
+) -> Softmax:
+    """The softmax of tokens at these positions over their row's cache; at -1 there is none."""
+    batch, _, heads, dim = q.shape
+    kv_heads, page = kv_cache.shape[-2], form.page_size(kv_cache)
+    real = position >= 0
+    wide = jnp.where(real[..., None, None], q, 0).astype(jnp.float32)
+    queries = grouped(rotate(wide) if form.rotated else wide, kv_heads)
+    row_position = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
+
+    def tokens(pages: jax.Array) -> jax.Array:
+        """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
+        slots = page_slots(form, pages)  # [B, n, Hk, C, slot]
+        both = jnp.stack(dequantize(form, unpack(form, slots)), axis=3)
+        return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, dim)
+
+    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+        visible = scores.visible(row_position, positions)
+        return state.add(scores.of(queries, kv[:, :, 0]), visible, weigh(kv[:, :, 1]))
+
+    lengths = jnp.max(position, axis=1) + 1
+    first = jnp.min(jnp.where(real, position, lengths[:, None]), axis=1)
+    return attend_pages(
+        vary_alike(Softmax.empty(queries.shape[:3], dim, jnp.dtype(jnp.float32)), q),
+        add_block,
+        kv_cache,
+        block_tables,
+        lengths,
+        layer=layer,
+        block=CACHED_BLOCK,
+        begins=window_begins(scores, first, lengths),
+        unfold=Unfold(page, tokens),
+    )

@@ -1,0 +1,130 @@
+"""New tokens on their way into a TurboQuant cache: codes, packed and written.
+
+kv_cache uint8 [L, N, Hk, C * slot_bytes]    pages of codes; turboquant/slot_layout.py has their order
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from jaxattn.core.cache.pages import new_places
+from jaxattn.core.dispatch import Implementation, dispatch_xla
+from jaxattn.core.stacked_layer import LayerOf, number_to_check, taken_apart
+from jaxattn.core.turboquant.codec import TurboFormat, quantize
+from jaxattn.core.turboquant.slot_layout import GROUP, pack, places
+from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+
+
+def check_turbo_cache(
+    arguments: Arguments,
+    kv_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    layer: Array | int | LayerOf | None,
+    form: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A cache and its addressing: tables and lengths are checked where they are known.
+
+    A traced row of more tokens than its table has places comes back as one of 0, padding.
+    """
+    if not isinstance(form, TurboFormat):
+        raise TypeError(f"{arguments.op}: form must be a TurboFormat, got {type(form).__name__}")
+    arguments.check_layer(kv_cache, number_to_check(layer), "N Hk bytes")
+    axes = "N Hk bytes" if layer is None else "L N Hk bytes"
+    cache = arguments.check("kv_cache", kv_cache, axes, ("uint8",))
+    num_pages, size = cache.shape[-3], cache.shape[-1]
+    if size % (GROUP * form.slot_bytes):
+        raise ValueError(
+            f"{arguments.op}: kv_cache {cache.shape} must end in C * {form.slot_bytes} bytes, C a "
+            f"multiple of {GROUP}, for {form.preset} at head_dim {form.head_dim}"
+        )
+    page = form.page_size(cache)
+    return cache, *arguments.check_tables(block_tables, seq_lens, num_pages, page)
+
+
+def check_head_dim(arguments: Arguments, name: str, x: jax.Array, form: TurboFormat) -> None:
+    if x.shape[-1] != form.head_dim:
+        raise ValueError(
+            f"{arguments.op}: {name} {x.shape} has head_dim {x.shape[-1]}, and the cache's format "
+            f"{form.head_dim}"
+        )
+
+
+@jax.named_scope("gqa_turbo_write")
+def turbo_cache_write(
+    kv_cache: UInt8[Array, "L N Hk bytes"] | UInt8[Array, "N Hk bytes"],
+    k: Float[Array, "B S Hk D"],
+    v: Float[Array, "B S Hk D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    form: TurboFormat,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | LayerOf | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """The cache with the new tokens quantized and written; in place, where it is donated.
+
+    Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
+    with seq_lens 0, for t >= query_lens[b], or for a negative position. Bytes of other tokens stay
+    as they are. No two rows may share a page that is written.
+
+    Args:
+        kv_cache: a stack with `layer`, or one layer's pages.
+        k, v: of the new tokens, keys normed and rotated by position (RoPE).
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
+        seq_lens: int32 tokens of each row, the new ones included, at most M * C.
+        form: the cache's format.
+        query_lens: int32 new tokens of each row, at most S; S, if None.
+        layer: index into the stack, a Python int, a traced scalar or a `LayerOf`.
+        implementation: "xla", or None for the best.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
+            page, or two tokens are written to one place; it is named.
+    """
+    arguments = Arguments("turbo_cache_write")
+    k = arguments.check("k", k, "B S Hk D")
+    v = arguments.check("v", v, "B S Hk D")
+    given = block_tables, seq_lens, query_lens
+    kv_cache, block_tables, seq_lens = check_turbo_cache(
+        arguments, kv_cache, block_tables, seq_lens, layer, form
+    )
+    check_head_dim(arguments, "k", k, form)
+    query_lens = arguments.check_new(given, seq_lens, "k", k, form.page_size(kv_cache))
+    refuse_explicit_axes(arguments.op, kv_cache, k, v, block_tables, seq_lens, query_lens)
+    number = taken_apart(layer)[2]
+
+    def xla() -> jax.Array:
+        return _write(kv_cache, k, v, block_tables, seq_lens, query_lens, number, form=form)
+
+    return dispatch_xla(arguments.op, implementation, xla)
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _write(
+    kv_cache: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    *,
+    form: TurboFormat,
+) -> jax.Array:
+    num_pages, kv_heads = kv_cache.shape[-3:-1]
+    pages, inside = new_places(
+        block_tables, seq_lens, query_lens, tokens=k.shape[1], page=form.page_size(kv_cache),
+        num_pages=num_pages,
+    )  # fmt: skip
+    bytes_at = jnp.asarray(places(form))[inside % GROUP]
+    bytes_at += (inside // GROUP * (GROUP * form.slot_bytes))[..., None]
+    layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
+    slots = pack(form, quantize(form, k, v))
+    at = (*layers, pages[..., None, None], jnp.arange(kv_heads)[:, None], bytes_at[:, :, None])
+    return kv_cache.at[at].set(slots, mode="drop", wrap_negative_indices=False)

@@ -1,0 +1,280 @@
+"""Attention over pages that are spread over GPUs: page p of a row is on GPU p mod N.
+
+A row is given pages in stripes, one page on each of the N GPUs, under the same number everywhere.
+So a block table names stripes, and is each GPU's own table as it stands:
+
+    places of a row      0  1  2  3  4  5      N = 2
+    stripe               7  7  3  3  9  9      block_tables [7, 3, 9]
+    GPU                  0  1  0  1  0  1
+
+Its own length, the tokens of its pages, a GPU computes from the row's. It attends with the heads of
+all N GPUs over its own pages, and the parts of a head meet on the GPU that has the head.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.stacked_layer import taken_apart
+from jaxattn.core.validation.array_checks import Within
+from jaxattn.kernels.collectives.peer_exchange import exchanges
+from jaxattn.ops.collectives.peer_exchange import peer_exchange
+from jaxattn.ops.mla.context_parallel_merge import Meeting, filled
+from jaxattn.ops.mla.state_merge import merge_attention_states
+from jaxattn.parallel.layout import Parallel
+
+type Attend = Callable[..., tuple[Array, Any, list[Array]]]
+
+
+WIDEST = 4608  # numbers of a piece that a warpgroup sends: eight heads of 576
+WHOLE = 512  # it has a multiple of so many
+
+
+def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
+    """(in how many pieces a row is sent, the numbers of the widest); None if no kernel has them.
+
+    Args:
+        heads: of one GPU.
+        given: numbers of a head that other GPUs attend with.
+        output: numbers of a head that come back, with a log-sum-exp.
+    """
+    for pieces in (n for n in range(1, heads + 1) if heads % n == 0):
+        own = heads // pieces
+        widths = own * given, -(-own * (output + 2) // WHOLE) * WHOLE
+        if max(widths) <= WIDEST and all(exchanges(width, 2) for width in widths):
+            return pieces, max(widths)
+    return None
+
+
+def gathered_in(numbers: int) -> tuple[int, int] | None:
+    """(pieces, numbers of one) of what a GPU gives to all of a row, where nothing comes back by the
+    same mailbox: as many blocks as there are pieces of a warpgroup's smallest stores of 16 bytes.
+    None if no kernel has them."""
+    width = next((n for n in (WHOLE, WHOLE // 2) if numbers % n == 0), 0)
+    return (numbers // width, width) if width and exchanges(width, 2) else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The pages of a batch as one of N GPUs sees them.
+
+    Attributes:
+        places: int32 [B, M * N], the page of each place of a row; -1 where another GPU has it, so
+            that nothing is written there.
+        tables: int32 [B * S, M], this GPU's own pages of each new token's row.
+        lens: int32 [B * S], how many tokens of its own pages each new token sees; no more than its
+            table has places for.
+        axes: the mesh axes that the pages are spread over.
+        ways: N.
+        most: tokens that a table has places for.
+        mailbox: that rows are sent through; None: XLA's collectives.
+        pieces: that a row is sent in, see `pieces_of`.
+        meeting: a mailbox by which outputs meet in the launch that merges a GPU's own; None: they
+            are merged, sent through `mailbox` and merged again.
+        implementation: of `peer_exchange`.
+    """
+
+    places: Int[Array, "B MN"]
+    tables: Int[Array, "rows M"]
+    lens: Int[Array, "rows"]
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    ways: int = dataclasses.field(metadata={"static": True})
+    most: int = dataclasses.field(metadata={"static": True})
+    mailbox: Mailbox | None = None
+    pieces: int = dataclasses.field(default=1, metadata={"static": True})
+    meeting: Mailbox | None = None
+    implementation: Implementation | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
+
+    @classmethod
+    def of(
+        cls,
+        parallel: Parallel,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        *,
+        page_size: int,
+        q_len: int,
+    ) -> "Spread | None":
+        """Of rows whose last `q_len` tokens are new; None where each GPU has all pages.
+
+        Args:
+            block_tables: the stripes of each row, in order.
+        """
+        axes, ways = parallel.axes("context"), parallel.size("context")
+        if not axes:
+            return None
+        gpu = lax.axis_index(axes)
+        places = written_places(parallel, block_tables)
+        # Each new token is a row of its own: it sees the tokens up to itself.
+        ends = seq_lens[:, None] - jnp.arange(q_len - 1, -1, -1)
+        ends = jnp.where((seq_lens > 0)[:, None], jnp.maximum(ends, 0), 0).reshape(-1)
+        tables = jnp.repeat(block_tables, q_len, axis=0)
+        most = block_tables.shape[1] * page_size
+        lens = jnp.minimum(own_lengths(ends, gpu, ways, page_size), most)
+        return cls(places, tables, lens, axes, ways, most)
+
+    def exchanging(self, mailbox: Mailbox, **options: Any) -> "Spread":
+        """The same pages, of GPUs that send each other rows through a mailbox."""
+        return dataclasses.replace(self, mailbox=mailbox, **options)
+
+    def attend(
+        self, heads: list[Float[Array, "B S h D"]], attend: Attend
+    ) -> tuple[Float[Array, "B S h R"], list[Array], list[Mailbox]]:
+        """Attention of this GPU's heads over the pages of all.
+
+        Args:
+            heads: what each of its h heads attends with: queries, and gates where there are any.
+            attend: (those of all N x h heads [B * S, 1, N h, D], tables, lens) -> (out [B * S, 1,
+                N h, R], lse [B * S, 1, N h], whatever else comes back). Where outputs meet it is
+                given `meeting` too, and returns (out [B * S, 1, h, R] of this GPU's heads, the
+                mailbox after it, whatever else).
+
+        Returns:
+            (the output in `attend`'s dtype, 0 for padding; what else came back; the mailboxes that
+            there are, `mailbox` and `meeting`).
+        """
+        widths = [x.shape[-1] for x in heads]
+        batch, q_len, own, _ = heads[0].shape
+        together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
+        with jax.named_scope("context_gather"):
+            together, mailbox = self._gathered(together)
+        parts = jnp.split(together, _ends(widths), axis=-1)
+        where = self.tables, Within(self.lens, self.most)
+        if self.meeting is not None:
+            meeting = Meeting(self.meeting, self.axes, self.ways * own)
+            out, after, rest = attend(parts, *where, meeting=meeting)
+            boxes = [mailbox or self.mailbox, after]
+            shape = batch, q_len, own, out.shape[-1]
+            return out.reshape(shape), rest, [each for each in boxes if each is not None]
+        out, lse, rest = attend(parts, *where)
+        with jax.named_scope("context_merge"):
+            shape = batch, q_len, own, out.shape[-1]
+            if mailbox is None or out.dtype.itemsize != 2:
+                sent = _joined(out, lse).reshape(batch, q_len, self.ways, own, -1)
+                met = lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=0)
+                met = met.reshape(self.ways, *shape[:3], -1)
+            else:
+                met, mailbox = self._exchanged(_joined(out, lse), mailbox)
+            merged, _ = merge_attention_states(*_apart(met, out.dtype))
+        merged = merged.astype(out.dtype).reshape(shape)
+        given = [each for each in (mailbox or self.mailbox,) if each is not None]
+        return merged, rest, given
+
+    def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, Mailbox | None]:
+        """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them). Where
+        outputs meet, zeros fill up what the launch of decode takes."""
+        rows, _, own, width = x.shape
+        if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
+            return lax.all_gather(x, self.axes, axis=2, tiled=True), None
+        more = 0 if self.meeting is None else filled(self.ways * own) - self.ways * own
+        room = more // own if more % own == 0 else 0
+        met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox, room)
+        return met.reshape(rows, 1, (self.ways + room) * own, width), mailbox
+
+    def _exchanged(self, x: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
+        """What all GPUs have of this GPU's heads, [N, T, pieces, h / pieces, W].
+
+        Args:
+            x: uint16 [T, 1, N h, W], of all heads.
+        """
+        rows, _, heads, width = x.shape
+        own = heads // self.ways // self.pieces
+        x = x.reshape(rows, self.ways, self.pieces, own * width)
+        x = jnp.pad(x, ((0, 0),) * 3 + ((0, -own * width % WHOLE),))
+        met, mailbox = self._sent(lax.bitcast_convert_type(x, jnp.bfloat16), mailbox)
+        met = lax.bitcast_convert_type(met[..., : own * width], jnp.uint16)
+        return jnp.moveaxis(met, 1, 0).reshape(self.ways, rows, self.pieces, own, width), mailbox
+
+    def _sent(self, part: Array, mailbox: Mailbox, room: int = 0) -> tuple[Array, Mailbox]:
+        options: Any = dict(axes=self.axes, implementation=self.implementation)
+        return peer_exchange(part, mailbox, room=room, **options)
+
+    def _room(self, rows: int) -> bool:
+        return self.mailbox is not None and rows * self.pieces <= self.mailbox.inbox.shape[2]
+
+
+def _joined(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
+    """Both in one array [*h, R + 1]; of 16 bits [*h, R + 2], whose last two are a float32's."""
+    if out.dtype.itemsize != 2:
+        wide = jnp.promote_types(out.dtype, jnp.float32)
+        return jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
+    bits = (lax.bitcast_convert_type(x, jnp.uint16) for x in (out, lse.astype(jnp.float32)))
+    return jnp.concatenate([*bits], axis=-1)
+
+
+def _apart(joined: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array, "*h"]]:
+    """The inverse of `_joined`, in float32 at least."""
+    if joined.dtype != jnp.uint16:
+        return joined[..., :-1], joined[..., -1]
+    out = lax.bitcast_convert_type(joined[..., :-2], dtype)
+    return out.astype(jnp.float32), lax.bitcast_convert_type(joined[..., -2:], jnp.float32)
+
+
+def own_lengths(
+    lens: Int[Array, "*B"], gpu: Int[Array, ""] | int, ways: int, page_size: int
+) -> Int[Array, "*B"]:
+    """How many of a row's first tokens lie in the pages of GPU number `gpu` of `ways`."""
+    stripe = ways * page_size
+    return lens // stripe * page_size + jnp.clip(lens % stripe - gpu * page_size, 0, page_size)
+
+
+def written_places(parallel: Parallel, block_tables: Int[Array, "B M"]) -> Int[Array, "B MN"]:
+    """The page of each place of a row; -1 where another GPU has it: nothing is written there."""
+    axes, ways = parallel.axes("context"), parallel.size("context")
+    if not axes:
+        return block_tables
+    own = jnp.arange(ways * block_tables.shape[1]) % ways == lax.axis_index(axes)
+    return jnp.where(own, jnp.repeat(block_tables, ways, axis=1), -1)
+
+
+def prefix_of(
+    parallel: Parallel, kv_cache: Array, block_tables: Int[Array, "B M"], layer: Any
+) -> tuple[Array, Int[Array, "B MN"], Any]:
+    """A cache in which each row's pages lie in order, from all GPUs: a prompt reads it.
+
+    Args:
+        kv_cache: [L, pages, ...] with `layer`, or [pages, ...]: this GPU's own.
+
+    Returns:
+        (pages [B * M * N, ...] of the layer, the tables of all places, the layer in them: None).
+        Where each GPU has all pages, what was given.
+    """
+    axes, ways = parallel.axes("context"), parallel.size("context")
+    if not axes:
+        return kv_cache, block_tables, layer
+    batch, width = block_tables.shape
+    index = (block_tables,) if layer is None else (taken_apart(layer)[2], block_tables)
+    with jax.named_scope("context_prefix"):
+        # Entries past a row's length may name no page; what they read is never looked at.
+        own = kv_cache.at[index].get(mode="clip")
+        met = jnp.moveaxis(lax.all_gather(own, axes), 0, 2)
+        pages = met.reshape(batch * width * ways, *own.shape[2:])
+    tables = jnp.arange(batch * width * ways, dtype=jnp.int32).reshape(batch, -1)
+    return pages, tables, None
+
+
+def own_of_shared(x: Float[Array, "*shape Hk D"], parallel: Parallel) -> Float[Array, "*shape h D"]:
+    """Of the key-value heads that GPUs with parts of a row's pages share, those of its queries."""
+    axes, ways = parallel.axes("context"), parallel.size("context")
+    if not axes:
+        return x
+    heads = x.shape[-2]
+    own = max(heads // ways, 1)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * heads // ways, own, axis=-2)
+
+
+def _ends(widths: list[int]) -> list[int]:
+    ends: list[int] = []
+    for width in widths[:-1]:
+        ends.append(width + (ends[-1] if ends else 0))
+    return ends

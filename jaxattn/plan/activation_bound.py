@@ -1,0 +1,37 @@
+"""An upper bound of a model's activations, from its sizes: all of a layer's at once."""
+
+import math
+
+from jaxattn.models.catalog.model_sizes import Sizes
+from jaxattn.plan.placement import Placement
+
+
+def activations(sizes: Sizes, tokens: int, rows: int, place: Placement, keys: int) -> int:
+    """Bytes of one layer's intermediates. `keys`: keys that a token's scores are held for."""
+    hidden, heads = sizes.hidden_size, sizes.num_heads // place.ways
+    stream = tokens * hidden * (3 * 4 + 3 * 2)  # residual, normed, branch: float32 and bfloat16
+    if sizes.latent:
+        latent = sizes.latent + sizes.low_rank
+        per_head = 2 * (3 * sizes.qk_dim + 3 * sizes.latent + 3 * sizes.v_dim)
+        attention = tokens * (4 * latent * 3 + heads * per_head)
+        attention += (tokens + keys) * heads * 2 * (sizes.qk_dim + sizes.v_dim)
+    else:
+        attention = tokens * heads * sizes.qk_dim * 2 * 8
+    if keys > 1:
+        attention += 3 * tokens * keys * heads * 4  # scores, probabilities, mask
+    delta = 0
+    if sizes.state_heads:
+        state_heads = sizes.state_heads // place.ways
+        channels = (sizes.conv_channels + state_heads * sizes.state_shape[0]) // place.ways
+        chunks = -(-tokens // 64) if keys > 1 else rows
+        delta = tokens * channels * 4 * 4 + chunks * state_heads * 4 * (
+            3 * math.prod(sizes.state_shape) + 6 * 64 * 64
+        )
+    # At worst every GPU's tokens choose the experts of one of them.
+    top = min(sizes.top_k, -(-sizes.experts // place.gpus))
+    arriving = tokens * top * (place.gpus if place.attention == "data" else 1)
+    experts = arriving * 2 * (2 * hidden + 3 * sizes.expert_size) + tokens * sizes.experts * 8
+    mlp = tokens * 3 * 4 * max(sizes.mlp_size, sizes.expert_size)
+    logits = rows * -(-sizes.vocab_size // place.ways) * 4 * 4
+    widened = 2 * 2 * sizes.widened // place.ways  # and once more, turned
+    return stream + max(attention, delta) + max(experts, mlp) + logits + widened

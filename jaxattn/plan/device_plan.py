@@ -1,0 +1,171 @@
+"""The plan of one GPU, as the engine makes it: temp is bounded by tracing the model's own steps."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jaxattn.core.dispatch import traced_for_hopper
+from jaxattn.core.validation.arguments import MOST
+from jaxattn.engine.startup.decode_step_count import with_steps
+from jaxattn.engine.startup.executable_memory import Executable, bound_of
+from jaxattn.engine.startup.memory_plan import check_row, fill, packed_shapes, plan_engine
+from jaxattn.engine.steps.batch_steps import Sample
+from jaxattn.engine.steps.engine_step import Step, sampled_rows
+from jaxattn.engine.steps.model_steps import EntryPoint, Round, Speculate
+from jaxattn.engine.steps.step_catalog import all_steps, entry_points
+from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.interface import Model
+from jaxattn.models.sharding.partition_rules import divided
+from jaxattn.plan.group_plan import DRIVER
+from jaxattn.plan.placement import CACHE_DTYPES, Placement, weight_items
+from jaxattn.plan.plan_notes import notes, title
+
+type Helps = Callable[[Limits, dict[str, Executable]], tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Single:
+    """A model on one GPU.
+
+    Attributes:
+        model: with the caches that are planned.
+        params: its packed parameters, as shapes, as they lie in memory.
+        traced: the model whose steps bound the temp.
+        dress: adds to a plan what its lines do not say.
+    """
+
+    model: Model
+    params: Any
+    traced: Model
+    memory: DeviceMemory
+    dress: Callable[[MemoryPlan, Limits], MemoryPlan] = lambda made, _: made
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the planned device runs the kernels, whatever device plans."""
+        return self.memory.name != "cpu"
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """What a plan has beside arrays and executables: the driver's memory."""
+        driver = DRIVER if self.on_hopper else 0
+        return {"outside": driver, "outside_basis": "assumed"}
+
+    def checked(self, limits: Limits, helps: Helps = lambda *_: ()) -> MemoryPlan:
+        """The plan, with the pages that fit if `limits` do not say how many.
+
+        Args:
+            helps: called where it does not fit, with the limits and what is known of their
+                executables: what would make it fit.
+
+        Raises:
+            PlanError: it does not fit, or the cache that is left holds no row at full length.
+        """
+        limits = with_steps(limits, self.params, gpu=self.on_hopper)
+        asked = limits.num_pages
+        if asked is None:
+            limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
+        # If weights and state alone do not fit, nothing is traced; and temp grows with the pages.
+        least = limits if asked else dataclasses.replace(limits, num_pages=1)
+        self._plan(least, {}).check(lambda: helps(least, {}))
+        if asked is None:
+            for known in self._growing(least):
+                self._plan(least, known).check(functools.partial(helps, least, known))
+            row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
+            known = self._bounds(row)
+            limits = fill(self.model, limits, self.memory, self.params, known, **self.beside)
+        known = self._bounds(limits)
+        made = self._plan(limits, known)
+        check_row(made, limits, lambda: helps(limits, known), wanted=asked)
+        return made
+
+    def filled(self, limits: Limits) -> int | None:
+        """The pages that weights and state leave room for, with nothing traced; None for none.
+
+        Args:
+            limits: with `utilization`, and without `num_pages`.
+        """
+        least = self._plan(dataclasses.replace(limits, num_pages=1), {})
+        if least.reserve is None or least.reserve < 0:
+            return None
+        return fill(self.model, limits, self.memory, self.params, {}, **self.beside).pages
+
+    def _growing(self, limits: Limits) -> Iterator[dict[str, Executable]]:
+        """What is known of the executables, of one more each time; the largest come first."""
+        known: dict[str, Executable] = {}
+        entries = entry_points(limits)
+        for entry in sorted(entries, key=lambda each: -each.rows * each.tokens):
+            known[str(entry)] = _bound_in(self.traced, entry, limits, self.on_hopper)
+            yield dict(known)
+        yield self._bounds(limits)
+
+    def _bounds(self, limits: Limits) -> dict[str, Executable]:
+        return traced_bounds(self.traced, limits, self.on_hopper)
+
+    def _plan(self, limits: Limits, known: dict[str, Executable]) -> MemoryPlan:
+        made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
+        return self.dress(made, limits)
+
+
+def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, Executable]:
+    """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA."""
+    return {str(step): _bound_in(model, step, limits, on_hopper) for step in all_steps(limits)}
+
+
+def _bound_in(model: Model, step: Step, limits: Limits, on_hopper: bool) -> Executable:
+    """Of an executable of an engine of these limits."""
+    rows, longest = limits.batch, limits.max_model_len
+    if isinstance(step, EntryPoint | Round | Sample):
+        rows = sampled_rows(limits, step.rows)
+    # Tables decide, and advice asks for many lengths. Drafts are looked up in whole rows.
+    if isinstance(step, EntryPoint | Round) and not isinstance(step, Speculate):
+        longest = min(limits.table_width * limits.page_tokens, MOST)
+    return _bound(model, step, rows, limits.table_width, longest, on_hopper)
+
+
+@functools.lru_cache(maxsize=256)
+def _bound(
+    model: Model, step: Step, rows: int, width: int, longest: int, on_hopper: bool
+) -> Executable:
+    """Of a step of `rows` rows with tables of `width` pages. Advice asks for some again."""
+    decodes = isinstance(step, EntryPoint) and step.kind == "decode"
+    tokens = step.tokens if isinstance(step, EntryPoint) and decodes else 1
+    limits = Limits(
+        batch=rows,
+        max_model_len=longest,
+        num_pages=width,
+        q_lens=tuple(sorted({1, tokens})),
+        speculate=step.drafts if isinstance(step, Speculate) else 0,
+        spread=model.parallel.context,
+        groups=model.parallel.data,
+    )
+    with traced_for_hopper(on_hopper):
+        return bound_of(model, step, limits, packed_shapes(model), None)
+
+
+def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:
+    """A known model on one GPU."""
+    own = divided(model.model, 1, place.stored_dtype)
+
+    def dress(made: MemoryPlan, limits: Limits) -> MemoryPlan:
+        weights = weight_items(model, place)
+        rest = [item for item in made.items if item.name != "weights"]
+        return dataclasses.replace(
+            made,
+            items=(*weights, *rest),
+            title=title(model, limits, place, memory),
+            notes=notes(model, limits, place),
+        )
+
+    return Single(
+        model=own,
+        params=packed_shapes(own),
+        # A float8 cache wants scales, which no model's steps take.
+        traced=model.model if place.stored_dtype == CACHE_DTYPES["float8"] else own,
+        memory=memory,
+        dress=dress,
+    )

@@ -1,0 +1,136 @@
+"""The plan of one GPU of a group, or of a model that only a plan knows: all from shapes.
+
+What is exact: weights as the loader keeps them, cache pages, recurrent states, the arena (from the
+ops' own `scratch`). What is a bound: temp, as every activation of a layer at once with nothing
+reused. What is assumed: the driver's and the collectives' memory. Each line says which.
+"""
+
+from collections.abc import Sequence
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.engine.startup.memory_plan import arena_item, held_elsewhere
+from jaxattn.memory.budget import Budget, Item, MemoryPlan, Solution, solve
+from jaxattn.memory.device_memory import GIB, MIB, DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE
+from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
+from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.interface import overlaid
+from jaxattn.plan.activation_bound import activations
+from jaxattn.plan.placement import Placement, caches, page_bytes, weight_items
+from jaxattn.plan.plan_notes import notes, title
+
+PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
+# Not in any allocator: seen on one H200 is less (see benchmarks/LOG.md); libraries differ.
+DRIVER = 1 * GIB
+MOST_PEERS = 8  # GPUs of a host
+
+
+def plan_group(
+    model: KnownModel, memory: DeviceMemory, limits: Limits, place: Placement
+) -> MemoryPlan:
+    """The plan of one GPU of the group; `limits` are of a GPU ("data") or of the group ("tensor").
+
+    The placement is checked before (`check_placement`); whether the plan fits is not.
+    """
+    weights = weight_items(model, place)
+    page = page_bytes(model, place)
+    own = caches(model, place)
+    temp, temps = _temp(model, limits, place)
+    in_out = limits.batch * max(limits.q_lens) * 4 * 2 + limits.batch * 4 * limits.pages_per_row
+    utilization = 0.9 if limits.utilization is None else limits.utilization
+    budget = Budget(memory.name, memory.total, utilization, memory.limit)
+    outside = [Item("driver", DRIVER, "context, loaded code, libraries", (), "assumed", True)]
+    if place.gpus > 1:
+        taken = collectives(place.gpus)
+        outside.append(Item("collectives", taken, "NCCL between the GPUs", (), "assumed", True))
+    outside += held_elsewhere(memory)
+    room = budget.arrays(sum(item.nbytes for item in outside))
+    # A page at least, and the slots: what does not depend on the pages.
+    held = sum(item.nbytes for item in _cache_items(own, limits, 1)) - page
+    fixed = sum(item.nbytes for item in weights) + held + temp + in_out
+    solved = pages_and_arena(model, limits, place, room - fixed, page)
+    pages = limits.num_pages or solved.pages
+    width = min(limits.pages_per_row, max(pages, 1))
+    items = (
+        *weights,
+        arena_item(_scratch(model, limits, place, width), limits.batch),
+        *_cache_items(own, limits, pages),
+        Item("step inputs and outputs", in_out, "tokens, lengths, block tables", (), "bound"),
+        Item("xla temp", temp, temps, (), "bound"),
+        *outside,
+    )
+    return MemoryPlan(
+        items,
+        budget,
+        title(model, limits, place, memory),
+        _facts(pages, limits, place, solved),
+        notes(model, limits, place),
+    )
+
+
+def collectives(gpus: int) -> int:
+    """Bytes of each GPU that NCCL's channels and buffers and XLA's own kernels take at most.
+
+    Two H100s take 1,342 MiB each, and four H200s 2,082 MiB. More were not measured.
+    """
+    return 768 * MIB + min(gpus, MOST_PEERS) * 384 * MIB
+
+
+def pages_and_arena(
+    model: KnownModel, limits: Limits, place: Placement, room: int, page: int
+) -> Solution:
+    """The most pages that fit in `room` together with the arena for rows as long as they allow."""
+
+    def arena(pages: int) -> int:
+        width = min(limits.pages_per_row, max(pages, 1))
+        return overlaid(_scratch(model, limits, place, width)).nbytes
+
+    return solve(room, page, arena, most=limits.wanted_pages)
+
+
+def _scratch(
+    model: KnownModel, limits: Limits, place: Placement, width: int
+) -> tuple[ArenaSpec, ...]:
+    # With rows of its own on each GPU, all rows may choose the experts of one of them.
+    gathered = place.gpus if place.attention == "data" else 1
+    sizes = {"max_pages": width, "ways": place.ways, "gathered": gathered}
+    return tuple(
+        spec
+        for batch in limits.batches
+        for q_len in limits.q_lens
+        for spec in model.scratch(batch, q_len=q_len, **sizes)
+    )
+
+
+def _cache_items(own: Sequence[LayerCache], limits: Limits, pages: int) -> list[Item]:
+    size = CacheSize(pages=pages, slots=limits.batch)
+    return [item for cache in own for item in cache.items(size)]
+
+
+def _temp(model: KnownModel, limits: Limits, place: Placement) -> tuple[int, str]:
+    """Every activation of the largest layer at once, of the larger of decode and prefill."""
+    sizes, chunk = model.sizes, limits.chunks[-1]
+    decode = activations(sizes, limits.batch * max(limits.q_lens), limits.batch, place, 1)
+    prefill = activations(sizes, chunk, 1, place, min(PREFIX_BLOCK, limits.max_model_len) + chunk)
+    largest = max(decode, prefill) + LIBRARY_WORKSPACE
+    return largest, (
+        f"all activations of a layer at once, nothing reused: decode {decode:,}, prefill "
+        f"{prefill:,}, and {LIBRARY_WORKSPACE // MIB} MiB for the matrix library"
+    )
+
+
+def _facts(
+    pages: int, limits: Limits, place: Placement, solved: Solution
+) -> tuple[tuple[str, str], ...]:
+    times = place.gpus if place.attention == "data" else 1
+    tokens = pages * PAGE_SIZE
+    steps = " -> ".join(f"{high:,}..{low:,}" for high, low in solved.steps)
+    return (
+        ("cache tokens per GPU", f"{tokens:,}"),
+        ("cache tokens in all", f"{tokens * times:,}"),
+        ("rows at full length", f"{pages // limits.pages_per_row * times:,}"),
+        ("state slots per GPU", f"{limits.batch:,}"),
+        ("pages, bounds by step", steps),
+    )

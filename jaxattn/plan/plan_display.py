@@ -1,0 +1,194 @@
+"""A plan as a table, as a bar in the terminal, and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxattn.memory.budget import GIB, MIB, MemoryPlan
+from jaxattn.plan.scratch_comparison import Naive
+
+COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")
+# What the lines are called in the picture's colours; distinct in black and white by their order.
+PLOT_COLOURS = (
+    "#4477aa",
+    "#ccbb44",
+    "#228833",
+    "#aa3377",
+    "#66ccee",
+    "#ee6677",
+    "#222255",
+    "#663333",
+)
+FREE = "bright_black"
+NARROW = 80  # columns below which a table would cut its numbers
+
+
+class PlotError(RuntimeError):
+    """The picture cannot be drawn or written."""
+
+
+def print_plan(console: Console, plan: MemoryPlan, naive: Sequence[Naive] = ()) -> None:
+    """The table, the bar, what follows from it, what was assumed, and what others would take.
+
+    On a narrow terminal the tables are lists, which cut no number.
+    """
+    narrow = console.width < NARROW
+    if narrow:
+        console.print(_list(plan))
+    else:
+        console.print(_table(plan))
+    console.print(bar(plan, min(console.width, 100), "\n" if narrow else "  "))
+    for name, value in plan.facts:
+        console.print(f"{name}: {value}" if narrow else f"{name:<22} {value}")
+    for note in plan.notes:
+        console.print(f"- {note}", style="dim")
+    if naive:
+        console.print(_comparison_list(naive) if narrow else _comparison(naive))
+
+
+def _list(plan: MemoryPlan) -> Text:
+    """The table's rows below each other; the longest number takes 19 columns."""
+    text = Text()
+    text.append(f"{plan.title}\n", style="bold")
+    for item in plan.items:
+        text.append(f"{item.name}\n  {item.nbytes:,} B\n  ({item.basis}: {item.why})\n")
+        for part in item.parts:
+            text.append(f"  {part.name}\n  {part.nbytes:,} B\n", style="dim")
+    for name, nbytes, why, style in _sums(plan):
+        text.append(f"{name}\n  {nbytes:,} B\n" + (f"  ({why})\n" if why else ""), style=style)
+    text.rstrip()
+    return text
+
+
+def _sums(plan: MemoryPlan) -> list[tuple[str, int, str, str]]:
+    """What the lines come to: (name, bytes, why, style)."""
+    found = [("total", plan.total, "", "")]
+    if plan.budget is not None and plan.reserve is not None:
+        allowed, short = plan.budget.arrays(plan.outside), plan.reserve < 0
+        found += [
+            ("in JAX's allocator", plan.inside, "", ""),
+            ("allowed there", allowed, plan.budget.reason(plan.outside), ""),
+            ("missing" if short else "reserve", abs(plan.reserve), "", "bold red" if short else ""),
+        ]
+    return found
+
+
+def _table(plan: MemoryPlan) -> Table:
+    table = Table(title=plan.title, title_justify="left", title_style="bold")
+    table.add_column("")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("MiB", justify="right", no_wrap=True)
+    table.add_column("known from", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for item in plan.items:
+        table.add_row(item.name, f"{item.nbytes:,}", _mib(item.nbytes), item.basis, Text(item.why))
+        for part in item.parts:
+            table.add_row(
+                f"  {part.name}",
+                f"{part.nbytes:,}",
+                _mib(part.nbytes),
+                "",
+                Text(part.why),
+                style="dim",
+            )
+    table.add_section()
+    for name, nbytes, why, style in _sums(plan):
+        table.add_row(name, f"{nbytes:,}", _mib(nbytes), "", Text(why), style=style)
+    return table
+
+
+def _comparison(naive: Sequence[Naive]) -> Table:
+    table = Table(title="what scratch would have cost otherwise", title_justify="left")
+    for name in ("case", "naive GiB", "naive bytes", "here GiB", "what is compared"):
+        table.add_column(name, justify="right" if "i" in name[-3:] or "bytes" in name else "left")
+    for each in naive:
+        table.add_row(
+            each.name,
+            f"{each.nbytes / GIB:.3f}",
+            f"{each.nbytes:,}",
+            f"{each.ours / GIB:.3f}",
+            each.why,
+        )
+    return table
+
+
+def _comparison_list(naive: Sequence[Naive]) -> Text:
+    lines = ["what scratch would have cost otherwise"]
+    for each in naive:
+        lines += [each.name, "  naive", f"  {each.nbytes:,} B", "  here", f"  {each.ours:,} B"]
+        lines.append(f"  ({each.why})")
+    return Text("\n".join(lines))
+
+
+def segments(plan: MemoryPlan) -> list[tuple[str, int]]:
+    """(name, bytes) of the device from left to right; the last is what stays free."""
+    found = [(item.name, item.nbytes) for item in plan.items if item.nbytes]
+    if plan.budget is not None:
+        found.append(("free", max(plan.budget.total - plan.total, 0)))
+    return found
+
+
+def bar(plan: MemoryPlan, width: int, between: str = "  ") -> Text:
+    """One line of blocks, a colour a line of the table, and a legend with `between` its entries."""
+    parts = segments(plan)
+    whole = sum(size for _, size in parts) or 1
+    text, legend, done, drawn = Text(), Text(), 0, 0
+    for place, (name, size) in enumerate(parts):
+        done += size
+        end = round(done / whole * width)
+        colour = FREE if name == "free" else COLOURS[place % len(COLOURS)]
+        block = "\u2591" if name == "free" else "\u2588"
+        text.append(block * (end - drawn), style=colour)
+        drawn = end
+        if size / whole >= 0.001:
+            legend.append(f"{block} ", style=colour)
+            legend.append(f"{name} {size / whole:.1%}{between}")
+    return Text("\n").join([text, legend])
+
+
+def save_plot(plan: MemoryPlan, path: Path) -> None:
+    """The stacked bar as a PNG.
+
+    Raises:
+        PlotError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PlotError(
+            "--plot needs matplotlib: install jaxattn[plot], or leave --plot out"
+        ) from error
+    figure = Figure(figsize=(11, 2.6), layout="constrained")
+    axes = figure.subplots()
+    left = 0.0
+    for place, (name, size) in enumerate(segments(plan)):
+        colour = "#dddddd" if name == "free" else PLOT_COLOURS[place % len(PLOT_COLOURS)]
+        axes.barh(
+            0,
+            size / GIB,
+            left=left,
+            color=colour,
+            edgecolor="white",
+            linewidth=0.5,
+            label=f"{name}: {size / GIB:,.2f} GiB",
+        )
+        left += size / GIB
+    if plan.budget is not None:
+        limit = (plan.budget.arrays(plan.outside) + plan.outside) / GIB
+        axes.axvline(limit, color="black", linewidth=1, linestyle="--")
+    axes.set_title(plan.title, loc="left", fontsize=10)
+    axes.set_xlabel("GiB")
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, format="png", dpi=150)
+    except OSError as error:
+        raise PlotError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.2f}"

@@ -1,0 +1,109 @@
+"""What a plan says beside its lines: its title, its assumptions, and what reads the cache."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.mla.decode import launch as mla_decode
+from jaxattn.memory.budget import nbytes
+from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches
+
+
+def title(model: KnownModel, limits: Limits, place: Placement, memory: DeviceMemory) -> str:
+    """What is planned, in a line."""
+    each = "per GPU" if place.attention == "data" and place.gpus > 1 else "in all"
+    one = f"{place.gpus} x {memory.name}, one of them" if place.gpus > 1 else memory.name
+    return (
+        f"{model.name} on {one}: {limits.batch:,} rows {each} of up to "
+        f"{limits.max_model_len:,} tokens"
+    )
+
+
+def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...]:
+    """Every assumption of a plan, and what reads its cache."""
+    utilization = 0.9 if limits.utilization is None else limits.utilization
+    own = caches(model, place)
+    found = [
+        f"Utilization {utilization:g} is the fraction of the device's total memory for arrays and "
+        "XLA's temp; the driver's memory comes on top and must fit in the rest.",
+        *_of_weights(model, place),
+    ]
+    if place.gpus > 1:
+        found += _of_group(place, any(isinstance(cache, LatentPages) for cache in own))
+    for cache in own:
+        if isinstance(cache, RecurrentState):
+            found.append(
+                f"Convolution states are {jnp.dtype(cache.conv_dtype).name}, recurrent states "
+                "float32, one slot per row and layer."
+            )
+        elif isinstance(cache, LatentPages):
+            found.append(_reader(cache, model.num_heads // place.ways, model.dtype))
+            if cache.format.dtype.itemsize == 1:
+                found.append(
+                    "An FP8 cache buys capacity. On an H200 its decode takes 0.6 of bfloat16's "
+                    "time with 16 heads, and 2.0 to 2.3 times as long with 128."
+                )
+            if isinstance(model, BuiltModel) and cache.format.per_tensor:
+                found.append(
+                    "No model of jaxattn serves a float8 cache yet: its pages are counted, and "
+                    "temp is that of the model's own cache."
+                )
+    return tuple(found)
+
+
+def _of_weights(model: KnownModel, place: Placement) -> list[str]:
+    found = []
+    if isinstance(model, BuiltModel):
+        found.append("Weights, caches and scratch are those of the model that jaxattn serves.")
+        if model.quantization == "fp8":
+            found.append(
+                f"With every FP8 matrix kept in FP8, all weights would take "
+                f"{model.whole_fp8_bytes:,} bytes in place of {model.total_bytes():,}."
+            )
+    else:
+        found.append(
+            "Sizes are those of the model's public config.json; jaxattn cannot run it yet."
+        )
+    if model.unread:
+        found.append(f"The loader skips {model.unread}.")
+    return found
+
+
+def _of_group(place: Placement, latents: bool) -> list[str]:
+    divided = (
+        "attention, dense layers, embedding and head are whole on every GPU, which has rows of its "
+        "own"
+        if place.attention == "data"
+        else "attention, dense layers, embedding and head are divided by heads or columns; all "
+        "GPUs have the same rows"
+    )
+    found = [f"Routed experts are divided over {place.gpus} GPUs, whole ones; {divided}."]
+    found.append(
+        "This counts what a group holds; --tensor, --data, --context and --expert plan a layout as "
+        "jaxattn's engine runs it."
+    )
+    if place.attention == "tensor" and latents:
+        found.append("An MLA cache has no heads: every GPU of the group has all of it.")
+    return found
+
+
+def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
+    """What decodes from the cache on a Hopper GPU: the kernel says itself what it refuses."""
+    cache = latents.shapes(CacheSize(pages=1, slots=1))["kv_cache"]
+    names = {jnp.dtype(dtype).name: name for name, dtype in CACHE_DTYPES.items()}
+    name = names.get(cache.dtype.name, cache.dtype.name)
+    form = latents.format
+    q = jax.ShapeDtypeStruct((1, 1, heads, form.kv_lora_rank + form.qk_rope_head_dim), dtype)
+    try:
+        mla_decode.refuse(q, cache, form.kv_lora_rank)
+    except Refusal as refusal:
+        return f"XLA reads the {name} cache: {refusal}."
+    token = nbytes(cache) // (latents.layers * PAGE_SIZE)
+    return f"MLA's decode kernel reads the {name} cache: {token:,} bytes per token and layer."

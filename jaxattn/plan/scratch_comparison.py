@@ -1,0 +1,131 @@
+"""What other designs of the scratch memory would have cost: the arithmetic of five pull requests.
+
+Each formula is checked against what its report says was allocated. "Naive" is a buffer for each
+layer, or a workspace for the longest context that the model could have. Of split attention "here"
+is what `gqa_decode` keeps at most, for the same heads in any batch up to as many rows. Its partial
+results are bounded by the multiprocessors alone: not by context, batch or layers.
+
+    DeepSeek-R1, decode output for each layer        vllm-project/vllm#37442, #37799, #37815
+    TurboQuant, splits' partial results              vllm-project/vllm#40655, #40798
+    SGLang, split-KV workspace for the longest row   sgl-project/sglang#20888
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+from jaxattn import gqa
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.memory.budget import nbytes
+from jaxattn.models.caches.cache_layouts import (
+    CodedPages,
+    KeyValuePages,
+    LatentPages,
+    RecurrentState,
+)
+from jaxattn.models.catalog.model_sizes import KnownModel
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Naive:
+    """One comparison: bytes of the naive design and of jaxattn's arena for the same work."""
+
+    name: str
+    nbytes: int
+    ours: int
+    why: str
+
+
+def per_layer_output(*, rows: int, heads: int, rank: int, layers: int, itemsize: int = 2) -> int:
+    """A persistent decode output [rows, heads, rank] for each layer."""
+    return layers * rows * heads * rank * itemsize
+
+
+def per_layer_splits(*, rows: int, heads: int, splits: int, dim: int, layers: int) -> int:
+    """float32 partial outputs with their LSE [rows, heads, splits, dim + 1], output and LSE."""
+    return layers * split_buffers(rows=rows, heads=heads, splits=splits, dim=dim)
+
+
+def split_buffers(*, rows: int, heads: int, splits: int, dim: int) -> int:
+    """Of one layer: `per_layer_splits` without the layers."""
+    return rows * heads * 4 * (splits * (dim + 1) + dim + 1)
+
+
+def split_kv_workspace(
+    *, rows: int, heads: int, tokens: int, dim: int, partition: int = 256
+) -> int:
+    """A workspace with a partial output, a maximum and a sum for each partition of a row."""
+    return rows * heads * -(-tokens // partition) * (4 * dim + 8)
+
+
+def partial_results(
+    *, rows: int, heads: int, kv_heads: int, dim: int, tokens: int, page_size: int = PAGE_SIZE
+) -> int:
+    """Bytes that `gqa_decode` keeps of cut rows at most, in batches of up to `rows` of `tokens`.
+
+    They are float32 outputs in the arena, and an LSE of each beside them.
+    """
+    most = 0
+    for doubled in range(rows.bit_length()):
+        spec = gqa.scratch(
+            batch=min(2**doubled, rows), q_len=1, num_heads=heads, num_kv_heads=kv_heads,
+            head_dim=dim, max_pages=-(-tokens // page_size), page_size=page_size,
+        )  # fmt: skip
+        shapes = dict(spec.regions)
+        if "partial_out" in shapes:
+            outputs = nbytes(shapes["partial_out"])
+            most = max(most, outputs + outputs // dim)
+    return most
+
+
+def published() -> tuple[Naive, ...]:
+    """The four cases of the reports."""
+    r1 = dict(rows=2048, heads=128, rank=512)
+    qwen, llama = (dict(rows=1024, heads=heads, splits=32, dim=128) for heads in (64, 32))
+    sglang = dict(rows=2048, heads=32, dim=128)
+    ours = partial(partial_results, kv_heads=8, dim=128)
+    return (
+        Naive(
+            "DeepSeek-R1, 2048 rows",
+            per_layer_output(**r1, layers=61),
+            per_layer_output(**r1, layers=1),
+            "decode output in each of 61 layers, against one in the arena",
+        ),
+        Naive(
+            "TurboQuant, 60 layers, 64 heads, 1024 rows",
+            per_layer_splits(**qwen, layers=60),
+            ours(rows=1024, heads=64, tokens=40_960),
+            "32 splits' partial results in each layer, against those of 132 parts",
+        ),
+        Naive(
+            "TurboQuant, Llama-3.1-70B on 2 GPUs, 1024 rows",
+            per_layer_splits(**llama, layers=76),
+            ours(rows=1024, heads=32, kv_heads=4, tokens=131_072),
+            "the same with 76 layers and 32 heads per GPU",
+        ),
+        Naive(
+            "SGLang, 131,072 context, 25,432 cached tokens",
+            split_kv_workspace(**sglang, tokens=131_072),
+            ours(rows=2048, heads=32, tokens=131_072),
+            "a workspace for the longest context, against partial results of 132 parts",
+        ),
+    )
+
+
+def of_model(model: KnownModel, rows: int, ways: int, arena: int) -> Sequence[Naive]:
+    """The model's own decode outputs, one for each layer, against its planned arena."""
+    found = 0
+    for cache in model.caches(ways):
+        if isinstance(cache, LatentPages):
+            heads, rank = model.num_heads // ways, cache.format.kv_lora_rank
+            found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=cache.layers)
+        elif isinstance(cache, KeyValuePages | CodedPages):
+            heads, dim = model.num_heads // ways, cache.head_dim
+            found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
+        elif isinstance(cache, RecurrentState):
+            heads, dim, _ = cache.state_shape
+            found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
+    why = f"decode outputs of {rows:,} rows in each layer, against the planned arena"
+    return (Naive(model.name, found, arena, why),)

@@ -1,0 +1,1 @@
+"""From request fields to text: sampling, structured outputs, stop strings and tool calls."""

@@ -1,0 +1,194 @@
+"""The rows of one HTTP request: queued together, read as pieces of text, ended when they are left.
+
+Tokens become text here, on the asyncio side. A piece is what a step of the engine added to a
+choice's text: a token, or a few where the engine runs several decode steps per call. Where the
+client reads slowly, it is what several steps added.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Self
+
+from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.requests.request import Request
+from jaxattn.server.decoding.logprobs import Chance
+from jaxattn.server.decoding.stop_strings import StopStrings
+from jaxattn.server.decoding.structured_outputs import Matcher
+from jaxattn.server.http.errors import ApiError
+from jaxattn.text import TokenStream
+
+PROMPT = 16  # events of a choice that a client who reads at once may find
+ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """What came of a choice.
+
+    Attributes:
+        text: final; often empty, while a character or a stop string is incomplete.
+        tokens: that it took.
+        finish: "stop" or "length" in the last piece.
+        stop: the string or token that ended it.
+        chances: of its tokens, if the request asked for them.
+    """
+
+    choice: int
+    text: str
+    tokens: int
+    finish: str | None = None
+    stop: str | int | None = None
+    chances: tuple[Chance, ...] = ()
+
+
+class Choice:
+    """One row's text.
+
+    Attributes:
+        tokens: that were generated.
+        done: whether its last piece was made.
+    """
+
+    def __init__(self, number: int, stream: TokenStream, stops: StopStrings):
+        self.number, self.tokens = number, 0
+        self.done = False
+        self._stream, self._stops = stream, stops
+
+    def push(self, event: TokenEvent) -> Piece:
+        """The piece of a token; the last one if it completes a stop string."""
+        self.tokens += 1
+        text, stop = self._stops.push(self._stream.push(event.token))
+        chances = () if event.logprobs is None else ((event.token, event.logprobs),)
+        self.done = stop is not None
+        return Piece(self.number, text, 1, "stop" if self.done else None, stop, chances)
+
+    def end(self, completion: Completion) -> Piece:
+        """The last piece of a row that ended.
+
+        Raises:
+            ApiError: it did not end as it should.
+        """
+        self.done = True
+        finish = ENDS.get(completion.finish_reason)
+        if finish is None:
+            raise failure(completion)
+        text, stop = self._stops.push(self._stream.end())
+        if stop is not None:
+            return Piece(self.number, text, 0, "stop", stop)
+        text += self._stops.end()
+        found = completion.detail if finish == "stop" else None
+        return Piece(self.number, text, 0, finish, found)
+
+
+def failure(completion: Completion) -> ApiError:
+    """The error of a row that was not served to its end."""
+    grammar = completion.request.grammar
+    if isinstance(grammar, Matcher) and (error := grammar.error):
+        return error
+    match completion.finish_reason:
+        case FinishReason.REFUSED:
+            return ApiError(400, str(completion.detail), code="request_refused")
+        case FinishReason.ABORTED | FinishReason.INTERRUPTED:
+            return ApiError(503, "the server is shutting down; the answer is cut", code="draining")
+        case FinishReason.NOT_FINITE:
+            return ApiError(500, f"{completion.detail}", code="not_finite")
+    return ApiError(500, "the engine failed; the answer is cut", code="engine_error")
+
+
+class Generation:
+    """Rows of the engine, and their text.
+
+    Args:
+        requests: one for each choice, in their order.
+        choices: their texts.
+    """
+
+    def __init__(self, requests: Sequence[Request], choices: Sequence[Choice]):
+        self.requests = requests
+        self._choices: Mapping[int | None, Choice] = {
+            request.id: choice for request, choice in zip(requests, choices, strict=True)
+        }
+        self._given: list[Sequence[Event]] = []
+        self._arrived = asyncio.Event()
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        stream: Callable[[], TokenStream],
+        stops: Sequence[str],
+        *,
+        stop_included: bool = False,
+    ) -> Self:
+        """A generation whose choices have streams and stop strings of their own."""
+        choices = [
+            Choice(number, stream(), StopStrings(stops, included=stop_included))
+            for number in range(len(requests))
+        ]
+        return cls(requests, choices)
+
+    def put(self, events: Sequence[Event]) -> None:
+        """What a step gave for these rows."""
+        self._given.append(events)
+        self._arrived.set()
+
+    @property
+    def done(self) -> bool:
+        return all(choice.done for choice in self._choices.values())
+
+    @property
+    def tokens(self) -> int:
+        """Generated, of all choices."""
+        return sum(choice.tokens for choice in self._choices.values())
+
+    @property
+    def open(self) -> list[int]:
+        """The ids of rows whose end has not been read."""
+        return [id for id, choice in self._choices.items() if id is not None and not choice.done]
+
+    async def pieces(self, seconds: float | None) -> list[Piece]:
+        """What has come since the last call, a piece of each choice for each step; none after
+        `seconds`.
+
+        A client that reads slowly gets what has come for a choice in one piece.
+
+        Raises:
+            ApiError: a row did not end as it should.
+        """
+        if not self._given:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return []
+        given, self._given = self._given, []
+        found = [piece for events in given for piece in _joined(map(self._piece, events))]
+        if sum(map(len, given)) <= PROMPT * len(self._choices):
+            return found
+        return _joined(found)
+
+    def _piece(self, event: Event) -> Piece | None:
+        request = event.completion.request if isinstance(event, FinishEvent) else event.request
+        choice = self._choices[request.id]
+        if choice.done:  # at a stop string, and then its row ended
+            return None
+        if isinstance(event, FinishEvent):
+            return choice.end(event.completion)
+        return choice.push(event)
+
+
+def _joined(pieces: Iterable[Piece | None]) -> list[Piece]:
+    """One piece of each choice."""
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        if piece is None:
+            continue
+        before = found.get(piece.choice)
+        if before is not None:
+            text, tokens = before.text + piece.text, before.tokens + piece.tokens
+            chances = before.chances + piece.chances
+            piece = Piece(piece.choice, text, tokens, piece.finish, piece.stop, chances)
+        found[piece.choice] = piece
+    return list(found.values())

@@ -1,0 +1,192 @@
+"""The fields that say how to sample, and the engine's requests that they become."""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxattn.engine.requests.request import Request
+from jaxattn.server.http.errors import bad
+from jaxattn.server.http.json_fields import Fields
+from jaxattn.server.settings import (
+    MOST_CHOICES,
+    MOST_STOP_CHARACTERS,
+    MOST_STOP_TOKENS,
+    MOST_STOPS,
+)
+from jaxattn.text import SamplingDefaults
+
+MOST_BIASES = 300
+MOST_SALT = 256
+MOST_ID = 2**31 - 1
+GREEDY = 1e-5  # a temperature below it is 0: logits divided by it would pass float32
+LEAST_TOP_P = 1e-6  # below it float32 may have 0
+GOLDEN = 0x9E3779B1
+# What the engine's requests have fields for.
+ABLE = frozenset(field.name for field in dataclasses.fields(Request))
+# Penalty -> its range, and the value that changes nothing.
+PENALTIES = {
+    "presence_penalty": (-2.0, 2.0, 0.0),
+    "frequency_penalty": (-2.0, 2.0, 0.0),
+    "repetition_penalty": (0.01, 100.0, 1.0),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to continue a prompt.
+
+    Attributes:
+        max_tokens: as asked for, or None.
+        choices: `n`, how many continuations.
+        seed: of the first choice; each other one has a seed that follows from it.
+        stops: stop strings, which the server looks for in the text.
+        stop_tokens: beside the model's own.
+        ignore_eos: the model's own stop tokens are tokens like others.
+        stop_included: a stop string stays in the text.
+        skip_special: special tokens have no text.
+        more: further fields of the engine's requests, where they change something.
+    """
+
+    max_tokens: int | None
+    choices: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stops: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    ignore_eos: bool
+    stop_included: bool
+    skip_special: bool
+    more: Mapping[str, Any]
+
+    def request(
+        self,
+        prompt: Sequence[int],
+        *,
+        choice: int,
+        id: int,
+        most: int,
+        ends: Sequence[int],
+        **more: Any,
+    ) -> Request:
+        """The engine's request for one choice.
+
+        Args:
+            choice: its number.
+            most: tokens that there is room for.
+            ends: the model's stop tokens.
+            more: further fields, of this choice alone.
+        """
+        stops = self.stop_tokens if self.ignore_eos else (*self.stop_tokens, *ends)
+        return Request(
+            prompt,
+            max_tokens=most if self.max_tokens is None else min(self.max_tokens, most),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=(self.seed + choice * GOLDEN) % 2**32,
+            stop_tokens=stops,
+            id=id,
+            **self.more,
+            **more,
+        )
+
+
+def read_sampling(
+    fields: Fields,
+    defaults: SamplingDefaults,
+    max_tokens: int | None,
+    logprobs: int | None = None,
+    *,
+    vocab_size: int,
+) -> Sampling:
+    """The sampling fields of a request.
+
+    Args:
+        max_tokens, logprobs: whose names and forms are the endpoint's own.
+        vocab_size: of the model, which bounds the tokens of `logit_bias`.
+
+    Raises:
+        ApiError: 400 with the field's name.
+    """
+    temperature = _or(fields.number("temperature", 0, 100), defaults.temperature, 1.0)
+    top_k = fields.integer("top_k", -1, MOST_ID)
+    seed = fields.integer("seed", -(2**63), 2**63 - 1)
+    ignore_eos = fields.flag("ignore_eos")
+    if fields.integer("min_tokens", 0, MOST_ID) and not ignore_eos:
+        raise bad(
+            "min_tokens",
+            "min_tokens needs ignore_eos: true; add ignore_eos, or leave min_tokens out",
+        )
+    return Sampling(
+        max_tokens=max_tokens,
+        choices=_or(fields.integer("n", 1, MOST_CHOICES), None, 1),
+        temperature=temperature if temperature >= GREEDY else 0.0,
+        top_p=max(_or(fields.number("top_p", 0, 1), defaults.top_p, 1.0), LEAST_TOP_P),
+        top_k=max(_or(top_k, defaults.top_k, 0), 0),
+        min_p=_or(fields.number("min_p", 0, 1), defaults.min_p, 0.0),
+        seed=secrets.randbits(32) if seed is None else _folded(seed),
+        stops=fields.texts("stop", MOST_STOPS, MOST_STOP_CHARACTERS),
+        stop_tokens=fields.integers("stop_token_ids", MOST_STOP_TOKENS, MOST_ID),
+        ignore_eos=ignore_eos,
+        stop_included=fields.flag("include_stop_str_in_output"),
+        skip_special=fields.flag("skip_special_tokens", True),
+        more=_more(fields, logprobs, vocab_size),
+    )
+
+
+def _folded(seed: int) -> int:
+    """An int64 as the engine's uint32; those that fit stay as they are."""
+    high, low = divmod(seed % 2**64, 2**32)
+    return (low ^ high * GOLDEN) % 2**32
+
+
+def _more(fields: Fields, logprobs: int | None, vocab_size: int) -> dict[str, Any]:
+    """Penalties, biases, priority, salt and log-probabilities, where they change something."""
+    found: dict[str, Any] = {}
+    if logprobs is not None:
+        found["logprobs"] = logprobs
+    if priority := fields.integer("priority", -(2**31), MOST_ID):
+        found["priority"] = priority
+    salt = fields.text("cache_salt", MOST_SALT)
+    if salt and "cache_salt" in ABLE:  # without a prefix cache nothing is shared
+        found["cache_salt"] = salt
+    for name, (least, most, neutral) in PENALTIES.items():
+        value = fields.number(name, least, most)
+        if value is not None and value != neutral:
+            found[name] = value
+    if bias := _bias(fields, vocab_size):
+        found["logit_bias"] = bias
+    for name in found:
+        if name not in ABLE:
+            raise bad(name, f"{name} is not supported by this engine; leave it out")
+    return found
+
+
+def _bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+    given = fields.object("logit_bias")
+    if len(given.values) > MOST_BIASES:
+        raise bad(
+            "logit_bias",
+            f"logit_bias has {len(given.values):,} tokens, and a request may have {MOST_BIASES}",
+        )
+    found = {}
+    for key in given.values:
+        if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
+            raise bad(
+                "logit_bias",
+                f"logit_bias must have tokens from 0 to {vocab_size - 1:,} as its keys; got "
+                f"{key[:20]!r}",
+            )
+        bias = given.number(key, -100, 100)
+        if bias:
+            found[int(key)] = bias
+    return found
+
+
+def _or[T](given: T | None, default: T | None, plain: T) -> T:
+    return given if given is not None else default if default is not None else plain

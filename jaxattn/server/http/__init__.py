@@ -1,0 +1,1 @@
+"""One HTTP connection and request: limits, authentication, origins and errors."""

@@ -1,0 +1,71 @@
+"""Keys of clients: read from the environment and a file, and compared in constant time."""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxattn.server.http.error_response import refuse
+from jaxattn.server.http.errors import ApiError
+
+VARIABLE = "JAXATTN_API_KEY"
+OPEN = frozenset({"/", "/page.js", "/page.css", "/health", "/ping", "/version", "/metrics"})
+
+
+def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The keys of JAXATTN_API_KEY and of a file, one on each line.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file has no key, or a key has other characters than a header may have.
+    """
+    keys = [environment[VARIABLE].strip()] if environment.get(VARIABLE, "").strip() else []
+    if file is not None:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"{file} has no key; write one on a line of its own")
+        keys += found
+    for key in keys:
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError("a key must be printable ASCII without spaces")
+    return tuple(keys)
+
+
+class KeyGate:
+    """Lets requests with a key through, and all to `OPEN` paths.
+
+    Args:
+        keys: none lets everyone through.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
+        # Digests have one length, so that a comparison's time does not tell a key's.
+        self._app, self._digests = app, tuple(map(_digest, keys))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN:
+            return await self._app(scope, receive, send)
+        if scope["method"] == "OPTIONS" or self._known(Headers(scope=scope)):
+            return await self._app(scope, receive, send)
+        error = ApiError(
+            401,
+            "a valid key is needed: send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await refuse(error, scope, receive, send)
+
+    def _known(self, headers: Headers) -> bool:
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        matches = [secrets.compare_digest(given, digest) for digest in self._digests]
+        return kind.lower() == "bearer" and any(matches)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()

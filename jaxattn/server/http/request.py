@@ -1,0 +1,188 @@
+"""One HTTP request and its answer: the body within limits, JSON or a stream of events.
+
+The client may leave at any time, or read so slowly that nothing more can be written. Both end the
+work for it: `Exchange.attended` cancels it, and the work's own `finally` aborts the rows.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from jaxattn.server.http.errors import ApiError
+from jaxattn.server.http.json_fields import Fields
+from jaxattn.server.settings import Settings
+
+LOG = logging.getLogger("jaxattn.server")
+JSON = "application/json"
+EVENTS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # of nginx, which would collect events
+}
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientLeft(Exception):
+    """Nobody reads the answer any more."""
+
+
+class Exchange:
+    """A request, and what is sent for it.
+
+    Attributes:
+        begun: whether the status has been sent.
+        complete: whether the last byte has been sent.
+        log: what the access log says beside method, path and status.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings):
+        self.request = Request(scope, receive)
+        self.begun = self.complete = False
+        self.log: dict[str, Any] = scope.setdefault("state", {}).setdefault("log", {})
+        self._receive, self._send, self._settings = receive, send, settings
+
+    async def fields(self) -> Fields:
+        """The body, an object of JSON.
+
+        Raises:
+            ApiError: 413 if it is too large, 408 if it takes too long, 400 if it is no object.
+            ClientLeft: it ends before its end.
+        """
+        data = await self._body()
+        try:
+            values = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+        if not isinstance(values, dict):
+            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+        return Fields(values)
+
+    async def _body(self) -> bytes:
+        most, data = self._settings.max_body_bytes, bytearray()
+        length = self.request.headers.get("content-length", "0")
+        large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
+        if not length.isdecimal() or int(length) > most:
+            raise large
+        try:
+            async with asyncio.timeout(self._settings.body_seconds):
+                async for piece in self.request.stream():
+                    data += piece
+                    if len(data) > most:
+                        raise large
+        except TimeoutError:
+            seconds = self._settings.body_seconds
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
+        except ClientDisconnect:
+            raise ClientLeft from None
+        return bytes(data)
+
+    async def attended(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does work for as long as the client is there. The body must have been read.
+
+        Raises:
+            ClientLeft: the client left, and the work was cancelled.
+        """
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(self._gone())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() or self.complete:
+                return await task
+            raise ClientLeft
+        finally:
+            for each in (task, gone):
+                each.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def json(
+        self, values: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Sends the whole answer."""
+        await self.whole(orjson.dumps(values), status, {"content-type": JSON} | dict(headers or {}))
+
+    async def whole(self, data: bytes, status: int, headers: Mapping[str, str]) -> None:
+        await self._begin(status, {**headers, "content-length": str(len(data))})
+        await self._write(data, more=False)
+
+    async def refuse(self, error: ApiError) -> None:
+        """Sends an error: as an answer, or as the last event of a stream that has begun."""
+        if not self.begun:
+            await self.json(error.body, error.status, error.headers)
+        elif not self.complete:
+            await self.events([error.body])
+            await self.end_events()
+
+    async def begin_events(self) -> None:
+        await self._begin(200, EVENTS)
+
+    async def events(self, found: Sequence[object]) -> None:
+        """Sends events in one write."""
+        data = b"".join(b"data: " + orjson.dumps(values) + b"\n\n" for values in found)
+        if data:
+            await self._write(data)
+
+    async def ping(self) -> None:
+        """A comment, so that nothing between here and the client takes the stream for dead."""
+        await self._write(PING)
+
+    async def end_events(self) -> None:
+        await self._write(DONE, more=False)
+
+    async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.begun = True
+        pairs = [
+            (name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _write(self, data: bytes, *, more: bool = True) -> None:
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        try:
+            async with asyncio.timeout(self._settings.write_seconds):
+                await self._send(message)
+        except (TimeoutError, OSError):
+            raise ClientLeft from None
+        self.complete = not more
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Endpoint:
+    """An ASGI application of one handler: what it refuses becomes an answer, a leaving client ends.
+
+    Args:
+        refused: called with the status of each refusal.
+    """
+
+    def __init__(
+        self, handler: Handler, settings: Settings, refused: Callable[[int], None]
+    ) -> None:
+        self._handler, self._settings, self._refused = handler, settings, refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, self._settings)
+        with contextlib.suppress(ClientLeft):
+            try:
+                await self._handler(exchange)
+            except ApiError as error:
+                exchange.log["error"] = error.code or error.param
+                self._refused(error.status)
+                await exchange.refuse(error)
+            except ClientLeft:
+                exchange.log["left"] = True
+            except Exception:  # of a bug: the client learns no details, and others are served
+                LOG.exception("a request failed")
+                self._refused(500)
+                await exchange.refuse(ApiError(500, "the server failed; its log says why"))

@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: the JSON that they read and write."""

@@ -1,0 +1,122 @@
+"""The JSON of an answer, whole or in chunks; each endpoint has a form of its own."""
+
+import abc
+import dataclasses
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxattn.server.decoding.generation import Piece
+from jaxattn.server.decoding.logprobs import Chance, Spell
+from jaxattn.server.http.json_fields import Fields
+
+
+@dataclasses.dataclass
+class Text:
+    """A choice's text when it is whole."""
+
+    text: str = ""
+    finish: str | None = None
+    stop: str | int | None = None
+    chances: list[Chance] = dataclasses.field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.chances += piece.chances
+        if piece.finish is not None:
+            self.finish, self.stop = piece.finish, piece.stop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """How a client wants its answer.
+
+    Attributes:
+        stream: in events, as it is generated.
+        usage: a last chunk counts the tokens.
+        each_usage: every chunk counts them.
+    """
+
+    stream: bool
+    usage: bool
+    each_usage: bool
+
+
+def read_streaming(fields: Fields) -> Streaming:
+    """The fields `stream` and `stream_options`."""
+    stream = fields.flag("stream")
+    options = fields.object("stream_options")
+    if options.values and not stream:
+        raise fields.wrong("stream_options", "left out where stream is false")
+    each = options.flag("continuous_usage_stats")
+    return Streaming(stream=stream, usage=options.flag("include_usage"), each_usage=each)
+
+
+class Form(abc.ABC):
+    """Writes answers of one kind.
+
+    Args:
+        model: its name.
+        fingerprint: see `Service.fingerprint`.
+        prompt_tokens: of all prompts.
+        spell: the bytes of a token, where log-probabilities are asked for.
+    """
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self, model: str, fingerprint: str, prompt_tokens: int, spell: Spell | None = None
+    ):
+        self._prompt_tokens, self._spell = prompt_tokens, spell
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    @abc.abstractmethod
+    def whole_choice(self, number: int, text: Text) -> dict[str, Any]:
+        """A choice of an answer in one piece."""
+
+    @abc.abstractmethod
+    def choices(self, piece: Piece) -> Iterable[dict[str, Any]]:
+        """The choices of the chunks that a piece becomes; of none, where nothing is to say."""
+
+    def whole(self, texts: Sequence[Text], tokens: int) -> dict[str, Any]:
+        """An answer in one piece, for which so many tokens were generated."""
+        choices = [self.whole_choice(number, text) for number, text in enumerate(texts)]
+        return self._with(self.whole_object, choices) | {"usage": self._usage(tokens)}
+
+    def chunks(
+        self, pieces: Iterable[Piece], streaming: Streaming, tokens: int
+    ) -> list[dict[str, Any]]:
+        """The chunks that pieces become."""
+        more: dict[str, Any] = {}
+        if streaming.each_usage:
+            more = {"usage": self._usage(tokens)}
+        elif streaming.usage:
+            more = {"usage": None}
+        return [
+            self._with(self.chunk_object, [choice]) | more
+            for piece in pieces
+            for choice in self.choices(piece)
+        ]
+
+    def usage_chunk(self, tokens: int) -> dict[str, Any]:
+        """The last chunk, which has no choice."""
+        return self._with(self.chunk_object, []) | {"usage": self._usage(tokens)}
+
+    def _with(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _usage(self, tokens: int) -> dict[str, int]:
+        prompt = self._prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": tokens,
+            "total_tokens": prompt + tokens,
+        }

@@ -1,0 +1,45 @@
+"""POST /tokenize and /detokenize: what a prompt is to the model, and back.
+
+Such a request takes a place as others do: its text may be as long as theirs.
+"""
+
+from jaxattn.server.decoding.sampling_params import MOST_ID
+from jaxattn.server.http.request import Exchange
+from jaxattn.server.openai.chat_completions import encoded, read_tools
+from jaxattn.server.openai.completions import tokens_of
+from jaxattn.server.openai.unsupported_fields import refuse_unsupported
+from jaxattn.server.runtime.service import Service
+
+MOST_TOKENS = 2**20
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    """Answers with the tokens of `prompt`, or of `messages` in the model's template."""
+    with service.entered():
+        fields = await exchange.fields()
+        service.check_model(fields)
+        refuse_unsupported(fields)
+        prompt = fields.text("prompt")
+        if prompt is not None:
+            tokens = await service.in_thread(lambda: tokens_of(service, prompt))
+        elif fields.given("messages"):
+            tokens = await encoded(service, fields, read_tools(fields))
+        else:
+            raise fields.wrong("prompt", "a text, or there must be messages")
+        most = service.limits.max_model_len
+        found = {"count": len(tokens), "max_model_len": most, "tokens": list(tokens)}
+        await exchange.json(found)
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    """Answers with the text of `tokens`, special ones included."""
+    with service.entered():
+        fields = await exchange.fields()
+        service.check_model(fields)
+        if not fields.given("tokens"):
+            raise fields.wrong("tokens", "a list of integers")
+        tokens = fields.integers("tokens", MOST_TOKENS, MOST_ID)
+        text = await service.in_thread(
+            lambda: service.tokenizer.decode(tokens, skip_special_tokens=False)
+        )
+        await exchange.json({"prompt": text})

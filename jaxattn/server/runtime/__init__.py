@@ -1,0 +1,1 @@
+"""The running service: the engine's thread, admission, metrics, state and watchdog."""

@@ -1,0 +1,295 @@
+"""What a server counts and times, for Prometheus, by vLLM's names where it has them, and ours.
+
+Times are of one clock, from a request's arrival to the step that gave a token. A scrape reads the
+last step's snapshot; it never asks the device thread.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from jaxattn.engine.requests.outputs import Completion, FinishReason
+from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.limits import Limits
+from jaxattn.server.runtime.engine_worker import Report, Snapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Upper bounds of buckets, in seconds.
+FIRST_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+BETWEEN_TOKENS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
+    *(0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 40.0),
+)
+WHOLE = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",
+    FinishReason.INTERRUPTED: "abort",
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Times:
+    """Of one row: when its request came, and its first and its latest token."""
+
+    arrived: float
+    prompt: int
+    first: float | None = None
+    last: float | None = None
+
+
+@dataclasses.dataclass
+class Totals:
+    """Sums since the start, for the page."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
+    later_tokens: int = 0
+    later_token_seconds: float = 0.0
+
+
+class Metrics:
+    """Counters and histograms of one server.
+
+    Args:
+        model: the name that the label `model_name` has.
+
+    Attributes:
+        snapshot: what the engine held after its latest step.
+        totals: sums since the start.
+    """
+
+    def __init__(self, model: str):
+        self.model, self.registry = model, CollectorRegistry()
+        self.snapshot, self.totals = Snapshot(), Totals()
+        self._limits: Limits | None = None
+        self._plan: MemoryPlan | None = None
+        self._rows: dict[int, Times] = {}
+        self.registry.register(_Gauges(self))
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens that were read.")
+        self._generated = self._counter("vllm:generation_tokens", "Tokens that were generated.")
+        self._left = self._counter(
+            "jaxattn:requests_left", "Requests whose client left before the answer's end."
+        )
+        self._success = Counter(
+            "vllm:request_success",
+            "Requests by how they ended.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "jaxattn:requests_refused",
+            "Requests that were refused, by HTTP status.",
+            ("model_name", "status"),
+            registry=self.registry,
+        )
+        self._first = self._histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN
+        )
+        self._between = self._histogram(
+            "vllm:inter_token_latency_seconds", "Between two tokens of a row.", BETWEEN_TOKENS
+        )
+        self._whole = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", WHOLE
+        )
+        self._queue = self._histogram(
+            "vllm:request_queue_time_seconds", "From arrival to a row of the batch.", WHOLE
+        )
+        self._prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "From a row to the first token.", WHOLE
+        )
+        self._decode = self._histogram(
+            "vllm:request_decode_time_seconds", "From the first to the last token.", WHOLE
+        )
+        self._request_prompt = self._histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS
+        )
+        self._request_generated = self._histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", TOKENS
+        )
+        self._most = self._histogram(
+            "vllm:request_params_max_tokens", "max_tokens of a request.", TOKENS
+        )
+        self._n = self._histogram("vllm:request_params_n", "n of a request.", CHOICES)
+        self._iteration = self._histogram(
+            "vllm:iteration_tokens_total", "Tokens that one step gave.", TOKENS
+        )
+        self._step = self._histogram(
+            "jaxattn:step_seconds", "Of one step of the engine.", BETWEEN_TOKENS
+        )
+
+    def _counter(self, name: str, said: str) -> Counter:
+        return Counter(name, said, ("model_name",), registry=self.registry).labels(self.model)
+
+    def _histogram(self, name: str, said: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(name, said, ("model_name",), buckets=buckets, registry=self.registry)
+        return made.labels(self.model)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that were asked for and are not in the batch."""
+        return max(0, len(self._rows) - self.snapshot.rows)
+
+    def ready(self, limits: Limits, plan: MemoryPlan) -> None:
+        """The engine runs."""
+        self._limits, self._plan = limits, plan
+
+    @property
+    def limits(self) -> Limits | None:
+        return self._limits
+
+    @property
+    def plan(self) -> MemoryPlan | None:
+        return self._plan
+
+    def asked(self, ids: Sequence[int], prompts: Sequence[int], most: int, arrived: float) -> None:
+        """A request was queued.
+
+        Args:
+            ids: of its rows.
+            prompts: their tokens.
+            most: max_tokens.
+            arrived: when it came, of `time.perf_counter`.
+        """
+        self._n.observe(len(ids))
+        self._most.observe(most)
+        for id, prompt in zip(ids, prompts, strict=True):
+            self._rows[id] = Times(arrived, prompt)
+
+    def stepped(self, report: Report, tokens: int) -> None:
+        """A step gave so many tokens."""
+        self.snapshot = report.snapshot
+        self.totals.generated_tokens += tokens
+        self._generated.inc(tokens)
+        self._step.observe(report.seconds)
+        self._iteration.observe(tokens)
+
+    def tokens(self, id: int, count: int, now: float) -> None:
+        """A row got its first token, or some behind it, to which the time is divided alike."""
+        times = self._rows[id]
+        if times.first is None or times.last is None:
+            times.first = now
+            self._first.observe(now - times.arrived)
+            self._prompt_tokens.inc(times.prompt)
+            self.totals.prompt_tokens += times.prompt
+            self.totals.first_tokens += 1
+            self.totals.first_token_seconds += now - times.arrived
+        else:
+            for _ in range(count):
+                self._between.observe((now - times.last) / count)
+            self.totals.later_tokens += count
+            self.totals.later_token_seconds += now - times.last
+        times.last = now
+
+    def finished(self, completion: Completion, now: float) -> None:
+        """A row ended."""
+        assert completion.request.id is not None
+        times = self._rows.pop(completion.request.id)
+        reason = REASONS.get(completion.finish_reason, "error")
+        self._success.labels(self.model, reason).inc()
+        self._whole.observe(now - times.arrived)
+        if (queued := completion.seconds_queued) is not None:
+            self._queue.observe(queued)
+            if (first := completion.seconds_to_first_token) is not None:
+                self._prefill.observe(first - queued)
+        self._request_prompt.observe(times.prompt)
+        self._request_generated.observe(len(completion.tokens))
+        if times.first is not None and times.last is not None:
+            self._decode.observe(times.last - times.first)
+
+    def refused(self, status: int) -> None:
+        self._refused.labels(self.model, str(status)).inc()
+
+    def left(self) -> None:
+        """A client left before its answer's end."""
+        self._left.inc()
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self.registry)
+
+
+class _Gauges(Collector):
+    """What is read at a scrape."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        metrics, labels = self._metrics, ["model_name"]
+        snapshot, limits, plan = metrics.snapshot, metrics.limits, metrics.plan
+
+        def gauge(name: str, said: str, value: float) -> Metric:
+            family = GaugeMetricFamily(name, said, labels=labels)
+            family.add_metric([metrics.model], value)
+            return family
+
+        pages = limits.pages * limits.groups if limits else 0
+        yield gauge("vllm:num_requests_running", "Requests in the batch.", snapshot.rows)
+        yield gauge("vllm:num_requests_waiting", "Requests without a row.", metrics.waiting)
+        used = snapshot.pages / pages if pages else 0.0
+        yield gauge("vllm:kv_cache_usage_perc", "Pages in use, from 0 to 1.", used)
+        yield gauge("jaxattn:pages_in_use", "Pages of the cache in use.", snapshot.pages)
+        yield gauge("jaxattn:slots_in_use", "State slots in use.", snapshot.slots)
+        for name, said, count in (
+            (
+                "vllm:num_preemptions",
+                "Rows that lost their pages to older ones.",
+                snapshot.preemptions,
+            ),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens that were looked up in the cache of prefixes.",
+                snapshot.prefix_asked,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens that were found there, and not read again.",
+                snapshot.prefix_hits,
+            ),
+            (
+                "jaxattn:prefix_states_missed",
+                "Prompt tokens whose pages were found there without their states.",
+                snapshot.states_missed,
+            ),
+        ):
+            counter = CounterMetricFamily(name, said, labels=labels)
+            counter.add_metric([metrics.model], count)
+            yield counter
+        seal = CounterMetricFamily(
+            "jaxattn:seal",
+            "What was traced, compiled or allocated after the warm-up.",
+            labels=[*labels, "kind"],
+        )
+        for kind, count in snapshot.seal.items():
+            seal.add_metric([metrics.model, kind], count)
+        yield seal
+        if limits is None or plan is None:
+            return
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "How the cache is cut.",
+            labels=[*labels, "num_gpu_blocks", "block_size"],
+        )
+        info.add_metric([metrics.model, str(pages), str(limits.page_tokens)], 1)
+        yield info
+        lines = GaugeMetricFamily(
+            "jaxattn:plan_bytes", "Lines of the memory plan.", labels=[*labels, "line"]
+        )
+        for item in plan.items:
+            lines.add_metric([metrics.model, item.name], item.nbytes)
+        yield lines

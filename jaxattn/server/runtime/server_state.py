@@ -1,0 +1,31 @@
+"""What a server is doing: starting, ready, draining or failed; and what it says of it."""
+
+import enum
+
+from jaxattn.server.http.errors import ApiError
+
+START_RETRY_SECONDS = 5
+
+
+class Phase(enum.StrEnum):
+    """Of a server's life, in this order."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+_SAID = {
+    Phase.STARTING: "the model is being loaded and compiled; try again later",
+    Phase.DRAINING: "the server is shutting down; another one may take the request",
+    Phase.FAILED: "the engine has failed; the server ends",
+}
+
+
+def unavailable(phase: Phase) -> ApiError:
+    """Status 503 for a phase in which nothing is taken in."""
+    headers = {"Retry-After": str(START_RETRY_SECONDS)}
+    if phase is not Phase.STARTING:
+        headers = {"Connection": "close", "Retry-After": "1"}
+    return ApiError(503, _SAID[phase], code=str(phase), headers=headers)

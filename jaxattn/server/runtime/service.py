@@ -1,0 +1,318 @@
+"""What the routes share: one model, its worker, who may come in, and what is counted."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+from jaxattn import __version__
+from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.memory.limits import Limits
+from jaxattn.server.decoding.generation import Generation
+from jaxattn.server.decoding.sampling_params import Sampling
+from jaxattn.server.decoding.stop_strings import StopText
+from jaxattn.server.decoding.structured_outputs import Matcher, Vocabulary
+from jaxattn.server.http.errors import ApiError, bad
+from jaxattn.server.http.json_fields import Fields
+from jaxattn.server.runtime.admission import Admission, Ticket
+from jaxattn.server.runtime.engine_worker import Engine, Report, Worker
+from jaxattn.server.runtime.metrics import Metrics
+from jaxattn.server.runtime.server_state import Phase, unavailable
+from jaxattn.server.settings import Settings
+from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
+
+LOG = logging.getLogger("jaxattn.server")
+MOST_IDS = 2**31
+TEXT_THREADS = 4
+CUT_SECONDS = 5.0  # for the errors of answers that are cut to reach their clients
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model that is served.
+
+    Attributes:
+        make: makes the engine and starts it, in the device thread.
+        limits: of the engine; with `utilization` it may start with fewer pages.
+        vocab_size: of the model.
+        defaults: of requests that do not say how to sample.
+    """
+
+    make: Callable[[], Engine]
+    tokenizer: Tokenizer
+    limits: Limits
+    vocab_size: int
+    defaults: SamplingDefaults
+
+
+class Service:
+    """One model behind HTTP. Its methods are called on the event loop.
+
+    Args:
+        on_end: called on the event loop when the device thread has ended, with what went wrong.
+
+    Attributes:
+        phase: what the server is doing.
+        started: when, of `time.time`.
+        fingerprint: of what decides a seeded answer, beside the weights: names, limits, versions.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        settings: Settings,
+        *,
+        on_end: Callable[[BaseException | None], None] = lambda error: None,
+    ):
+        limits = served.limits
+        self.served, self.tokenizer, self.limits = served, served.tokenizer, limits
+        self.settings, self.phase, self.started = settings, Phase.STARTING, int(time.time())
+        self.metrics = Metrics(settings.names[0])
+        self.admission = Admission(limits.batch, settings.max_waiting, settings.max_waiting_tokens)
+        self.fingerprint = _fingerprint(settings, limits)
+        self.vocabulary = Vocabulary(served.tokenizer)
+        self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
+        self._generations: dict[int, Generation] = {}
+        self._numbers, self._cut = itertools.count(), False
+        self._loop = asyncio.get_running_loop()
+        self._texts = ThreadPoolExecutor(TEXT_THREADS, "text")
+        self.worker = Worker(
+            served.make,
+            on_ready=lambda: self._from_thread(self._be_ready),
+            on_report=lambda report: self._from_thread(self._deliver, report),
+            on_end=lambda error: self._from_thread(self._ended, error),
+        )
+
+    # --- life
+
+    def start(self) -> None:
+        """Starts the device thread; `ready` waits for the engine."""
+        self.worker.start()
+
+    async def ready(self) -> None:
+        """Waits until requests are served, or never will be."""
+        await self._ready.wait()
+
+    async def drain(self, seconds: float) -> bool:
+        """Takes no more in, and waits for what runs; what runs longer is cut.
+
+        Returns:
+            Whether all of it ended by itself.
+        """
+        if self.phase is not Phase.FAILED:
+            self.phase = Phase.DRAINING
+        whole = await self._emptied(seconds)
+        if not whole:
+            self._cut = True
+            self.worker.abort(list(self._generations))
+            await self._emptied(CUT_SECONDS)
+        return whole
+
+    async def _emptied(self, seconds: float) -> bool:
+        """Waits until no request is open; whether it came to that."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self.admission.open:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Ends the device thread when its step has ended."""
+        self.worker.stop()
+        self._texts.shutdown(wait=False, cancel_futures=True)
+
+    def _from_thread(self, call: Callable[..., None], *arguments: object) -> None:
+        """Calls on the event loop; for the device thread. A loop that was closed needs no call."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _be_ready(self) -> None:
+        engine = self.worker.engine
+        assert engine is not None
+        self.limits = engine.limits
+        self.fingerprint = _fingerprint(self.settings, engine.limits)
+        self.metrics.ready(engine.limits, engine.plan)
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+        self._ready.set()
+
+    def _ended(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.phase = Phase.FAILED
+        now = time.perf_counter()
+        for id, generation in list(self._generations.items()):
+            request = next(each for each in generation.requests if each.id == id)
+            done = Completion(request, (), FinishReason.FAILED, str(error))
+            self._route([FinishEvent(done)], now)
+        self._ready.set()
+        self._on_end(error)
+
+    # --- requests
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[Ticket]:
+        """A place for one request.
+
+        Raises:
+            ApiError: 503 if nothing is taken in now, 429 if there is no place.
+        """
+        if self.phase is not Phase.READY:
+            raise unavailable(self.phase)
+        try:
+            with self.admission.enter() as ticket:
+                yield ticket
+        finally:
+            self._idle.set()
+
+    async def in_thread[T](self, call: Callable[[], T]) -> T:
+        """What takes time and needs no device: a tokenizer's or a template's work."""
+        return await self._loop.run_in_executor(self._texts, call)
+
+    def check_model(self, fields: Fields) -> None:
+        """Raises ApiError 404 if a request names another model."""
+        name = fields.text("model")
+        if name is not None and name not in self.settings.names:
+            raise ApiError(
+                404,
+                f"the model {name[:200]!r} is not served here; there is "
+                f"{', '.join(self.settings.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def room(self, prompt: Sequence[int], param: str) -> int:
+        """The most tokens that can follow a prompt.
+
+        Raises:
+            ApiError: 400, there is no room for any, or a token is none of the model's.
+        """
+        if not prompt:
+            raise bad(param, f"{param} has no tokens; it needs at least one")
+        longest = self.limits.longest_row
+        if len(prompt) >= longest:
+            raise bad(
+                param,
+                f"{param} has {len(prompt):,} tokens, and the model length is {longest:,} with at "
+                "least one to generate; make it shorter",
+                code="context_length_exceeded",
+            )
+        if min(prompt) < 0 or max(prompt) >= self.served.vocab_size:
+            raise bad(param, f"{param} has a token outside of 0 to {self.served.vocab_size - 1:,}")
+        return longest - len(prompt)
+
+    async def generation(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rooms: Sequence[int],
+        sampling: Sampling,
+        *,
+        continues: bool,
+        grammar: tuple[str, str] | None = None,
+    ) -> Generation:
+        """`sampling.choices` rows for each prompt, not queued yet.
+
+        Args:
+            rooms: see `room`.
+            continues: the text goes on after its prompt's, as an answer of a chat does not.
+            grammar: that each row has to follow, and the field that asks for it.
+
+        Raises:
+            ApiError: 400, the grammar cannot be followed.
+        """
+        more: list[dict[str, Matcher]] = [{}] * (len(prompts) * sampling.choices)
+        if grammar is not None:
+            text, param = grammar
+            matchers = await self.in_thread(
+                lambda: self.vocabulary.matchers(text, param, len(more))
+            )
+            more = [{"grammar": matcher} for matcher in matchers]
+        given = iter(more)
+
+        def stream() -> TokenStream:
+            return self.tokenizer.stream(
+                skip_special_tokens=sampling.skip_special, continues=continues
+            )
+
+        requests = [
+            sampling.request(
+                prompt,
+                choice=choice,
+                id=self._free_id(),
+                most=room,
+                ends=self.tokenizer.stop_tokens,
+                ends_at=StopText(stream(), sampling.stops) if sampling.stops else None,
+                **next(given),
+            )
+            for prompt, room in zip(prompts, rooms, strict=True)
+            for choice in range(sampling.choices)
+        ]
+        return Generation.of(requests, stream, sampling.stops, stop_included=sampling.stop_included)
+
+    @contextlib.contextmanager
+    def running(self, generation: Generation, arrived: float) -> Iterator[None]:
+        """Queues its rows. Those that have not ended at the end are aborted.
+
+        Raises:
+            ApiError: 503, what ran was cut meanwhile, or the engine has failed.
+        """
+        if self._cut or self.phase is Phase.FAILED:
+            raise unavailable(self.phase)
+        requests = generation.requests
+        ids = [request.id for request in requests if request.id is not None]
+        self._generations.update(dict.fromkeys(ids, generation))
+        most = max(request.max_tokens for request in requests)
+        self.metrics.asked(ids, [len(request.prompt) for request in requests], most, arrived)
+        self.worker.submit(requests)
+        try:
+            yield
+        finally:
+            if left := generation.open:
+                self.worker.abort(left)
+
+    def _free_id(self) -> int:
+        """A number that no row has, as long as there are fewer than two thousand million."""
+        return next(id for n in self._numbers if (id := n % MOST_IDS) not in self._generations)
+
+    def _deliver(self, report: Report) -> None:
+        tokens = self._route(report.events, report.now)
+        self.metrics.stepped(report, tokens)
+
+    def _route(self, events: Sequence[Event], now: float) -> int:
+        """Gives each generation its events; returns how many are tokens."""
+        found: dict[Generation, list[Event]] = {}
+        told = (event.request.id for event in events if isinstance(event, TokenEvent))
+        tokens = 0
+        for row, count in collections.Counter(told).items():
+            if row is not None and row in self._generations:
+                self.metrics.tokens(row, count, now)
+                tokens += count
+        for event in events:
+            request = event.completion.request if isinstance(event, FinishEvent) else event.request
+            id = request.id
+            generation = None if id is None else self._generations.get(id)
+            if id is None or generation is None:
+                LOG.error("the engine tells of request %s, which is none of those that run", id)
+                continue  # the others get what is theirs
+            if isinstance(event, FinishEvent):
+                del self._generations[id]
+                self.metrics.finished(event.completion, now)
+            found.setdefault(generation, []).append(event)
+        for generation, given in found.items():
+            generation.put(given)
+        return tokens
+
+
+def _fingerprint(settings: Settings, limits: Limits) -> str:
+    decides = (settings.names[0], limits, jax.__version__, __version__)
+    return f"fp_{hashlib.sha256(repr(decides).encode()).hexdigest()[:12]}"

@@ -1,0 +1,107 @@
+"""Chat templates: which one of a folder is taken, and what it is given."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxattn.text.json_files import TextError
+from jaxattn.text.renderer_process import Renderer
+from jaxattn.text.tokenizer_config import Settings, Template
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+class ChatTemplate:
+    """The templates of a folder, rendered in a process of their own (`Renderer`)."""
+
+    def __init__(self, settings: Settings, renderer: Renderer | None = None):
+        self._templates = settings.templates
+        self._folder = settings.folder
+        self._special: dict[str, Any] = dict(settings.named)
+        if settings.more:
+            self._special["additional_special_tokens"] = list(settings.more)
+        self._renderer = renderer or Renderer()
+
+    def __bool__(self) -> bool:
+        """Whether there is one."""
+        return bool(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, special tokens included.
+
+        Raises:
+            TextError: as `Tokenizer.chat` does.
+        """
+        given = {
+            "documents": None,
+            **self._special,
+            **variables,
+            "messages": flattened(messages),
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        template = self.choose(bool(tools))
+        return self._renderer.render(template.source, given, str(template.path))
+
+    def choose(self, tools: bool) -> Template:
+        """The template "tool_use" where there are tools and it is there; else "default".
+
+        Raises:
+            TextError: there is neither.
+        """
+        names = ["tool_use", "default"] if tools else ["default"]
+        for name in names:
+            if name in self._templates:
+                return self._templates[name]
+        if not self._templates:
+            raise TextError(
+                f"{self._folder} has no chat template: add chat_template.jinja, or give plain text"
+            )
+        raise TextError(
+            f"{self._folder} has chat templates named {', '.join(sorted(self._templates))}, and "
+            f"none of them is {' or '.join(names)}"
+        )
+
+
+def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with lists of text parts joined.
+
+    Raises:
+        TextError: one has no role, or a content that is no text.
+    """
+    if not messages:
+        raise TextError("a chat needs at least one message")
+    return [_flattened(place, message) for place, message in enumerate(messages)]
+
+
+def _flattened(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TextError(f"{where} must be an object with a text `role`")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        content = "".join(_part(where, part) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise TextError(
+            f"{where}.content must be a text, a list of parts or null; got {type(content).__name__}"
+        )
+    return {**message, "content": content}
+
+
+def _part(where: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind not in TEXT_PARTS or not isinstance(text, str):
+        raise TextError(
+            f"{where}.content has a part of the type {kind!r}; a model of text takes parts "
+            '{"type": "text", "text": …} only'
+        )
+    return text

@@ -1,0 +1,204 @@
+"""The tokenizer of a folder in the layout of the Hugging Face hub, and `load`, which reads one."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Inner
+
+from jaxattn.text.byte_decoder import BYTE_LEVEL, Spelling, read_spelling
+from jaxattn.text.chat_template import ChatTemplate
+from jaxattn.text.json_files import MOST_JSON_BYTES, TextError, parse_object, read_text
+from jaxattn.text.tiktoken import load_tiktoken
+from jaxattn.text.token_stream import TokenStream
+from jaxattn.text.tokenizer import Message, Tokenizer
+from jaxattn.text.tokenizer_config import Settings, read_settings
+
+JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
+PANIC = "PanicException"  # of Rust code, no `Exception`
+MOST_SAID = 300  # characters of the library's message, which may hold parts of the file
+
+
+def load(folder: str | os.PathLike) -> Tokenizer:
+    """The tokenizer of a folder: tokenizer.json, else tiktoken.model.
+
+    No code of a repository is run. transformers is not used: its newer versions replace the
+    decoder of DeepSeek's tokenizer.json, and the spaces are lost.
+
+    Raises:
+        TextError: a file is missing, damaged or of a kind that is not supported.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise TextError(f"{path} is no folder")
+    settings = read_settings(path)
+    if (text := read_text(path / JSON, MOST_JSON_BYTES)) is not None:
+        inner, spelling = load_json(text, path / JSON)
+    elif (path / TIKTOKEN).exists():
+        inner, spelling = load_tiktoken(path / TIKTOKEN, settings), BYTE_LEVEL
+    elif (path / SENTENCEPIECE).exists():
+        raise TextError(
+            f"{path} has {SENTENCEPIECE} and no {JSON}: write one with transformers, by "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+        )
+    else:
+        raise TextError(
+            f"{path} has neither {JSON} nor {TIKTOKEN}: copy the model's tokenizer files into it"
+        )
+    return HubTokenizer(inner, spelling, settings)
+
+
+def load_json(text: str, path: Path) -> tuple[Inner, Spelling]:
+    """The tokenizer of a tokenizer.json, which neither cuts nor pads, and its spelling.
+
+    Raises:
+        TextError: the file is damaged, or its decoder is not supported.
+    """
+    values = parse_object(text, path)
+    spelling = read_spelling(values.get("decoder"), path)
+    _check_merges(values.get("model"), path)
+    try:
+        inner = Inner.from_str(text)
+    except BaseException as error:  # the library raises no kind of its own
+        if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+            raise
+        raise TextError(f"{path} is damaged: {str(error)[:MOST_SAID]}") from error
+    inner.no_truncation()
+    inner.no_padding()
+    return inner, spelling
+
+
+def _check_merges(model: Any, path: Path) -> None:
+    """The library ends the process where a merge's second token lacks the prefix of all such."""
+    values = model if isinstance(model, dict) else {}
+    prefix, merges = values.get("continuing_subword_prefix"), values.get("merges")
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges if prefix else ():
+        tokens = merge.split(" ") if isinstance(merge, str) else merge
+        if not (isinstance(tokens, list) and tokens and str(tokens[-1]).startswith(prefix)):
+            raise TextError(
+                f"{path} is damaged: merge {merge!r:.60} lacks the prefix {prefix!r:.60}"
+            )
+
+
+class HubTokenizer(Tokenizer):
+    """Text to ids and back by a tokenizer of the library `tokenizers`."""
+
+    def __init__(self, inner: Inner, spelling: Spelling, settings: Settings):
+        """
+        Args:
+            inner: the library's tokenizer.
+            spelling: of its vocabulary.
+            settings: what the other files of the folder say.
+
+        Raises:
+            TextError: a special token that is needed is not in the vocabulary.
+        """
+        self._inner = inner
+        self._spelling = spelling
+        self._added = inner.get_added_tokens_decoder()
+        self._pieces: dict[int, bytes | None] = {}
+        self._template = ChatTemplate(settings)
+        self._add_bos = settings.add_bos
+        self._bos = self._named(settings, "bos_token") if settings.add_bos else None
+        eos_ids = settings.eos_ids
+        if not eos_ids and "eos_token" in settings.named:
+            eos_ids = (self._named(settings, "eos_token"),)
+        self.stop_tokens = eos_ids
+        self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
+        self.defaults = settings.defaults
+        self.has_chat_template = bool(self._template)
+        self._hidden = frozenset(
+            {token for token, added in self._added.items() if added.special} | {*eos_ids}
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt.
+
+        BOS stands first if tokenizer_config.json has add_bos_token, and once only. If it says
+        false there is none. If it says nothing, tokenizer.json's own rule holds.
+        """
+        by_rule = self._add_bos is None
+        ids = self._ids(text, by_rule)
+        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+
+    def stream(self, *, skip_special_tokens: bool = True, continues: bool = False) -> TokenStream:
+        hidden = self._hidden if skip_special_tokens else frozenset()
+
+        def piece(token: int, first: bool) -> bytes | None:
+            if token in hidden:
+                return None
+            return self._first(token) if first else self._piece(token)
+
+        return TokenStream(
+            piece,
+            strip=self._spelling.strip,
+            most_stripped=self._spelling.most_stripped,
+            continues=continues,
+        )
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._piece(token) or b""
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of a conversation. The template writes BOS itself, so none is added."""
+        text = self._template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
+        )
+        return self._ids(text, False)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text.
+
+        Raises:
+            TextError: the library gives up, as on a pattern of tokenizer.json that takes too long.
+        """
+        try:
+            return self._inner.encode(well_formed(text), add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if type(error).__name__ != PANIC:
+                raise
+            raise TextError(f"tokenizer.json cannot encode the text: {error}") from None
+
+    def _named(self, settings: Settings, name: str) -> int:
+        text = settings.named.get(name)
+        token = None if text is None else self._inner.token_to_id(text)
+        if token is None:
+            raise TextError(
+                f"{settings.folder}: {name} of tokenizer_config.json has to be a token of the "
+                f"vocabulary; got {text!r}"
+            )
+        return token
+
+    def _piece(self, token: int) -> bytes | None:
+        """The bytes of a token within a text; None for an unknown id."""
+        if token not in self._pieces:
+            self._pieces[token] = self._spelled(token, self._spelling.data)
+        return self._pieces[token]
+
+    def _first(self, token: int) -> bytes | None:
+        return self._spelled(token, self._spelling.first)
+
+    def _spelled(self, token: int, spell: Callable[[str], bytes]) -> bytes | None:
+        if not 0 <= token < self.vocab_size:
+            return None
+        text = self._inner.id_to_token(token)
+        if text is None:
+            return None
+        if self._spelling.of_bytes and token in self._added:
+            return text.encode("utf-8", "replace")
+        return spell(text)
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which JSON and command lines may have."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

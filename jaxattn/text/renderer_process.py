@@ -1,0 +1,174 @@
+"""The process that renders chat templates: started at the first chat, ended when it must be.
+
+Why a process: a template may spend its time within one call of C, such as `10 ** 10 ** 9` or
+`"%99999999999d" % 1`. Nothing of Python interrupts such a call in a thread. Counting loops in the
+sandbox misses filters, macros and formats. A process is ended by the system, whatever it does, and
+its memory is limited apart from the engine's. It stays for the next chat: a render costs 0.1 ms
+more than in place, and a start 0.15 s (one core of a server, Python 3.12).
+"""
+
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxattn.text.json_files import TextError
+from jaxattn.text.template_renderer import packed, receive, send
+
+FILE = Path(__file__).with_name("template_renderer.py")
+START_SECONDS = 60.0
+
+
+class Renderer:
+    """Renders templates in a process of its own, one at a time; threads wait for one another."""
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 5.0,
+        most_characters: int = 2**24,
+        most_bytes: int = 2**30,
+    ):
+        """
+        Args:
+            seconds: that a render may take.
+            most_characters: that its text may have.
+            most_bytes: of memory that the process may have, where the system can limit it.
+        """
+        self.seconds = seconds
+        self.most_characters = most_characters
+        self.most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    def render(self, source: str, variables: dict[str, Any], name: str) -> str:
+        """The text of a template.
+
+        Args:
+            source: of the template.
+            variables: that it reads; `messages` is among them. All are values of JSON.
+            name: of the template's file, for messages.
+
+        Raises:
+            TextError: the template is damaged, refuses the messages, or passes a limit.
+        """
+        request = {"source": source, "variables": variables, "most": self.most_characters}
+        try:
+            data = packed(request)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TextError(f"a chat needs values of JSON: {error}") from error
+        with self._lock:
+            reply = self._ask(data, name)
+        if "text" in reply:
+            return reply["text"]
+        if "refused" in reply:
+            raise TextError(f"the chat template of {name} refuses the messages: {reply['refused']}")
+        raise TextError(f"the chat template of {name} {reply['failed']}")
+
+    def close(self) -> None:
+        """Ends the process. The next render starts another."""
+        with self._lock:
+            self._end()
+
+    def _ask(self, data: bytes, name: str) -> dict[str, str]:
+        process = self._started()
+        assert process.stdin and process.stdout
+        try:
+            with _killed_after(process, self.seconds) as late:
+                send(process.stdin, data)
+                reply = receive(process.stdout)
+        except OSError:
+            reply = None  # it ended while it was written to
+        except BaseException:  # Ctrl-C: the answer must not be taken for that of the next request
+            self._end()
+            raise
+        if late.is_set() or reply is None:
+            self._end()
+        if late.is_set():
+            raise TextError(
+                f"the chat template of {name} did not end within {self.seconds:g} s and was stopped"
+            )
+        if reply is None:
+            raise TextError(
+                f"the chat template of {name} ended its process, which may have "
+                f"{self.most_bytes / 2**20:,.0f} MiB of memory"
+            )
+        return reply
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._end()
+        # The path of this process, so that jinja2 is found; no folder of ours on it.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # The process stops itself a little later than it is stopped, should nobody do it.
+        limits = [str(self.most_bytes), str(2 * self.seconds)]
+        command = [sys.executable, "-P", str(FILE), *limits]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
+        except (OSError, ValueError) as error:
+            raise TextError(f"no process for chat templates can be started: {error}") from error
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        assert process.stdout
+        with _killed_after(process, START_SECONDS):
+            ready = receive(process.stdout)
+        if ready != "ready":
+            code = process.wait()
+            self._end()
+            raise TextError(
+                f"the process for chat templates ended at its start with code {code}; "
+                f"`{' '.join(command)}` shows why"
+            )
+        return process
+
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        try:
+            if stream:
+                stream.close()
+        except OSError:
+            pass  # bytes that it never read
+
+
+@contextmanager
+def _killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
+    """Kills the process unless the block ends in time; the event says whether it did."""
+    late, guard, done = threading.Event(), threading.Lock(), False
+
+    def kill() -> None:
+        with guard:
+            if not done:
+                late.set()
+                process.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        with guard:
+            done = True

@@ -1,0 +1,259 @@
+"""What the JSON files of a folder say about its text: stop tokens, BOS, sampling, templates.
+
+Three files count: generation_config.json, config.json and tokenizer_config.json. Each may be
+missing. A field that is there has to be of its type.
+"""
+
+import dataclasses
+import math
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxattn.text.json_files import TextError, read_object, read_text
+
+GENERATION, CONFIG, TOKENIZER = "generation_config.json", "config.json", "tokenizer_config.json"
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+MOST_TEMPLATE_BYTES = 2**20
+MOST_ID = 2**31 - 1
+EOS = "eos_token_id"
+# The tokens that a chat template may name.
+NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """How a model wants to be sampled, as generation_config.json says; None where it says nothing.
+
+    Attributes:
+        temperature: 0 or more.
+        top_p: above 0, at most 1.
+        top_k: at least 1; None too where the file says 0 or -1, which mean all tokens.
+        min_p: 0 to 1.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Added:
+    """A token beside the vocabulary, of `added_tokens_decoder`.
+
+    Attributes:
+        content: its text.
+        special: whether it is a mark, and no part of the text that a reader sees.
+    """
+
+    content: str
+    special: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Template:
+    """A chat template and the file that it stands in."""
+
+    source: str
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the files say.
+
+    Attributes:
+        folder: that they lie in.
+        named: special tokens by the names that a template uses, such as bos_token.
+        more: `additional_special_tokens`.
+        add_bos: whether a prompt begins with BOS; None leaves it to tokenizer.json.
+        eos_ids: end-of-sequence ids of generation_config.json, else of config.json. Empty if
+            neither has one.
+        defaults: sampling.
+        vocab_size: of config.json, the logits of the model; None if it is not there.
+        added: tokens beside the vocabulary, by id.
+        tokenizer_class: of tokenizer_config.json.
+        templates: chat templates by name, such as "default" and "tool_use".
+    """
+
+    folder: Path
+    named: Mapping[str, str]
+    more: tuple[str, ...]
+    add_bos: bool | None
+    eos_ids: tuple[int, ...]
+    defaults: SamplingDefaults
+    vocab_size: int | None
+    added: Mapping[int, Added]
+    tokenizer_class: str | None
+    templates: Mapping[str, Template]
+
+
+def read_settings(folder: Path) -> Settings:
+    """Reads the files.
+
+    Raises:
+        TextError: one is damaged, or a field has another type than it should.
+    """
+    generation = _Object(folder / GENERATION, read_object(folder / GENERATION))
+    config = _Object(folder / CONFIG, read_object(folder / CONFIG))
+    tokenizer = _Object(folder / TOKENIZER, read_object(folder / TOKENIZER))
+    inner = config.object("text_config")  # models of images and text keep it one level down
+    named = {f"{name}_token": tokenizer.token(f"{name}_token") for name in NAMED}
+    eos_ids = generation.ids(EOS) or config.ids(EOS) or inner.ids(EOS)
+    return Settings(
+        folder=folder,
+        named={name: token for name, token in named.items() if token is not None},
+        more=tokenizer.tokens("additional_special_tokens"),
+        add_bos=tokenizer.flag("add_bos_token"),
+        eos_ids=eos_ids,
+        defaults=_defaults(generation),
+        vocab_size=config.integer("vocab_size") or inner.integer("vocab_size"),
+        added=_added(tokenizer),
+        tokenizer_class=tokenizer.text("tokenizer_class"),
+        templates=_templates(folder, tokenizer),
+    )
+
+
+class _Object:
+    """A JSON object whose fields are read by their types; a field that is null is missing."""
+
+    def __init__(self, where: Path | str, values: dict[str, Any]):
+        self.where = where
+        self.values = values
+
+    def wrong(self, name: str, wanted: str) -> TextError:
+        got = reprlib.repr(self.values[name])
+        return TextError(f"{self.where}: {name:.60} must be {wanted}; got {got}")
+
+    def flag(self, name: str) -> bool | None:
+        value = self.values.get(name)
+        if value is None or isinstance(value, bool):
+            return value
+        raise self.wrong(name, "true or false")
+
+    def text(self, name: str) -> str | None:
+        value = self.values.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise self.wrong(name, "a text")
+
+    def integer(self, name: str) -> int | None:
+        value = self.values.get(name)
+        if value is None or _is_id(value):
+            return value
+        raise self.wrong(name, f"an integer from 0 to {MOST_ID:,}")
+
+    def number(self, name: str, least: float, most: float, wanted: str) -> float | None:
+        value = self.values.get(name)
+        if value is None:
+            return None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not least <= value <= most:
+            raise self.wrong(name, wanted)
+        return float(value)
+
+    def object(self, name: str) -> "_Object":
+        value = self.values.get(name)
+        if value is None or isinstance(value, dict):
+            return _Object(f"{self.where}: {name}", value or {})
+        raise self.wrong(name, "an object")
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """One id or a list of ids."""
+        value = self.values.get(name)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(_is_id(each) for each in found):
+            raise self.wrong(name, f"an id from 0 to {MOST_ID:,} or a list of ids")
+        return tuple(sorted(set(found)))
+
+    def token(self, name: str) -> str | None:
+        """A token's text: given as it is, or as an object with `content`."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        content = _content(value)
+        if content is None:
+            raise self.wrong(name, "a text or an object with a text `content`")
+        return content
+
+    def tokens(self, name: str) -> tuple[str, ...]:
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        found = [_content(each) for each in value] if isinstance(value, list) else [None]
+        if None in found:
+            raise self.wrong(name, "a list of tokens")
+        return tuple(each for each in found if each is not None)
+
+
+def _content(value: object) -> str | None:
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a character, as JSON can write it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_ID
+
+
+def _defaults(generation: _Object) -> SamplingDefaults:
+    least = math.ulp(0.0)
+    top_k = generation.number("top_k", -1, MOST_ID, "an integer from -1")
+    if top_k is not None and not top_k.is_integer():
+        raise generation.wrong("top_k", "an integer from -1")
+    return SamplingDefaults(
+        temperature=generation.number("temperature", 0, 1e6, "a number from 0"),
+        top_p=generation.number("top_p", least, 1, "a number above 0 and at most 1"),
+        top_k=int(top_k) if top_k is not None and top_k > 0 else None,
+        min_p=generation.number("min_p", 0, 1, "a number from 0 to 1"),
+    )
+
+
+def _added(tokenizer: _Object) -> dict[int, Added]:
+    field = tokenizer.object("added_tokens_decoder")
+    found = {}
+    for key in field.values:
+        entry = field.object(key)
+        content = entry.text("content")
+        digits = key.isdecimal() and len(key) <= len(str(MOST_ID))
+        if not digits or not _is_id(int(key)) or not content or not _is_unicode(content):
+            raise field.wrong(key, "an entry of an id, with a `content` that is not empty")
+        found[int(key)] = Added(content=content, special=bool(entry.flag("special")))
+    return found
+
+
+def _templates(folder: Path, tokenizer: _Object) -> dict[str, Template]:
+    """The templates of files of their own, else those of tokenizer_config.json."""
+    paths = {"default": folder / TEMPLATE}
+    paths |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    texts = {name: read_text(path, MOST_TEMPLATE_BYTES) for name, path in paths.items()}
+    found = {
+        name: Template(source=text, path=paths[name])
+        for name, text in texts.items()
+        if text  # an empty one would leave no prompt
+    }
+    return found or {
+        name: Template(source=text, path=folder / TOKENIZER)
+        for name, text in _named_templates(tokenizer).items()
+    }
+
+
+def _named_templates(tokenizer: _Object) -> dict[str, str]:
+    value = tokenizer.values.get("chat_template")
+    if value is None or isinstance(value, str):
+        return {"default": value} if value else {}
+    try:
+        found = {each["name"]: each["template"] for each in value}
+    except (TypeError, KeyError):
+        found = {}
+    if not found or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise tokenizer.wrong(
+            "chat_template", "a text or a list of objects with the texts `name` and `template`"
+        )
+    return found

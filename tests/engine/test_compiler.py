@@ -1,0 +1,98 @@
+"""In which order steps are lowered and compiled, and what an error leaves behind."""
+
+import gc
+import threading
+
+import pytest
+
+from jaxattn.engine.compilation import compiler
+from jaxattn.engine.compilation.compiler import _in_turn
+
+
+class Step(str):
+    """A step that is nothing but its name."""
+
+
+STEPS = [Step(name) for name in ("prefill", "decode", "sample")]
+
+
+def test_one_thread_lowers_and_others_compile_meanwhile():
+    decode_is_lowered, lowered = threading.Event(), []
+
+    def lower(step):
+        lowered.append((step, threading.get_ident()))
+        if step == "decode":
+            decode_is_lowered.set()
+        return f"text of {step}"
+
+    def compiled(step, text):
+        assert text == f"text of {step}" and threading.get_ident() != lowered[0][1]
+        assert decode_is_lowered.wait(10)  # prefill's compiling does not hold it up
+        return f"executable of {step}"
+
+    found = _in_turn(STEPS, None, lower, compiled, None, 2)
+    assert found == {step: f"executable of {step}" for step in STEPS}
+    assert [step for step, _ in lowered] == STEPS
+    assert {thread for _, thread in lowered} == {threading.get_ident()}
+
+
+def test_what_is_kept_is_neither_lowered_nor_compiled():
+    class Kept:
+        def load(self, name):
+            return None if name == "decode" else f"kept {name}"
+
+    told = []
+    found = _in_turn(
+        STEPS, Kept(), str.upper, lambda step, text: text, lambda *now: told.append(now), 1
+    )
+    assert found == {"prefill": "kept prefill", "decode": "DECODE", "sample": "kept sample"}
+    assert [(name, seconds is None) for name, seconds in told] == [
+        (name, begins) for name in ("prefill", "sample", "decode") for begins in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("where", ["lower", "compile"])
+def test_after_an_error_nothing_more_is_compiled_and_garbage_is_looked_for(where):
+    done, may_end = [], threading.Event()
+
+    def lower(step):
+        if (where, step) == ("lower", "decode"):
+            may_end.set()
+            raise ValueError("decode")
+        return step
+
+    def compiled(step, text):
+        if where == "compile":
+            raise ValueError(step)
+        assert may_end.wait(10)
+        done.append(step)
+
+    with pytest.raises(ValueError):
+        _in_turn(STEPS, None, lower, compiled, None, 1)
+    assert set(done) <= {"prefill"}  # which had begun, or not yet
+    assert gc.isenabled()
+
+
+def test_a_step_is_compiled_when_its_kernels_are(monkeypatch):
+    order, decode_is_lowered = [], threading.Event()
+
+    class Beside:
+        def __init__(self, pool, device):
+            self.pool, self.device = pool, device
+
+        def compile(self, text):
+            def kernel():
+                assert self.device == "gpu 0" and decode_is_lowered.wait(10)
+                order.append(f"kernel of {text}")
+                raise ValueError("the step has the same error, with its name")
+
+            return [self.pool.submit(kernel)] if text == "prefill" else []
+
+    def lower(step):
+        if step == "decode":
+            decode_is_lowered.set()
+        return step
+
+    monkeypatch.setattr(compiler, "Beside", Beside)
+    _in_turn(STEPS, None, lower, lambda step, text: order.append(step), None, 1, "gpu 0")
+    assert order == ["kernel of prefill", *STEPS]

@@ -1,0 +1,154 @@
+"""The launch that norms a token may first sum up what its experts made of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.arena import Arena
+from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.kernels.linear.launch import Config, linears_mosaic, sums_parts
+from jaxattn.kernels.moe.combine import Unsummed
+from jaxattn.kernels.moe.grouped_gemm import Panels
+from jaxattn.kernels.moe.launch import scratch
+from jaxattn.moe import mixture_of_experts
+from jaxattn.ops.linear.norm_linear import Unnormed, array_of
+from tests.helpers.moe_cases import expected, moe_case
+
+EPS = 1e-5
+
+
+def results(features, positions, *, height=16, first=8, seed=0, **modes):
+    """Rows of experts at these positions of each panel; all else is NaN."""
+    keys = jax.random.split(jax.random.key(seed), 2)
+    width = np.gcd(features, 1024)
+    y = np.full((first + height * (features // width), width), np.nan, np.float32)
+    rows = np.asarray(jax.random.normal(keys[0], (len(positions), features)))
+    for row, place in zip(rows, positions, strict=True):
+        if place >= 0:
+            for panel in range(features // width):
+                some = slice(panel * width, (panel + 1) * width)
+                y[first + panel * height + place] = row[some]
+    weights = jax.random.uniform(keys[1], (1, len(positions)))
+    there = np.asarray(positions) >= 0
+    total = (np.asarray(weights[0], np.float64) * there) @ np.where(there[:, None], rows, 0)
+    found = Unsummed(
+        jnp.asarray(y), jnp.asarray([*positions, -1, -1], jnp.int32), weights,
+        Panels(first, height, int(width)), features, 512, modes,
+    )  # fmt: skip
+    return found, total
+
+
+def stream(features, sizes, *, layers=2, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 3 + len(sizes)))
+    x = 3 * jax.random.normal(next(keys), (1, features))
+    norms = 1 + 0.2 * jax.random.normal(next(keys), (2 * layers, features))
+    scale = features**-0.5
+    weights = [
+        (jax.random.normal(next(keys), (layers, features, size)) * scale).astype(jnp.bfloat16)
+        for size in sizes
+    ]
+    return x, norms, weights
+
+
+def check(
+    features, sizes, positions, *, layer=1, height=16, config=None, detect_races=False, **modes
+):
+    unsummed, total = results(features, positions, height=height, **modes)
+    x, norms, weights = stream(features, sizes)
+
+    def run(norm):
+        return linears_mosaic(
+            x, weights, layer=jnp.int32(layer), out_dtypes=[jnp.float32] * len(sizes),
+            config=config, detect_races=detect_races, norm=norm, **modes,
+        )  # fmt: skip
+
+    of_norm = dict(weights=norms, affine=(2, 1), eps=EPS, gives=True)
+    found = run(Normed(added=unsummed.parts, **of_norm))
+    apart = run(Normed(added=unsummed.total, **of_norm))
+    for one, other in zip(found, apart, strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    *products, summed, _ = found
+    wanted = np.asarray(x[0], np.float64) + total
+    np.testing.assert_allclose(summed[0], wanted, rtol=1e-5, atol=1e-5)
+    row = wanted / np.sqrt((wanted**2).mean() + EPS) * np.asarray(norms[2 * layer + 1], np.float64)
+    for y, weight in zip(products, weights, strict=True):
+        close = row @ np.asarray(weight[layer], np.float64)
+        assert np.linalg.norm(y[0] - close) <= 6e-3 * np.linalg.norm(close)
+
+
+@pytest.mark.parametrize("positions", [(8, 0, 3), (0, -1, 5), (-1, -1)])
+def test_the_sum_has_the_bits_of_a_launch_of_its_own(positions):
+    check(512, (128, 64), positions, config=Config(parts=2, stages=2), interpret=True)
+
+
+def test_no_race_and_panels_below_one_another():
+    config = Config(parts=4, stages=2)
+    check(2048, (128,), (8, 1, 0, 7), config=config, interpret=True, detect_races=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "sizes, positions",
+    [
+        ((3072, 576), tuple(range(0, 64, 8))),
+        ((12288, 64), tuple(range(0, 88, 8))),
+        ((768, 576), (0, 8, 16, -1, 32)),
+        ((1088,), (-1,)),
+    ],
+)
+def test_real_sizes(sizes, positions):
+    check(2048, sizes, positions, height=96)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+def test_experts_left_unsummed_go_into_the_next_products(implementation):
+    x, ids, weights, gate_up, down = moe_case(1, 4, 2, features=256, width=64)
+    ids = ids.at[0, 1].set(-1)
+    sizes = dict(tokens=1, top_k=2, experts=4, hidden=256, expert_size=64)
+    token, norms, products = stream(256, (128,))
+    layer = LayerOf(jnp.int32(1), 1, 0)
+
+    def step(apart, arena):
+        y, arena = mixture_of_experts(
+            x, ids, weights, gate_up, down, layer=layer, arena=arena, apart=apart,
+            implementation=implementation,
+        )  # fmt: skip
+        kernels = implementation != "xla"
+        assert isinstance(y, Unsummed) == (apart and kernels)
+        unnormed = Unnormed(
+            token, y, norms, layer=layer, eps=EPS, dtype=jnp.bfloat16,
+            implementation=implementation,
+        )  # fmt: skip
+        if not unnormed.serves(products, layer):
+            assert implementation == "xla"
+            return array_of(y, token.shape), unnormed.total
+        (found,) = unnormed.linears(products, layer=layer, out_dtypes=[jnp.float32])
+        return array_of(y, token.shape), unnormed.total, found
+
+    arena = lambda: Arena.allocate(scratch(**sizes))  # noqa: E731
+    found, apart = (jax.jit(step, static_argnums=0)(flag, arena()) for flag in (True, False))
+    for one, other in zip(found, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+    wanted = expected(x, ids, weights, gate_up[1], down[1])
+    np.testing.assert_allclose(found[0], wanted, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(found[1], token + found[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes, rows, expected",
+    [((3072, 576), 8, True), ((768, 576), 5, True), ((12288, 64), 11, False)],
+)
+def test_rows_are_summed_where_a_block_has_few_of_their_numbers(sizes, rows, expected):
+    weights = [jax.ShapeDtypeStruct((2, 2048, size), jnp.bfloat16) for size in sizes]
+    assert sums_parts(weights, rows) == expected
+
+
+def test_without_an_arena_the_sum_is_an_array():
+    args = moe_case(1, 4, 2)
+    y = mixture_of_experts(*args, layer=0, apart=True)
+    assert isinstance(y, jax.Array)
