@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxattn.cli.exit_codes import exit_code
-from jaxattn.cli.options.parser import VERSION, InputError, Parser
+from jaxattn.cli.options.parser import VERSION, InputError, OptionParser
 
 PROGRAM = "python -m jaxattn"
 COMMANDS = {
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(argv: Sequence[str] | None) -> int:
-    parser = Parser(prog=PROGRAM, description="Prints the commands of this package.")
+    parser = OptionParser(prog=PROGRAM, description="Prints the commands of this package.")
     parser.add_argument("--version", action="version", version=VERSION)
     _, given = parser.parse_known_args(argv)
     if given:

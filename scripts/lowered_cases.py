@@ -15,18 +15,18 @@ import jaxattn.mla
 from jaxattn import moe
 from jaxattn.arena import Arena
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.turboquant.codec import TurboFormat
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
 from jaxattn.kernels.turboquant.cache.dequantization import turbo_unpack_mosaic
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
 from jaxattn.ops.linear.linear import gated_layer, heads_layer, linear_layer
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
 from jaxattn.ops.moe.router_logits import choose_experts
-from jaxattn.ops.moe.router_shared_experts import open_experts
+from jaxattn.ops.moe.router_shared_experts import router_shared_experts
 from jaxattn.ops.moe.routing import Router, route
 from jaxattn.ops.turboquant.key_mean import MOST, SAMPLES
 
@@ -204,7 +204,7 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     scratch = jaxattn.gdn.scratch(batch=rows, q_len=q_len, num_v_heads=values)
 
     def op(*args: Any) -> Any:
-        arena, layer = jaxattn.Arena.allocate(scratch), LayerOf(args[-1], 3, 1)
+        arena, layer = jaxattn.Arena.allocate(scratch), StackedLayer(args[-1], 3, 1)
         options: Any = {"arena": arena, "layer": layer, **MOSAIC}
         return jaxattn.gated_delta_net_decode(*args[:-1], **options)
 
@@ -298,7 +298,7 @@ def norm(features: int) -> Launch:
     """Of a layer in a pattern."""
 
     def op(tokens: Any, weights: Any, repeat: Any) -> Any:
-        return rms_norm_layer(tokens, weights, layer=LayerOf(repeat, 3, 1), **MOSAIC)
+        return rms_norm_layer(tokens, weights, layer=StackedLayer(repeat, 3, 1), **MOSAIC)
 
     return op, (x(2, 3, features), f32(6, features), ints())
 
@@ -315,7 +315,7 @@ def linears(tokens: int, inner: int, *sizes: int, made: Any = x) -> Launch:
     """Of one stack of layers for each of the sizes."""
 
     def op(tokens: Any, layer: Any, *weights: Any) -> Any:
-        return linear_layer(tokens, weights, layer=LayerOf(layer, 2, 1), **MOSAIC)
+        return linear_layer(tokens, weights, layer=StackedLayer(layer, 2, 1), **MOSAIC)
 
     return op, (made(tokens, inner), ints(), *[made(4, inner, size) for size in sizes])
 
@@ -325,7 +325,7 @@ def fp8_linears(tokens: int, inner: int, *sizes: int, gated: bool = False) -> La
 
     def op(tokens: Any, layer: Any, weights: Any, scales: Any) -> Any:
         product = gated_fp8_layer if gated else linear_fp8_layer
-        return product(tokens, weights, scales, layer=LayerOf(layer, 2, 1), **MOSAIC)
+        return product(tokens, weights, scales, layer=StackedLayer(layer, 2, 1), **MOSAIC)
 
     weights = tuple(x(4, size, inner, dtype=jnp.float8_e4m3fn) for size in sizes)
     scales = tuple(f32(4, -(-size // 128), inner // 128) for size in sizes)
@@ -338,7 +338,7 @@ def normed_fp8_linears(inner: int, *sizes: int) -> Launch:
     def op(stream: Any, added: Any, norms: Any, layer: Any, weights: Any, scales: Any) -> Any:
         return linears_fp8_mosaic(
             stream, weights, scales, layer=layer, out_dtypes=[jnp.bfloat16] * len(sizes),
-            norm=Normed(added=added, weights=norms, affine=(2, 1), eps=1e-6),
+            norm=RmsNormPrologueParams(added=added, weights=norms, affine=(2, 1), eps=1e-6),
         )  # fmt: skip
 
     weights = tuple(x(4, size, inner, dtype=jnp.float8_e4m3fn) for size in sizes)
@@ -350,8 +350,10 @@ def normed_linears(inner: int, *sizes: int) -> Launch:
     """A token's residual sum, its norm, and the products that read it, in one launch."""
 
     def op(stream: Any, added: Any, norms: Any, layer: Any, *weights: Any) -> Any:
-        place = LayerOf(layer, 2, 1)
-        token = Unnormed(stream, added, norms, layer=place, eps=1e-6, dtype=jnp.bfloat16, **MOSAIC)
+        place = StackedLayer(layer, 2, 1)
+        token = PendingNorm(
+            stream, added, norms, layer=place, eps=1e-6, dtype=jnp.bfloat16, **MOSAIC
+        )
         assert token.serves(weights, place)
         return token.linears(weights, layer=place, out_dtypes=[jnp.bfloat16] * len(weights))
 
@@ -386,10 +388,10 @@ def opening(scores: Literal["softmax", "sigmoid"], always: int, width: int) -> L
     spec = moe.scratch(
         tokens=1, top_k=4 + always, experts=64 + always, hidden=2048, expert_size=width
     )
-    layer = LayerOf(jnp.int32(1), 2, 1)
+    layer = StackedLayer(jnp.int32(1), 2, 1)
 
     def op(x: Any, halves: Any, bias: Any, gate_up: Any, down: Any, valid: Any) -> Any:
-        ids, weights, listed, arena = open_experts(
+        ids, weights, listed, arena = router_shared_experts(
             x, halves, bias, gate_up, router, layer=layer, always=always, valid=valid,
             arena=Arena.allocate(spec), **MOSAIC,
         )  # fmt: skip

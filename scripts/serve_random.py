@@ -21,10 +21,10 @@ from jaxattn.bench.model.random_weights import random_params
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.serve import http_server
 from jaxattn.cli.serve.request_inputs import model_length, read_limits
-from jaxattn.cli.startup.compilation_cache import NONE, keep_compiled
+from jaxattn.cli.startup.compilation_cache import NONE, enable_compilation_cache
 from jaxattn.cli.startup.engine_startup import choose_device
-from jaxattn.cli.startup.model_source import Chosen, choose
-from jaxattn.cli.startup.stage_timings import Stages
+from jaxattn.cli.startup.model_source import ModelSource, choose
+from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG
 
 
@@ -37,7 +37,7 @@ class Drawn:
         return jax.block_until_ready(random_params(model))
 
 
-class Bare(Chosen):
+class Bare(ModelSource):
     """A model of which there is nothing but config.json."""
 
     def tokenizer(self) -> text.Tokenizer:
@@ -48,7 +48,7 @@ class Bare(Chosen):
 
 
 def main() -> int:
-    stages = Stages()
+    stages = StageTimings()
     stages.ended("imports")
     name, fields, _ = find(sys.argv[1])
     with tempfile.TemporaryDirectory() as parent:
@@ -61,7 +61,7 @@ def main() -> int:
     tokenizer = chosen.tokenizer()
     choose_device(options.device, options.implementation, options.utilization)
     if options.compile_cache not in (None, NONE):
-        keep_compiled(options.compile_cache)
+        enable_compilation_cache(options.compile_cache)
     stages.ended("device")
     messages = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     given = chosen, chosen.model(tokenizer), tokenizer, limits, options, messages, stages

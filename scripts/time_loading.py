@@ -29,11 +29,11 @@ import numpy as np
 
 from jaxattn.models.checkpoint.safetensors_header import DTYPES
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, INDEX
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.families.components.quantization import stored_as
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
-from jaxattn.models.weight_map.encodings import Part
+from jaxattn.models.weight_map.encodings import EncodedTensor
 
 SHARD_BYTES = 4 * 10**9
 CHUNK = 64 * 2**20
@@ -81,7 +81,7 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     config = V2_LITE | fields | ({"quantization_config": FP8} if weights == "fp8" else {})
 
-    def parts_of(layers: int) -> list[Part]:
+    def parts_of(layers: int) -> list[EncodedTensor]:
         return parts(config | {"num_hidden_layers": layers}, weights)
 
     two, three = (sum(map(_nbytes, parts_of(layers))) for layers in (2, 3))
@@ -98,10 +98,10 @@ def write_folder(
     return total
 
 
-def parts(config: dict[str, Any], weights: str) -> list[Part]:
+def parts(config: dict[str, Any], weights: str) -> list[EncodedTensor]:
     """The tensors of a folder with this configuration; of dtypes the first counts."""
-    placed = read_model(Fields(config, CONFIG)).placed()
-    found: dict[str, Part] = {}
+    placed = read_model(ConfigFields(config, CONFIG)).placed()
+    found: dict[str, EncodedTensor] = {}
     for each in placed:
         matrix = ".layers." in each.name and len(each.shape) == 2 and ".gate." not in each.name
         dtypes = {each.name: "float8_e4m3fn"} if matrix and weights == "fp8" else {}
@@ -110,12 +110,12 @@ def parts(config: dict[str, Any], weights: str) -> list[Part]:
     return list(found.values())
 
 
-def _nbytes(part: Part) -> int:
+def _nbytes(part: EncodedTensor) -> int:
     return math.prod(part.shape) * jnp.dtype(part.dtypes[0]).itemsize
 
 
-def _shards(found: list[Part]) -> Iterator[list[Part]]:
-    shard: list[Part] = []
+def _shards(found: list[EncodedTensor]) -> Iterator[list[EncodedTensor]]:
+    shard: list[EncodedTensor] = []
     size = 0
     for part in found:
         nbytes = _nbytes(part)
@@ -127,7 +127,7 @@ def _shards(found: list[Part]) -> Iterator[list[Part]]:
     yield shard
 
 
-def _write(file: BinaryIO, shard: list[Part], sparse: bool) -> int:
+def _write(file: BinaryIO, shard: list[EncodedTensor], sparse: bool) -> int:
     names = {dtype: name for name, dtype in DTYPES.items()}
     entries, end = {}, 0
     for part in shard:

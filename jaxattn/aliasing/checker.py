@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from jaxattn.aliasing.dataflow import Tracer
-from jaxattn.aliasing.hlo import Module
+from jaxattn.aliasing.dataflow import CopyAnalysis
+from jaxattn.aliasing.hlo import HloModule
 
 _ADVICE = "carry it whole, and after a write read only what was written"
 
@@ -26,7 +26,7 @@ class AliasingError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
+class BufferCopy:
     """An instruction that copies an argument, or part of one.
 
     Attributes:
@@ -67,10 +67,10 @@ class AliasingReport:
     donated_bytes: int
     aliased_bytes: int
     temp_bytes: int | None
-    copies: tuple[Copy, ...]
+    copies: tuple[BufferCopy, ...]
 
     @property
-    def largest_copy_in_loop(self) -> Copy | None:
+    def largest_copy_in_loop(self) -> BufferCopy | None:
         return next((copy for copy in self.copies if copy.loop), None)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ def check_aliasing(
         raise ValueError(
             "shallower=, layers=(of compiled, of shallower) and layer_bytes= go together"
         )
-    module = Module(compiled.as_text() or "")
+    module = HloModule(compiled.as_text() or "")
     if not module.entry:
         raise AliasingError("this backend gives no HLO text for a compiled step")
     leaves = _leaves(compiled, module)
@@ -191,14 +191,14 @@ def _unaliased(memory: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
+class _ArgumentLeaf:
     name: str
     donated: bool
     parameter: int | None  # of the entry computation; None when JAX dropped it as unused
     nbytes: int
 
 
-def _leaves(compiled: jax.stages.Compiled, module: Module) -> list[_Leaf]:
+def _leaves(compiled: jax.stages.Compiled, module: HloModule) -> list[_ArgumentLeaf]:
     flat = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
     # JAX drops unused arguments; in its public API, what tells is that they have no sharding.
     tree: Any = compiled.in_tree
@@ -221,14 +221,14 @@ def _leaves(compiled: jax.stages.Compiled, module: Module) -> list[_Leaf]:
         name = prefixes.get(path[:2], unnamed) + jax.tree_util.keystr(path[2:])
         whole = math.prod(info.shape) * info.dtype.itemsize
         nbytes = whole if number is None else parameters[number].nbytes  # of one device
-        leaves.append(_Leaf(name, info.donated, number, nbytes))
+        leaves.append(_ArgumentLeaf(name, info.donated, number, nbytes))
     return leaves
 
 
-def _copies(module: Module, leaves: list[_Leaf], memory: Any) -> list[Copy]:
+def _copies(module: HloModule, leaves: list[_ArgumentLeaf], memory: Any) -> list[BufferCopy]:
     """Every copy of an argument, largest first."""
     sizes = {leaf.parameter: leaf.nbytes for leaf in leaves if leaf.parameter is not None}
-    tracer = Tracer(module, sizes)
+    tracer = CopyAnalysis(module, sizes)
     outputs = tracer.run(
         module.entry, [{(): frozenset({n})} for n in range(len(module.parameters))]
     )
@@ -248,5 +248,5 @@ def _copies(module: Module, leaves: list[_Leaf], memory: Any) -> list[Copy]:
             no_op = plain and nbytes > room and parameter not in crossing
             if parameter == leaf.parameter and not no_op:
                 copied = min(nbytes, leaf.nbytes)
-                copies.append(Copy(leaf.name, copied, leaf.nbytes, loop, name, op_name))
+                copies.append(BufferCopy(leaf.name, copied, leaf.nbytes, loop, name, op_name))
     return sorted(copies, key=lambda copy: -copy.nbytes)

@@ -8,7 +8,7 @@ followed through tuples, loops, branches, calls, fusions and kernels that alias 
 import dataclasses
 from collections.abc import Collection, Iterator
 
-from jaxattn.aliasing.hlo import FREE, MOVES, UPDATES, Instruction, Module, Path
+from jaxattn.aliasing.hlo import FREE, MOVES, UPDATES, HloInstruction, HloModule, Path
 
 # Path into a value that may be a tuple -> entry parameters that the array there is a version of.
 Origins = dict[Path, frozenset[int]]
@@ -30,16 +30,18 @@ def _under(value: Origins, *path: int) -> Origins:
     return {path + p: origins for p, origins in value.items()}
 
 
-class Tracer:
+class CopyAnalysis:
     """Evaluates computations on origins and notes the copies that it meets."""
 
-    def __init__(self, module: Module, sizes: dict[int, int]):
+    def __init__(self, module: HloModule, sizes: dict[int, int]):
         self.module = module
         self.sizes = sizes
         # (parameter, instruction) -> bytes, whether it is a plain copy, loop, op_name
         self.found: dict[tuple[int, str], tuple[int, bool, str | None, str]] = {}
 
-    def note(self, i: Instruction, origins: Collection[int], nbytes: int, loop: str | None) -> None:
+    def note(
+        self, i: HloInstruction, origins: Collection[int], nbytes: int, loop: str | None
+    ) -> None:
         for origin in origins:
             noted = self.found.get((origin, i.name), (0,))[0]
             if nbytes > noted and origin in self.sizes:
@@ -77,8 +79,8 @@ class Tracer:
 
     def step(
         self,
-        within: dict[str, Instruction],
-        i: Instruction,
+        within: dict[str, HloInstruction],
+        i: HloInstruction,
         inputs: list[Origins],
         args: list[Origins],
         loop: str | None,
@@ -119,7 +121,7 @@ class Tracer:
             return _merge(*(_under(_at(inputs[n], *place), *out) for out, n, place in i.aliases))
         return self.computed(within, i, inputs)
 
-    def loop(self, i: Instruction, initial: Origins, quiet: bool) -> Origins:
+    def loop(self, i: HloInstruction, initial: Origins, quiet: bool) -> Origins:
         carry: Origins = {}
         while (grown := _merge(initial, carry)) != carry:
             carry = grown
@@ -131,7 +133,7 @@ class Tracer:
         return carry
 
     def computed(
-        self, within: dict[str, Instruction], i: Instruction, inputs: list[Origins]
+        self, within: dict[str, HloInstruction], i: HloInstruction, inputs: list[Origins]
     ) -> Origins:
         """What is computed from a leaf and has its type is its next version."""
         origins: set[int] = set()
@@ -150,7 +152,7 @@ class Tracer:
         """
         within, root = self.module.computations[computation], self.module.roots[computation]
 
-        def walk(i: Instruction, nbytes: int) -> Iterator[tuple[frozenset[int], int]]:
+        def walk(i: HloInstruction, nbytes: int) -> Iterator[tuple[frozenset[int], int]]:
             nbytes = min(nbytes, i.nbytes)
             if i.opcode == "parameter":
                 yield inputs[int(i.arguments)].get((), frozenset()), nbytes

@@ -34,7 +34,7 @@ UPDATES = frozenset({"dynamic-update-slice", "scatter"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line: `name = type opcode(arguments), attributes`."""
 
     name: str
@@ -94,15 +94,15 @@ class Instruction:
         return self.operands if self.opcode == "concatenate" else self.operands[:1]
 
 
-class Module:
+class HloModule:
     """Computations by name; their instructions by name, operands before users.
 
     `entry` is the name of the one that runs, "" if the text has none.
     """
 
     def __init__(self, text: str):
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        self.roots: dict[str, Instruction] = {}
+        self.computations: dict[str, dict[str, HloInstruction]] = {}
+        self.roots: dict[str, HloInstruction] = {}
         self.entry = name = ""
         for line in text.splitlines():
             if head := _COMPUTATION.match(line):
@@ -122,18 +122,18 @@ class Module:
         }
 
     @property
-    def parameters(self) -> list[Instruction]:
+    def parameters(self) -> list[HloInstruction]:
         entry = self.computations[self.entry].values()
         found = [instruction for instruction in entry if instruction.opcode == "parameter"]
         return sorted(found, key=lambda parameter: int(parameter.arguments))
 
 
-def _instruction(name: str, rest: str) -> Instruction:
+def _instruction(name: str, rest: str) -> HloInstruction:
     kind = _balanced(rest) if rest.startswith("(") else rest.partition(" ")[0]
     opcode, _, _ = rest[len(kind) :].lstrip().partition("(")
     rest = rest[len(kind) :].lstrip()[len(opcode) :]
     arguments = _balanced(rest)
-    return Instruction(name, kind, opcode, arguments[1:-1], rest[len(arguments) :])
+    return HloInstruction(name, kind, opcode, arguments[1:-1], rest[len(arguments) :])
 
 
 def _balanced(text: str) -> str:

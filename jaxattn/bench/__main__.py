@@ -48,7 +48,7 @@ from jaxattn.bench.attention import (
 )
 from jaxattn.bench.baselines import torch_baselines, triton_baselines
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.peak_rates import ceilings, of_ceilings
+from jaxattn.bench.harness.peak_rates import ceilings, peak_fractions
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.host import command as host
 from jaxattn.bench.layers import decode_step, linear, moe, moe_tile_configs
@@ -246,7 +246,7 @@ def measure(
         xla = not (args.no_peers or args.no_xla or args.implementation == "xla")
         row = module.measure(shape, args.implementation, xla=xla)
         if "burst" in facts:
-            row |= of_ceilings(row, facts)
+            row |= peak_fractions(row, facts)
         unit = roofline_plot.unit(row)
         for who, times in others.items():
             time = times.get(json.dumps(shape))
@@ -301,7 +301,7 @@ def answer(given: list[str]) -> int:
             roofline_plot.save(roofline_plot.load(args.run), args.plot)
         else:
             run(args, given)
-    except roofline_plot.PlotError as error:
+    except roofline_plot.BenchPlotError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     return 0

@@ -19,7 +19,7 @@ from jaxattn.cli.options.parser import ProseHelpFormatter
 UNITS = ("us", "ms", "s", "tokens/s")
 
 
-class NotComparable(Exception):
+class ComparisonError(Exception):
     """Two files whose times say nothing about each other; the message says why."""
 
 
@@ -32,13 +32,13 @@ def load(path: Path) -> dict[str, Any]:
     try:
         run = json.loads(path.read_text())
     except OSError as error:
-        raise NotComparable(f"cannot read {path}: {error.strerror}") from error
+        raise ComparisonError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise NotComparable(f"cannot read {path}: {error}") from error
+        raise ComparisonError(f"cannot read {path}: {error}") from error
     if not isinstance(run, dict) or not isinstance(run.get("rows"), list):
-        raise NotComparable(f"{path} is no result of a bench: it has no rows")
+        raise ComparisonError(f"{path} is no result of a bench: it has no rows")
     if "method" not in run:
-        raise NotComparable(
+        raise ComparisonError(
             f"{path} does not say how it was timed: an older version wrote it; run its bench again"
         )
     return run
@@ -61,7 +61,7 @@ def check(a: dict[str, Any], b: dict[str, Any]) -> None:
         if ours.get(name) != theirs.get(name)
     ]
     if different:
-        raise NotComparable(f"not comparable, they differ in {'; '.join(different)}")
+        raise ComparisonError(f"not comparable, they differ in {'; '.join(different)}")
 
 
 def name(row: dict[str, Any]) -> str:
@@ -98,8 +98,8 @@ def main(argv: Sequence[str], program: str) -> int:
         check(a, b)
         rows = list(compared(a, b))
         if not rows:
-            raise NotComparable("they have no time of one name in common")
-    except NotComparable as error:
+            raise ComparisonError("they have no time of one name in common")
+    except ComparisonError as error:
         print(f"{program} compare: {args.a}, {args.b}: {error}", file=sys.stderr)
         return 2
     show(f"A: {_said(a)}; B: {_said(b)}", rows)

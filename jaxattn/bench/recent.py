@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxattn import gdn, kda
 from jaxattn.bench.harness.numpy_reference import relative_l2
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.bench.linear_attention.delta_rule_decode import BARELY
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.gdn_decode.recent import PLACES
@@ -88,9 +88,9 @@ def check(shape: Shape, implementation: Implementation | None) -> float:
     return relative_l2(found[0][0], np.asarray(expected[0][0], np.float64))
 
 
-def op(shape: Shape, implementation: Implementation | None, filled: Any) -> Op:
+def op(shape: Shape, implementation: Implementation | None, filled: Any) -> TimedOp:
     given, pools = inputs(shape, BARELY)
-    return Op(call(shape, implementation), [(given, filled)], pools, layers=pools[0].shape[0])
+    return TimedOp(call(shape, implementation), [(given, filled)], pools, layers=pools[0].shape[0])
 
 
 def measure(

@@ -64,7 +64,7 @@ def code_of(ended: KeyboardInterrupt) -> int:
     return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
 
 
-class Asked:
+class InterruptRequest:
     """Whether Ctrl-C or SIGTERM came while `interrupts_raised` held.
 
     Attributes:
@@ -80,12 +80,12 @@ class Asked:
 
 
 @contextlib.contextmanager
-def interrupts_raised() -> Iterator[Asked]:
+def interrupts_raised() -> Iterator[InterruptRequest]:
     """Around what has something to report: Ctrl-C and SIGTERM raise KeyboardInterrupt.
 
     A second Ctrl-C ends a command at once. Elsewhere Ctrl-C does that already, and so does SIGTERM.
     """
-    asked = Asked()
+    asked = InterruptRequest()
     if threading.current_thread() is not threading.main_thread():
         yield asked  # only the main thread may say what a signal does
         return

@@ -20,20 +20,20 @@ from jaxattn.cli.options.parser import (
     VERSION,
     HelpFormatter,
     InputError,
-    Parser,
+    OptionParser,
     add_cache_format,
     add_dense,
     add_layout,
     in_options,
 )
 from jaxattn.cli.options.value_types import fraction, size, sizes
-from jaxattn.cli.plan_report import tell
+from jaxattn.cli.plan_report import report_plan
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device_memory import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models.catalog import public_models
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
-from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.checkpoint.native_format import CheckpointError, read_config
 from jaxattn.models.embedded.model import Hybrid
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
@@ -41,15 +41,15 @@ from jaxattn.models.registry import WeightsFormat
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.layout_plan import best_layout
-from jaxattn.plan.placement import CACHE_DTYPES, Placement
-from jaxattn.plan.scratch_comparison import Naive, of_model, published
+from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
+from jaxattn.plan.scratch_comparison import ScratchComparison, of_model, published
 
 PROGRAM = interrupt.program("plan")
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's options."""
-    root = Parser(
+    root = OptionParser(
         prog=PROGRAM,
         formatter_class=HelpFormatter,
         description="What memory a model takes on each GPU, to the byte and with the reason, and "
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Plans and prints."""
-    naive: Sequence[Naive] = published() if options.compare else ()
+    naive: Sequence[ScratchComparison] = published() if options.compare else ()
     if not options.model:
         raise InputError(
             f"name a model: {', '.join(public_models.NAMES)}, or a folder with a config.json"
@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> int:
         rows = max(limits.q_lens) * limits.batch // parallel.data
         ways = placement.ways if parallel.gpus == 1 else parallel.tensor
         naive = [*of_model(model, rows, ways, found["arena"]), *naive]
-    return tell(found, refused, options, naive)
+    return report_plan(found, refused, options, naive)
 
 
 def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
@@ -175,10 +175,10 @@ def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
 
 
 def make(
-    model: KnownModel,
+    model: ModelSizes,
     memory: DeviceMemory,
     limits: Limits,
-    placement: Placement,
+    placement: ModelPlacement,
     parallel: Parallel,
 ) -> tuple[MemoryPlan, PlanError | None]:
     """The plan, and why it does not fit."""
@@ -194,17 +194,17 @@ def make(
 
 
 def with_layout(
-    made: MemoryPlan, model: KnownModel, memory: DeviceMemory, limits: Limits, gpus: int
+    made: MemoryPlan, model: ModelSizes, memory: DeviceMemory, limits: Limits, gpus: int
 ) -> MemoryPlan:
     """The plan with the best layout that serves the model on so many GPUs, as flags."""
-    if gpus == 1 or not isinstance(model, BuiltModel):
+    if gpus == 1 or not isinstance(model, DecoderSizes):
         return made
     best = best_layout(model.model, memory, limits, gpus)
     found = best.flags if best else "none fits"
     return dataclasses.replace(made, facts=(*made.facts, ("best layout to serve", found)))
 
 
-def read_model(name: str, dense: WeightsFormat | None = None) -> KnownModel:
+def read_model(name: str, dense: WeightsFormat | None = None) -> ModelSizes:
     """A shipped model, or a folder's; `dense` as `jaxattn.models.load` has it.
 
     Raises:
@@ -216,13 +216,13 @@ def read_model(name: str, dense: WeightsFormat | None = None) -> KnownModel:
             if not {"model_type", "text_config"} & read_json(folder / CONFIG).keys():
                 if dense:
                     raise InputError(f"--dense {dense}: the config.json of {folder} says its dtype")
-                return BuiltModel.of(folder.name, Hybrid(read_config(folder)))
+                return DecoderSizes.of(folder.name, Hybrid(read_config(folder)))
         return public_models.load(name, dense)
-    except (public_models.KnownModelError, CheckpointError) as error:
+    except (public_models.CatalogError, CheckpointError) as error:
         raise InputError(" ".join(str(error).split())) from error
 
 
-def read_limits(options: argparse.Namespace, model: KnownModel) -> tuple[Limits, Placement]:
+def read_limits(options: argparse.Namespace, model: ModelSizes) -> tuple[Limits, ModelPlacement]:
     """Both, as the options say.
 
     Raises:
@@ -240,7 +240,7 @@ def read_limits(options: argparse.Namespace, model: KnownModel) -> tuple[Limits,
         cache_format=options.kv_cache_dtype,
         native_layers=options.kv_cache_native_layers,
     )
-    placement = Placement(
+    placement = ModelPlacement(
         gpus=options.gpus,
         attention=options.attention,
         cache_dtype=options.cache_dtype,

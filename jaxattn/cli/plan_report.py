@@ -16,8 +16,8 @@ from jaxattn.memory.device_memory import device_memory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
 from jaxattn.plan import plan
-from jaxattn.plan.plan_display import PlotError, print_plan, save_plot
-from jaxattn.plan.scratch_comparison import Naive
+from jaxattn.plan.plan_display import PlanPlotError, print_plan, save_plot
+from jaxattn.plan.scratch_comparison import ScratchComparison
 
 
 def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
@@ -37,14 +37,14 @@ def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
     except PlanError as error:
         assert error.plan is not None
         found, refused = error.plan, error
-    return tell(found, refused, options)
+    return report_plan(found, refused, options)
 
 
-def tell(
+def report_plan(
     found: MemoryPlan,
     refused: Exception | None,
     options: argparse.Namespace,
-    naive: Sequence[Naive] = (),
+    naive: Sequence[ScratchComparison] = (),
 ) -> int:
     """Prints a plan on stdout, as a table or by --json, and draws it for --plot: 0.
 
@@ -65,7 +65,7 @@ def tell(
     if options.plot:
         try:
             save_plot(found, options.plot)
-        except PlotError as error:
+        except PlanPlotError as error:
             raise InputError(str(error)) from error
     if refused is not None:
         raise InputError(in_options(refused))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 
-class Group(NamedTuple):
+class KeywordGroup(NamedTuple):
     """An argument that stands for keywords of an older version.
 
     Attributes:
@@ -19,7 +19,7 @@ class Group(NamedTuple):
 
 
 def with_older_keywords[**P, R](
-    **groups: Group,
+    **groups: KeywordGroup,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: the older keywords of each named group still work, with a DeprecationWarning.
 

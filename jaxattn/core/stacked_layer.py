@@ -7,7 +7,7 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerOf:
+class StackedLayer:
     """A layer of a repeated pattern, `repeat * per_repeat + place`, for the kernel to work out.
 
     In a loop over repeats XLA would run a kernel of its own for each such number.
@@ -24,15 +24,15 @@ class LayerOf:
         return self.repeat * self.per_repeat + self.place
 
 
-def taken_apart(layer: Any) -> tuple[Any, tuple[int, int], Any]:
+def split_layer_index(layer: Any) -> tuple[Any, tuple[int, int], Any]:
     """(n, (a, b), layer) with `layer = a * n + b` as a number: a kernel takes n, a and b."""
-    if isinstance(layer, LayerOf):
+    if isinstance(layer, StackedLayer):
         return layer.repeat, (layer.per_repeat, layer.place), layer.index
     return layer, (1, 0), layer
 
 
-def number_to_check(layer: Any) -> Any:
-    """What `check_layer` takes of a layer that may be a `LayerOf`: traced, its repeat will do."""
-    if not isinstance(layer, LayerOf):
+def checkable_layer(layer: Any) -> Any:
+    """What `check_layer` takes of a layer that may be a `StackedLayer`: traced, its repeat will do."""
+    if not isinstance(layer, StackedLayer):
         return layer
     return layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index

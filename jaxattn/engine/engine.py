@@ -20,7 +20,7 @@ import jax
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compilation.compiler import OnCompile
 from jaxattn.engine.execution.output_processor import Detokenize
-from jaxattn.engine.lifecycle import Lifecycle
+from jaxattn.engine.lifecycle import EngineLifecycle
 from jaxattn.engine.requests.outputs import (
     Completion,
     Event,
@@ -30,11 +30,11 @@ from jaxattn.engine.requests.outputs import (
     TokenEvent,
 )
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.requests.request_ids import MOST_IDS, all_numbered, numbered
-from jaxattn.engine.requests.stats import Clock, Stats
-from jaxattn.engine.runtime.gc_pause import unsearched
+from jaxattn.engine.requests.request_ids import MOST_IDS, assign_request_ids, numbered
+from jaxattn.engine.requests.stats import GenerationStats, RequestTimes
+from jaxattn.engine.runtime.gc_pause import gc_paused
 from jaxattn.engine.runtime.thread_guard import EngineBusyError as EngineBusyError
-from jaxattn.engine.startup.engine_build import Prepared, prepare
+from jaxattn.engine.startup.engine_build import EngineBuild, prepare
 from jaxattn.engine.startup.placed_params import packed_params
 from jaxattn.engine.startup.warmup import check_arrays
 from jaxattn.memory.limits import Limits
@@ -45,7 +45,7 @@ OnToken = Callable[[Request, int], None]
 OnFinish = Callable[[Completion], None]
 
 
-class Engine(Lifecycle):
+class Engine(EngineLifecycle):
     """A model compiled for `Limits`. One thread at a time; another gets an `EngineBusyError`.
 
     Args:
@@ -97,7 +97,7 @@ class Engine(Lifecycle):
 
     @classmethod
     def of(
-        cls, prepared: Prepared, *, strict: bool = False, detokenize: Detokenize | None = None
+        cls, prepared: EngineBuild, *, strict: bool = False, detokenize: Detokenize | None = None
     ) -> Self:
         """An engine of what `prepare` made; `start(params)` gives it its parameters."""
         engine = cls.__new__(cls)
@@ -203,12 +203,12 @@ class Engine(Lifecycle):
                     "generate: requests that were added are not done; call step() until the engine "
                     "is not busy"
                 )
-            return self._generate(all_numbered(requests), on_token, on_finish)
+            return self._generate(assign_request_ids(requests), on_token, on_finish)
 
     def _generate(
         self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None
     ) -> list[Completion]:
-        self._endings.stats, started = Stats(), time.perf_counter()
+        self._endings.stats, started = GenerationStats(), time.perf_counter()
         done: dict[int | None, Completion] = {}
         try:
             self._start()
@@ -216,7 +216,7 @@ class Engine(Lifecycle):
             for request in requests:
                 self._add(request)
             while self.busy:
-                with unsearched():
+                with gc_paused():
                     self._round(done, on_token, on_finish)
         except KeyboardInterrupt as interrupt:
             self._interrupt(requests, done)
@@ -260,7 +260,7 @@ class Engine(Lifecycle):
         if request.id in self._endings.clocks:
             raise ValueError(f"a request with id {request.id} is running or waiting")
         self._next_id = (request.id + 1) % MOST_IDS
-        self._endings.clocks[request.id] = Clock(time.perf_counter())
+        self._endings.clocks[request.id] = RequestTimes(time.perf_counter())
         self._submit(request)
         return request.id
 

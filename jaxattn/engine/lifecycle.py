@@ -6,23 +6,23 @@ from typing import Any, Self
 import jax
 
 from jaxattn.engine.compilation.sharded_step import group_of
-from jaxattn.engine.distributed.driver import Leader, run_as_told
-from jaxattn.engine.distributed.process_group import Crew
+from jaxattn.engine.distributed.driver import DriverRunner, run_worker_loop
+from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.distributed.transport import HostError
-from jaxattn.engine.execution.model_runner import Runner
-from jaxattn.engine.execution.output_processor import Detokenize, Endings
-from jaxattn.engine.execution.overlap_loop import Loop
+from jaxattn.engine.execution.model_runner import ModelRunner
+from jaxattn.engine.execution.output_processor import Detokenize, OutputProcessor
+from jaxattn.engine.execution.overlap_loop import OverlapLoop
 from jaxattn.engine.requests.outputs import FinishReason
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.requests.stats import Stats
-from jaxattn.engine.runtime.process_state import PROCESS
-from jaxattn.engine.runtime.recompilation_guard import Seal
-from jaxattn.engine.runtime.thread_guard import Owner
-from jaxattn.engine.scheduling.prefix_cache import Counts
+from jaxattn.engine.requests.stats import GenerationStats
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
+from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard
+from jaxattn.engine.runtime.thread_guard import ThreadGuard
+from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
 from jaxattn.engine.scheduling.scheduler import Scheduler
-from jaxattn.engine.startup.engine_build import Prepared, of_this_process
+from jaxattn.engine.startup.engine_build import EngineBuild, of_this_process
 from jaxattn.engine.startup.placed_params import checked_params, packed_params
-from jaxattn.engine.startup.warmup import allocated, check_arrays, measured, tried
+from jaxattn.engine.startup.warmup import allocate_state, check_arrays, profile_memory, trial_run
 from jaxattn.engine.steps.engine_state import recurrent
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.budget import MemoryPlan
@@ -31,7 +31,7 @@ from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 
 
-class Lifecycle:
+class EngineLifecycle:
     """What of an `Engine` is there between requests.
 
     Attributes:
@@ -40,20 +40,20 @@ class Lifecycle:
     """
 
     scheduler: Scheduler
-    seal: Seal
+    seal: RecompilationGuard
 
     def _open(
-        self, prepared: Prepared, params: Any, strict: bool, detokenize: Detokenize | None
+        self, prepared: EngineBuild, params: Any, strict: bool, detokenize: Detokenize | None
     ) -> None:
         self._prepared, self._params = prepared, params
-        self._runner: Runner | None = None
-        self._loop: Loop | None = None
-        self._owner = Owner()
+        self._runner: ModelRunner | None = None
+        self._loop: OverlapLoop | None = None
+        self._owner = ThreadGuard()
         self._next_id = 0
-        self.seal = Seal(strict=strict)
+        self.seal = RecompilationGuard(strict=strict)
         self.scheduler = _scheduler(prepared)
-        self._endings = Endings(self.scheduler, detokenize)
-        PROCESS.opened(self)
+        self._endings = OutputProcessor(self.scheduler, detokenize)
+        PROCESS_STATE.opened(self)
 
     @property
     def model(self) -> Model:
@@ -68,7 +68,7 @@ class Lifecycle:
         return self._prepared.plan
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> GenerationStats:
         return self._endings.stats
 
     @property
@@ -77,7 +77,7 @@ class Lifecycle:
         return self._prepared.steps.executables
 
     @property
-    def prefixes(self) -> Counts:
+    def prefixes(self) -> PrefixCacheStats:
         """Tokens of prompts that were looked up in the cache of prefixes, and found there."""
         return self.scheduler.prefix_counts
 
@@ -134,7 +134,9 @@ class Lifecycle:
         if self._runner is not None and not self._runner.lost:
             return
         self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
-        if isinstance(self._runner, Leader):  # and so are those of the others, which wait for it
+        if isinstance(
+            self._runner, DriverRunner
+        ):  # and so are those of the others, which wait for it
             lost = "a step of process 0 failed, and its state is lost; start all processes again"
             self._runner.crew.end_all(lost)
             raise HostError(lost)
@@ -142,37 +144,37 @@ class Lifecycle:
             self._runner.delete()
         self._runner = self._loop = None
         with jax.default_device(of_this_process(self._prepared.devices)[0]):
-            self._prepared = tried(self._prepared, self._params)
-            PROCESS.closed(self)  # its own temp is a line of its plan
+            self._prepared = trial_run(self._prepared, self._params)
+            PROCESS_STATE.closed(self)  # its own temp is a line of its plan
             try:
-                self._replan(measured(self._prepared, self._params))
+                self._replan(profile_memory(self._prepared, self._params))
             finally:
-                PROCESS.opened(self)
-            state, rows = allocated(self._prepared, self._params)
+                PROCESS_STATE.opened(self)
+            state, rows = allocate_state(self._prepared, self._params)
         weights = tuple(jax.tree.leaves(self._params))
         executables = self._prepared.steps.executables
         group = group_of(self.model, self._prepared.devices)
-        self._runner = Runner(self.limits, executables, weights, state, rows, self.seal, group)
-        self._loop = Loop(self.scheduler, self._runner, self._endings)
+        self._runner = ModelRunner(self.limits, executables, weights, state, rows, self.seal, group)
+        self._loop = OverlapLoop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
 
-    def lead(self, crew: Crew) -> None:
+    def lead(self, crew: ProcessGroup) -> None:
         """Starts the engine, of which other processes run a part, and leads them from here on.
 
         Args:
-            crew: `Crew.leading`'s; it ends with `close`.
+            crew: `ProcessGroup.leading`'s; it ends with `close`.
         """
         with self._alone("lead", nested=True):
             self._start()
             assert self._runner is not None
-            self._runner = Leader.of(self._runner, crew)
-            self._loop = Loop(self.scheduler, self._runner, self._endings)
+            self._runner = DriverRunner.of(self._runner, crew)
+            self._loop = OverlapLoop(self.scheduler, self._runner, self._endings)
 
-    def follow(self, crew: Crew) -> None:
+    def follow(self, crew: ProcessGroup) -> None:
         """Starts the engine and sends the leader's steps, until the leader closes its engine.
 
         Args:
-            crew: `Crew.following`'s.
+            crew: `ProcessGroup.following`'s.
 
         Raises:
             HostError: the leader is gone.
@@ -181,9 +183,9 @@ class Lifecycle:
             self._start()
             assert self._runner is not None
             with self.seal.watch():
-                run_as_told(self._runner, crew)
+                run_worker_loop(self._runner, crew)
 
-    def _replan(self, prepared: Prepared) -> None:
+    def _replan(self, prepared: EngineBuild) -> None:
         """Goes on with another plan; with fewer pages, requests that wait may be refused."""
         before, self._prepared = self._prepared, prepared
         if prepared.limits != before.limits:
@@ -205,7 +207,7 @@ class Lifecycle:
             return
         with self._alone("close"):
             self._owner.closed = True
-            PROCESS.closed(self)
+            PROCESS_STATE.closed(self)
             self._clear()
             if self._runner is not None:
                 self._runner.delete()
@@ -245,6 +247,6 @@ class Lifecycle:
             self._loop.drop()
 
 
-def _scheduler(prepared: Prepared) -> Scheduler:
+def _scheduler(prepared: EngineBuild) -> Scheduler:
     model = prepared.model
     return Scheduler(prepared.limits, model.vocab_size, recurrent=recurrent(model))

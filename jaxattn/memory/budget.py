@@ -35,7 +35,7 @@ class PlanError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
+class PlanItem:
     """One line of a plan.
 
     Attributes:
@@ -49,13 +49,13 @@ class Item:
     name: str
     nbytes: int
     why: str
-    parts: tuple["Item", ...] = ()
+    parts: tuple["PlanItem", ...] = ()
     basis: str = "shapes"
     outside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class MemoryBudget:
     """What a plan may take of a device.
 
     Attributes:
@@ -102,8 +102,8 @@ class MemoryPlan:
         notes: every assumption.
     """
 
-    items: tuple[Item, ...]
-    budget: Budget | None = None
+    items: tuple[PlanItem, ...]
+    budget: MemoryBudget | None = None
     title: str = ""
     facts: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
@@ -196,7 +196,7 @@ def check_allocated(what: str, tree: Any, planned: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Solution:
+class CapacitySolution:
     """The most pages that fit, and the steps that led there: (pages at most, pages at least)."""
 
     pages: int
@@ -210,7 +210,7 @@ def solve(
     workspace: Callable[[int], int],
     *,
     most: int | None = None,
-) -> Solution:
+) -> CapacitySolution:
     """The largest number of pages with `pages * page_bytes + workspace(pages) <= available`.
 
     From both sides: the pages that fit beside no workspace are too many, those that fit beside the
@@ -247,7 +247,7 @@ def solve(
         steps.append((high, low))
     if low * page_bytes + workspace(low) > available:
         low = 0  # not even the workspace of an empty cache fits
-    return Solution(low, workspace(low), tuple(steps))
+    return CapacitySolution(low, workspace(low), tuple(steps))
 
 
 def check_utilization(value: Any) -> None:

@@ -13,7 +13,7 @@ TOO_SMALL = 7  # NVML_ERROR_INSUFFICIENT_SIZE: the count says how many there are
 UNKNOWN = 2**64 - 1
 
 
-class _Held(ctypes.Structure):
+class _NvmlProcessInfo(ctypes.Structure):
     """nvmlProcessInfo_t."""
 
     _fields_ = (
@@ -56,7 +56,7 @@ def process_bytes(device: jax.Device) -> int | None:
 def _of(pid: int, library: ctypes.CDLL, handle: ctypes.c_void_p) -> int | None:
     room = 64
     while True:
-        count, found = ctypes.c_uint(room), (_Held * room)()
+        count, found = ctypes.c_uint(room), (_NvmlProcessInfo * room)()
         failed = library.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), found)
         if failed != TOO_SMALL:
             break

@@ -42,14 +42,16 @@ _IN_PLACE = {
 _VIEWS = {"squeeze", "broadcast_in_dim"}
 
 
-class Bound(NamedTuple):
+class TempBound(NamedTuple):
     """Of a step: bytes that XLA's temp cannot exceed, and what it returns, as shapes."""
 
     temp: int
     results: Any
 
 
-def temp_bound(step: Any, *args: Any, donated: int, axes: Mapping[str, int] | None = None) -> Bound:
+def temp_bound(
+    step: Any, *args: Any, donated: int, axes: Mapping[str, int] | None = None
+) -> TempBound:
     """What one trace of a step says of its memory.
 
     Args:
@@ -63,7 +65,7 @@ def temp_bound(step: Any, *args: Any, donated: int, axes: Mapping[str, int] | No
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     first = sum(counts[:donated])
     mine = set(range(first, first + counts[donated]))
-    return Bound(_peak(closed.jaxpr, mine)[0] + LIBRARY_WORKSPACE, results)
+    return TempBound(_peak(closed.jaxpr, mine)[0] + LIBRARY_WORKSPACE, results)
 
 
 # What a result costs whoever calls: bytes of its own; none, as it is a donated buffer, updated in

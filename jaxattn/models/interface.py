@@ -23,7 +23,7 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.caches.layer_cache import CacheSize, DecodeState, LayerCache
-from jaxattn.parallel import ALONE, Group, Parallel, Vocabulary
+from jaxattn.parallel import ALONE, DeviceGroup, Parallel, ShardedVocabulary
 
 
 @jax.tree_util.register_dataclass
@@ -86,9 +86,9 @@ class Model(abc.ABC):
         return ALONE
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> ShardedVocabulary:
         """The tokens that the steps of one GPU return logits of."""
-        return Vocabulary(self.vocab_size)
+        return ShardedVocabulary(self.vocab_size)
 
     @property
     def logit_columns(self) -> int:
@@ -203,7 +203,7 @@ class Model(abc.ABC):
         """The PartitionSpec of each parameter, before `pack`."""
         return jax.tree.map(lambda _: PartitionSpec(), self.param_shapes())
 
-    def place_params(self, params: Any, group: Group) -> Any:
+    def place_params(self, params: Any, group: DeviceGroup) -> Any:
         """The whole model's parameters over a group, each GPU's share on its device."""
         raise TypeError(f"{type(self).__name__} runs on one GPU")
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Literal, NamedTuple
 
-from jaxattn.core.validation.config_fields import shown
+from jaxattn.core.validation.config_fields import short_repr
 from jaxattn.models.blocks import Block, MoE
 from jaxattn.models.families import (
     bailing_hybrid,
@@ -17,7 +17,7 @@ from jaxattn.models.families import (
     qwen3_next,
     youtu,
 )
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.quantization import (
     Quantization,
     listed_floats,
@@ -25,7 +25,7 @@ from jaxattn.models.families.components.quantization import (
 )
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
-from jaxattn.models.weight_map.tensor_mapping import Placed
+from jaxattn.models.weight_map.tensor_mapping import WeightMapping
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
@@ -48,7 +48,7 @@ WEIGHTS_FORMATS = ("fp8", "bfloat16")
 DENSE: WeightsFormat = "fp8"
 
 
-class Published(NamedTuple):
+class PublishedModel(NamedTuple):
     """What a config.json says.
 
     Attributes:
@@ -62,7 +62,7 @@ class Published(NamedTuple):
     skipped: tuple[str, ...]
     quantization: Quantization | None
 
-    def placed(self, names: Collection[str] = ()) -> list[Placed]:
+    def placed(self, names: Collection[str] = ()) -> list[WeightMapping]:
         """Where each tensor goes.
 
         Args:
@@ -70,7 +70,7 @@ class Published(NamedTuple):
         """
         return list(kept(self.model.spec, self.family.placed(self.model, names)))
 
-    def as_stored(self, dtypes: Mapping[str, str]) -> "Published":
+    def as_stored(self, dtypes: Mapping[str, str]) -> "PublishedModel":
         """The same, in which FP8 linears are floats if a weight of that name is stored so.
 
         Args:
@@ -82,7 +82,7 @@ class Published(NamedTuple):
         return self._replace(model=with_fp8_linears(self.model, floats))
 
 
-def family_of(fields: Fields) -> ModuleType:
+def family_of(fields: ConfigFields) -> ModuleType:
     """The file that knows a config.json.
 
     Raises:
@@ -91,17 +91,17 @@ def family_of(fields: Fields) -> ModuleType:
     kind = fields.values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(
-            f"{fields.where}: model_type {shown(kind)} is not supported; supported are "
+            f"{fields.where}: model_type {short_repr(kind)} is not supported; supported are "
             f"{', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[kind]
 
 
 def read_model(
-    fields: Fields,
+    fields: ConfigFields,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
-) -> Published:
+) -> PublishedModel:
     """The model of a config.json, and where its tensors go.
 
     Args:
@@ -115,11 +115,11 @@ def read_model(
     """
     family = family_of(fields)
     model, quantization = read_decoder(fields, experts, dense)
-    return Published(model, family, family.skipped(fields), quantization)
+    return PublishedModel(model, family, family.skipped(fields), quantization)
 
 
 def read_decoder(
-    fields: Fields, experts: WeightsFormat | None = None, dense: WeightsFormat | None = None
+    fields: ConfigFields, experts: WeightsFormat | None = None, dense: WeightsFormat | None = None
 ) -> tuple[DecoderModel, Quantization | None]:
     """The model of a config.json and the quantization of its weights, as `read_model`."""
     family, fields = family_of(fields), fields.text()
@@ -127,7 +127,7 @@ def read_decoder(
     model = family.read_model(fields)
     for name, value in (("experts", experts), ("dense", dense)):
         if value not in (None, *WEIGHTS_FORMATS):
-            raise ConfigError(f"{name} must be None, 'fp8' or 'bfloat16'; got {shown(value)}")
+            raise ConfigError(f"{name} must be None, 'fp8' or 'bfloat16'; got {short_repr(value)}")
         if value == "fp8" and quantization != "fp8":
             stored = quantization or "floats"
             raise ConfigError(

@@ -13,10 +13,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.numerics.fp8_block_scaling import dequantize, in_order, in_pairs, quantize
-from jaxattn.nn.linear import InStack, Linear, matmul, normal
+from jaxattn.core.numerics.fp8_block_scaling import (
+    deinterleave_columns,
+    dequantize,
+    interleave_columns,
+    quantize,
+)
+from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer, refusal
-from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 
 
 class Fp8Linear(Linear):
@@ -33,23 +38,23 @@ class Fp8Linear(Linear):
     def _new_weight(self, rngs: nnx.Rngs, stddev: float, dtype: DTypeLike) -> None:
         shape = (self.out_features, self.in_features)
         numbers, scales = quantize(normal(rngs, shape, stddev, jnp.float32))
-        self.weight, self.scale = nnx.Param(in_pairs(numbers)), nnx.Param(scales)
-        self.scale_in_stack: InStack | None = None
+        self.weight, self.scale = nnx.Param(interleave_columns(numbers)), nnx.Param(scales)
+        self.scale_in_stack: StackedWeight | None = None
 
-    def __call__(self, x: Float[Array, "*T K"] | Unnormed) -> Float[Array, "*T N"]:
+    def __call__(self, x: Float[Array, "*T K"] | PendingNorm) -> Float[Array, "*T N"]:
         x = tokens_of(x)
         if _served(x, self):
             return self.together(x, self)[0]
-        wide = dequantize(in_order(self.weight[...]), self.scale[...], self.dtype)
+        wide = dequantize(deinterleave_columns(self.weight[...]), self.scale[...], self.dtype)
         return matmul(x, wide.T, self.dtype, self.out_dtype)
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False
+        x: Float[Array, "*T K"] | PendingNorm, *modules: Any, give: bool = False
     ) -> tuple[Float[Array, "*T N"], ...]:
         weights, scales = _stacks(*modules)
         out_dtypes = [module.out_dtype for module in modules]
-        if isinstance(x, Unnormed):
+        if isinstance(x, PendingNorm):
             layer = weights[0].layer if weights else None
             numbers = [each.weights for each in weights]
             if layer and x.serves(numbers, layer, scales):
@@ -69,7 +74,7 @@ class Fp8Linear(Linear):
         )
 
 
-class Beside(NamedTuple):
+class ExtraFp8Weights(NamedTuple):
     """FP8 weights that are in no module, of a launch with an `Fp8Linear`.
 
     Attributes:
@@ -77,13 +82,13 @@ class Beside(NamedTuple):
         out_dtype: of the products.
     """
 
-    weights: InStack
-    scales: InStack
+    weights: StackedWeight
+    scales: StackedWeight
     out_dtype: jnp.dtype
 
 
-def with_beside(
-    x: Float[Array, "*T K"] | Unnormed, module: Linear, beside: Beside | None
+def linears_with_extra(
+    x: Float[Array, "*T K"] | PendingNorm, module: Linear, beside: ExtraFp8Weights | None
 ) -> tuple[Float[Array, "*T N"], Float[Array, "*T M"]] | None:
     """The products with a module's weights and those beside it, in one launch; None where the
     kernel does not serve."""
@@ -95,7 +100,7 @@ def with_beside(
     numbers = [weights[0].weights, beside.weights.weights]
     scales, layer = [*scales, beside.scales.weights], weights[0].layer
     out_dtypes = [module.out_dtype, beside.out_dtype]
-    if isinstance(x, Unnormed) and x.serves(numbers, layer, scales):
+    if isinstance(x, PendingNorm) and x.serves(numbers, layer, scales):
         one, other = x.linears(numbers, layer=layer, out_dtypes=out_dtypes, scales=scales)
         return one, other
     if not _served(tokens_of(x), module):
@@ -133,7 +138,7 @@ def new_linear(fp8: Collection[str], name: str, *sizes: int, **options: Any) -> 
     return kind(*sizes, **options)
 
 
-def _stacks(*modules: Fp8Linear) -> tuple[list[InStack], list[Array]]:
+def _stacks(*modules: Fp8Linear) -> tuple[list[StackedWeight], list[Array]]:
     """Where weights lie in stacks, and the stacks of their scales; both empty if one does not."""
     weights = [module.in_stack for module in modules if module.in_stack is not None]
     scales = [module.scale_in_stack for module in modules if module.scale_in_stack is not None]

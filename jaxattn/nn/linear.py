@@ -19,16 +19,16 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features, check_sizes
-from jaxattn.core.validation.shard_map_axes import vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes
 from jaxattn.ops.linear.linear import (
     heads_layer,
     heads_serve,
     kernel_serves,
     linear_layer,
 )
-from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 
 
 def matmul(
@@ -46,7 +46,7 @@ def matmul(
     check_features("matmul", x, "K", "weight", tuple(weight.shape), 0)
     # One axis of tokens: XLA's CPU backend (jax 0.11.2) has no bfloat16 product summed in float32
     # for every layout that several axes can lead to ("Unsupported element type for DotThunk").
-    tokens, weight = vary_alike((x.reshape(-1, x.shape[-1]), weight))
+    tokens, weight = match_varying_axes((x.reshape(-1, x.shape[-1]), weight))
     dtypes = tuple(jnp.dtype(d) for d in (dtype, out_dtype, x.dtype, weight.dtype))
     out = _matmul(tokens, weight, dtypes)
     return out.reshape(*x.shape[:-1], weight.shape[-1])
@@ -82,7 +82,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class InStack:
+class StackedWeight:
     """Where a decode step finds a weight of a module.
 
     The kernel takes what it serves, and XLA the rest, whatever implementation is named.
@@ -94,7 +94,7 @@ class InStack:
     """
 
     weights: Float[Array, "L *H K N"]
-    layer: LayerOf
+    layer: StackedLayer
     implementation: Implementation | None
 
     def of_heads(
@@ -112,7 +112,9 @@ class InStack:
             implementation=self.implementation,
         )
 
-    def serves(self, x: Array, dtype: jnp.dtype, *beside: "InStack", gated: bool = False) -> bool:
+    def serves(
+        self, x: Array, dtype: jnp.dtype, *beside: "StackedWeight", gated: bool = False
+    ) -> bool:
         """Whether the kernel takes x, to be rounded to `dtype`, and these weights."""
         if self.implementation == "xla" or self.weights.dtype != dtype:
             return False
@@ -149,14 +151,14 @@ class Linear(nnx.Module):
         check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.dtype, self.out_dtype = jnp.dtype(dtype), jnp.dtype(out_dtype)
-        self.in_stack: InStack | None = None
+        self.in_stack: StackedWeight | None = None
         self._new_weight(rngs, init_scale * in_features**-0.5, param_dtype)
 
     def _new_weight(self, rngs: nnx.Rngs, stddev: float, dtype: DTypeLike) -> None:
         shape = (self.in_features, self.out_features)
         self.weight = nnx.Param(normal(rngs, shape, stddev, dtype))
 
-    def __call__(self, x: Float[Array, "*T K"] | Unnormed) -> Float[Array, "*T N"]:
+    def __call__(self, x: Float[Array, "*T K"] | PendingNorm) -> Float[Array, "*T N"]:
         x = tokens_of(x)
         if self.in_stack is not None and self.in_stack.serves(x, self.dtype):
             return self.together(x, self)[0]
@@ -164,16 +166,16 @@ class Linear(nnx.Module):
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | Unnormed, *modules: Any, give: bool = False
+        x: Float[Array, "*T K"] | PendingNorm, *modules: Any, give: bool = False
     ) -> tuple[Float[Array, "*T N"], ...]:
         """`module(x)` for each module of this kind, see `linears`.
 
         Args:
-            give: whether an `Unnormed` x keeps the normed token, for others that read it.
+            give: whether an `PendingNorm` x keeps the normed token, for others that read it.
         """
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
-        if isinstance(x, Unnormed):
+        if isinstance(x, PendingNorm):
             weights = [place.weights for place in places]
             if len(places) == len(modules) and x.serves(weights, places[0].layer):
                 return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give)
@@ -190,11 +192,11 @@ class Linear(nnx.Module):
 
 
 def linears(
-    x: Float[Array, "*T K"] | Unnormed, *modules: Linear, split: bool = False
+    x: Float[Array, "*T K"] | PendingNorm, *modules: Linear, split: bool = False
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
-    If x is an `Unnormed`, the launch makes the norm too, where it can. Modules of another kind,
+    If x is an `PendingNorm`, the launch makes the norm too, where it can. Modules of another kind,
     such as those with FP8 weights, have a launch of their own.
 
     Args:

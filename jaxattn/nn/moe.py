@@ -12,14 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
-from jaxattn.ops.linear.norm_linear import Unnormed, Unsummed, tokens_of
-from jaxattn.ops.moe.experts import Listed, mixture_of_experts
-from jaxattn.ops.moe.router_logits import added_up, choose_experts, router_products
-from jaxattn.ops.moe.router_shared_experts import open_experts, opens
+from jaxattn.ops.linear.norm_linear import ExpertOutputs, PendingNorm, tokens_of
+from jaxattn.ops.moe.experts import RoutedToken, mixture_of_experts
+from jaxattn.ops.moe.router_logits import choose_experts, router_products, sum_split_logits
+from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
 from jaxattn.ops.moe.routing import Router, route_serves
 
 type WeightFormat = Literal["fp8"]
@@ -28,7 +28,7 @@ type WeightFormat = Literal["fp8"]
 EXPERTS = ("gate_up_proj", "down_proj")
 
 
-class Share(NamedTuple):
+class ExpertShare(NamedTuple):
     """The experts of one of several GPUs, which are neighbours.
 
     Attributes:
@@ -133,17 +133,17 @@ class MixtureOfExperts(nnx.Module):
             for name in EXPERTS:
                 stacks[name] = stacks[name].astype(self.dtype)
         gate = self.shared_gate[...] if self.has_gate else None
-        only = LayerOf(jnp.int32(0), 1, 0)
+        only = StackedLayer(jnp.int32(0), 1, 0)
         return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate))[0]
 
     def step(
         self,
-        x: Float[Array, "*T F"] | Unnormed,
+        x: Float[Array, "*T F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: LayerOf,
+        layer: StackedLayer,
         *,
         valid: Bool[Array, "*T"] | Int[Array, "*T"] | None = None,
-        share: Share | None = None,
+        share: ExpertShare | None = None,
         arena: Arena | None = None,
         apart: bool = False,
         implementation: Implementation | None = None,
@@ -160,12 +160,12 @@ class MixtureOfExperts(nnx.Module):
             share: which experts are this GPU's, where others have the rest; the output is its part
                 of the sum.
             arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
-            apart: whether the sum may be the experts' `Unsummed`, see `mixture_of_experts`.
+            apart: whether the sum may be the experts' `ExpertOutputs`, see `mixture_of_experts`.
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         halves = self.dtype == jnp.bfloat16
         alone = arena is not None and share is None
-        if isinstance(x, Unnormed):
+        if isinstance(x, PendingNorm):
             shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
             opened = alone and self._opens(shape, stacks)
             if opened and arena is not None:
@@ -192,21 +192,21 @@ class MixtureOfExperts(nnx.Module):
 
     def _open_and_mix(
         self,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: LayerOf,
+        layer: StackedLayer,
         valid: Array | None,
         arena: Arena,
         apart: bool,
         implementation: Implementation | None,
     ) -> tuple[Any, Arena | None]:
-        token = x if isinstance(x, Unnormed) else x.reshape(1, -1).astype(self.dtype)
+        token = x if isinstance(x, PendingNorm) else x.reshape(1, -1).astype(self.dtype)
         ids, weights, listed, arena = self.open(token, stacks, layer, valid, arena, implementation)
         normed = tokens_of(token).reshape(1, -1)
         y, after = self._mixed(
             normed, ids, weights, listed, stacks, layer, arena, apart, implementation
         )
-        return y if isinstance(y, Unsummed) else y.reshape(x.shape), after
+        return y if isinstance(y, ExpertOutputs) else y.reshape(x.shape), after
 
     def choose(
         self,
@@ -215,10 +215,10 @@ class MixtureOfExperts(nnx.Module):
         always: int,
         valid: Array | None,
         biases: Float[Array, "L E"] | None,
-        layer: LayerOf,
+        layer: StackedLayer,
         x: Array | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
+    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], RoutedToken | None]:
         """The experts of each token and their weights, see `choose_experts`."""
         return choose_experts(
             logits,
@@ -235,15 +235,15 @@ class MixtureOfExperts(nnx.Module):
 
     def open(
         self,
-        tokens: Float[Array, "1 F"] | Unnormed,
+        tokens: Float[Array, "1 F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: LayerOf,
+        layer: StackedLayer,
         valid: Array | None,
         arena: Arena,
         implementation: Implementation | None,
-    ) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], Listed | None, Arena]:
-        """A token's experts and their weights, and what `open_experts` makes beside them."""
-        return open_experts(
+    ) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], RoutedToken | None, Arena]:
+        """A token's experts and their weights, and what `router_shared_experts` makes beside them."""
+        return router_shared_experts(
             tokens,
             stacks["router"],
             stacks.get("correction_bias"),
@@ -267,7 +267,7 @@ class MixtureOfExperts(nnx.Module):
         if not self.has_gate:
             return jnp.ones((len(logits), 1), jnp.float32)
         count = self.config.experts
-        columns = added_up(logits) if halves else logits
+        columns = sum_split_logits(logits) if halves else logits
         return jax.nn.sigmoid(columns[:, count : count + 1])
 
     def _choose_own(
@@ -276,8 +276,8 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         valid: Array | None,
         biases: Array | None,
-        layer: LayerOf,
-        share: Share,
+        layer: StackedLayer,
+        share: ExpertShare,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
         """`choose` on one of several GPUs, in the numbers of its own experts."""
@@ -294,11 +294,11 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array,
         stacks: Mapping[str, Array],
-        layer: LayerOf,
+        layer: StackedLayer,
         logits: Array,
         halves: bool = False,
         valid: Array | None = None,
-        share: Share | None = None,
+        share: ExpertShare | None = None,
         arena: Arena | None = None,
         apart: bool = False,
         implementation: Implementation | None = None,
@@ -325,7 +325,7 @@ class MixtureOfExperts(nnx.Module):
         y, arena = self._mixed(
             tokens, ids, weights, listed, stacks, layer, arena, apart, implementation
         )
-        if isinstance(y, Unsummed):
+        if isinstance(y, ExpertOutputs):
             return y, arena
         y = y.reshape(x.shape)
         if self.has_shared:
@@ -335,16 +335,18 @@ class MixtureOfExperts(nnx.Module):
 
     def _opens(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
         """Whether one launch has the choice and the shared experts' gate and up."""
-        return opens(tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always)
+        return supports_fused_router(
+            tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always
+        )
 
     def _mixed(
         self,
         tokens: Float[Array, "T F"],
         ids: Array,
         weights: Array,
-        listed: Listed | None,
+        listed: RoutedToken | None,
         stacks: Mapping[str, Array],
-        layer: LayerOf,
+        layer: StackedLayer,
         arena: Arena | None,
         apart: bool,
         implementation: Implementation | None,

@@ -7,16 +7,16 @@ A step is one program under `jax.shard_map`. Each GPU runs it with the shapes of
 the model, and meets the others in the few collectives of this room. Nothing here knows a model.
 """
 
-from jaxattn.parallel.collectives import gathered as gathered
-from jaxattn.parallel.collectives import met as met
-from jaxattn.parallel.collectives import own_part as own_part
+from jaxattn.parallel.collectives import all_gather as all_gather
+from jaxattn.parallel.collectives import all_gather_via_all_reduce as all_gather_via_all_reduce
+from jaxattn.parallel.collectives import all_reduce as all_reduce
+from jaxattn.parallel.collectives import local_shard as local_shard
 from jaxattn.parallel.collectives import rank as rank
-from jaxattn.parallel.collectives import total as total
-from jaxattn.parallel.context_parallel import Spread as Spread
+from jaxattn.parallel.context_parallel import ContextParallelPages as ContextParallelPages
 from jaxattn.parallel.context_parallel import gathered_in as gathered_in
 from jaxattn.parallel.context_parallel import pieces_of as pieces_of
-from jaxattn.parallel.device_group import Group as Group
+from jaxattn.parallel.device_group import DeviceGroup as DeviceGroup
 from jaxattn.parallel.layout import ALONE as ALONE
 from jaxattn.parallel.layout import Dimension as Dimension
 from jaxattn.parallel.layout import Parallel as Parallel
-from jaxattn.parallel.vocab_parallel import Vocabulary as Vocabulary
+from jaxattn.parallel.vocab_parallel import ShardedVocabulary as ShardedVocabulary

@@ -20,8 +20,8 @@ from jax import lax
 
 from jaxattn.memory.device_memory import device_memory
 from jaxattn.memory.process_memory import process_bytes
-from jaxattn.parallel.comm_split import OFF, VARIABLE, may_split
-from jaxattn.parallel.device_group import Group
+from jaxattn.parallel.comm_split import OFF, VARIABLE, comm_split_enabled
+from jaxattn.parallel.device_group import DeviceGroup
 from jaxattn.parallel.layout import Dimension
 
 # Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
@@ -36,7 +36,7 @@ class CollectiveError(RuntimeError):
     """The devices of a group cannot send to each other."""
 
 
-def collectives_bytes(group: Group) -> int:
+def collectives_bytes(group: DeviceGroup) -> int:
     """Bytes that collectives take of each device of this process.
 
     What other processes take meanwhile does not count, where something says what this one holds.
@@ -56,7 +56,7 @@ def collectives_bytes(group: Group) -> int:
     return max(0, min(taken, default=0))
 
 
-def check_processes(group: Group, environment: Mapping[str, str] = os.environ) -> None:
+def check_processes(group: DeviceGroup, environment: Mapping[str, str] = os.environ) -> None:
     """Refuses GPUs of several processes whose communicators XLA may split.
 
     Two processes of two GPUs each then waited for each other without end, on four H200s. On a CPU
@@ -66,7 +66,7 @@ def check_processes(group: Group, environment: Mapping[str, str] = os.environ) -
         CollectiveError: it says what to set.
     """
     processes = _processes(group)
-    if group.devices[0].platform == "gpu" and processes > 1 and may_split(environment):
+    if group.devices[0].platform == "gpu" and processes > 1 and comm_split_enabled(environment):
         raise CollectiveError(
             f"{group.parallel.flags}: GPUs of {processes} processes wait for each other without "
             "end where XLA splits NCCL's communicators; start each process with "
@@ -74,11 +74,11 @@ def check_processes(group: Group, environment: Mapping[str, str] = os.environ) -
         )
 
 
-def _processes(group: Group) -> int:
+def _processes(group: DeviceGroup) -> int:
     return len({device.process_index for device in group.devices})
 
 
-def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
+def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
     """As `_meet`; GPUs of several processes that do not meet in so many seconds are an error.
 
     Each program has so many: NCCL connects the GPUs of each set anew.
@@ -117,7 +117,7 @@ def _meet_in_time(group: Group, seconds: float = SECONDS) -> None:
     return None
 
 
-def _meet(group: Group, ended: Callable[[], None] = lambda: None) -> None:
+def _meet(group: DeviceGroup, ended: Callable[[], None] = lambda: None) -> None:
     """A small collective of each kind over all devices of a group.
 
     Those of several processes meet in each of their sets too, and then in all sets of one program.
@@ -147,7 +147,7 @@ def _meet(group: Group, ended: Callable[[], None] = lambda: None) -> None:
         ) from error
 
 
-def _each_kind(group: Group, sets: Sequence[tuple[str, ...]]) -> Callable[[], jax.Array]:
+def _each_kind(group: DeviceGroup, sets: Sequence[tuple[str, ...]]) -> Callable[[], jax.Array]:
     """A program with a collective of each kind over these axes, one set after another."""
 
     def program() -> jax.Array:
@@ -165,7 +165,7 @@ def _each_kind(group: Group, sets: Sequence[tuple[str, ...]]) -> Callable[[], ja
     return program
 
 
-class _Held(NamedTuple):
+class _DeviceUsage(NamedTuple):
     """Bytes of each device of this process that are in no pool of JAX.
 
     Attributes:
@@ -177,7 +177,7 @@ class _Held(NamedTuple):
     all: list[int]
 
 
-def _held(group: Group) -> _Held:
+def _held(group: DeviceGroup) -> _DeviceUsage:
     memories = [device_memory(device) for device in group.local_devices]
     outside = [memory.outside for memory in memories if memory is not None]
     whole = [each for each in outside if each is not None]
@@ -186,4 +186,4 @@ def _held(group: Group) -> _Held:
         for device, memory in zip(group.local_devices, memories, strict=True)
         if memory is not None and (held := process_bytes(device)) is not None
     ]
-    return _Held(own if len(own) == len(memories) else [], whole)
+    return _DeviceUsage(own if len(own) == len(memories) else [], whole)

@@ -13,13 +13,13 @@ NAME = "--xla_gpu_enable_nccl_comm_splitting"
 OFF = f"{NAME}=false"
 
 
-def never_split(environment: MutableMapping[str, str]) -> None:
+def disable_comm_split(environment: MutableMapping[str, str]) -> None:
     """Turns splitting off, whatever the flags say of it, before JAX sees a device."""
-    if may_split(environment):
+    if comm_split_enabled(environment):
         environment[VARIABLE] = f"{_flags(environment)} {OFF}".strip()
 
 
-def may_split(environment: Mapping[str, str]) -> bool:
+def comm_split_enabled(environment: Mapping[str, str]) -> bool:
     """Whether the flags leave splitting on, as they do where they do not say."""
     said = [
         value

@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import taken_apart
-from jaxattn.core.validation.array_checks import Within
-from jaxattn.kernels.collectives.peer_exchange import exchanges
+from jaxattn.core.stacked_layer import split_layer_index
+from jaxattn.core.validation.array_checks import BoundedLengths
+from jaxattn.kernels.collectives.peer_exchange import supports_exchange
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
-from jaxattn.ops.mla.context_parallel_merge import Meeting, filled
+from jaxattn.ops.mla.context_parallel_merge import Meeting, padded_heads
 from jaxattn.ops.mla.state_merge import merge_attention_states
 from jaxattn.parallel.layout import Parallel
 
@@ -34,7 +34,7 @@ type Attend = Callable[..., tuple[Array, Any, list[Array]]]
 
 
 WIDEST = 4608  # numbers of a piece that a warpgroup sends: eight heads of 576
-WHOLE = 512  # it has a multiple of so many
+PIECE_MULTIPLE = 512  # it has a multiple of so many
 
 
 def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
@@ -47,8 +47,8 @@ def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
     """
     for pieces in (n for n in range(1, heads + 1) if heads % n == 0):
         own = heads // pieces
-        widths = own * given, -(-own * (output + 2) // WHOLE) * WHOLE
-        if max(widths) <= WIDEST and all(exchanges(width, 2) for width in widths):
+        widths = own * given, -(-own * (output + 2) // PIECE_MULTIPLE) * PIECE_MULTIPLE
+        if max(widths) <= WIDEST and all(supports_exchange(width, 2) for width in widths):
             return pieces, max(widths)
     return None
 
@@ -57,13 +57,13 @@ def gathered_in(numbers: int) -> tuple[int, int] | None:
     """(pieces, numbers of one) of what a GPU gives to all of a row, where nothing comes back by the
     same mailbox: as many blocks as there are pieces of a warpgroup's smallest stores of 16 bytes.
     None if no kernel has them."""
-    width = next((n for n in (WHOLE, WHOLE // 2) if numbers % n == 0), 0)
-    return (numbers // width, width) if width and exchanges(width, 2) else None
+    width = next((n for n in (PIECE_MULTIPLE, PIECE_MULTIPLE // 2) if numbers % n == 0), 0)
+    return (numbers // width, width) if width and supports_exchange(width, 2) else None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Spread:
+class ContextParallelPages:
     """The pages of a batch as one of N GPUs sees them.
 
     Attributes:
@@ -88,9 +88,9 @@ class Spread:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     ways: int = dataclasses.field(metadata={"static": True})
     most: int = dataclasses.field(metadata={"static": True})
-    mailbox: Mailbox | None = None
+    mailbox: SymmetricBuffer | None = None
     pieces: int = dataclasses.field(default=1, metadata={"static": True})
-    meeting: Mailbox | None = None
+    meeting: SymmetricBuffer | None = None
     implementation: Implementation | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -104,7 +104,7 @@ class Spread:
         *,
         page_size: int,
         q_len: int,
-    ) -> "Spread | None":
+    ) -> "ContextParallelPages | None":
         """Of rows whose last `q_len` tokens are new; None where each GPU has all pages.
 
         Args:
@@ -123,13 +123,13 @@ class Spread:
         lens = jnp.minimum(own_lengths(ends, gpu, ways, page_size), most)
         return cls(places, tables, lens, axes, ways, most)
 
-    def exchanging(self, mailbox: Mailbox, **options: Any) -> "Spread":
+    def exchanging(self, mailbox: SymmetricBuffer, **options: Any) -> "ContextParallelPages":
         """The same pages, of GPUs that send each other rows through a mailbox."""
         return dataclasses.replace(self, mailbox=mailbox, **options)
 
     def attend(
         self, heads: list[Float[Array, "B S h D"]], attend: Attend
-    ) -> tuple[Float[Array, "B S h R"], list[Array], list[Mailbox]]:
+    ) -> tuple[Float[Array, "B S h R"], list[Array], list[SymmetricBuffer]]:
         """Attention of this GPU's heads over the pages of all.
 
         Args:
@@ -149,7 +149,7 @@ class Spread:
         with jax.named_scope("context_gather"):
             together, mailbox = self._gathered(together)
         parts = jnp.split(together, _ends(widths), axis=-1)
-        where = self.tables, Within(self.lens, self.most)
+        where = self.tables, BoundedLengths(self.lens, self.most)
         if self.meeting is not None:
             meeting = Meeting(self.meeting, self.axes, self.ways * own)
             out, after, rest = attend(parts, *where, meeting=meeting)
@@ -170,18 +170,18 @@ class Spread:
         given = [each for each in (mailbox or self.mailbox,) if each is not None]
         return merged, rest, given
 
-    def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, Mailbox | None]:
+    def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, SymmetricBuffer | None]:
         """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them). Where
         outputs meet, zeros fill up what the launch of decode takes."""
         rows, _, own, width = x.shape
         if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
             return lax.all_gather(x, self.axes, axis=2, tiled=True), None
-        more = 0 if self.meeting is None else filled(self.ways * own) - self.ways * own
+        more = 0 if self.meeting is None else padded_heads(self.ways * own) - self.ways * own
         room = more // own if more % own == 0 else 0
         met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox, room)
         return met.reshape(rows, 1, (self.ways + room) * own, width), mailbox
 
-    def _exchanged(self, x: Array, mailbox: Mailbox) -> tuple[Array, Mailbox]:
+    def _exchanged(self, x: Array, mailbox: SymmetricBuffer) -> tuple[Array, SymmetricBuffer]:
         """What all GPUs have of this GPU's heads, [N, T, pieces, h / pieces, W].
 
         Args:
@@ -190,12 +190,14 @@ class Spread:
         rows, _, heads, width = x.shape
         own = heads // self.ways // self.pieces
         x = x.reshape(rows, self.ways, self.pieces, own * width)
-        x = jnp.pad(x, ((0, 0),) * 3 + ((0, -own * width % WHOLE),))
+        x = jnp.pad(x, ((0, 0),) * 3 + ((0, -own * width % PIECE_MULTIPLE),))
         met, mailbox = self._sent(lax.bitcast_convert_type(x, jnp.bfloat16), mailbox)
         met = lax.bitcast_convert_type(met[..., : own * width], jnp.uint16)
         return jnp.moveaxis(met, 1, 0).reshape(self.ways, rows, self.pieces, own, width), mailbox
 
-    def _sent(self, part: Array, mailbox: Mailbox, room: int = 0) -> tuple[Array, Mailbox]:
+    def _sent(
+        self, part: Array, mailbox: SymmetricBuffer, room: int = 0
+    ) -> tuple[Array, SymmetricBuffer]:
         options: Any = dict(axes=self.axes, implementation=self.implementation)
         return peer_exchange(part, mailbox, room=room, **options)
 
@@ -253,7 +255,7 @@ def prefix_of(
     if not axes:
         return kv_cache, block_tables, layer
     batch, width = block_tables.shape
-    index = (block_tables,) if layer is None else (taken_apart(layer)[2], block_tables)
+    index = (block_tables,) if layer is None else (split_layer_index(layer)[2], block_tables)
     with jax.named_scope("context_prefix"):
         # Entries past a row's length may name no page; what they read is never looked at.
         own = kv_cache.at[index].get(mode="clip")

@@ -19,7 +19,7 @@ from jaxattn.parallel.layout import Parallel
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Devices in the order of `Parallel`'s numbers.
 
     Raises:

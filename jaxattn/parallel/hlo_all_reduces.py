@@ -17,7 +17,7 @@ _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d,]*)\]")
 
 
 @dataclasses.dataclass(frozen=True)
-class AllReduce:
+class HloAllReduce:
     """One all-reduce.
 
     Attributes:
@@ -52,7 +52,7 @@ class AllReduce:
         )
 
 
-def all_reduces(text: str) -> list[AllReduce]:
+def all_reduces(text: str) -> list[HloAllReduce]:
     """Those of a compiled step's HLO text, `compiled.as_text()`, in order."""
     found = []
     for line in text.splitlines():
@@ -70,7 +70,7 @@ def all_reduces(text: str) -> list[AllReduce]:
         origin = re.search(r'op_name="([^"]*)"', call["rest"])
         config = re.search(r"backend_config=(.*)$", call["rest"])
         found.append(
-            AllReduce(
+            HloAllReduce(
                 call["name"].lstrip("%"),
                 operands,
                 tuple(dtype for dtype, _ in arrays),

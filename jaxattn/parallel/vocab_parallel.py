@@ -14,7 +14,7 @@ from jaxattn.parallel.layout import Parallel
 
 
 @dataclasses.dataclass(frozen=True)
-class Vocabulary:
+class ShardedVocabulary:
     """Which ids a GPU has.
 
     Attributes:
@@ -28,7 +28,7 @@ class Vocabulary:
     parts: int = 1
 
     @classmethod
-    def of(cls, columns: int, parallel: Parallel) -> "Vocabulary":
+    def of(cls, columns: int, parallel: Parallel) -> "ShardedVocabulary":
         return cls(columns, parallel.axes("tensor"), parallel.size("tensor"))
 
     @property

@@ -7,33 +7,33 @@ An `Engine` makes the same plan, with what XLA says of its executables in place 
 """
 
 from jaxattn.engine.startup.engine_build import check_arguments
-from jaxattn.engine.startup.executable_memory import Executable
+from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import advice, packed_shapes
-from jaxattn.memory.budget import Budget as Budget
-from jaxattn.memory.budget import Item as Item
+from jaxattn.memory.budget import MemoryBudget as MemoryBudget
 from jaxattn.memory.budget import MemoryPlan as MemoryPlan
 from jaxattn.memory.budget import PlanError as PlanError
+from jaxattn.memory.budget import PlanItem as PlanItem
 from jaxattn.memory.budget import nbytes as nbytes
 from jaxattn.memory.budget import solve as solve
 from jaxattn.memory.device_memory import DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
-from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.interface import Model
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.parallel import Parallel
-from jaxattn.plan.device_plan import Single
+from jaxattn.plan.device_plan import DevicePlan
 from jaxattn.plan.layout_plan import plan_parallel
-from jaxattn.plan.placement import Placement
-from jaxattn.plan.plan_check import plan_known
+from jaxattn.plan.placement import ModelPlacement
+from jaxattn.plan.plan_check import plan_model
 
 
 def plan(
-    model: Model | KnownModel,
+    model: Model | ModelSizes,
     device: DeviceMemory | str,
     limits: Limits,
     *,
-    placement: Placement | None = None,
+    placement: ModelPlacement | None = None,
     parallel: Parallel | None = None,
 ) -> MemoryPlan:
     """What one device holds of the model, and how many pages of cache that leaves.
@@ -60,20 +60,20 @@ def plan(
     """
     memory = known_device(device) if isinstance(device, str) else device
     if parallel is not None and parallel.gpus > 1:
-        decoder = model.model if isinstance(model, BuiltModel) else model
+        decoder = model.model if isinstance(model, DecoderSizes) else model
         if not isinstance(decoder, DecoderModel):
             raise TypeError(
                 f"parallel divides a jaxattn.models.DecoderModel; got {type(model).__name__}"
             )
         check_arguments(decoder, limits, None)
-        name = model.name if isinstance(model, BuiltModel) else type(model).__name__
+        name = model.name if isinstance(model, DecoderSizes) else type(model).__name__
         return plan_parallel(name, decoder, memory, limits, parallel)
     if placement is not None and isinstance(model, DecoderModel):
         check_arguments(model, limits, None)
-        model = BuiltModel.of(type(model).__name__, model)
-    if isinstance(model, KnownModel):
+        model = DecoderSizes.of(type(model).__name__, model)
+    if isinstance(model, ModelSizes):
         model = model.in_cache_format(limits.cache_format, limits.native_layers)
-        return plan_known(model, memory, limits, placement or Placement())
+        return plan_model(model, memory, limits, placement or ModelPlacement())
     check_arguments(model, limits, None)
     if placement is not None:
         raise TypeError(
@@ -81,9 +81,9 @@ def plan(
             f"{type(model).__name__}"
         )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
-    one = Single(model=model, params=packed_shapes(model), traced=model, memory=memory)
+    one = DevicePlan(model=model, params=packed_shapes(model), traced=model, memory=memory)
 
-    def helps(tried: Limits, known: dict[str, Executable]) -> tuple[str, ...]:
+    def helps(tried: Limits, known: dict[str, ExecutableMemory]) -> tuple[str, ...]:
         return advice(model, tried, memory, one.params, known, **one.beside)
 
     return one.checked(limits, helps)

@@ -2,11 +2,11 @@
 
 import math
 
-from jaxattn.models.catalog.model_sizes import Sizes
-from jaxattn.plan.placement import Placement
+from jaxattn.models.catalog.model_sizes import LayerSizes
+from jaxattn.plan.placement import ModelPlacement
 
 
-def activations(sizes: Sizes, tokens: int, rows: int, place: Placement, keys: int) -> int:
+def activations(sizes: LayerSizes, tokens: int, rows: int, place: ModelPlacement, keys: int) -> int:
     """Bytes of one layer's intermediates. `keys`: keys that a token's scores are held for."""
     hidden, heads = sizes.hidden_size, sizes.num_heads // place.ways
     stream = tokens * hidden * (3 * 4 + 3 * 2)  # residual, normed, branch: float32 and bfloat16

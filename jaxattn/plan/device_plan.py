@@ -7,28 +7,28 @@ from typing import Any
 
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.core.validation.arguments import MOST
-from jaxattn.engine.startup.decode_step_count import with_steps
-from jaxattn.engine.startup.executable_memory import Executable, bound_of
+from jaxattn.engine.startup.decode_step_count import choose_decode_steps
+from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
 from jaxattn.engine.startup.memory_plan import check_row, fill, packed_shapes, plan_engine
-from jaxattn.engine.steps.batch_steps import Sample
-from jaxattn.engine.steps.engine_step import Step, sampled_rows
-from jaxattn.engine.steps.model_steps import EntryPoint, Round, Speculate
+from jaxattn.engine.steps.batch_steps import SampleStep
+from jaxattn.engine.steps.engine_step import EngineStep, sampled_rows
+from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, SpeculativeDecodeStep
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.interface import Model
-from jaxattn.models.sharding.partition_rules import divided
+from jaxattn.models.sharding.partition_rules import with_local_heads
 from jaxattn.plan.group_plan import DRIVER
-from jaxattn.plan.placement import CACHE_DTYPES, Placement, weight_items
+from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, weight_items
 from jaxattn.plan.plan_notes import notes, title
 
-type Helps = Callable[[Limits, dict[str, Executable]], tuple[str, ...]]
+type Helps = Callable[[Limits, dict[str, ExecutableMemory]], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Single:
+class DevicePlan:
     """A model on one GPU.
 
     Attributes:
@@ -65,7 +65,7 @@ class Single:
         Raises:
             PlanError: it does not fit, or the cache that is left holds no row at full length.
         """
-        limits = with_steps(limits, self.params, gpu=self.on_hopper)
+        limits = choose_decode_steps(limits, self.params, gpu=self.on_hopper)
         asked = limits.num_pages
         if asked is None:
             limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
@@ -94,52 +94,54 @@ class Single:
             return None
         return fill(self.model, limits, self.memory, self.params, {}, **self.beside).pages
 
-    def _growing(self, limits: Limits) -> Iterator[dict[str, Executable]]:
+    def _growing(self, limits: Limits) -> Iterator[dict[str, ExecutableMemory]]:
         """What is known of the executables, of one more each time; the largest come first."""
-        known: dict[str, Executable] = {}
+        known: dict[str, ExecutableMemory] = {}
         entries = entry_points(limits)
         for entry in sorted(entries, key=lambda each: -each.rows * each.tokens):
             known[str(entry)] = _bound_in(self.traced, entry, limits, self.on_hopper)
             yield dict(known)
         yield self._bounds(limits)
 
-    def _bounds(self, limits: Limits) -> dict[str, Executable]:
+    def _bounds(self, limits: Limits) -> dict[str, ExecutableMemory]:
         return traced_bounds(self.traced, limits, self.on_hopper)
 
-    def _plan(self, limits: Limits, known: dict[str, Executable]) -> MemoryPlan:
+    def _plan(self, limits: Limits, known: dict[str, ExecutableMemory]) -> MemoryPlan:
         made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
         return self.dress(made, limits)
 
 
-def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, Executable]:
+def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, ExecutableMemory]:
     """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA."""
     return {str(step): _bound_in(model, step, limits, on_hopper) for step in all_steps(limits)}
 
 
-def _bound_in(model: Model, step: Step, limits: Limits, on_hopper: bool) -> Executable:
+def _bound_in(model: Model, step: EngineStep, limits: Limits, on_hopper: bool) -> ExecutableMemory:
     """Of an executable of an engine of these limits."""
     rows, longest = limits.batch, limits.max_model_len
-    if isinstance(step, EntryPoint | Round | Sample):
+    if isinstance(step, ModelStep | FusedDecodeStep | SampleStep):
         rows = sampled_rows(limits, step.rows)
     # Tables decide, and advice asks for many lengths. Drafts are looked up in whole rows.
-    if isinstance(step, EntryPoint | Round) and not isinstance(step, Speculate):
+    if isinstance(step, ModelStep | FusedDecodeStep) and not isinstance(
+        step, SpeculativeDecodeStep
+    ):
         longest = min(limits.table_width * limits.page_tokens, MOST)
     return _bound(model, step, rows, limits.table_width, longest, on_hopper)
 
 
 @functools.lru_cache(maxsize=256)
 def _bound(
-    model: Model, step: Step, rows: int, width: int, longest: int, on_hopper: bool
-) -> Executable:
+    model: Model, step: EngineStep, rows: int, width: int, longest: int, on_hopper: bool
+) -> ExecutableMemory:
     """Of a step of `rows` rows with tables of `width` pages. Advice asks for some again."""
-    decodes = isinstance(step, EntryPoint) and step.kind == "decode"
-    tokens = step.tokens if isinstance(step, EntryPoint) and decodes else 1
+    decodes = isinstance(step, ModelStep) and step.kind == "decode"
+    tokens = step.tokens if isinstance(step, ModelStep) and decodes else 1
     limits = Limits(
         batch=rows,
         max_model_len=longest,
         num_pages=width,
         q_lens=tuple(sorted({1, tokens})),
-        speculate=step.drafts if isinstance(step, Speculate) else 0,
+        speculate=step.drafts if isinstance(step, SpeculativeDecodeStep) else 0,
         spread=model.parallel.context,
         groups=model.parallel.data,
     )
@@ -147,9 +149,9 @@ def _bound(
         return bound_of(model, step, limits, packed_shapes(model), None)
 
 
-def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:
+def single(model: DecoderSizes, memory: DeviceMemory, place: ModelPlacement) -> DevicePlan:
     """A known model on one GPU."""
-    own = divided(model.model, 1, place.stored_dtype)
+    own = with_local_heads(model.model, 1, place.stored_dtype)
 
     def dress(made: MemoryPlan, limits: Limits) -> MemoryPlan:
         weights = weight_items(model, place)
@@ -161,7 +163,7 @@ def single(model: BuiltModel, memory: DeviceMemory, place: Placement) -> Single:
             notes=notes(model, limits, place),
         )
 
-    return Single(
+    return DevicePlan(
         model=own,
         params=packed_shapes(own),
         # A float8 cache wants scales, which no model's steps take.

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.engine.startup.memory_plan import arena_item, held_elsewhere
-from jaxattn.memory.budget import Budget, Item, MemoryPlan, Solution, solve
+from jaxattn.memory.budget import CapacitySolution, MemoryBudget, MemoryPlan, PlanItem, solve
 from jaxattn.memory.device_memory import GIB, MIB, DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
-from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.interface import overlaid
 from jaxattn.plan.activation_bound import activations
-from jaxattn.plan.placement import Placement, caches, page_bytes, weight_items
+from jaxattn.plan.placement import ModelPlacement, caches, page_bytes, weight_items
 from jaxattn.plan.plan_notes import notes, title
 
 PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
@@ -28,7 +28,7 @@ MOST_PEERS = 8  # GPUs of a host
 
 
 def plan_group(
-    model: KnownModel, memory: DeviceMemory, limits: Limits, place: Placement
+    model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement
 ) -> MemoryPlan:
     """The plan of one GPU of the group; `limits` are of a GPU ("data") or of the group ("tensor").
 
@@ -40,11 +40,11 @@ def plan_group(
     temp, temps = _temp(model, limits, place)
     in_out = limits.batch * max(limits.q_lens) * 4 * 2 + limits.batch * 4 * limits.pages_per_row
     utilization = 0.9 if limits.utilization is None else limits.utilization
-    budget = Budget(memory.name, memory.total, utilization, memory.limit)
-    outside = [Item("driver", DRIVER, "context, loaded code, libraries", (), "assumed", True)]
+    budget = MemoryBudget(memory.name, memory.total, utilization, memory.limit)
+    outside = [PlanItem("driver", DRIVER, "context, loaded code, libraries", (), "assumed", True)]
     if place.gpus > 1:
         taken = collectives(place.gpus)
-        outside.append(Item("collectives", taken, "NCCL between the GPUs", (), "assumed", True))
+        outside.append(PlanItem("collectives", taken, "NCCL between the GPUs", (), "assumed", True))
     outside += held_elsewhere(memory)
     room = budget.arrays(sum(item.nbytes for item in outside))
     # A page at least, and the slots: what does not depend on the pages.
@@ -57,8 +57,8 @@ def plan_group(
         *weights,
         arena_item(_scratch(model, limits, place, width), limits.batch),
         *_cache_items(own, limits, pages),
-        Item("step inputs and outputs", in_out, "tokens, lengths, block tables", (), "bound"),
-        Item("xla temp", temp, temps, (), "bound"),
+        PlanItem("step inputs and outputs", in_out, "tokens, lengths, block tables", (), "bound"),
+        PlanItem("xla temp", temp, temps, (), "bound"),
         *outside,
     )
     return MemoryPlan(
@@ -79,8 +79,8 @@ def collectives(gpus: int) -> int:
 
 
 def pages_and_arena(
-    model: KnownModel, limits: Limits, place: Placement, room: int, page: int
-) -> Solution:
+    model: ModelSizes, limits: Limits, place: ModelPlacement, room: int, page: int
+) -> CapacitySolution:
     """The most pages that fit in `room` together with the arena for rows as long as they allow."""
 
     def arena(pages: int) -> int:
@@ -91,7 +91,7 @@ def pages_and_arena(
 
 
 def _scratch(
-    model: KnownModel, limits: Limits, place: Placement, width: int
+    model: ModelSizes, limits: Limits, place: ModelPlacement, width: int
 ) -> tuple[ArenaSpec, ...]:
     # With rows of its own on each GPU, all rows may choose the experts of one of them.
     gathered = place.gpus if place.attention == "data" else 1
@@ -104,12 +104,12 @@ def _scratch(
     )
 
 
-def _cache_items(own: Sequence[LayerCache], limits: Limits, pages: int) -> list[Item]:
+def _cache_items(own: Sequence[LayerCache], limits: Limits, pages: int) -> list[PlanItem]:
     size = CacheSize(pages=pages, slots=limits.batch)
     return [item for cache in own for item in cache.items(size)]
 
 
-def _temp(model: KnownModel, limits: Limits, place: Placement) -> tuple[int, str]:
+def _temp(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[int, str]:
     """Every activation of the largest layer at once, of the larger of decode and prefill."""
     sizes, chunk = model.sizes, limits.chunks[-1]
     decode = activations(sizes, limits.batch * max(limits.q_lens), limits.batch, place, 1)
@@ -122,7 +122,7 @@ def _temp(model: KnownModel, limits: Limits, place: Placement) -> tuple[int, str
 
 
 def _facts(
-    pages: int, limits: Limits, place: Placement, solved: Solution
+    pages: int, limits: Limits, place: ModelPlacement, solved: CapacitySolution
 ) -> tuple[tuple[str, str], ...]:
     times = place.gpus if place.attention == "data" else 1
     tokens = pages * PAGE_SIZE

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jaxattn.engine.startup.executable_memory import Executable
+from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import advice, packed_shapes
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device_memory import DeviceMemory
@@ -16,12 +16,12 @@ from jaxattn.memory.limits import Limits
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.sharding import divided, layouts
 from jaxattn.parallel import Parallel
-from jaxattn.plan.device_plan import Single
+from jaxattn.plan.device_plan import DevicePlan
 from jaxattn.plan.group_plan import collectives
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneOfGroup(Single):
+class GroupDevicePlan(DevicePlan):
     """A model on one GPU of a layout: NCCL's memory is beside the driver's.
 
     Attributes:
@@ -46,7 +46,7 @@ def plan_parallel(
     """
     one, limits = _one(name, model, memory, limits, parallel)
 
-    def helps(tried: Limits, known: dict[str, Executable]) -> tuple[str, ...]:
+    def helps(tried: Limits, known: dict[str, ExecutableMemory]) -> tuple[str, ...]:
         return advice(one.model, tried, memory, one.params, known, **one.beside)
 
     return one.checked(limits, helps)
@@ -54,7 +54,7 @@ def plan_parallel(
 
 def _one(
     name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, parallel: Parallel
-) -> tuple[Single, Limits]:
+) -> tuple[DevicePlan, Limits]:
     own: Any = divided(model.with_cache_format(limits.cache_format, limits.native_layers), parallel)
     limits = dataclasses.replace(limits, spread=parallel.context, groups=parallel.data)
 
@@ -71,7 +71,7 @@ def _one(
         title = f"{name} on {gpus}, {memory.name}: {limits.batch:,} rows in all"
         return dataclasses.replace(made, title=title, facts=facts)
 
-    one = OneOfGroup(
+    one = GroupDevicePlan(
         model=own,
         params=packed_shapes(own),
         traced=own,

@@ -5,20 +5,20 @@ from typing import Literal
 
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.startup import memory_plan
-from jaxattn.memory.budget import Item
+from jaxattn.memory.budget import PlanItem
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import LayerCache
-from jaxattn.models.catalog.model_sizes import KnownModel, Weights
+from jaxattn.models.catalog.model_sizes import ModelSizes, WeightGroup
 
-# What `Placement.cache_dtype` and --cache-dtype call a format, and its dtype.
+# What `ModelPlacement.cache_dtype` and --cache-dtype call a format, and its dtype.
 CACHE_DTYPES = {"bfloat16": "bfloat16", "float8": "float8_e4m3fn", "uint8": "uint8"}
 
 Attention = Literal["data", "tensor"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class ModelPlacement:
     """How a group of GPUs holds a model.
 
     Attributes:
@@ -60,22 +60,22 @@ class Placement:
         return None if self.cache_dtype is None else CACHE_DTYPES[self.cache_dtype]
 
 
-def caches(model: KnownModel, place: Placement) -> tuple[LayerCache, ...]:
+def caches(model: ModelSizes, place: ModelPlacement) -> tuple[LayerCache, ...]:
     """What one GPU keeps of its rows."""
     return model.caches(place.ways, place.stored_dtype)
 
 
-def latents_of(model: KnownModel) -> LatentPages | None:
+def latents_of(model: ModelSizes) -> LatentPages | None:
     """The model's MLA cache, if it has one."""
     return next((each for each in model.caches() if isinstance(each, LatentPages)), None)
 
 
-def page_bytes(model: KnownModel, place: Placement) -> int:
+def page_bytes(model: ModelSizes, place: ModelPlacement) -> int:
     """Of a page in all layers, on one GPU."""
     return memory_plan.page_bytes(caches(model, place))
 
 
-def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None:
+def check_placement(model: ModelSizes, limits: Limits, place: ModelPlacement) -> None:
     """Raises ValueError, with the sizes, where a group cannot hold the model so."""
     if limits.max_model_len > model.max_position_embeddings:
         raise ValueError(
@@ -104,13 +104,13 @@ def check_placement(model: KnownModel, limits: Limits, place: Placement) -> None
             )
 
 
-def weight_items(model: KnownModel, place: Placement) -> list[Item]:
+def weight_items(model: ModelSizes, place: ModelPlacement) -> list[PlanItem]:
     """The line of the weights on one GPU; its parts add up to it."""
-    groups: dict[str, list[Weights]] = {}
+    groups: dict[str, list[WeightGroup]] = {}
     for weights in model.weights:
         groups.setdefault(weights.kind, []).append(weights)
     parts = [
-        Item(
+        PlanItem(
             f"{kind} weights",
             sum(_share(model, weights, place) for weights in group),
             f"{sum(w.parameters for w in group):,} parameters"
@@ -120,12 +120,12 @@ def weight_items(model: KnownModel, place: Placement) -> list[Item]:
     ]
     if copied := model.copied_bytes(place.ways):
         why = "norms and small weights once more, in float32 stacks that the steps read"
-        parts.append(Item("packed weights", copied, why))
+        parts.append(PlanItem("packed weights", copied, why))
     total = sum(part.nbytes for part in parts)
-    return [Item("weights", total, model.stored, tuple(parts))]
+    return [PlanItem("weights", total, model.stored, tuple(parts))]
 
 
-def _share(model: KnownModel, weights: Weights, place: Placement) -> int:
+def _share(model: ModelSizes, weights: WeightGroup, place: ModelPlacement) -> int:
     """Bytes of these matrices on one GPU."""
     each = sum(model.stored_bytes(weights))
     if weights.split == "experts":

@@ -6,21 +6,21 @@ from typing import Any
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits, larger_shares
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
-from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.plan.device_plan import single
 from jaxattn.plan.group_plan import plan_group
 from jaxattn.plan.layout_plan import best_layout, layouts_that_fit
-from jaxattn.plan.placement import Placement, check_placement, page_bytes
+from jaxattn.plan.placement import ModelPlacement, check_placement, page_bytes
 
 MOST_GPUS = 512  # that advice tries
 
 
-def plan_known(
-    model: KnownModel,
+def plan_model(
+    model: ModelSizes,
     memory: DeviceMemory,
     limits: Limits,
-    place: Placement,
+    place: ModelPlacement,
     *,
     advised: bool = True,
 ) -> MemoryPlan:
@@ -39,7 +39,7 @@ def plan_known(
     def helps(*_: Any) -> tuple[str, ...]:
         return advice(model, memory, limits, place) if advised else ()
 
-    if isinstance(model, BuiltModel) and place.gpus == 1:
+    if isinstance(model, DecoderSizes) and place.gpus == 1:
         return single(model, memory, place).checked(limits, helps)
     made = plan_group(model, memory, limits, place)
     made.check(helps)
@@ -54,27 +54,27 @@ def plan_known(
 
 
 def advice(
-    model: KnownModel, memory: DeviceMemory, limits: Limits, place: Placement
+    model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement
 ) -> tuple[str, ...]:
     """What would make it fit with a page at least for one row at full length.
 
     Each is one change; if none does it alone, the fewest GPUs with what else has to be smaller.
     """
 
-    def holds_a_row(changed: Limits, on: Placement) -> bool:
+    def holds_a_row(changed: Limits, on: ModelPlacement) -> bool:
         """As far as weights and state alone say; tracing takes seconds, and comes after it."""
-        if not isinstance(model, BuiltModel) or on.gpus > 1 or changed.num_pages is not None:
+        if not isinstance(model, DecoderSizes) or on.gpus > 1 or changed.num_pages is not None:
             return True
         check_placement(model, changed, on)
         whole = dataclasses.replace(changed, utilization=changed.utilization or 0.9)
         pages = single(model, memory, on).filled(whole)
         return pages is not None and pages >= changed.pages_per_row
 
-    def fits(changed: Limits, on: Placement) -> bool:
+    def fits(changed: Limits, on: ModelPlacement) -> bool:
         try:
             if not holds_a_row(changed, on):
                 return False
-            made = plan_known(model, memory, changed, on, advised=False)
+            made = plan_model(model, memory, changed, on, advised=False)
         except ValueError:
             return False
         return made["kv cache"] >= changed.pages_per_row * page_bytes(model, on)
@@ -84,14 +84,14 @@ def advice(
         sizes = range(place.gpus + 1, MOST_GPUS + 1)
         return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
 
-    def smaller(name: str, on: Placement, like: Limits) -> int | None:
+    def smaller(name: str, on: ModelPlacement, like: Limits) -> int | None:
         value = getattr(like, name) // 2
         while value and not fits(_with(like, **{name: value}), on):
             value //= 2
         return value or None
 
     found = []
-    if isinstance(model, BuiltModel) and place.gpus > 1:
+    if isinstance(model, DecoderSizes) and place.gpus > 1:
         best = best_layout(model.model, memory, limits, place.gpus)
         if best is not None:
             found.append(f"a layout of {place.gpus} GPUs that jaxattn serves ({best.flags})")
@@ -107,7 +107,7 @@ def advice(
     if max(limits.q_lens) > 1 and fits(dataclasses.replace(limits, q_lens=(1,)), place):
         found.append("--q-len 1")
     # What the package serves, and for a model that it only counts the smallest.
-    narrow = "uint8" if isinstance(model, BuiltModel) else "float8"
+    narrow = "uint8" if isinstance(model, DecoderSizes) else "float8"
     if place.cache_dtype not in ("float8", "uint8") and fits(
         limits, dataclasses.replace(place, cache_dtype=narrow)
     ):
@@ -133,9 +133,9 @@ def advice(
     return (" with ".join(changes),)
 
 
-def _served(model: KnownModel, memory: DeviceMemory, limits: Limits, gpus: int) -> str:
+def _served(model: ModelSizes, memory: DeviceMemory, limits: Limits, gpus: int) -> str:
     """What is added where no layout of so many GPUs serves the model, and one of more does."""
-    if not isinstance(model, BuiltModel):
+    if not isinstance(model, DecoderSizes):
         return ""
     for n in range(gpus, 2 * gpus + 1):
         if next(layouts_that_fit(model.model, memory, limits, n), None):

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxattn.memory.budget import GIB, MIB, MemoryPlan
-from jaxattn.plan.scratch_comparison import Naive
+from jaxattn.plan.scratch_comparison import ScratchComparison
 
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")
 # What the lines are called in the picture's colours; distinct in black and white by their order.
@@ -26,11 +26,11 @@ FREE = "bright_black"
 NARROW = 80  # columns below which a table would cut its numbers
 
 
-class PlotError(RuntimeError):
+class PlanPlotError(RuntimeError):
     """The picture cannot be drawn or written."""
 
 
-def print_plan(console: Console, plan: MemoryPlan, naive: Sequence[Naive] = ()) -> None:
+def print_plan(console: Console, plan: MemoryPlan, naive: Sequence[ScratchComparison] = ()) -> None:
     """The table, the bar, what follows from it, what was assumed, and what others would take.
 
     On a narrow terminal the tables are lists, which cut no number.
@@ -100,7 +100,7 @@ def _table(plan: MemoryPlan) -> Table:
     return table
 
 
-def _comparison(naive: Sequence[Naive]) -> Table:
+def _comparison(naive: Sequence[ScratchComparison]) -> Table:
     table = Table(title="what scratch would have cost otherwise", title_justify="left")
     for name in ("case", "naive GiB", "naive bytes", "here GiB", "what is compared"):
         table.add_column(name, justify="right" if "i" in name[-3:] or "bytes" in name else "left")
@@ -115,7 +115,7 @@ def _comparison(naive: Sequence[Naive]) -> Table:
     return table
 
 
-def _comparison_list(naive: Sequence[Naive]) -> Text:
+def _comparison_list(naive: Sequence[ScratchComparison]) -> Text:
     lines = ["what scratch would have cost otherwise"]
     for each in naive:
         lines += [each.name, "  naive", f"  {each.nbytes:,} B", "  here", f"  {each.ours:,} B"]
@@ -158,7 +158,7 @@ def save_plot(plan: MemoryPlan, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError(
+        raise PlanPlotError(
             "--plot needs matplotlib: install jaxattn[plot], or leave --plot out"
         ) from error
     figure = Figure(figsize=(11, 2.6), layout="constrained")
@@ -187,7 +187,7 @@ def save_plot(plan: MemoryPlan, path: Path) -> None:
     try:
         figure.savefig(path, format="png", dpi=150)
     except OSError as error:
-        raise PlotError(f"cannot write {path}: {error.strerror or error}") from error
+        raise PlanPlotError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _mib(size: int) -> str:

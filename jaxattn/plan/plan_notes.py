@@ -11,12 +11,12 @@ from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState
 from jaxattn.models.caches.layer_cache import CacheSize
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
-from jaxattn.models.catalog.model_sizes import KnownModel
-from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.model_sizes import ModelSizes
+from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, caches
 
 
-def title(model: KnownModel, limits: Limits, place: Placement, memory: DeviceMemory) -> str:
+def title(model: ModelSizes, limits: Limits, place: ModelPlacement, memory: DeviceMemory) -> str:
     """What is planned, in a line."""
     each = "per GPU" if place.attention == "data" and place.gpus > 1 else "in all"
     one = f"{place.gpus} x {memory.name}, one of them" if place.gpus > 1 else memory.name
@@ -26,7 +26,7 @@ def title(model: KnownModel, limits: Limits, place: Placement, memory: DeviceMem
     )
 
 
-def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...]:
+def notes(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[str, ...]:
     """Every assumption of a plan, and what reads its cache."""
     utilization = 0.9 if limits.utilization is None else limits.utilization
     own = caches(model, place)
@@ -50,7 +50,7 @@ def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...
                     "An FP8 cache buys capacity. On an H200 its decode takes 0.6 of bfloat16's "
                     "time with 16 heads, and 2.0 to 2.3 times as long with 128."
                 )
-            if isinstance(model, BuiltModel) and cache.format.per_tensor:
+            if isinstance(model, DecoderSizes) and cache.format.per_tensor:
                 found.append(
                     "No model of jaxattn serves a float8 cache yet: its pages are counted, and "
                     "temp is that of the model's own cache."
@@ -58,9 +58,9 @@ def notes(model: KnownModel, limits: Limits, place: Placement) -> tuple[str, ...
     return tuple(found)
 
 
-def _of_weights(model: KnownModel, place: Placement) -> list[str]:
+def _of_weights(model: ModelSizes, place: ModelPlacement) -> list[str]:
     found = []
-    if isinstance(model, BuiltModel):
+    if isinstance(model, DecoderSizes):
         found.append("Weights, caches and scratch are those of the model that jaxattn serves.")
         if model.quantization == "fp8":
             found.append(
@@ -76,7 +76,7 @@ def _of_weights(model: KnownModel, place: Placement) -> list[str]:
     return found
 
 
-def _of_group(place: Placement, latents: bool) -> list[str]:
+def _of_group(place: ModelPlacement, latents: bool) -> list[str]:
     divided = (
         "attention, dense layers, embedding and head are whole on every GPU, which has rows of its "
         "own"

@@ -18,18 +18,18 @@ from jaxattn import gqa
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.caches.cache_layouts import (
-    CodedPages,
     KeyValuePages,
     LatentPages,
     RecurrentState,
+    TurboquantPages,
 )
-from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.catalog.model_sizes import ModelSizes
 
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Naive:
+class ScratchComparison:
     """One comparison: bytes of the naive design and of jaxattn's arena for the same work."""
 
     name: str
@@ -80,32 +80,32 @@ def partial_results(
     return most
 
 
-def published() -> tuple[Naive, ...]:
+def published() -> tuple[ScratchComparison, ...]:
     """The four cases of the reports."""
     r1 = dict(rows=2048, heads=128, rank=512)
     qwen, llama = (dict(rows=1024, heads=heads, splits=32, dim=128) for heads in (64, 32))
     sglang = dict(rows=2048, heads=32, dim=128)
     ours = partial(partial_results, kv_heads=8, dim=128)
     return (
-        Naive(
+        ScratchComparison(
             "DeepSeek-R1, 2048 rows",
             per_layer_output(**r1, layers=61),
             per_layer_output(**r1, layers=1),
             "decode output in each of 61 layers, against one in the arena",
         ),
-        Naive(
+        ScratchComparison(
             "TurboQuant, 60 layers, 64 heads, 1024 rows",
             per_layer_splits(**qwen, layers=60),
             ours(rows=1024, heads=64, tokens=40_960),
             "32 splits' partial results in each layer, against those of 132 parts",
         ),
-        Naive(
+        ScratchComparison(
             "TurboQuant, Llama-3.1-70B on 2 GPUs, 1024 rows",
             per_layer_splits(**llama, layers=76),
             ours(rows=1024, heads=32, kv_heads=4, tokens=131_072),
             "the same with 76 layers and 32 heads per GPU",
         ),
-        Naive(
+        ScratchComparison(
             "SGLang, 131,072 context, 25,432 cached tokens",
             split_kv_workspace(**sglang, tokens=131_072),
             ours(rows=2048, heads=32, tokens=131_072),
@@ -114,18 +114,18 @@ def published() -> tuple[Naive, ...]:
     )
 
 
-def of_model(model: KnownModel, rows: int, ways: int, arena: int) -> Sequence[Naive]:
+def of_model(model: ModelSizes, rows: int, ways: int, arena: int) -> Sequence[ScratchComparison]:
     """The model's own decode outputs, one for each layer, against its planned arena."""
     found = 0
     for cache in model.caches(ways):
         if isinstance(cache, LatentPages):
             heads, rank = model.num_heads // ways, cache.format.kv_lora_rank
             found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=cache.layers)
-        elif isinstance(cache, KeyValuePages | CodedPages):
+        elif isinstance(cache, KeyValuePages | TurboquantPages):
             heads, dim = model.num_heads // ways, cache.head_dim
             found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
         elif isinstance(cache, RecurrentState):
             heads, dim, _ = cache.state_shape
             found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
     why = f"decode outputs of {rows:,} rows in each layer, against the planned arena"
-    return (Naive(model.name, found, arena, why),)
+    return (ScratchComparison(model.name, found, arena, why),)

@@ -18,17 +18,17 @@ from starlette.types import ASGIApp
 
 from jaxattn.server import status
 from jaxattn.server.http.access_log import AccessLog
-from jaxattn.server.http.allowed_origins import SiteGate
-from jaxattn.server.http.api_keys import KeyGate
+from jaxattn.server.http.allowed_origins import AllowedOrigins
+from jaxattn.server.http.api_keys import ApiKeyAuth
 from jaxattn.server.http.error_response import response
 from jaxattn.server.http.errors import ApiError
-from jaxattn.server.http.request import Endpoint, Exchange
+from jaxattn.server.http.request import Endpoint, HttpRequest
 from jaxattn.server.openai.chat_completions import chat_completions
 from jaxattn.server.openai.completions import completions
 from jaxattn.server.openai.tokenization import detokenize, tokenize
 from jaxattn.server.runtime.service import Service
 
-Call = Callable[[Service, Exchange], Awaitable[None]]
+Call = Callable[[Service, HttpRequest], Awaitable[None]]
 PAGE = Path(__file__).with_name("page")
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -62,7 +62,7 @@ def build(service: Service) -> ASGIApp:
     """The application of one service."""
     settings = service.settings
 
-    def route(path: str, handler: Callable[[Exchange], Awaitable[None]], method: str) -> Route:
+    def route(path: str, handler: Callable[[HttpRequest], Awaitable[None]], method: str) -> Route:
         endpoint = Endpoint(handler, settings, service.metrics.refused)
         return Route(path, endpoint, methods=[method])
 
@@ -70,16 +70,16 @@ def build(service: Service) -> ASGIApp:
     routes += [route(path, functools.partial(call, service), "POST") for path, call in POST.items()]
     routes += [route(path, functools.partial(_file, *file), "GET") for path, file in FILES.items()]
     app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: _of_starlette})
-    app = KeyGate(app, settings.keys)
+    app = ApiKeyAuth(app, settings.keys)
     if settings.origins:
         app = CORSMiddleware(
             app, settings.origins, ("GET", "POST"), ("*",), expose_headers=("x-request-id",)
         )
-    app = SiteGate(app, settings.origins, local=settings.local)
+    app = AllowedOrigins(app, settings.origins, local=settings.local)
     return AccessLog(app, written=settings.access_log)
 
 
-async def _file(name: str, kind: str, exchange: Exchange) -> None:
+async def _file(name: str, kind: str, exchange: HttpRequest) -> None:
     """A file of the page."""
     data = (PAGE / name).read_bytes()
     await exchange.whole(data, 200, {"content-type": kind, **PAGE_HEADERS})

@@ -10,7 +10,7 @@ MOST_STOP_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """How a server listens, and what it refuses.
 
     Attributes:

@@ -5,34 +5,34 @@ import time
 from typing import Any
 
 from jaxattn import __version__
-from jaxattn.server.http.request import Exchange
+from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.runtime.metrics import CONTENT_TYPE
-from jaxattn.server.runtime.server_state import Phase, unavailable
+from jaxattn.server.runtime.server_state import ServerState, unavailable
 from jaxattn.server.runtime.service import Service
 
 
-async def health(service: Service, exchange: Exchange) -> None:
+async def health(service: Service, exchange: HttpRequest) -> None:
     """200 where requests are served; else 503 with the reason."""
-    if service.phase is not Phase.READY:
+    if service.phase is not ServerState.READY:
         raise unavailable(service.phase)
     await exchange.json({"status": str(service.phase)})
 
 
-async def ping(service: Service, exchange: Exchange) -> None:
+async def ping(service: Service, exchange: HttpRequest) -> None:
     """200 for as long as the process answers."""
     await exchange.json({"status": str(service.phase)})
 
 
-async def version(service: Service, exchange: Exchange) -> None:
+async def version(service: Service, exchange: HttpRequest) -> None:
     await exchange.json({"version": __version__})
 
 
-async def load(service: Service, exchange: Exchange) -> None:
+async def load(service: Service, exchange: HttpRequest) -> None:
     """How many requests are open."""
     await exchange.json({"server_load": service.admission.open})
 
 
-async def models(service: Service, exchange: Exchange) -> None:
+async def models(service: Service, exchange: HttpRequest) -> None:
     """The list of names that requests may give."""
     data = [_model(service, name) for name in service.settings.names]
     await exchange.json({"object": "list", "data": data})
@@ -50,12 +50,12 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-async def metrics(service: Service, exchange: Exchange) -> None:
+async def metrics(service: Service, exchange: HttpRequest) -> None:
     """Everything that is counted, for Prometheus."""
     await exchange.whole(service.metrics.text(), 200, {"content-type": CONTENT_TYPE})
 
 
-async def stats(service: Service, exchange: Exchange) -> None:
+async def stats(service: Service, exchange: HttpRequest) -> None:
     """The numbers of the page's gauges; those that only grow are sums since the start."""
     held, plan = service.metrics.snapshot, service.metrics.plan
     await exchange.json(

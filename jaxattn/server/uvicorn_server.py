@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jaxattn.server.app import build
-from jaxattn.server.http.connection import Config
-from jaxattn.server.runtime.server_state import Phase
-from jaxattn.server.runtime.service import Served, Service
+from jaxattn.server.http.connection import UvicornConfig
+from jaxattn.server.runtime.server_state import ServerState
+from jaxattn.server.runtime.service import ServedModel, Service
 from jaxattn.server.runtime.watchdog import Watchdog
-from jaxattn.server.settings import Settings
+from jaxattn.server.settings import ServerSettings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SWITCH_SECONDS = 1e-3  # after which a thread lets another run: the device thread waits no longer
@@ -48,7 +48,7 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Server(uvicorn.Server):
+class UvicornServer(uvicorn.Server):
     """uvicorn without its own ideas of signals; `Run` has ours."""
 
     @contextlib.contextmanager
@@ -57,8 +57,8 @@ class Server(uvicorn.Server):
 
 
 def run(
-    served: Served,
-    settings: Settings,
+    served: ServedModel,
+    settings: ServerSettings,
     bound: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
@@ -79,7 +79,10 @@ def run(
 
 
 async def _serve(
-    served: Served, settings: Settings, bound: socket.socket, on_ready: Callable[[], None]
+    served: ServedModel,
+    settings: ServerSettings,
+    bound: socket.socket,
+    on_ready: Callable[[], None],
 ) -> bool:
     loop = asyncio.get_running_loop()
     ending: asyncio.Future[BaseException | None] = loop.create_future()
@@ -89,13 +92,13 @@ async def _serve(
             ending.set_result(error)
 
     service = Service(served, settings, on_end=end)
-    server = Server(Config(build(service), settings, CLOSE_SECONDS))
+    server = UvicornServer(UvicornConfig(build(service), settings, CLOSE_SECONDS))
 
     def on_signal(number: int) -> None:
-        if service.phase is not Phase.READY:
+        if service.phase is not ServerState.READY:
             print("interrupted", file=sys.stderr, flush=True)
             os._exit(128 + number)  # a thread may be compiling, which nothing interrupts
-        service.phase = Phase.DRAINING
+        service.phase = ServerState.DRAINING
         end()
 
     for each in SIGNALS:
@@ -106,7 +109,7 @@ async def _serve(
     service.start()
     try:
         await service.ready()
-        if service.phase is Phase.READY:
+        if service.phase is ServerState.READY:
             sys.setswitchinterval(SWITCH_SECONDS)  # not before: threads compile meanwhile
             on_ready()
         error = await ending

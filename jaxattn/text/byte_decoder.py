@@ -25,7 +25,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spelling:
+class ByteDecoder:
     """Bytes of tokens.
 
     Attributes:
@@ -65,10 +65,10 @@ def byte_level(token: str) -> bytes:
         return token.encode("utf-8", "replace")
 
 
-BYTE_LEVEL = Spelling(data=byte_level, first=byte_level, of_bytes=True)
+BYTE_LEVEL = ByteDecoder(data=byte_level, first=byte_level, of_bytes=True)
 
 
-def read_spelling(decoder: Any, path: Path) -> Spelling:
+def read_spelling(decoder: Any, path: Path) -> ByteDecoder:
     """The spelling that a tokenizer's decoder undoes.
 
     Args:
@@ -104,7 +104,7 @@ def _steps(decoder: Any) -> list[Mapping[str, Any]]:
     return [step for each in inner for step in _steps(each)] if isinstance(inner, list) else []
 
 
-def _metaspace(step: Mapping[str, Any]) -> Spelling:
+def _metaspace(step: Mapping[str, Any]) -> ByteDecoder:
     mark = step["replacement"]
 
     def data(token: str) -> bytes:
@@ -115,10 +115,10 @@ def _metaspace(step: Mapping[str, Any]) -> Spelling:
 
     # Older files say add_prefix_space instead.
     prepends = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", 1)
-    return Spelling(data=data, first=first if prepends else data)
+    return ByteDecoder(data=data, first=first if prepends else data)
 
 
-def _fallback(steps: list[Mapping[str, Any]]) -> Spelling | None:
+def _fallback(steps: list[Mapping[str, Any]]) -> ByteDecoder | None:
     """Replacements token by token, then bytes, then what is done to the text as a whole.
 
     None if the steps stand otherwise: a Strip without a Fuse is done to each token, say.
@@ -140,7 +140,7 @@ def _fallback(steps: list[Mapping[str, Any]]) -> Spelling | None:
             return bytes([int(byte[1], 16)])
         return token.encode("utf-8", "replace")
 
-    return Spelling(
+    return ByteDecoder(
         data=data,
         first=data,
         strip=strips[0]["content"] if strips else "",

@@ -4,22 +4,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxattn.text.json_files import TextError
-from jaxattn.text.renderer_process import Renderer
-from jaxattn.text.tokenizer_config import Settings, Template
+from jaxattn.text.renderer_process import TemplateRenderer
+from jaxattn.text.tokenizer_config import TemplateFile, TokenizerConfig
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class ChatTemplate:
-    """The templates of a folder, rendered in a process of their own (`Renderer`)."""
+    """The templates of a folder, rendered in a process of their own (`TemplateRenderer`)."""
 
-    def __init__(self, settings: Settings, renderer: Renderer | None = None):
+    def __init__(self, settings: TokenizerConfig, renderer: TemplateRenderer | None = None):
         self._templates = settings.templates
         self._folder = settings.folder
         self._special: dict[str, Any] = dict(settings.named)
         if settings.more:
             self._special["additional_special_tokens"] = list(settings.more)
-        self._renderer = renderer or Renderer()
+        self._renderer = renderer or TemplateRenderer()
 
     def __bool__(self) -> bool:
         """Whether there is one."""
@@ -49,7 +49,7 @@ class ChatTemplate:
         template = self.choose(bool(tools))
         return self._renderer.render(template.source, given, str(template.path))
 
-    def choose(self, tools: bool) -> Template:
+    def choose(self, tools: bool) -> TemplateFile:
         """The template "tool_use" where there are tools and it is there; else "default".
 
         Raises:

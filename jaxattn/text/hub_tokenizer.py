@@ -7,13 +7,13 @@ from typing import Any
 
 from tokenizers import Tokenizer as Inner
 
-from jaxattn.text.byte_decoder import BYTE_LEVEL, Spelling, read_spelling
+from jaxattn.text.byte_decoder import BYTE_LEVEL, ByteDecoder, read_spelling
 from jaxattn.text.chat_template import ChatTemplate
 from jaxattn.text.json_files import MOST_JSON_BYTES, TextError, parse_object, read_text
 from jaxattn.text.tiktoken import load_tiktoken
 from jaxattn.text.token_stream import TokenStream
 from jaxattn.text.tokenizer import Message, Tokenizer
-from jaxattn.text.tokenizer_config import Settings, read_settings
+from jaxattn.text.tokenizer_config import TokenizerConfig, read_settings
 
 JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
 PANIC = "PanicException"  # of Rust code, no `Exception`
@@ -49,7 +49,7 @@ def load(folder: str | os.PathLike) -> Tokenizer:
     return HubTokenizer(inner, spelling, settings)
 
 
-def load_json(text: str, path: Path) -> tuple[Inner, Spelling]:
+def load_json(text: str, path: Path) -> tuple[Inner, ByteDecoder]:
     """The tokenizer of a tokenizer.json, which neither cuts nor pads, and its spelling.
 
     Raises:
@@ -86,7 +86,7 @@ def _check_merges(model: Any, path: Path) -> None:
 class HubTokenizer(Tokenizer):
     """Text to ids and back by a tokenizer of the library `tokenizers`."""
 
-    def __init__(self, inner: Inner, spelling: Spelling, settings: Settings):
+    def __init__(self, inner: Inner, spelling: ByteDecoder, settings: TokenizerConfig):
         """
         Args:
             inner: the library's tokenizer.
@@ -169,7 +169,7 @@ class HubTokenizer(Tokenizer):
                 raise
             raise TextError(f"tokenizer.json cannot encode the text: {error}") from None
 
-    def _named(self, settings: Settings, name: str) -> int:
+    def _named(self, settings: TokenizerConfig, name: str) -> int:
         text = settings.named.get(name)
         token = None if text is None else self._inner.token_to_id(text)
         if token is None:

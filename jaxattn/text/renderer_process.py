@@ -24,7 +24,7 @@ FILE = Path(__file__).with_name("template_renderer.py")
 START_SECONDS = 60.0
 
 
-class Renderer:
+class TemplateRenderer:
     """Renders templates in a process of its own, one at a time; threads wait for one another."""
 
     def __init__(

@@ -27,11 +27,11 @@ class OutputTooLong(Exception):
     """A template wrote more characters than it may."""
 
 
-class Refused(Exception):
+class TemplateRefusal(Exception):
     """A template called raise_exception: the messages are not what it is written for."""
 
 
-class Generation(ext.Extension):
+class GenerationTag(ext.Extension):
     """The tags {% generation %} and {% endgeneration %}, which mark what training is done on."""
 
     tags = {"generation"}
@@ -42,7 +42,7 @@ class Generation(ext.Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class Arguments(dict[str, Any]):
+class ToolArguments(dict[str, Any]):
     """The arguments of a tool call: a mapping that reads as its JSON where a text is wanted.
 
     Some templates go through the arguments as a mapping, and some put them into a text. Clients
@@ -63,7 +63,7 @@ class Arguments(dict[str, Any]):
         return other + self._text
 
 
-class Absent(str):
+class AbsentContent(str):
     """The content of a message without one: an empty text that counts as `none` too.
 
     Some templates tell a tool call by `content is none`, and some expect a text always.
@@ -82,10 +82,10 @@ class Absent(str):
 def environment() -> sandbox.ImmutableSandboxedEnvironment:
     """What templates of published models are written for, as `transformers` renders them."""
     made = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, ext.loopcontrols]
     )
     made.filters["tojson"] = to_json
-    made.tests["none"] = lambda value: value is None or isinstance(value, Absent)
+    made.tests["none"] = lambda value: value is None or isinstance(value, AbsentContent)
     made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return made
@@ -110,7 +110,7 @@ def to_json(
 
 def raise_exception(message: str) -> NoReturn:
     """What a template calls to refuse messages."""
-    raise Refused(message)
+    raise TemplateRefusal(message)
 
 
 @functools.lru_cache(maxsize=8)
@@ -147,7 +147,7 @@ def readable(message: dict[str, Any]) -> dict[str, Any]:
     content, calls = message.get("content"), message.get("tool_calls")
     # Beside calls some clients send an empty text for none.
     absent = content is None or (content == "" and calls)
-    made = {**message, "content": Absent() if absent else content}
+    made = {**message, "content": AbsentContent() if absent else content}
     if isinstance(calls, list):
         made["tool_calls"] = [_readable_call(call) for call in calls]
     return made
@@ -161,14 +161,14 @@ def _readable_call(call: Any) -> Any:
         made["function"] = _readable_call(call["function"])
     given = call.get("arguments")
     if isinstance(given, dict):
-        made["arguments"] = Arguments(given, to_json(given))
+        made["arguments"] = ToolArguments(given, to_json(given))
     elif isinstance(given, str):
         try:
             values = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError):
             return made
         if isinstance(values, dict):
-            made["arguments"] = Arguments(values, given)
+            made["arguments"] = ToolArguments(values, given)
     return made
 
 
@@ -182,7 +182,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         raise
     except jinja2.TemplateSyntaxError as error:
         return {"failed": f"has an error in line {error.lineno}: {_cut(error.message)}"}
-    except Refused as error:
+    except TemplateRefusal as error:
         return {"refused": _cut(str(error))}
     except Exception as error:  # the template's own: it may raise whatever Python does
         return {"failed": f"raised {type(error).__name__}: {_cut(str(error))}"}

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Inner
 
 from jaxattn.text.byte_decoder import byte_alphabet
 from jaxattn.text.json_files import TextError, read_bytes
-from jaxattn.text.tokenizer_config import Added, Settings
+from jaxattn.text.tokenizer_config import AddedVocabToken, TokenizerConfig
 
 MOST_BYTES = 32 * 2**20
 MOST_TOKEN_BYTES = 1024
@@ -50,7 +50,7 @@ PATTERNS = {
 }
 
 
-def load_tiktoken(path: Path, settings: Settings) -> Inner:
+def load_tiktoken(path: Path, settings: TokenizerConfig) -> Inner:
     """The tokenizer of a tiktoken.model.
 
     Args:
@@ -155,7 +155,7 @@ def _pairs(names: dict[bytes, str]) -> Iterator[tuple[str, str]]:
                 yield left, right
 
 
-def special_tokens(ranks: int, settings: Settings) -> dict[int, Added]:
+def special_tokens(ranks: int, settings: TokenizerConfig) -> dict[int, AddedVocabToken]:
     """The tokens after the ranks by id, without a gap.
 
     Raises:
@@ -174,6 +174,7 @@ def special_tokens(ranks: int, settings: Settings) -> dict[int, Added]:
     if settings.vocab_size is not None:  # the model has no logits beyond
         reserved = min(reserved, settings.vocab_size)
     return {
-        token: named.get(token) or Added(content=f"<|reserved_token_{token}|>", special=True)
+        token: named.get(token)
+        or AddedVocabToken(content=f"<|reserved_token_{token}|>", special=True)
         for token in range(ranks, max(reserved, end))
     }

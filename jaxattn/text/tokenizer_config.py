@@ -40,7 +40,7 @@ class SamplingDefaults:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Added:
+class AddedVocabToken:
     """A token beside the vocabulary, of `added_tokens_decoder`.
 
     Attributes:
@@ -53,7 +53,7 @@ class Added:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Template:
+class TemplateFile:
     """A chat template and the file that it stands in."""
 
     source: str
@@ -61,7 +61,7 @@ class Template:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class TokenizerConfig:
     """What the files say.
 
     Attributes:
@@ -85,24 +85,24 @@ class Settings:
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     vocab_size: int | None
-    added: Mapping[int, Added]
+    added: Mapping[int, AddedVocabToken]
     tokenizer_class: str | None
-    templates: Mapping[str, Template]
+    templates: Mapping[str, TemplateFile]
 
 
-def read_settings(folder: Path) -> Settings:
+def read_settings(folder: Path) -> TokenizerConfig:
     """Reads the files.
 
     Raises:
         TextError: one is damaged, or a field has another type than it should.
     """
-    generation = _Object(folder / GENERATION, read_object(folder / GENERATION))
-    config = _Object(folder / CONFIG, read_object(folder / CONFIG))
-    tokenizer = _Object(folder / TOKENIZER, read_object(folder / TOKENIZER))
+    generation = _JsonObject(folder / GENERATION, read_object(folder / GENERATION))
+    config = _JsonObject(folder / CONFIG, read_object(folder / CONFIG))
+    tokenizer = _JsonObject(folder / TOKENIZER, read_object(folder / TOKENIZER))
     inner = config.object("text_config")  # models of images and text keep it one level down
     named = {f"{name}_token": tokenizer.token(f"{name}_token") for name in NAMED}
     eos_ids = generation.ids(EOS) or config.ids(EOS) or inner.ids(EOS)
-    return Settings(
+    return TokenizerConfig(
         folder=folder,
         named={name: token for name, token in named.items() if token is not None},
         more=tokenizer.tokens("additional_special_tokens"),
@@ -116,7 +116,7 @@ def read_settings(folder: Path) -> Settings:
     )
 
 
-class _Object:
+class _JsonObject:
     """A JSON object whose fields are read by their types; a field that is null is missing."""
 
     def __init__(self, where: Path | str, values: dict[str, Any]):
@@ -154,10 +154,10 @@ class _Object:
             raise self.wrong(name, wanted)
         return float(value)
 
-    def object(self, name: str) -> "_Object":
+    def object(self, name: str) -> "_JsonObject":
         value = self.values.get(name)
         if value is None or isinstance(value, dict):
-            return _Object(f"{self.where}: {name}", value or {})
+            return _JsonObject(f"{self.where}: {name}", value or {})
         raise self.wrong(name, "an object")
 
     def ids(self, name: str) -> tuple[int, ...]:
@@ -202,7 +202,7 @@ def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_ID
 
 
-def _defaults(generation: _Object) -> SamplingDefaults:
+def _defaults(generation: _JsonObject) -> SamplingDefaults:
     least = math.ulp(0.0)
     top_k = generation.number("top_k", -1, MOST_ID, "an integer from -1")
     if top_k is not None and not top_k.is_integer():
@@ -215,7 +215,7 @@ def _defaults(generation: _Object) -> SamplingDefaults:
     )
 
 
-def _added(tokenizer: _Object) -> dict[int, Added]:
+def _added(tokenizer: _JsonObject) -> dict[int, AddedVocabToken]:
     field = tokenizer.object("added_tokens_decoder")
     found = {}
     for key in field.values:
@@ -224,27 +224,27 @@ def _added(tokenizer: _Object) -> dict[int, Added]:
         digits = key.isdecimal() and len(key) <= len(str(MOST_ID))
         if not digits or not _is_id(int(key)) or not content or not _is_unicode(content):
             raise field.wrong(key, "an entry of an id, with a `content` that is not empty")
-        found[int(key)] = Added(content=content, special=bool(entry.flag("special")))
+        found[int(key)] = AddedVocabToken(content=content, special=bool(entry.flag("special")))
     return found
 
 
-def _templates(folder: Path, tokenizer: _Object) -> dict[str, Template]:
+def _templates(folder: Path, tokenizer: _JsonObject) -> dict[str, TemplateFile]:
     """The templates of files of their own, else those of tokenizer_config.json."""
     paths = {"default": folder / TEMPLATE}
     paths |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     texts = {name: read_text(path, MOST_TEMPLATE_BYTES) for name, path in paths.items()}
     found = {
-        name: Template(source=text, path=paths[name])
+        name: TemplateFile(source=text, path=paths[name])
         for name, text in texts.items()
         if text  # an empty one would leave no prompt
     }
     return found or {
-        name: Template(source=text, path=folder / TOKENIZER)
+        name: TemplateFile(source=text, path=folder / TOKENIZER)
         for name, text in _named_templates(tokenizer).items()
     }
 
 
-def _named_templates(tokenizer: _Object) -> dict[str, str]:
+def _named_templates(tokenizer: _JsonObject) -> dict[str, str]:
     value = tokenizer.values.get("chat_template")
     if value is None or isinstance(value, str):
         return {"default": value} if value else {}

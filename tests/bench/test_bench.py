@@ -15,7 +15,7 @@ import pytest
 
 from jaxattn import gdn
 from jaxattn import mla as ops
-from jaxattn.aliasing.checker import AliasingReport, Copy
+from jaxattn.aliasing.checker import AliasingReport, BufferCopy
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench import recent
 from jaxattn.bench.attention import gqa_prefill, mla, mla_fp8, mla_prefill
@@ -127,9 +127,9 @@ def timed(monkeypatch):
         shapes = jax.eval_shape(lambda: inputs(*static, **kwargs))
         return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
 
-    monkeypatch.setattr(timing.Op, "times", times)
-    monkeypatch.setattr(timing.Op, "time", lambda op: times(op)[0])
-    monkeypatch.setattr(timing.Op, "__call__", lambda op, i=0: (None, None))
+    monkeypatch.setattr(timing.TimedOp, "times", times)
+    monkeypatch.setattr(timing.TimedOp, "time", lambda op: times(op)[0])
+    monkeypatch.setattr(timing.TimedOp, "__call__", lambda op, i=0: (None, None))
     monkeypatch.setattr(mla, "kernel_seconds", lambda op: 3e-3)
     for module in (mla, mla_prefill, gdn_decode, gdn_prefill, gdn_output_norm, moe):
         monkeypatch.setattr(module, "check", lambda *_: 1e-3)
@@ -197,7 +197,7 @@ def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / roofline_plot.TIMES[unit])
     assert row[f"call {unit}"] == 2 * row[unit]
     ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
-    assert peak_rates.of_ceilings(row, {"burst": ones})
+    assert peak_rates.peak_fractions(row, {"burst": ones})
     assert roofline_plot.shape(row) == module.label(shape)
 
 
@@ -315,7 +315,7 @@ def test_a_wrong_result_of_decode_is_refused(off, words, monkeypatch):
 
 @pytest.mark.parametrize("turns, together", [(5, 1), (2, 8)])
 def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it(turns, together):
-    op = timing.Op(lambda x, state, layer: (jnp.sin(x), state), [jnp.ones((64, 128))])
+    op = timing.TimedOp(lambda x, state, layer: (jnp.sin(x), state), [jnp.ones((64, 128))])
     text = jax.jit(op.loop(turns, together)).lower(op.operands[0], ()).compile().as_text()
     # Of the computations with a sine, the loop's body is the only caller.
     within = [part for part in text.split("\n\n") if "f32[64,128]{1,0} sine(" in part]
@@ -329,7 +329,7 @@ def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it(turn
         jax.debug.callback(lambda layer: ran.append(int(layer)), layer)
         return x, state
 
-    op = timing.Op(call, [jnp.ones(2)], layers=2)
+    op = timing.TimedOp(call, [jnp.ones(2)], layers=2)
     jax.block_until_ready(jax.jit(op.loop(turns, together))(op.operands[0], ()))
     jax.effects_barrier()
     assert sorted(ran) == sorted([i % 2 for i in range(together)] * turns)
@@ -377,22 +377,22 @@ def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):
 def test_the_ceiling_that_binds_is_named_and_is_that_of_a_burst():
     burst = {"copy_GB_s": 3800.0, "read_GB_s": 4000.0, "matmul_TFLOP_s": 800.0}
     facts = {"copy_GB_s": 3900.0, "matmul_TFLOP_s": 600.0, "burst": burst}
-    shares = peak_rates.of_ceilings({"GB/s": 1000.0, "TFLOP/s": 600.0}, facts)
+    shares = peak_rates.peak_fractions({"GB/s": 1000.0, "TFLOP/s": 600.0}, facts)
     assert shares == {"of memory": 0.25, "of matmul": 0.75, "% of roof": "75.0% matmul"}
-    shares = peak_rates.of_ceilings({"GB/s": 3000.0, "TFLOP/s": 80.0}, facts)
+    shares = peak_rates.peak_fractions({"GB/s": 3000.0, "TFLOP/s": 80.0}, facts)
     assert shares["% of roof"] == "75.0% memory"
 
 
 def test_ceilings_are_rates():
     assert peak_rates.copy_bandwidth(1024) > 0
     assert peak_rates.matmul_rate(32) > 0
-    assert min(peak_rates.bursts(2048, 32).values()) > 0
+    assert min(peak_rates.burst_peaks(2048, 32).values()) > 0
 
 
 def test_a_burst_s_ceilings_are_taken_as_a_row_s_time_is(monkeypatch):
     monkeypatch.setattr(peak_rates, "kernel_seconds", lambda call: call(0).size and 1e-3)
     wanted = {"copy_GB_s": 8192e-6, "read_GB_s": 4096e-6, "matmul_TFLOP_s": 2 * 32**3 * 1e-9}
-    assert peak_rates.bursts(2048, 32) == pytest.approx(wanted)
+    assert peak_rates.burst_peaks(2048, 32) == pytest.approx(wanted)
 
 
 def test_notes_compare_drawn_lengths_with_even_ones():
@@ -596,11 +596,11 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert bench.main(["plot", str(run), "--plot", "x.png"]) == 2
     assert "--plot needs matplotlib: install jaxattn[plot]" in capsys.readouterr().err
-    with pytest.raises(roofline_plot.PlotError, match="matplotlib"):
+    with pytest.raises(roofline_plot.BenchPlotError, match="matplotlib"):
         roofline_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    with pytest.raises(roofline_plot.PlotError, match="no rows with TFLOP/s"):
+    with pytest.raises(roofline_plot.BenchPlotError, match="no rows with TFLOP/s"):
         roofline_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
     assert bench.main(["plot", str(tmp_path / "none.json"), "--plot", "x.png"]) == 2
     assert "none.json" in capsys.readouterr().err
@@ -631,7 +631,7 @@ def test_a_command_that_makes_no_sense_is_refused(argv, message, capsys):
 
 
 def test_the_step_says_which_leaf_its_loop_copies():
-    copy = Copy("params.w_uk", 1_048_576, 16_777_216, "while.1", "copy.2", "")
+    copy = BufferCopy("params.w_uk", 1_048_576, 16_777_216, "while.1", "copy.2", "")
     report = AliasingReport(1, 1, None, (copy,))
     assert decode_step.copied_in_loop(report) == "params.w_uk: 1,048,576 bytes"
     assert decode_step.copied_in_loop(AliasingReport(1, 1, None, ())) == "none"

@@ -63,7 +63,7 @@ def test_runs_of_different_conditions_are_refused(name, value, words, run, tmp_p
     assert bench.main(["compare", *paths]) == 2
     said = capsys.readouterr().err
     assert "not comparable, they differ in" in said
-    with pytest.raises(comparison.NotComparable, match=words):
+    with pytest.raises(comparison.ComparisonError, match=words):
         comparison.check(run, run | {name: value})
 
 

@@ -117,7 +117,7 @@ def test_rows_that_follow_a_grammar_have_columns_of_their_own(tmp_path):
 
 
 def test_words_are_tokens_of_a_large_vocabulary():
-    words = word_grammar.Words(5000)
+    words = word_grammar.WordTokenizer(5000)
     texts = {words.token_bytes(id) for id in range(5000)}
     assert len(texts) == 5000 and words.token_bytes(97) == b"a"
     [grammar] = word_grammar.maker(5000)(1)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxattn.bench.__main__ import main
-from jaxattn.bench.load.client import Outcome
+from jaxattn.bench.load.client import RequestOutcome
 from jaxattn.bench.load.metrics import measured, percentile
-from jaxattn.bench.load.request_lengths import LEAST, MOST, Lengths
+from jaxattn.bench.load.request_lengths import LEAST, MOST, LengthDistribution
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -22,9 +22,9 @@ def bench(server, *arguments) -> int:
 
 
 def test_lengths_are_spread_as_those_of_chats_and_come_again():
-    asks = list(Lengths().asks(2000, seed=3, characters=4.0))
-    assert asks == list(Lengths().asks(2000, seed=3, characters=4.0))
-    assert asks != list(Lengths().asks(2000, seed=4, characters=4.0))
+    asks = list(LengthDistribution().asks(2000, seed=3, characters=4.0))
+    assert asks == list(LengthDistribution().asks(2000, seed=3, characters=4.0))
+    assert asks != list(LengthDistribution().asks(2000, seed=4, characters=4.0))
     for values, median in (([a.tokens for a in asks], 90), ([a.answer for a in asks], 150)):
         assert LEAST <= min(values) and max(values) == MOST
         assert median * 0.85 < statistics.median(values) < median * 1.15
@@ -41,8 +41,10 @@ def test_percentiles_are_values_that_were_seen():
 
 
 def test_times_count_from_when_a_request_was_due():
-    late = Outcome(due=10.0, sent=12.0, ended=14.0, chunks=[13.0, 13.5, 14.0], prompt=5, answer=3)
-    lost = Outcome(due=10.0, sent=10.0, ended=11.0, error="status 500")
+    late = RequestOutcome(
+        due=10.0, sent=12.0, ended=14.0, chunks=[13.0, 13.5, 14.0], prompt=5, answer=3
+    )
+    lost = RequestOutcome(due=10.0, sent=10.0, ended=11.0, error="status 500")
     row = measured("1 req/s", [late, lost])
     assert (row["ok"], row["failed"]) == (1, 1)
     assert row["TTFT p50 ms"] == 3000 and row["ITL p99 ms"] == 500 and row["E2E p50 ms"] == 4000

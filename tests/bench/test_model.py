@@ -13,8 +13,8 @@ from flax import nnx
 
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench.harness import timing
-from jaxattn.bench.harness.hlo_writes import written
-from jaxattn.bench.harness.timing import Launch, Spent
+from jaxattn.bench.harness.hlo_writes import hlo_writes
+from jaxattn.bench.harness.timing import KernelLaunch, KernelTimes
 from jaxattn.bench.layers import linear
 from jaxattn.bench.model import (
     command,
@@ -27,7 +27,7 @@ from jaxattn.bench.model import (
 )
 from jaxattn.bench.model import steps as steps_module
 from jaxattn.bench.plots import roofline_plot
-from jaxattn.core.numerics.fp8_block_scaling import in_pairs, quantize
+from jaxattn.core.numerics.fp8_block_scaling import interleave_columns, quantize
 
 CONFIG = {
     "model_type": "deepseek_v2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
@@ -39,10 +39,10 @@ CONFIG = {
 }  # fmt: skip
 # As a profile of a GPU has them: a kernel of ours, XLA's and cuBLAS' products, copies.
 LAUNCHES = {
-    Launch("mla_decode_kernel", "custom-call.1"): Spent(4e-5, 2.0),
-    Launch("nvjet_tst_64x8", ""): Spent(3e-5, 6.0),
-    Launch("moe_gate_up", ""): Spent(2e-5, 2.0),
-    Launch("MemcpyD2D", ""): Spent(1e-6, 1.0),
+    KernelLaunch("mla_decode_kernel", "custom-call.1"): KernelTimes(4e-5, 2.0),
+    KernelLaunch("nvjet_tst_64x8", ""): KernelTimes(3e-5, 6.0),
+    KernelLaunch("moe_gate_up", ""): KernelTimes(2e-5, 2.0),
+    KernelLaunch("MemcpyD2D", ""): KernelTimes(1e-6, 1.0),
 }
 
 
@@ -70,12 +70,12 @@ def ran(folder, tmp_path_factory):
     file, kept = tmp_path_factory.mktemp("run") / "run.json", []
 
     def keep(*args, **kwargs):
-        kept.append(steps_module.Steps(*args, **kwargs))
+        kept.append(steps_module.ModelSteps(*args, **kwargs))
         return kept[-1]
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(command, "Steps", keep)
+        patch.setattr(command, "ModelSteps", keep)
         patch.setattr(steps_module, "launches", lambda call, *, calls: LAUNCHES)
         patch.setattr(steps_module, "RUN_SECONDS", 1e-3)
         argv = ["--rows", "3", "--context", "70", "--prompt", "70", "--chunks", "64"]
@@ -266,7 +266,9 @@ def filled(shape, dtype, draw, name="w"):
 def test_a_leaf_is_filled_block_by_block_without_repeating_itself(monkeypatch):
     monkeypatch.setattr(random_weights, "BLOCK", 2**10)
     shape = (4, 96, 64)
-    array = np.asarray(filled(shape, jnp.bfloat16, random_weights.Draw.of(0.5, 2.0)), np.float32)
+    array = np.asarray(
+        filled(shape, jnp.bfloat16, random_weights.UniformRange.of(0.5, 2.0)), np.float32
+    )
     assert array.mean() == pytest.approx(2, abs=0.02) and array.std() == pytest.approx(
         0.5, abs=0.02
     )
@@ -293,7 +295,7 @@ def test_fp8_weights_are_finite_and_their_scales_bring_them_back(folder):
 
 def test_a_leaf_that_is_no_float_is_refused_by_name():
     with pytest.raises(ValueError, match="latents.kv_cache is uint8"):
-        filled((2, 2), jnp.uint8, random_weights.Draw.of(1.0), "latents.kv_cache")
+        filled((2, 2), jnp.uint8, random_weights.UniformRange.of(1.0), "latents.kv_cache")
 
 
 def test_the_bytes_of_a_published_model_are_those_of_its_configuration():
@@ -337,11 +339,11 @@ def test_launches_are_counted_per_call(monkeypatch):
         run()
         n = len(calls)
         twice = [(at, 2000.0) for at in range(2 * n)]
-        return {Launch("k", "a.1"): twice, Launch("MemcpyH2D", ""): [(0, 9.0)] * n}
+        return {KernelLaunch("k", "a.1"): twice, KernelLaunch("MemcpyH2D", ""): [(0, 9.0)] * n}
 
     monkeypatch.setattr(timing, "gpu_launches", record)
     found = timing.launches(calls.append, warmup=1e-3, calls=3)
-    assert found == {Launch("k", "a.1"): Spent(pytest.approx(4e-6), 2.0)}
+    assert found == {KernelLaunch("k", "a.1"): KernelTimes(pytest.approx(4e-6), 2.0)}
 
 
 @pytest.mark.parametrize(
@@ -379,7 +381,7 @@ def test_bars_of_a_run_are_drawn(ran, tmp_path):
     pytest.importorskip("matplotlib")
     roofline_plot.save(ran[0], tmp_path / "model.png")
     assert (tmp_path / "model.png").exists()
-    with pytest.raises(roofline_plot.PlotError, match="no decode steps"):
+    with pytest.raises(roofline_plot.BenchPlotError, match="no decode steps"):
         roofline_plot.save({"what": "model", "rows": []}, tmp_path / "x.png")
 
 
@@ -419,7 +421,7 @@ def test_every_way_of_a_product_is_the_same_product():
     last = np.asarray(x[0], np.float64) @ np.asarray(w[-1], np.float64)[:, 0]
     turned = w.swapaxes(1, 2)
     numbers, scales = quantize(turned)
-    stacks = (w,), (turned,), (w,), (in_pairs(numbers), scales)
+    stacks = (w,), (turned,), (w,), (interleave_columns(numbers), scales)
     for way, stack in zip(linear.WAYS, stacks, strict=True):
         seen, _ = linear.loop(x, stack, way=way, implementation="xla")
         limit = 1e-2 if way != linear.WAYS[3] else 0.1  # FP8 numbers have four bits
@@ -428,7 +430,7 @@ def test_every_way_of_a_product_is_the_same_product():
 
 def test_a_product_that_models_share_is_measured_once():
     found = linear.products(linear.MODELS, [1, 8], linear.WAYS[:2])
-    shared = linear.Product(1, 2048, 576, linear.WAYS[0])
+    shared = linear.LinearCase(1, 2048, 576, linear.WAYS[0])
     assert found[shared] == ["DeepSeek-V2-Lite kv_a_proj", "GLM-4.7-Flash kv_a_proj"]
     assert len(found) == 4 * len({(p.inner, p.outer) for p in found})
 
@@ -453,7 +455,7 @@ def test_what_a_loop_writes_is_found_and_what_it_updates_in_place_is_not():
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (5, 64, 32))]
     text = jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
-    (found,) = written(text, least=4096)
+    (found,) = hlo_writes(text, least=4096)
     assert (found.array, found.nbytes, found.loop) == ("f32[32,64]", 8192, True)
     assert str(found).startswith("f32[32,64], 0.0 MiB each time round (")
 

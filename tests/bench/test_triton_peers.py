@@ -75,7 +75,7 @@ def xla_codes(factor=1.0):
 @pytest.mark.sampled
 @pytest.mark.parametrize("preset", TURBOQUANT)
 def test_a_right_decode_of_codes_has_a_time_and_a_wrong_one_is_refused(preset, small, monkeypatch):
-    shape = turboquant.Shape(2, 4, 2, 64, 70, preset)
+    shape = turboquant.TurboquantDecodeShape(2, 4, 2, 64, 70, preset)
     columns = triton_baselines.PEERS["gqa_turbo"].columns
     monkeypatch.setattr(vllm_turboquant, "levels", lambda form: LEVELS[: 2**form.key_bits])
     monkeypatch.setattr(vllm_turboquant, "store", stored)
@@ -91,10 +91,10 @@ def test_a_right_decode_of_codes_has_a_time_and_a_wrong_one_is_refused(preset, s
 def small(monkeypatch):
     """As on a GPU with all packages, and with one set of inputs."""
     monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
-    monkeypatch.setattr(triton_baselines.Peer, "missing", lambda self: [])
+    monkeypatch.setattr(triton_baselines.TritonBaseline, "missing", lambda self: [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(timing.Op, "time", lambda self: 3e-6)
-    monkeypatch.setattr(timing.Op, "times", lambda self: (3e-6, 4e-6))
+    monkeypatch.setattr(timing.TimedOp, "time", lambda self: 3e-6)
+    monkeypatch.setattr(timing.TimedOp, "times", lambda self: (3e-6, 4e-6))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,10 @@ def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
     [
         ("gdn_decode", [(3, 2, 4, 1), (3, 2, 4, 4)]),
         ("mla", [(3, 20, 130, 1), (2, 128, 300, 1)]),
-        ("gqa_turbo", [turboquant.Shape(2, 8, 2, 128, 130, preset) for preset in TURBOQUANT]),
+        (
+            "gqa_turbo",
+            [turboquant.TurboquantDecodeShape(2, 8, 2, 128, 130, preset) for preset in TURBOQUANT],
+        ),
     ],
 )
 def test_it_is_right_on_a_gpu(bench, shapes):

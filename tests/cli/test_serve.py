@@ -24,15 +24,15 @@ from jaxattn.cli.plan import main as plan_main
 from jaxattn.cli.serve.command import main
 from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.cli.serve.request_inputs import Prompt, read_prompts
-from jaxattn.cli.serve.text_stream import Printer, TextStream
+from jaxattn.cli.serve.text_stream import TextPrinter, TextStream
 from jaxattn.cli.startup.run_report import ending, plan_lines
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.requests.outputs import Completion, GenerationInterrupted
-from jaxattn.engine.requests.request import Request, Stats
+from jaxattn.engine.requests.request import GenerationStats, Request
 from jaxattn.engine.startup import executable_memory
-from jaxattn.memory.budget import Budget, Item, MemoryPlan
+from jaxattn.memory.budget import MemoryBudget, MemoryPlan, PlanItem
 from jaxattn.memory.limits import Limits
-from jaxattn.memory.temp_bound import Bound
+from jaxattn.memory.temp_bound import TempBound
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid
@@ -242,7 +242,7 @@ def test_quiet_still_says_that_it_was_interrupted(model, capsys, monkeypatch):
 class Interrupted:
     """An engine at Ctrl-C."""
 
-    stats, limits = Stats(), Limits()
+    stats, limits = GenerationStats(), Limits()
 
     def generate(self, requests, **callbacks):
         raise GenerationInterrupted([Completion(each, (), "interrupted") for each in requests])
@@ -257,8 +257,12 @@ def test_quiet_with_json_prints_no_text_on_stderr():
 
 
 def test_the_plan_before_serving_is_three_lines():
-    items = (Item("weights", 3 * 2**20, ""), Item("kv cache", 2**20, ""), Item("none", 0, ""))
-    lines = list(plan_lines(MemoryPlan(items, Budget("cpu", 10 * 2**20), "4 rows")))
+    items = (
+        PlanItem("weights", 3 * 2**20, ""),
+        PlanItem("kv cache", 2**20, ""),
+        PlanItem("none", 0, ""),
+    )
+    lines = list(plan_lines(MemoryPlan(items, MemoryBudget("cpu", 10 * 2**20), "4 rows")))
     assert lines == [
         "memory plan for 4 rows: 4,194,304 bytes in total",
         "  in MiB: weights 3.00, kv cache 1.00",
@@ -401,7 +405,7 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
     def counted(step, *arguments, donated, **_):
         # A model's steps have its state behind its weights; those of rows trace in no time.
         traced.extend([step] if donated == 1 else [])
-        return Bound(0, arguments[donated])
+        return TempBound(0, arguments[donated])
 
     monkeypatch.setattr(executable_memory, "temp_bound", counted)
     said = []
@@ -514,7 +518,7 @@ def test_ctrl_c_and_sigterm_print_what_was_generated_and_the_summary(number, mod
 def stream(requests, **console):
     out = io.StringIO()
     prompts = [Prompt(request.prompt) for request in requests]
-    printer = Printer(Console(file=out, **console))
+    printer = TextPrinter(Console(file=out, **console))
     return TextStream(printer, ByteTokenizer(), requests, prompts), out
 
 

@@ -434,7 +434,9 @@ def test_experts_in_fp8_may_become_bfloat16(capsys):
 
 
 def test_a_model_that_does_not_fit_prints_its_plan_and_loads_nothing(capsys, monkeypatch):
-    monkeypatch.setattr(huggingface_checkpoint, "fill", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        huggingface_checkpoint, "load_weights", lambda *a, **k: pytest.fail("loaded")
+    )
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
     arguments = ["--model", str(YOUTU), "--prompt", "x", "--num-pages", "1000m", *GREEDY]
     assert main(arguments) == 2

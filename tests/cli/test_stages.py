@@ -2,11 +2,11 @@
 
 import time
 
-from jaxattn.cli.startup.stage_timings import Stages, executable_lines, since_start
+from jaxattn.cli.startup.stage_timings import StageTimings, executable_lines, since_start
 
 
 def test_stages_add_up_to_the_time_since_the_process_began(tmp_path):
-    stages = Stages()
+    stages = StageTimings()
     stages.ended("imports")
     time.sleep(0.05)
     stages.ended("device")

@@ -19,11 +19,11 @@ import pytest
 from rich.console import Console
 
 from jaxattn.cli.options.parser import InputError
-from jaxattn.cli.startup.engine_startup import Loading, Stopped, start_engine
-from jaxattn.cli.startup.model_source import Chosen
-from jaxattn.cli.startup.progress_display import Display
-from jaxattn.cli.startup.stage_timings import Stages
-from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.cli.startup.engine_startup import BackgroundLoad, LoadCancelled, start_engine
+from jaxattn.cli.startup.model_source import ModelSource
+from jaxattn.cli.startup.progress_display import ProgressDisplay
+from jaxattn.cli.startup.stage_timings import StageTimings
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.memory import device_memory as memory_device
@@ -31,7 +31,7 @@ from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.loading.loader import ModelFolder, Weights
+from jaxattn.models.loading.loader import CheckpointWeights, ModelFolder
 from jaxattn.text import ByteTokenizer
 from tests.helpers.engine_cases import SMALLEST, TRIAL, WHOLE, kept_steps, params_of
 
@@ -51,8 +51,8 @@ class Folder(ModelFolder):
 
     make: Callable[..., Any]
 
-    def open(self) -> Weights:
-        return Weights(nbytes=1000, put=self.make)
+    def open(self) -> CheckpointWeights:
+        return CheckpointWeights(nbytes=1000, put=self.make)
 
 
 def started(make, limits=WHOLE, console=None):
@@ -60,14 +60,14 @@ def started(make, limits=WHOLE, console=None):
     layout = dict(data=1, tensor=1, context=1, expert=1)
     options = argparse.Namespace(implementation=None, strict=True, **layout)
     console = console or Console(file=io.StringIO(), quiet=True)
-    chosen = Chosen(folder=folder)
-    return start_engine(chosen, MODEL, ByteTokenizer(), limits, options, console, Stages())
+    chosen = ModelSource(folder=folder)
+    return start_engine(chosen, MODEL, ByteTokenizer(), limits, options, console, StageTimings())
 
 
 @pytest.fixture
 def counted(monkeypatch):
     """A device whose pool holds what JAX holds since now."""
-    monkeypatch.setattr(PROCESS, "_engines", weakref.WeakSet())  # those of earlier tests
+    monkeypatch.setattr(PROCESS_STATE, "_engines", weakref.WeakSet())  # those of earlier tests
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
 
@@ -86,7 +86,7 @@ def hold_compiling(monkeypatch, until: threading.Event) -> list[bool]:
     def compiles(self, name, *, done):
         came.append(until.wait(30))
 
-    monkeypatch.setattr(Display, "compiles", compiles)
+    monkeypatch.setattr(ProgressDisplay, "compiles", compiles)
     return came
 
 
@@ -143,7 +143,7 @@ def test_what_goes_wrong_is_raised_by_the_next_check():
     def fail(loading):
         raise CheckpointError("damaged")
 
-    with Loading(fail) as loading:
+    with BackgroundLoad(fail) as loading:
         loading.check()
         loading.start()
         concurrent.futures.wait([loading._future])
@@ -160,11 +160,11 @@ def test_a_loading_that_nobody_waits_for_ends():
             while True:
                 loading.watch()
                 time.sleep(0.001)
-        except Stopped:
+        except LoadCancelled:
             ended.append(True)
             raise
 
-    with pytest.raises(NotImplementedError), Loading(load) as loading:
+    with pytest.raises(NotImplementedError), BackgroundLoad(load) as loading:
         loading.start()
         assert began.wait(30)
         raise NotImplementedError("the kernel refuses")
@@ -175,7 +175,7 @@ def test_what_was_loaded_is_not_kept():
     class Params:
         pass
 
-    with Loading(lambda loading: Params()) as loading:
+    with BackgroundLoad(lambda loading: Params()) as loading:
         loading.start()
         gone = weakref.ref(loading.result())
         assert gone() is None

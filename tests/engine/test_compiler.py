@@ -93,6 +93,6 @@ def test_a_step_is_compiled_when_its_kernels_are(monkeypatch):
             decode_is_lowered.set()
         return step
 
-    monkeypatch.setattr(compiler, "Beside", Beside)
+    monkeypatch.setattr(compiler, "ParallelCompiler", Beside)
     _in_turn(STEPS, None, lower, lambda step, text: order.append(step), None, 1, "gpu 0")
     assert order == ["kernel of prefill", *STEPS]

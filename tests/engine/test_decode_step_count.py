@@ -10,7 +10,7 @@ import pytest
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.checker import check_aliasing
 from jaxattn.engine.requests.outputs import FinishEvent, TokenEvent
-from jaxattn.engine.startup.decode_step_count import with_steps
+from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.limits import MOST_STEPS
@@ -238,10 +238,10 @@ def test_several_steps_take_no_more_temp_than_one(four):
 )
 def test_the_number_follows_from_the_weights(gigabytes, gpu, steps):
     weights = jax.ShapeDtypeStruct((int(gigabytes * 2**29),), "bfloat16")
-    assert with_steps(Limits(), weights, gpu=gpu).round_steps == steps
-    assert with_steps(Limits(steps_per_round=3), weights, gpu=gpu).round_steps == 3
-    assert with_steps(Limits(speculate=1), weights, gpu=gpu) == Limits(speculate=1)
-    assert with_steps(Limits(), weights, gpu=gpu, gpus=2) == Limits()
+    assert choose_decode_steps(Limits(), weights, gpu=gpu).round_steps == steps
+    assert choose_decode_steps(Limits(steps_per_round=3), weights, gpu=gpu).round_steps == 3
+    assert choose_decode_steps(Limits(speculate=1), weights, gpu=gpu) == Limits(speculate=1)
+    assert choose_decode_steps(Limits(), weights, gpu=gpu, gpus=2) == Limits()
 
 
 def test_limits_that_make_no_sense_are_refused():

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxattn import Limits
-from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.steps import prompt_lookup
 from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, NUMBERS, STOPS
 from jaxattn.engine.steps.engine_state import row_shapes
-from jaxattn.engine.steps.token_selection import End
+from jaxattn.engine.steps.token_selection import FinishCode
 
 
 def on_the_host(function):
@@ -98,24 +98,24 @@ def logits_of(tokens, vocab=12):
 def test_a_draft_counts_as_far_as_it_is_right(says, given):
     rows = rows_of([[1, 2, 3, 4, 5, 1, 2]])
     made = draft(rows, jnp.arange(1), 3, 0)
-    after, told = verify(rows, logits_of([says]), made, level=Level.GREEDY)
-    kept = told[0, :, 1] != End.IDLE
+    after, told = verify(rows, logits_of([says]), made, level=SamplingMode.GREEDY)
+    kept = told[0, :, 1] != FinishCode.IDLE
     assert told[0, :, 0][kept].tolist() == given
     assert after.cursor[0].tolist() == [given[-1], 6 + len(given), 1]
     assert after.controls[0, INTEGERS.index("slot")] == len(given) - 1
     assert after.history[0, 7 : 7 + len(given)].tolist() == given
 
 
-@pytest.mark.parametrize(("last", "reason"), [(8, End.LENGTH), (60, End.STOP)])
+@pytest.mark.parametrize(("last", "reason"), [(8, FinishCode.LENGTH), (60, FinishCode.STOP)])
 def test_nothing_counts_behind_the_end_of_a_row(last, reason):
     rows = rows_of([[1, 2, 3, 4, 5, 1, 2]], last=last)
-    if reason == End.STOP:
+    if reason == FinishCode.STOP:
         controls = np.array(rows.controls)
         controls[0, -1] = 4
         rows = dataclasses.replace(rows, controls=controls)
     made = draft(rows, jnp.arange(1), 3, 0)
-    after, told = verify(rows, logits_of([[3, 4, 5, 6]]), made, level=Level.GREEDY)
-    assert told[0, :, 1].tolist() == [End.NONE, reason, End.IDLE, End.IDLE]
+    after, told = verify(rows, logits_of([[3, 4, 5, 6]]), made, level=SamplingMode.GREEDY)
+    assert told[0, :, 1].tolist() == [FinishCode.NONE, reason, FinishCode.IDLE, FinishCode.IDLE]
     assert after.cursor[0].tolist() == [4, 8, 0]
 
 
@@ -128,11 +128,11 @@ def test_drafts_leave_the_distribution_as_it_is():
     chances = np.array([[0.1, 0.2, 0.3, 0.4], [0.25, 0.4, 0.15, 0.2]])
     behind = np.log(np.stack([chances[0], chances[1], chances[0], chances[0]]))
     logits = jnp.broadcast_to(jnp.asarray(behind, jnp.float32), (count, 4, vocab))
-    _, told = verify(rows, logits, made, level=Level.DRAWS)
+    _, told = verify(rows, logits, made, level=SamplingMode.DRAWS)
     told = np.asarray(told)
     first = np.bincount(told[:, 0, 0], minlength=vocab)
     assert chi_square(first, chances[0] * count) < 16.27  # 3 degrees of freedom
-    right = told[:, 1, 1] != End.IDLE
+    right = told[:, 1, 1] != FinishCode.IDLE
     assert (right == (told[:, 0, 0] == 3)).all()
     second = np.bincount(told[right, 1, 0], minlength=vocab)
     assert chi_square(second, chances[1] * right.sum()) < 16.27

@@ -14,19 +14,21 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.compilation import compiler, executable_cache
 from jaxattn.engine.compilation.executable_cache import (
-    Kept,
-    UnknownError,
+    ExecutableCache,
+    UnstableReprError,
     facts_of_machine,
-    written,
+    stable_repr,
 )
 from jaxattn.models import Hybrid
 from jaxattn.models.catalog import public_models
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.registry import FAMILIES, read_model
 from tests.helpers.engine_cases import SMALLEST, params_of
 
 BUILT = [
-    name for name in public_models.NAMES if public_models.config_of(name)["model_type"] in FAMILIES
+    name
+    for name in public_models.NAMES
+    if public_models.shipped_config(name)["model_type"] in FAMILIES
 ]
 LIMITS = Limits(batch=2, max_model_len=64, prefill_chunk=16)
 
@@ -45,7 +47,7 @@ def folder(tmp_path, executable):
 
 
 def opened(folder, decides=(SMALLEST, 3)):
-    return Kept(folder, jax.devices()[0], decides)
+    return ExecutableCache(folder, jax.devices()[0], decides)
 
 
 def test_what_was_kept_computes_the_same(folder):
@@ -133,13 +135,13 @@ def test_the_source_s_hash_sees_every_file(tmp_path):
     for text in ("1", "2"):
         (tmp_path / "deep").mkdir(exist_ok=True)
         (tmp_path / "deep" / "a.py").write_text(text)
-        first = executable_cache.source(tmp_path)
+        first = executable_cache.source_hash(tmp_path)
         (tmp_path / "b.py").write_text(text)
-        assert executable_cache.source(tmp_path) != first
+        assert executable_cache.source_hash(tmp_path) != first
         (tmp_path / "b.py").unlink()
-        assert executable_cache.source(tmp_path) == first
+        assert executable_cache.source_hash(tmp_path) == first
     (tmp_path / "deep" / "a.py").rename(tmp_path / "deep" / "c.py")
-    assert executable_cache.source(tmp_path) != first
+    assert executable_cache.source_hash(tmp_path) != first
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"", lambda data: b"x"])
@@ -219,7 +221,8 @@ def test_what_a_killed_process_left_is_deleted_when_it_is_old(folder, executable
 
 def test_every_published_model_can_be_kept():
     texts = {
-        written(read_model(Fields(public_models.config_of(each), each)).model) for each in BUILT
+        stable_repr(read_model(ConfigFields(public_models.shipped_config(each), each)).model)
+        for each in BUILT
     }
     assert len(texts) == len(BUILT)
 
@@ -230,8 +233,8 @@ def test_every_published_model_can_be_kept():
     ids=["object", "set", "function", "array", "foreign", "builtin class", "class"],
 )
 def test_what_cannot_be_written_down_is_refused(value):
-    with pytest.raises(UnknownError):
-        written((1, value))
+    with pytest.raises(UnstableReprError):
+        stable_repr((1, value))
 
 
 def test_a_class_of_another_package_is_refused():
@@ -239,5 +242,5 @@ def test_a_class_of_another_package_is_refused():
     class Mine:
         x: int = 1
 
-    with pytest.raises(UnknownError, match="is of another package"):
-        written(Mine())
+    with pytest.raises(UnstableReprError, match="is of another package"):
+        stable_repr(Mine())

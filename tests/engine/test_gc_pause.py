@@ -45,7 +45,7 @@ def test_two_threads_leave_the_search_as_it_was(monkeypatch):
     inside, leave, looked = threading.Event(), threading.Event(), gc.isenabled
 
     def first():
-        with gc_pause.unsearched():
+        with gc_pause.gc_paused():
             inside.set()
             leave.wait(10)
 
@@ -60,7 +60,7 @@ def test_two_threads_leave_the_search_as_it_was(monkeypatch):
     inside.wait(10)
     try:
         monkeypatch.setattr(gc, "isenabled", isenabled)
-        with gc_pause.unsearched():
+        with gc_pause.gc_paused():
             pass
         other.join(10)
         assert looked()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Request
-from jaxattn.engine.sampling.grammar_bitmask import EVERY, masked, masks, words_of
+from jaxattn.engine.sampling.grammar_bitmask import EVERY, fill_bitmask, masked, words_of
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
 
@@ -105,4 +105,4 @@ def test_a_mask_leaves_out_what_it_does_not_name_and_keeps_a_row_of_ones():
     found = np.asarray(masked(logits, words))
     assert np.flatnonzero(found[0] > -np.inf).tolist() == [62, 63, 64, 69]
     assert found[1].tobytes() == np.asarray(logits[1]).tobytes()
-    assert words_of(70) == 3 and masks((), 2, 70).tolist() == [[-1] * 3] * 2
+    assert words_of(70) == 3 and fill_bitmask((), 2, 70).tolist() == [[-1] * 3] * 2

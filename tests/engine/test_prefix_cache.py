@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.checker import check_aliasing
 from jaxattn.engine.scheduling.page_pool import PagePool
-from jaxattn.engine.scheduling.prefix_cache import Counts, Entering, PrefixCache
+from jaxattn.engine.scheduling.prefix_cache import PendingInsert, PrefixCache, PrefixCacheStats
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import SMALLEST, params_of, with_steps
@@ -61,7 +61,7 @@ def forgotten(request):
         return
     engine, _ = request.getfixturevalue("pair")
     engine.scheduler.drop_rows()
-    vars(counts(engine)).update(vars(Counts()))
+    vars(counts(engine)).update(vars(PrefixCacheStats()))
     yield
     assert engine.scheduler.pages.in_use == engine.scheduler.slots.in_use == 0
     assert engine.scheduler.pages.available == engine.limits.pages
@@ -99,7 +99,7 @@ def test_a_prompt_that_was_read_before_is_read_from_its_last_block_on(pair):
     assert cached.stats.prompt_tokens == 2 and cached.stats.prefill_steps == 1
     assert again.tokens == first.tokens
     assert (first.cached_tokens, again.cached_tokens) == (0, 128)
-    assert counts(cached) == Counts(asked=260, hits=128)
+    assert counts(cached) == PrefixCacheStats(asked=260, hits=128)
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.slow)])
@@ -216,7 +216,7 @@ def test_another_salt_shares_nothing(pair):
 
 
 def test_salt_and_tokens_are_not_one_text():
-    cache = PrefixCache(PagePool(4, 4), 4, range(0), Counts(), recurrent=False)
+    cache = PrefixCache(PagePool(4, 4), 4, range(0), PrefixCacheStats(), recurrent=False)
     assert cache.keys([0, 1, 2, 3, 4], "") != cache.keys([1, 2, 3, 4, 0], "0")
     assert cache.keys([1] * 9, "a")[0] != cache.keys([1] * 9, "a")[1]
 
@@ -283,7 +283,7 @@ def test_a_block_is_whole_chunks_and_whole_pages():
         found = Scheduler(Limits(batch=1, max_model_len=512, prefill_chunk=chunk), 256)
         assert found.prefixes.block == block
     with pytest.raises(ValueError, match="whole pages of 64; got 65"):
-        PrefixCache(PagePool(4, 64), 65, range(0), Counts(), recurrent=False)
+        PrefixCache(PagePool(4, 64), 65, range(0), PrefixCacheStats(), recurrent=False)
 
 
 @settings(max_examples=60, deadline=None)
@@ -294,7 +294,7 @@ def test_a_block_is_whole_chunks_and_whole_pages():
 def test_no_page_is_lost_or_owned_twice_whatever_comes_and_goes(recurrent, draws):
     """Rows with prompts of few distinct tokens, so that most share something, in a small pool."""
     pool, rows = PagePool(12, 2), []
-    cache = PrefixCache(pool, 4, range(10, 13), Counts(), recurrent=recurrent)
+    cache = PrefixCache(pool, 4, range(10, 13), PrefixCacheStats(), recurrent=recurrent)
     for kind, number in draws:
         if kind < 4:
             prompt = [*[kind // 2] * (number % 11), *[kind] * (number % 7), 9]
@@ -313,7 +313,7 @@ def test_no_page_is_lost_or_owned_twice_whatever_comes_and_goes(recurrent, draws
             # A page that a row writes to is no other row's.
             assert not set(pages) & {page for held, _ in rows for page in held}
             cache.used(hit, len(prompt))
-            entering = Entering(keys, hit)
+            entering = PendingInsert(keys, hit)
             for end in range(4 * len(hit.entries) + 4, len(prompt) + 1, 4):
                 cache.enter(entering, end, own)
             rows.append((own, entering))

@@ -15,8 +15,8 @@ from jaxattn.engine.compilation import compiler as compiling_module
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.execution import overlap_loop as loop_module
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.runtime.process_state import PROCESS
-from jaxattn.engine.runtime.recompilation_guard import Seal, SealError
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
+from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard, SealError
 from jaxattn.engine.startup import capacity_planner
 from jaxattn.engine.startup import warmup as start_module
 from jaxattn.engine.steps import engine_state as state_module
@@ -63,7 +63,7 @@ def whole(params):
 @pytest.fixture
 def alone(monkeypatch):
     """The engines of other tests are not beside the ones of this."""
-    monkeypatch.setattr(PROCESS, "_engines", weakref.WeakSet())
+    monkeypatch.setattr(PROCESS_STATE, "_engines", weakref.WeakSet())
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
 
 
 def test_what_is_traced_or_compiled_inside_is_counted():
-    seal = Seal()
+    seal = RecompilationGuard()
     with seal.watch():
         stray()(jnp.ones(3))
     assert seal.counts["trace"] and seal.counts["compilation"]
@@ -298,7 +298,7 @@ def test_what_is_traced_or_compiled_inside_is_counted():
 
 
 def test_strict_refuses_before_it_is_traced():
-    seal, function, traced = Seal(strict=True), stray(), []
+    seal, function, traced = RecompilationGuard(strict=True), stray(), []
 
     @jax.jit
     def probe(x):
@@ -313,7 +313,7 @@ def test_strict_refuses_before_it_is_traced():
 
 
 def test_other_threads_and_other_seals_are_let_alone():
-    seal, other = Seal(strict=True), Seal()
+    seal, other = RecompilationGuard(strict=True), RecompilationGuard()
     x = np.ones(3, np.float32)
     with seal.watch():
         thread = threading.Thread(target=lambda: stray()(x))
@@ -325,7 +325,7 @@ def test_other_threads_and_other_seals_are_let_alone():
 
 
 def test_a_moved_buffer_is_noticed():
-    seal = Seal()
+    seal = RecompilationGuard()
     tree = {"a": jnp.ones(1000), "b": jnp.zeros(0)}
     seal.hold(tree)
     seal.check(tree)
@@ -343,7 +343,7 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
     double, x, host = jax.jit(lambda x: x * 2), jnp.ones(3), np.ones(3, np.float32)
     double(x)
     some = {"run": lambda: double(x), "copy": lambda: jax.device_put(host)}[make]
-    seal, kept = Seal(strict=True), []
+    seal, kept = RecompilationGuard(strict=True), []
     with pytest.raises(SealError, match="after the engine was sealed"), seal.watch():
         kept.append(some())
     assert not kept and seal.counts.total() == 1
@@ -352,11 +352,11 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
     kept.append(some())  # outside
     assert seal.counts.total() == 1
 
-    seal = Seal()
+    seal = RecompilationGuard()
     with seal.watch():
         some()  # comes and goes
     assert not seal.counts
-    seal = Seal()
+    seal = RecompilationGuard()
     with seal.watch():
         kept.append(some())
     assert seal.what == ["buffer: 1 array(s) more than before the step"]
@@ -478,20 +478,20 @@ def test_executables_are_forgotten_with_their_last_engine(params, plain, monkeyp
     def fake(model, limits, *rest):
         of_kind = {name.split()[0]: step for name, step in compiled.items()}
         steps = {str(step): of_kind[str(step).split()[0]] for step in all_steps(limits)}
-        return compiling_module.Steps(steps)
+        return compiling_module.CompiledSteps(steps)
 
     monkeypatch.setattr(compiling_module, "_compile", fake)
     gc.collect()  # of engines before
-    before = len(PROCESS.steps)
+    before = len(PROCESS_STATE.steps)
     first, second = (Engine(Hybrid(SMALLEST), params, limits) for _ in range(2))
     assert first.executables == second.executables
-    assert len(PROCESS.steps) == before + 1
+    assert len(PROCESS_STATE.steps) == before + 1
     del first
     gc.collect()
-    assert len(PROCESS.steps) == before + 1
+    assert len(PROCESS_STATE.steps) == before + 1
     del second
     gc.collect()
-    assert len(PROCESS.steps) == before
+    assert len(PROCESS_STATE.steps) == before
 
 
 # Isolation ----------------------------------------------------------------------------------------
@@ -561,7 +561,7 @@ def test_freeing_one_engine_frees_its_bytes_and_not_the_others(params, plain, bu
 def test_a_second_engine_leaves_alone_what_the_first_holds(params, whole, alone, monkeypatch):
     """In JAX's pool are the first engine's weights and state; the second plans beside them."""
     first = whole
-    PROCESS.opened(first)
+    PROCESS_STATE.opened(first)
     held = first.plan.inside - first.plan["xla temp"]
     total = 10**9
     seen = device(total, free=total // 2, pool=total // 2, in_use=held, limit=total)

@@ -4,9 +4,9 @@ import threading
 from typing import Any
 
 from jaxattn import Limits
-from jaxattn.engine.execution.model_runner import Runner
-from jaxattn.engine.runtime.recompilation_guard import Seal
-from jaxattn.engine.steps.batch_steps import Update
+from jaxattn.engine.execution.model_runner import ModelRunner
+from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard
+from jaxattn.engine.steps.batch_steps import BatchUpdateStep
 
 
 def test_threads_send_steps_over_several_devices_in_one_order():
@@ -23,7 +23,9 @@ def test_threads_send_steps_over_several_devices_in_one_order():
         sent.append("other")
 
     def update(step: Any, group: Any) -> threading.Thread:
-        runner: Any = Runner(Limits(), {str(Update()): step}, (), None, None, Seal(), group)  # type: ignore[arg-type]
+        runner: Any = ModelRunner(
+            Limits(), {str(BatchUpdateStep()): step}, (), None, None, RecompilationGuard(), group
+        )  # type: ignore[arg-type]
         thread = threading.Thread(target=runner.update, args=(None,))
         thread.start()
         return thread

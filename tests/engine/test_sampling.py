@@ -10,8 +10,8 @@ import pytest
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.sampling.sampler import (
     NOT_FINITE,
-    Level,
     SamplingBatch,
+    SamplingMode,
     _filters,
     level_of,
     sample,
@@ -184,7 +184,7 @@ def test_of_tokens_that_share_the_maximum_the_filters_keep_the_lowest_ids():
 def test_a_step_searches_the_vocabulary_only_at_the_level_of_rows_that_filter():
     """48 passes over 150,000 logits take longer than the rest of sampling together."""
     names = {}
-    for level in Level:
+    for level in SamplingMode:
         step = functools.partial(sample, level=level)
         jaxpr = jax.make_jaxpr(step)(random_logits(2), controls(2), jnp.arange(2)).jaxpr
         names[level] = names_of(jaxpr)
@@ -197,12 +197,12 @@ def test_a_step_searches_the_vocabulary_only_at_the_level_of_rows_that_filter():
 compiled = jax.jit(sample, static_argnums=3)
 
 
-@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("level", list(SamplingMode))
 def test_a_level_changes_no_row_that_needs_less(level):
     needs = {
-        Level.GREEDY: {"temperature": 0.0},
-        Level.DRAWS: {"temperature": 0.7, "min_p": 0.01},
-        Level.CONTROLS: {"top_k": 9, "top_p": 0.8},
+        SamplingMode.GREEDY: {"temperature": 0.0},
+        SamplingMode.DRAWS: {"temperature": 0.7, "min_p": 0.01},
+        SamplingMode.CONTROLS: {"top_k": 9, "top_p": 0.8},
     }
     for least, options in needs.items():
         if least <= level:
@@ -215,14 +215,14 @@ def test_a_level_changes_no_row_that_needs_less(level):
 @pytest.mark.parametrize(
     "options, level",
     [
-        ({}, Level.GREEDY),
-        ({"top_k": 5}, Level.GREEDY),
-        ({"temperature": 1.0, "min_p": 0.1}, Level.DRAWS),
-        ({"temperature": 1.0, "top_k": 5}, Level.CONTROLS),
-        ({"temperature": 1.0, "top_p": 0.5}, Level.CONTROLS),
-        ({"repetition_penalty": 1.1}, Level.CONTROLS),
-        ({"logit_bias": {1: 2.0}}, Level.CONTROLS),
-        ({"logprobs": 0}, Level.LOGPROBS),
+        ({}, SamplingMode.GREEDY),
+        ({"top_k": 5}, SamplingMode.GREEDY),
+        ({"temperature": 1.0, "min_p": 0.1}, SamplingMode.DRAWS),
+        ({"temperature": 1.0, "top_k": 5}, SamplingMode.CONTROLS),
+        ({"temperature": 1.0, "top_p": 0.5}, SamplingMode.CONTROLS),
+        ({"repetition_penalty": 1.1}, SamplingMode.CONTROLS),
+        ({"logit_bias": {1: 2.0}}, SamplingMode.CONTROLS),
+        ({"logprobs": 0}, SamplingMode.LOGPROBS),
     ],
 )
 def test_a_row_asks_for_the_least_level_that_serves_it(options, level):

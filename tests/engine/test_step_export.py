@@ -6,11 +6,11 @@ import pytest
 
 from jaxattn.engine.compilation import compiler
 from jaxattn.engine.compilation.sharded_step import jitted_step, model_step
-from jaxattn.engine.compilation.step_export import Lowered, decode_of
+from jaxattn.engine.compilation.step_export import DecodeStepExporter, decode_of
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.limits import Limits
 from jaxattn.models import Hybrid
@@ -44,7 +44,7 @@ def decodes(limits):
 
 def test_every_executable_with_a_decode_step_names_the_same_one():
     [one] = {decode_of(step) for step in decodes(LIMITS)}
-    assert one == EntryPoint("decode", 2, 1) and len(decodes(LIMITS)) == 4
+    assert one == ModelStep("decode", 2, 1) and len(decodes(LIMITS)) == 4
     assert not decodes(Limits(speculate=1))[1:]  # rounds with drafts decode several tokens
 
 
@@ -58,7 +58,7 @@ def test_it_is_traced_once_where_it_can_be_exported(model, times):
         function = model_step(entry, made, LIMITS, tree, None, None)
         return function, entry.arguments(made, LIMITS, packed)
 
-    model.traced, lowered = 0, Lowered(step_of, "cpu")
+    model.traced, lowered = 0, DecodeStepExporter(step_of, "cpu")
     for step in decodes(LIMITS):
         jitted = jitted_step(step, made, LIMITS, tree, None, "cpu", None, lowered)
         jitted.trace(*step.arguments(made, LIMITS, packed))
@@ -70,8 +70,8 @@ def test_tokens_are_those_of_steps_that_are_lowered_anew(monkeypatch):
     params, requests = params_of(SMALLEST), prompts(5)
     with Engine(Hybrid(SMALLEST), params, LIMITS) as engine:
         wanted = [each.tokens for each in engine.generate(requests)]
-        monkeypatch.setattr(compiler, "Lowered", lambda *_: None)
-        monkeypatch.setattr(PROCESS, "steps", {})
+        monkeypatch.setattr(compiler, "DecodeStepExporter", lambda *_: None)
+        monkeypatch.setattr(PROCESS_STATE, "steps", {})
         with Engine(Hybrid(SMALLEST), params, LIMITS) as other:
             assert other.executables.keys() == engine.executables.keys()
             assert other.executables is not engine.executables

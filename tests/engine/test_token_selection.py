@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxattn.engine.requests.request import MOST_BIASES
-from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.steps import device_batch, token_selection
 
 BATCH, VOCAB, LONGEST = 11, 40, 12
@@ -31,10 +31,10 @@ def random_rows(rng):
     history = rng.integers(0, VOCAB, (BATCH, LONGEST)).astype(np.int32)
     controls = np.concatenate([integers, np.stack(numbers, axis=1), stops], axis=1)
     tables = np.zeros((BATCH, 1), np.int32)
-    return device_batch.Rows(*map(jnp.asarray, (cursor, controls, biases, tables, history)))
+    return device_batch.DeviceBatch(*map(jnp.asarray, (cursor, controls, biases, tables, history)))
 
 
-@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("level", list(SamplingMode))
 def test_blocks_of_rows_change_no_bit(level, monkeypatch):
     """Blocks of four: the last one overlaps the one before it; one place is padding."""
     rng = np.random.default_rng(0)
@@ -48,7 +48,7 @@ def test_blocks_of_rows_change_no_bit(level, monkeypatch):
             jax.jit(lambda *of: token_selection.advance(*of, level=level))(held, logits, places)
         )
     (whole, told), (blocks, same) = found
-    for field in dataclasses.fields(device_batch.Rows):
+    for field in dataclasses.fields(device_batch.DeviceBatch):
         np.testing.assert_array_equal(getattr(whole, field.name), getattr(blocks, field.name))
     np.testing.assert_array_equal(told, same)
     assert len(set(np.asarray(told[:, 0]).tolist())) > 3  # tokens differ from row to row

@@ -29,8 +29,8 @@ from jaxattn.models.catalog import public_models
 from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid
 from jaxattn.models.interface import jit_step, scratch_spec
-from jaxattn.plan import Budget, MemoryPlan, PlanError, nbytes, plan, solve
-from jaxattn.plan.placement import Placement, page_bytes
+from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, nbytes, plan, solve
+from jaxattn.plan.placement import ModelPlacement, page_bytes
 from jaxattn.plan.plan_display import print_plan
 from jaxattn.plan.scratch_comparison import published, split_kv_workspace
 from tests.helpers.engine_cases import BUCKETS, SMALLEST, kept_steps, params_of, run_step
@@ -46,7 +46,7 @@ R1 = HybridConfig(
     q_lora_rank=1536,
 )
 SERVING = Limits(batch=128, max_model_len=8192, prefill_chunk=512)
-PLACE = Placement(gpus=8)
+PLACE = ModelPlacement(gpus=8)
 
 
 def spec_of(heads=128, rank=512, rows=2048, dtype=jnp.bfloat16):
@@ -327,11 +327,11 @@ def test_units_and_defaults_do_not_drift(capsys):
 def test_memory_that_the_driver_took_is_not_given_to_the_cache():
     """170 SMs x 22 MiB for the first kernel with TMA descriptors, in no allocator's statistics."""
     taken, total = 170 * 22 * MIB, 32 * GIB
-    budget = Budget("a card", total, 0.9)
+    budget = MemoryBudget("a card", total, 0.9)
     assert budget.arrays(taken) == total - taken < budget.arrays() == int(0.9 * total)
     with pytest.raises(PlanError, match="does not fit is the kv cache"):
-        from jaxattn.plan import Item
+        from jaxattn.plan import PlanItem
 
-        cache = Item("kv cache", budget.arrays(), "")
-        driver = Item("driver", taken, "", outside=True)
+        cache = PlanItem("kv cache", budget.arrays(), "")
+        driver = PlanItem("driver", taken, "", outside=True)
         MemoryPlan((cache, driver), budget).check()

@@ -12,9 +12,9 @@ import pytest
 
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.runtime.recompilation_guard import Seal, SealError
+from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard, SealError
 from jaxattn.engine.steps.engine_state import new_state
-from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.models.embedded.model import Hybrid
 from jaxattn.models.interface import DecodeBatch
@@ -68,7 +68,7 @@ def test_nothing_is_compiled_or_allocated_on_first_use(params):
 def test_an_entry_point_of_several_tokens_is_not_only_compiled(params):
     """`Engine.generate` never calls it: its callers get what the one-token steps compute."""
     engine = engine_of(params, strict=True)
-    several, one = EntryPoint("decode", 4, 3), EntryPoint("decode", 4, 1)
+    several, one = ModelStep("decode", 4, 3), ModelStep("decode", 4, 1)
     tokens = np.asarray([[5, 90, 17], [0, 0, 0], [200, 3, 44], [0, 0, 0]], np.int32)
     real = np.asarray([1, 0, 1, 0], np.int32)
 
@@ -171,7 +171,7 @@ def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
     naive(jnp.zeros(4, jnp.float32))  # the gate of serving
     assert len(compiled) == 2
 
-    zeros, seal = jnp.zeros(4), Seal()
+    zeros, seal = jnp.zeros(4), RecompilationGuard()
     naive = jax.jit(lambda state: state * 3)
     naive(zeros)  # a state that JAX has put on its default device
     with seal.watch():
@@ -255,7 +255,7 @@ def test_no_implementation_escapes_the_seal(params, implementation):
 def test_a_seal_is_not_only_for_the_thread_that_made_it(params):
     import threading
 
-    seal, found = Seal(strict=True), []
+    seal, found = RecompilationGuard(strict=True), []
 
     def serve():
         try:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.engine.compilation.compiler import Steps, compiled_steps
+from jaxattn.engine.compilation.compiler import CompiledSteps, get_or_compile_steps
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, Places
+from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, RowIndices
 from jaxattn.engine.steps.engine_state import row_shapes
-from jaxattn.engine.steps.engine_step import Step
+from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.memory import device_memory as memory_device
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -69,21 +69,23 @@ def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:
 
 
 @functools.cache
-def kept_steps(*kinds: Limits, config: HybridConfig = SMALLEST) -> list[Steps]:
+def kept_steps(*kinds: Limits, config: HybridConfig = SMALLEST) -> list[CompiledSteps]:
     """Compiled once for the whole run: while they are kept, engines of these limits find them."""
     model, device = Hybrid(config), jax.devices()[0]
-    return [compiled_steps(model, limits, packed_shapes(model), (device,)) for limits in kinds]
+    return [
+        get_or_compile_steps(model, limits, packed_shapes(model), (device,)) for limits in kinds
+    ]
 
 
 def with_steps(engine: Engine, executables: dict[str, Any]) -> None:
     """Puts other steps in the place of an engine's executables."""
-    steps = Steps(executables)
+    steps = CompiledSteps(executables)
     engine._prepared = dataclasses.replace(engine._prepared, steps=steps)
     if engine._runner is not None:
         engine._runner.executables = steps.executables
 
 
-def places_of(limits: Limits, tokens: Any, seq_lens: Any, tables: Any, slots: Any) -> Places:
+def places_of(limits: Limits, tokens: Any, seq_lens: Any, tables: Any, slots: Any) -> RowIndices:
     """The batch of a decode step of these tokens int32 [B], as if the rows had just been sampled.
 
     `seq_lens` count the tokens; a row of 0 is padding.
@@ -98,10 +100,10 @@ def places_of(limits: Limits, tokens: Any, seq_lens: Any, tables: Any, slots: An
     rows = dataclasses.replace(
         rows, cursor=cursor, controls=controls, tables=np.asarray(tables, np.int32)
     )
-    return Places(rows, np.arange(batch, dtype=np.int32))
+    return RowIndices(rows, np.arange(batch, dtype=np.int32))
 
 
-def run_step(engine: Engine, step: Step, given: Any, state: Any) -> tuple[Any, Any]:
+def run_step(engine: Engine, step: EngineStep, given: Any, state: Any) -> tuple[Any, Any]:
     """(what it tells, the state after it) of a step of an engine; rows are of the engine."""
     engine.start()
     runner = engine._runner

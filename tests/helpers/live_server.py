@@ -11,15 +11,15 @@ from pathlib import Path
 import httpx
 
 from jaxattn.server.app import build
-from jaxattn.server.http.connection import Config
-from jaxattn.server.runtime.engine_worker import Engine
-from jaxattn.server.runtime.service import Served, Service
-from jaxattn.server.settings import Settings
-from jaxattn.server.uvicorn_server import Server, listen
+from jaxattn.server.http.connection import UvicornConfig
+from jaxattn.server.runtime.engine_worker import EngineProtocol
+from jaxattn.server.runtime.service import ServedModel, Service
+from jaxattn.server.settings import ServerSettings
+from jaxattn.server.uvicorn_server import UvicornServer, listen
 from jaxattn.text import ByteTokenizer, SamplingDefaults, Tokenizer
 from jaxattn.text.chat_template import ChatTemplate
-from jaxattn.text.tokenizer_config import Settings as TextSettings
-from jaxattn.text.tokenizer_config import Template
+from jaxattn.text.tokenizer_config import TemplateFile
+from jaxattn.text.tokenizer_config import TokenizerConfig as TextSettings
 from tests.helpers.scripted_engine import LIMITS
 
 TEMPLATE = (
@@ -37,7 +37,7 @@ class ChatBytes(ByteTokenizer):
     has_chat_template = True
 
     def __init__(self) -> None:
-        template = Template(source=TEMPLATE, path=Path("chat_template.jinja"))
+        template = TemplateFile(source=TEMPLATE, path=Path("chat_template.jinja"))
         settings = TextSettings(
             folder=Path("folder"),
             named={},
@@ -64,9 +64,12 @@ CHAT = ChatBytes()  # its process is started once
 
 
 def served(
-    make: Callable[[], Engine], tokenizer: Tokenizer = CHAT, limits=LIMITS, **defaults: float
-) -> Served:
-    return Served(
+    make: Callable[[], EngineProtocol],
+    tokenizer: Tokenizer = CHAT,
+    limits=LIMITS,
+    **defaults: float,
+) -> ServedModel:
+    return ServedModel(
         make=make,
         tokenizer=tokenizer,
         limits=limits,
@@ -131,7 +134,7 @@ def objects(text: str) -> list[dict]:
 
 @contextlib.contextmanager
 def live(
-    given: Served, *, wait: bool = True, buffered: int | None = None, **settings
+    given: ServedModel, *, wait: bool = True, buffered: int | None = None, **settings
 ) -> Iterator[LiveServer]:
     """A server that runs while the block does.
 
@@ -146,9 +149,9 @@ def live(
         bound = listen("127.0.0.1", 0)
         if buffered is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffered)
-        chosen = Settings(**{"access_log": False, **settings})
+        chosen = ServerSettings(**{"access_log": False, **settings})
         service = Service(given, chosen)
-        server = Server(Config(build(service), chosen, close_seconds=1))
+        server = UvicornServer(UvicornConfig(build(service), chosen, close_seconds=1))
         serving = asyncio.create_task(server.serve([bound]))
         service.start()
         while not server.started:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.scheduling.prefix_cache import Counts
-from jaxattn.memory.budget import Item, MemoryPlan
+from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
+from jaxattn.memory.budget import MemoryPlan, PlanItem
 from jaxattn.memory.limits import Limits
 
 LIMITS = Limits(batch=4, max_model_len=256, prefill_chunk=32)
@@ -84,8 +84,8 @@ class ScriptedEngine:
     ):
         self.tokens = tokens
         self.script, self.limits, self.step_seconds = script, limits, step_seconds
-        self.plan = MemoryPlan((Item("weights", 1000, "of a test"),))
-        self.seal, self.scheduler, self.prefixes = Seal(), Scheduler(limits), Counts()
+        self.plan = MemoryPlan((PlanItem("weights", 1000, "of a test"),))
+        self.seal, self.scheduler, self.prefixes = Seal(), Scheduler(limits), PrefixCacheStats()
         self.failures = 0
         self.hold = threading.Event()
         self.hold.set()

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.ops.gqa.scores import Scores, window_begins
+from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 from jaxattn.ops.turboquant.key_mean import common_key
 from tests.helpers.turbo_cases import TurboCase, hadamard64, read_page, turbo_case
 from tests.helpers.turbo_compiled import pack, page_slots, quantize, slot_pages
@@ -51,7 +51,7 @@ def common64(case: TurboCase) -> np.ndarray:
     new = case.options.get("query_lens")
     new = jnp.full_like(case.seq_lens, case.q.shape[1]) if new is None else new
     begins = window_begins(
-        Scores(scale=1.0, window=case.options["window"]),
+        AttentionScoring(scale=1.0, window=case.options["window"]),
         jnp.maximum(case.seq_lens - new, 0), case.seq_lens,
     )  # fmt: skip
     at = jnp.full(1, case.layer, jnp.int32)

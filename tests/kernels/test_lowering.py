@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.core.numerics.rope import RopeConfig, rotation
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
 from jaxattn.kernels.gqa import append as gqa_append_kernel
 from jaxattn.kernels.gqa.decode import launch as gqa_decode
@@ -184,7 +184,7 @@ def test_gdn_decode_of_a_layer_in_a_pattern():
 
     def step(qkvz, ba, weights, conv, state, slots, repeat):
         return gated_delta_net_decode(
-            qkvz, ba, weights, conv, state, slots, layer=LayerOf(repeat, 3, 1),
+            qkvz, ba, weights, conv, state, slots, layer=StackedLayer(repeat, 3, 1),
             implementation="mosaic_gpu",
         )  # fmt: skip
 

@@ -334,7 +334,7 @@ def test_what_is_no_regular_file_is_not_read(folder, name):
 @pytest.mark.parametrize(
     "values",
     [
-        public_models.config_of("DeepSeek-V2-Lite"),
+        public_models.shipped_config("DeepSeek-V2-Lite"),
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096},
         {"architectures": ["LlamaForCausalLM"]},
         {"model_type": ["llama"], "text_config": None},

@@ -12,17 +12,17 @@ import pytest
 import safetensors.numpy
 from jax.sharding import PartitionSpec
 
-from jaxattn.core.numerics.fp8_block_scaling import dequantize, in_order
+from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns, dequantize
 from jaxattn.models import CacheSize, DecodeBatch, registry
 from jaxattn.models.blocks import MLA
 from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.interface import init_state, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.network import decoder_network
 from jaxattn.models.registry import read_model
-from jaxattn.models.sharding.axis_sharding import CannotDivide
+from jaxattn.models.sharding.axis_sharding import ShardingError
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.models.weight_map.fp8_linears import with_fp8_linears
 from jaxattn.parallel import Parallel
@@ -65,7 +65,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
         weight = name.replace("scale", "weight")
         numbers, scales = kept[weight], kept[name]
         assert (numbers.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
-        meant = dequantize(in_order(numbers), scales, jnp.float32).swapaxes(-1, -2)
+        meant = dequantize(deinterleave_columns(numbers), scales, jnp.float32).swapaxes(-1, -2)
         np.testing.assert_array_equal(meant, wide[weight], err_msg=name)
     rest = set(kept) - set(fp8) - {name.replace("scale", "weight") for name in fp8}
     for name in rest:
@@ -76,7 +76,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
 def test_the_bytes_of_a_matrix_are_not_touched(folder):
     params, stored = loaded(folder, "fp8")[1], read_file(folder / "model.safetensors")
     found = {
-        np.asarray(in_order(matrix)).tobytes()
+        np.asarray(deinterleave_columns(matrix)).tobytes()
         for name, leaf in leaves(params).items()
         if name.endswith("o_proj.weight")
         for matrix in leaf
@@ -127,7 +127,9 @@ def test_transformers_computes_the_same_in_float64(classes, tmp_path):
 
 
 def model_of(name: str, dense: str | None = "fp8", **more):
-    return read_model(Fields(public_models.config_of(name) | more, name), dense=dense).model
+    return read_model(
+        ConfigFields(public_models.shipped_config(name) | more, name), dense=dense
+    ).model
 
 
 def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
@@ -202,7 +204,7 @@ def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
 def test_before_there_are_weights_the_list_of_config_json_counts(modules, floats, monkeypatch):
     monkeypatch.setattr(registry, "DENSE", "fp8")
     name = "Qwen3-Next-80B-A3B-FP8"
-    given = public_models.config_of(name)["quantization_config"]
+    given = public_models.shipped_config(name)["quantization_config"]
     more = {"quantization_config": given | {"modules_to_not_convert": modules}}
 
     def names(model):
@@ -240,7 +242,9 @@ def test_a_cut_within_a_block_is_refused_by_name():
         "DeepSeek-R1", v_head_dim=96, num_attention_heads=4, moe_intermediate_size=2048
     )
     assert "o_proj" in model.spec.blocks[0].mixer.fp8
-    with pytest.raises(CannotDivide, match=r"o_proj in FP8 over 2 GPUs has parts of 192.*bfloat16"):
+    with pytest.raises(
+        ShardingError, match=r"o_proj in FP8 over 2 GPUs has parts of 192.*bfloat16"
+    ):
         divided(model, Parallel(tensor=2))
     plain = dataclasses.replace(model, spec=model_of(
         "DeepSeek-R1", "bfloat16", v_head_dim=96, num_attention_heads=4

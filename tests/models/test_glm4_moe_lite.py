@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import MLP, MoE
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.registry import read_model
 from jaxattn.nn import MultiHeadLatentAttention
 
@@ -85,7 +85,7 @@ def test_the_prefill_kernel_takes_keys_of_192_and_64_where_it_is_named():
 
 
 def kinds(**changes) -> list[type]:
-    published = read_model(Fields(FIELDS | changes, "config.json"))
+    published = read_model(ConfigFields(FIELDS | changes, "config.json"))
     return [type(block.feed_forward) for block in published.model.spec.blocks]
 
 
@@ -111,6 +111,6 @@ def test_heads_that_are_rotated_in_part_are_refused(changes):
 
 
 def test_the_prediction_layer_is_not_read():
-    published = read_model(Fields(FIELDS | {"num_nextn_predict_layers": 1}, "config.json"))
+    published = read_model(ConfigFields(FIELDS | {"num_nextn_predict_layers": 1}, "config.json"))
     assert published.skipped == ("model.layers.3.",)
     assert not any(each.name.startswith(published.skipped) for each in published.placed())

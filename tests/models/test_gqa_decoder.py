@@ -13,11 +13,11 @@ from jaxattn.bench.model.roofline import mixer_flops
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, Stream
 from jaxattn.models.caches.layer_cache import CacheSize
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
-from jaxattn.models.sharding.partition_rules import divided
+from jaxattn.models.sharding.partition_rules import with_local_heads
 
 STREAM = Stream(hidden_size=32, eps=1e-6, dtype="float32", param_dtype="float32")
 ATTENTION = GQA(
@@ -152,13 +152,13 @@ def test_norms_stay_float32_in_a_bfloat16_model():
 
 
 def test_a_plan_knows_its_lines_sizes_and_what_one_of_two_gpus_has():
-    built = BuiltModel.of("small", model())
+    built = DecoderSizes.of("small", model())
     lines = {weights.kind for weights in built.weights}
     assert {"GQA", "GDN", "norms", "dense MLP"} <= lines
     of_gqa = sum(w.parameters for w in built.weights if w.kind == "GQA")
     assert of_gqa == 2 * (32 * 4 * 16 * 2 + 2 * 32 * 2 * 16 + 4 * 16 * 32 + 2 * 16)
     assert built.num_heads == 4 and built.sizes.qk_dim == 16 and built.sizes.state_heads == 2
-    [pages] = [c for c in divided(model(), 2).caches if c.name == "keys and values"]
+    [pages] = [c for c in with_local_heads(model(), 2).caches if c.name == "keys and values"]
     assert pages.shapes(CacheSize(pages=3, slots=1))["kv_cache"].shape == (2, 3, 2, 64, 1, 16)
 
 

@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from jaxattn.models import Hybrid, load
 from jaxattn.models.checkpoint import CheckpointError, native_format
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint, read_plan, weight_loader
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -70,7 +70,7 @@ def test_shards_and_small_blocks_give_the_same_parameters(folder, monkeypatch):
 
 def test_the_host_holds_a_block_for_each_reader(folder, monkeypatch):
     mapped, given = [], []
-    new = weight_loader.Buffers.new
+    new = weight_loader.HostBufferPool.new
 
     def counted(number, size, flags):
         mapped.append(size)
@@ -83,7 +83,7 @@ def test_the_host_holds_a_block_for_each_reader(folder, monkeypatch):
     monkeypatch.setattr(read_plan, "BLOCK_BYTES", 60_000)
     flags = {name: getattr(mmap, name) for name in ("MAP_PRIVATE", "MAP_ANONYMOUS")}
     monkeypatch.setattr(weight_loader, "mmap", SimpleNamespace(mmap=counted, **flags))
-    monkeypatch.setattr(weight_loader.Buffers, "new", noted)
+    monkeypatch.setattr(weight_loader.HostBufferPool, "new", noted)
     huggingface_checkpoint.load(folder, readers=3)
     largest_group = (128 + 128) * 512 * 2  # a head of kv_b_proj is not divided
     assert max(mapped) == max(given) <= largest_group and len(given) > 20
@@ -91,7 +91,7 @@ def test_the_host_holds_a_block_for_each_reader(folder, monkeypatch):
 
 
 def test_a_buffer_is_used_again_when_no_array_refers_to_it():
-    buffers = weight_loader.Buffers(64)
+    buffers = weight_loader.HostBufferPool(64)
     buffer = buffers.new(64)
     buffer[:] = 7
     kept = buffer[8:16].view(np.uint16).reshape(2, 2)
@@ -146,11 +146,11 @@ def test_the_device_is_that_of_the_caller(folder):
     ids=["old", "new"],
 )  # fmt: skip
 def test_both_spellings_of_rope_are_read(values):
-    rope = Fields(values, "config.json").rope(64)
+    rope = ConfigFields(values, "config.json").rope(64)
     assert (rope.dim, rope.theta, rope.interleaved) == (64, 5e4, True)
     assert (rope.yarn.factor, rope.yarn.mscale_all_dim, rope.yarn.beta_fast) == (4, 1, 32)
     with pytest.raises(ConfigError, match="factor is missing"):
-        Fields({"rope_scaling": {"type": "yarn"}}, "config.json").rope(64)
+        ConfigFields({"rope_scaling": {"type": "yarn"}}, "config.json").rope(64)
 
 
 def test_other_dtypes_of_the_file_are_converted_on_the_device(folder):

@@ -15,7 +15,7 @@ import safetensors.numpy
 from flax import nnx
 
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
 
@@ -71,7 +71,7 @@ LING = SHARED | {
 
 
 def read(values):
-    return read_model(Fields(values, "config.json")).model
+    return read_model(ConfigFields(values, "config.json")).model
 
 
 def changed(values, path, new):

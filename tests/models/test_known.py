@@ -12,12 +12,12 @@ from flax import nnx
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.blocks import MoE
 from jaxattn.models.catalog import public_models
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.embedded.model import Hybrid
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import FAMILIES, read_decoder, read_model
-from jaxattn.models.sharding.partition_rules import divided, part_of
+from jaxattn.models.sharding.partition_rules import param_role, with_local_heads
 from tests.helpers.engine_cases import CONFIG
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -31,7 +31,9 @@ FOLDERS = {
     and huggingface_checkpoint.read_json(folder / "config.json").get("model_type") in FAMILIES
 }
 BUILT = [
-    name for name in public_models.NAMES if public_models.config_of(name)["model_type"] in FAMILIES
+    name
+    for name in public_models.NAMES
+    if public_models.shipped_config(name)["model_type"] in FAMILIES
 ]
 
 
@@ -51,7 +53,7 @@ def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 *
 def prediction_layer(name):
     """Parameters of a Qwen checkpoint's mtp.*: a layer with attention, two norms and a linear
     before it, and a norm behind it."""
-    published = read_model(Fields(public_models.config_of(name), name))
+    published = read_model(ConfigFields(public_models.shipped_config(name), name))
     tensors = {each.name: math.prod(each.shape) for each in published.placed()}
     hidden = published.model.spec.stream.hidden_size
     layer = sum(size for name, size in tensors.items() if name.startswith("model.layers.3."))
@@ -93,15 +95,17 @@ def test_models_have_their_published_parameters(name, text, published, beside):
 
 def test_every_shipped_configuration_names_its_source():
     for name in public_models.NAMES:
-        assert public_models.config_of(name)["source"].startswith("https://huggingface.co/"), name
+        assert public_models.shipped_config(name)["source"].startswith("https://huggingface.co/"), (
+            name
+        )
 
 
 @pytest.mark.parametrize("name", BUILT)
 def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
-    config = public_models.config_of(name)
+    config = public_models.shipped_config(name)
     config.pop("quantization_config", None)
-    placed = read_model(Fields(config, name)).placed()
+    placed = read_model(ConfigFields(config, name)).placed()
     tensors = {each.name: each.shape for each in placed}  # keys and values share one
     assert public_models.load(name).total_parameters() == sum(map(math.prod, tensors.values()))
 
@@ -134,7 +138,7 @@ BY_HAND = {
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
-def lines(model: public_models.KnownModel) -> tuple[Counter[str], Counter[str]]:
+def lines(model: public_models.ModelSizes) -> tuple[Counter[str], Counter[str]]:
     """(parameters, bytes) of each line."""
     numbers, sizes = Counter[str](), Counter[str]()
     for weights in model.weights:
@@ -146,7 +150,7 @@ def lines(model: public_models.KnownModel) -> tuple[Counter[str], Counter[str]]:
 @pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_shapes_and_the_count_by_hand_agree(name, quantized):
-    config = public_models.config_of(name)
+    config = public_models.shipped_config(name)
     config.pop("quantization_config", None)
     model = public_models.from_config(name, config | (FP8 if quantized else {}), name, "bfloat16")
     numbers, sizes = lines(model)
@@ -167,7 +171,7 @@ def test_shapes_and_the_count_by_hand_agree(name, quantized):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
     model = public_models.load(str(FOLDERS[folder]))
-    assert isinstance(model, BuiltModel)
+    assert isinstance(model, DecoderSizes)
     loaded, params = huggingface_checkpoint.load(FOLDERS[folder])
     assert model.total_bytes() == nbytes(params)
     assert model.copied_bytes() == nbytes(loaded.pack(params)) - nbytes(params)
@@ -196,7 +200,7 @@ def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
 def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
     plain, model = (
         public_models.load(name),
-        public_models.from_config(name, public_models.config_of(name) | FP8, "x"),
+        public_models.from_config(name, public_models.shipped_config(name) | FP8, "x"),
     )
     assert model.total_parameters() == plain.total_parameters()
     assert lines(model)[1]["experts"] == experts
@@ -208,12 +212,12 @@ def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
 @pytest.mark.parametrize("name", ["hybrid", *BUILT])
 def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(name):
     model = Hybrid(CONFIG) if name == "hybrid" else public_models.load(name).model
-    half = divided(model, 2) if _heads_are_even(model) else None
+    half = with_local_heads(model, 2) if _heads_are_even(model) else None
     shapes = dict(nnx.to_flat_state(model.param_shapes()))
     halves = dict(nnx.to_flat_state(half.param_shapes())) if half else {}
     splits = Counter[str]()
     for key, leaf in shapes.items():
-        part = part_of(model.spec, key)
+        part = param_role(model.spec, key)
         splits[part.split] += 1
         if half is not None and "mixer" in key:
             divisor = 2 if part.split == "attention" else 1
@@ -234,31 +238,31 @@ def _heads_are_even(model) -> bool:
 def test_a_parameter_without_a_part_is_named():
     spec = Hybrid(CONFIG).spec
     with pytest.raises(ValueError, match="how GPUs divide the parameter 'segments.0.layers.0.mix"):
-        part_of(spec, ("segments", 0, "layers", 0, "mixer", "adapter", "weight"))
+        param_role(spec, ("segments", 0, "layers", 0, "mixer", "adapter", "weight"))
     with pytest.raises(
         ValueError, match="'vision'; add it to jaxattn/models/sharding/partition_rules.py"
     ):
-        part_of(spec, ("vision",))
+        param_role(spec, ("vision",))
 
 
 def test_one_gpu_of_a_group_has_its_heads_and_the_whole_latent():
     model = public_models.load("DeepSeek-R1").model
-    eighth = divided(model, 8)
+    eighth = with_local_heads(model, 8)
     assert {mixer.num_heads for mixer in eighth.spec.mixers.values()} == {16}
     assert eighth.caches == model.caches
-    [narrow] = divided(model, 1, "uint8").caches
+    [narrow] = with_local_heads(model, 1, "uint8").caches
     assert narrow.format.width == 656
-    assert divided(model, 1) is model
+    assert with_local_heads(model, 1) is model
 
 
 def test_scales_and_fp8_numbers_are_lines_of_the_experts():
     config = huggingface_checkpoint.read_json(TINY / "deepseek_v3" / "config.json")
     plain, loaded = (
-        read_decoder(Fields(config | more, "x"), dense="bfloat16")[0] for more in ({}, FP8)
+        read_decoder(ConfigFields(config | more, "x"), dense="bfloat16")[0] for more in ({}, FP8)
     )
     before = dict(nnx.to_flat_state(plain.param_shapes()))
     after = dict(nnx.to_flat_state(loaded.param_shapes()))
-    parts = {key: part_of(loaded.spec, key) for key in after}
+    parts = {key: param_role(loaded.spec, key) for key in after}
     added = {key for key in after if key not in before}
     narrow = {key for key in before if after[key].dtype != before[key].dtype}
     assert added == {key for key, part in parts.items() if part.scales} and len(added) > 0

@@ -12,7 +12,12 @@ import pytest
 
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading import huggingface_checkpoint, read_plan
-from jaxattn.models.weight_map.encodings import Floats, Fp8Blocks, Int4Groups, Scales
+from jaxattn.models.weight_map.encodings import (
+    FloatEncoding,
+    Fp8BlockEncoding,
+    Int4GroupEncoding,
+    ScaleEncoding,
+)
 from tests.helpers.safetensors_files import read_file, write_file
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -119,22 +124,22 @@ def test_random_parameters_have_the_same_shapes_and_dtypes():
 def test_scales_in_e8m0_are_powers_of_two():
     stored = np.arange(256, dtype=np.uint8)
     expected = stored.view(jnp.float8_e8m0fnu.dtype).astype(np.float32)
-    np.testing.assert_array_equal(Scales().decode([jnp.asarray(stored[None])])[0], expected)
+    np.testing.assert_array_equal(ScaleEncoding().decode([jnp.asarray(stored[None])])[0], expected)
     numbers = np.full((1, 128, 128 * 253), 1.5, jnp.float8_e4m3fn.dtype)
-    found = Fp8Blocks().decode([numbers, jnp.asarray(stored[None, None, 1:254])])
+    found = Fp8BlockEncoding().decode([numbers, jnp.asarray(stored[None, None, 1:254])])
     np.testing.assert_array_equal(found[0, 0, ::128], 1.5 * expected[1:254])
 
 
 def test_every_nibble_is_a_number_of_its_column():
     words = np.array([[0x76543210, -0x76543210, -1, 0]] * 2, np.int32)
     scales = np.array([[0.5], [3.0]], jnp.bfloat16.dtype)
-    found = np.asarray(Int4Groups().decode([words[None], scales[None]]))[0]
+    found = np.asarray(Int4GroupEncoding().decode([words[None], scales[None]]))[0]
     nibbles = [[(int(word) >> 4 * j) & 15 for word in row for j in range(8)] for row in words]
     np.testing.assert_array_equal(found, (np.array(nibbles) - 8) * [[0.5], [3.0]])
 
 
 def test_equal_ways_to_store_are_equal():
-    assert Fp8Blocks() == Fp8Blocks() != Floats()
+    assert Fp8BlockEncoding() == Fp8BlockEncoding() != FloatEncoding()
 
 
 # --- what does not fit

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxattn.models.blocks import GDN, GQA, MLP, MoE
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
 
@@ -45,7 +45,7 @@ HYBRID = OF_ATTENTION | {
 
 
 def read(values):
-    return read_model(Fields(values, "config.json")).model
+    return read_model(ConfigFields(values, "config.json")).model
 
 
 @pytest.mark.parametrize(

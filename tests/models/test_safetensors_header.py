@@ -11,7 +11,12 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxattn.models.checkpoint.safetensors_header import DTYPES, Header, check_layout, read_header
+from jaxattn.models.checkpoint.safetensors_header import (
+    DTYPES,
+    SafetensorsHeader,
+    check_layout,
+    read_header,
+)
 
 TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, jnp.bfloat16)}
 CONTENT = safetensors.numpy.save(TENSORS, metadata={"k": "v"})
@@ -27,7 +32,7 @@ def entry(**changes) -> dict:
     return {"dtype": "F32", "shape": [2, 4], "data_offsets": [0, 32]} | changes
 
 
-def read(content: bytes) -> Header:
+def read(content: bytes) -> SafetensorsHeader:
     header = read_header(np.frombuffer(content, np.uint8))
     check_layout(header)
     return header

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxattn.models.network.layer_segments import MOST_LAYERS, Segment, derive
+from jaxattn.models.network.layer_segments import MOST_LAYERS, LayerSegment, derive
 
 
 def written(segments):
@@ -43,7 +43,7 @@ def test_kimi_linear_has_a_prefix_a_body_and_a_tail():
     for layer in (4, 8, 12, 16, 20, 24, 27):
         kinds[layer - 1] = "MLA"
     segments = derive(kinds)
-    assert segments[0] == Segment(0, ("dense KDA",), 1)
+    assert segments[0] == LayerSegment(0, ("dense KDA",), 1)
     assert max(segment.repeats for segment in segments) == 6
     assert sum(len(segment.pattern) for segment in segments) <= 9
 

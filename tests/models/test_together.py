@@ -8,8 +8,8 @@ import pytest
 
 from jaxattn.bench.model.model_lookup import find
 from jaxattn.models import divided
-from jaxattn.models.network.decoder_network import Decoder
-from jaxattn.models.network.layer_scan import loop
+from jaxattn.models.network.decoder_network import DecoderNetwork
+from jaxattn.models.network.layer_scan import scan_layers
 from jaxattn.parallel import Parallel
 from tests.models.test_unrolled import decoded
 
@@ -22,7 +22,9 @@ def test_each_repeat_runs_once_and_in_order(together):
         following, (number,) = xs
         return 10 * carry + 3 * number + following
 
-    found = jax.jit(lambda x: loop(6, body, x, ((numbers,),), together=together))(np.int32(1))
+    found = jax.jit(lambda x: scan_layers(6, body, x, ((numbers,),), together=together))(
+        np.int32(1)
+    )
     expected = 1
     for number in range(6):
         expected = 10 * expected + 3 * number + number + 1
@@ -32,7 +34,9 @@ def test_each_repeat_runs_once_and_in_order(together):
 @pytest.mark.slow
 def test_the_same_bits_with_two_repeats_in_a_turn(monkeypatch):
     one = decoded("qwen3_5_moe", "float32")
-    monkeypatch.setattr(Decoder, "_together", lambda self, segment, _: 2 - segment.repeats % 2)
+    monkeypatch.setattr(
+        DecoderNetwork, "_together", lambda self, segment, _: 2 - segment.repeats % 2
+    )
     several = decoded("qwen3_5_moe", "float32")
     assert several[2] != one[2]
     np.testing.assert_array_equal(several[0], one[0])
@@ -59,5 +63,5 @@ def test_steps_of_several_gpus_in_few_launches_have_several_repeats_in_a_turn(
     spec = divided(find(name)[2], Parallel(**layout)).spec
     longest = max(spec.segments, key=lambda segment: segment.repeats)
     network = types.SimpleNamespace(spec=spec)
-    assert Decoder._together(network, longest, fused) == repeats  # type: ignore[arg-type]
+    assert DecoderNetwork._together(network, longest, fused) == repeats  # type: ignore[arg-type]
     assert longest.repeats % repeats == 0

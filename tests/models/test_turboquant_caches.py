@@ -16,7 +16,7 @@ from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.sharding import divided
-from jaxattn.models.sharding.axis_sharding import CannotDivide
+from jaxattn.models.sharding.axis_sharding import ShardingError
 from jaxattn.parallel import Parallel
 
 three_bits = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
@@ -116,7 +116,7 @@ def test_presets_of_3_bits_warn_and_others_do_not(recwarn):
 
 def test_gpus_that_share_a_rows_pages_are_refused():
     coded = model().with_cache_format("k8v4")
-    with pytest.raises(CannotDivide, match="those of k8v4 lie on one GPU; use context=1"):
+    with pytest.raises(ShardingError, match="those of k8v4 lie on one GPU; use context=1"):
         divided(coded, Parallel(tensor=2, context=2))
     own = divided(coded, Parallel(tensor=2))
     (cache,) = own.caches

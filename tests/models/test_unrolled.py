@@ -15,7 +15,7 @@ from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, divided
 from jaxattn.models.blocks import Block
 from jaxattn.models.interface import init_state, jit_step, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
-from jaxattn.models.network.decoder_network import Decoder
+from jaxattn.models.network.decoder_network import DecoderNetwork
 from jaxattn.parallel import Parallel
 
 FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -67,7 +67,7 @@ def decoded(folder: str, dtype: str) -> tuple[np.ndarray, list[np.ndarray], str]
 )
 def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
     looped = decoded(folder, "float32")
-    monkeypatch.setattr(Decoder, "_unrolled", lambda self, segment, *_: segment.repeats > 1)
+    monkeypatch.setattr(DecoderNetwork, "_unrolled", lambda self, segment, *_: segment.repeats > 1)
     unrolled = decoded(folder, "float32")
     products = [len(re.findall("dot_general", text)) for *_, text in (looped, unrolled)]
     assert products[1] > products[0]  # a repeat's are written down for each of two
@@ -80,9 +80,9 @@ def test_the_same_bits_with_and_without_a_loop(folder, monkeypatch):
 @pytest.mark.parametrize("folder", ["deepseek_v3", "qwen3_5_moe", "deepseek_v3_fp8", "kimi_linear"])
 def test_the_same_with_the_kernels(folder, monkeypatch):
     assert jax.default_backend() == "gpu"
-    monkeypatch.setattr(Decoder, "_unrolled", lambda *_: True)
+    monkeypatch.setattr(DecoderNetwork, "_unrolled", lambda *_: True)
     unrolled = decoded(folder, "bfloat16")
-    monkeypatch.setattr(Decoder, "_unrolled", lambda *_: False)
+    monkeypatch.setattr(DecoderNetwork, "_unrolled", lambda *_: False)
     looped = decoded(folder, "bfloat16")
     assert unrolled[2] != looped[2]
     near = 1e-3 * np.linalg.norm(looped[0])
@@ -104,7 +104,7 @@ def test_the_same_with_the_kernels(folder, monkeypatch):
 def test_which_steps_have_no_loop(name, tokens, backend, implementation, expected, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     spec = find(name)[2].spec
-    decoder = Decoder.__new__(Decoder)
+    decoder = DecoderNetwork.__new__(DecoderNetwork)
     object.__setattr__(decoder, "spec", spec)
     found = [decoder._unrolled(segment, tokens, implementation) for segment in spec.segments]
     assert found == expected
@@ -116,7 +116,7 @@ def test_a_step_of_very_many_layers_has_a_loop(layers, expected, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     spec = find("Qwen3-32B")[2].spec
     [segment] = spec.segments
-    decoder = Decoder.__new__(Decoder)
+    decoder = DecoderNetwork.__new__(DecoderNetwork)
     object.__setattr__(decoder, "spec", spec)
     many = dataclasses.replace(segment, repeats=layers)
     assert decoder._unrolled(many, 1, None) == expected
@@ -125,7 +125,7 @@ def test_a_step_of_very_many_layers_has_a_loop(layers, expected, monkeypatch):
 def test_one_token_over_two_gpus_has_a_loop(monkeypatch):
     """Each GPU would wait for the others' long graphs at the first sum."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    decoder = Decoder.__new__(Decoder)
+    decoder = DecoderNetwork.__new__(DecoderNetwork)
     spec = divided(find("DeepSeek-V2-Lite")[2], Parallel(tensor=2)).spec
     object.__setattr__(decoder, "spec", spec)
     assert not any(decoder._unrolled(segment, 1, None) for segment in spec.segments)

@@ -9,27 +9,27 @@ import pytest
 from flax import nnx
 
 from jaxattn.core.numerics.fp8_block_scaling import (
+    deinterleave_columns,
     dequantize,
-    in_order,
-    in_pairs,
+    interleave_columns,
     quantize,
-    two_parts,
+    split_fp8,
 )
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn import Fp8Linear, GatedDeltaNet, GatedMLP, Linear
-from jaxattn.nn.fp8_linear import Beside
-from jaxattn.nn.linear import InStack, linears
+from jaxattn.nn.fp8_linear import ExtraFp8Weights
+from jaxattn.nn.linear import StackedWeight, linears
 from jaxattn.nn.linear_attention import gdn as gdn_module
 from jaxattn.ops.linear import norm_linear
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.linear.norm_linear import PendingNorm
 
 INTERPRET = "mosaic_gpu_interpret"
 
 
 def test_pairs_are_four_bytes_of_a_thread():
-    columns = in_pairs(jnp.arange(32))
+    columns = interleave_columns(jnp.arange(32))
     assert columns[:8].tolist() == [0, 8, 1, 9, 2, 10, 3, 11] and columns[16] == 16
-    np.testing.assert_array_equal(in_order(columns), np.arange(32))
+    np.testing.assert_array_equal(deinterleave_columns(columns), np.arange(32))
 
 
 @pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-6), (jnp.bfloat16, 1e-2)])
@@ -37,7 +37,9 @@ def test_a_linear_multiplies_by_what_its_numbers_mean(dtype, limit):
     linear = Fp8Linear(160, 192, dtype=dtype, rngs=nnx.Rngs(0))
     assert linear.weight.shape == (192, 160) and linear.scale.shape == (2, 2)
     x = jax.random.normal(jax.random.key(1), (2, 3, 160))
-    wide = np.asarray(dequantize(in_order(linear.weight[...]), linear.scale[...], jnp.float32))
+    wide = np.asarray(
+        dequantize(deinterleave_columns(linear.weight[...]), linear.scale[...], jnp.float32)
+    )
     expected = np.asarray(x, np.float64) @ wide.T
     found = np.asarray(linear(x), np.float64)
     assert np.linalg.norm(found - expected) <= limit * np.linalg.norm(expected)
@@ -47,11 +49,11 @@ def test_a_linear_multiplies_by_what_its_numbers_mean(dtype, limit):
 
 def stacked(linear: Linear, layers: int, layer: int, implementation: str) -> Linear:
     """The linear as number `layer` of a stack; the others are NaN."""
-    place = LayerOf(jnp.int32(layer + 1), 1, -1)
+    place = StackedLayer(jnp.int32(layer + 1), 1, -1)
     for name, attribute in linear.stacked.items():
         own = getattr(linear, name)[...]
         stack = jnp.full((layers, *own.shape), jnp.nan, own.dtype).at[layer].set(own)
-        setattr(linear, attribute, InStack(stack, place, implementation))
+        setattr(linear, attribute, StackedWeight(stack, place, implementation))
     return linear
 
 
@@ -67,8 +69,8 @@ def test_two_kinds_beside_each_other_behind_a_norm(tokens, monkeypatch):
     def run(implementation: str, *modules: Linear):
         for module in modules:
             stacked(module, 3, 1, implementation)
-        stream = Unnormed(
-            x, added, norms, layer=LayerOf(modules[0].in_stack.layer.repeat, 2, -1), eps=1e-6,
+        stream = PendingNorm(
+            x, added, norms, layer=StackedLayer(modules[0].in_stack.layer.repeat, 2, -1), eps=1e-6,
             dtype=jnp.bfloat16, implementation=implementation,
         )  # fmt: skip
         return [*linears(stream, *modules), stream.total]
@@ -98,7 +100,9 @@ def test_numbers_of_another_dtype_are_quantized_as_published():
     weights = jax.random.normal(jax.random.key(0), (128, 256))
     numbers, scales = quantize(weights)
     np.testing.assert_allclose(
-        dequantize(in_order(in_pairs(numbers)), scales, jnp.float32), weights, atol=0.15
+        dequantize(deinterleave_columns(interleave_columns(numbers)), scales, jnp.float32),
+        weights,
+        atol=0.15,
     )
 
 
@@ -107,14 +111,14 @@ def test_two_parts_have_the_bits_of_bfloat16(rows):
     weights = jax.random.normal(jax.random.key(0), (2, rows, 256)).astype(jnp.bfloat16)
     weights = weights.clip(-3.5, 3.5)
     weights = weights.at[:, 0, ::128].set(3.515625)  # just above 448 / 128: no scale is coarser
-    numbers, scales = two_parts(weights)
+    numbers, scales = split_fp8(weights)
     assert numbers.shape == (2, 2 * rows, 256) and scales.shape == (2, 2 * rows // 128, 2)
     first, rest = jnp.split(dequantize(numbers, scales, jnp.float32), 2, axis=1)
     found, wide = np.asarray(first + rest), np.asarray(weights.astype(jnp.float32))
     np.testing.assert_allclose(found, wide, atol=2.0**-17 * np.abs(wide).max(), rtol=0)
     large = np.abs(wide) > np.abs(wide).max() / 896
     np.testing.assert_array_equal(found[large], wide[large])
-    assert not np.asarray(two_parts(jnp.zeros((1, 64, 128)))[0], np.float32).any()
+    assert not np.asarray(split_fp8(jnp.zeros((1, 64, 128)))[0], np.float32).any()
 
 
 def test_a_delta_nets_gates_are_in_the_launch_of_its_inputs(monkeypatch):
@@ -126,10 +130,12 @@ def test_a_delta_nets_gates_are_in_the_launch_of_its_inputs(monkeypatch):
     step = partial(net.decode, x, *pools, state_indices=slots, implementation="xla")
     expected = step()
     own = stacked(net.in_proj_qkvz, 2, 1, INTERPRET).in_stack
-    numbers, scales = two_parts(net.in_proj_ba.weight[...].T)
-    stacks = (jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (in_pairs(numbers), scales))
-    places = (InStack(stack, own.layer, INTERPRET) for stack in stacks)
-    net.gates_in_stack = Beside(*places, jnp.dtype(jnp.float32))
+    numbers, scales = split_fp8(net.in_proj_ba.weight[...].T)
+    stacks = (
+        jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (interleave_columns(numbers), scales)
+    )
+    places = (StackedWeight(stack, own.layer, INTERPRET) for stack in stacks)
+    net.gates_in_stack = ExtraFp8Weights(*places, jnp.dtype(jnp.float32))
     monkeypatch.setattr(gdn_module, "linears", None)  # all four are one launch
     for one, other in zip(step()[:3], expected[:3], strict=True):
         one, other = (np.asarray(each, np.float64) for each in (one, other))

@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxattn import moe
 from jaxattn.arena import Arena
-from jaxattn.bench.model.expert_usage import Choices, WatchedExperts
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.bench.model.expert_usage import ExpertChoices, RecordingExperts
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.nn import moe as nn_moe
 from jaxattn.ops.moe.router_logits import split_router
@@ -39,7 +39,7 @@ def step(experts, x, implementation):
         moe.scratch(tokens=1, top_k=5, experts=66, hidden=FEATURES, expert_size=SIZE)
     )
     return experts.step(
-        x, stacks_of(experts), LayerOf(jnp.int32(0), 1, 0), valid=jnp.ones((1, 1), jnp.int32),
+        x, stacks_of(experts), StackedLayer(jnp.int32(0), 1, 0), valid=jnp.ones((1, 1), jnp.int32),
         arena=arena, implementation=implementation,
     )[0]  # fmt: skip
 
@@ -51,21 +51,21 @@ def x():
 
 def test_a_token_is_opened_in_one_launch_and_gets_what_the_module_gives_it(x, monkeypatch):
     opened = []
-    real = nn_moe.open_experts
+    real = nn_moe.router_shared_experts
 
     def counted(*args, **options):
         opened.append(options["implementation"])
         return real(*args, **options)
 
-    monkeypatch.setattr(nn_moe, "open_experts", counted)
+    monkeypatch.setattr(nn_moe, "router_shared_experts", counted)
     experts = module()
     assert relative(step(experts, x, "mosaic_gpu_interpret"), experts(x)) < 1e-2
     assert opened == ["mosaic_gpu_interpret"]
 
 
 def test_who_counts_experts_sees_them_where_they_are_opened(x):
-    watched = module(WatchedExperts)
-    watched.choices = Choices()
+    watched = module(RecordingExperts)
+    watched.choices = ExpertChoices()
     jax.block_until_ready(step(watched, x, "xla"))
     jax.effects_barrier()
     (ids,) = watched.choices.seen

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxattn import gdn, gqa, mla
 from jaxattn.core.numerics.rope import RopeConfig, rotation
-from jaxattn.core.validation.shard_map_axes import vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention
 from jaxattn.ops.gdn import causal_conv1d
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
@@ -418,10 +418,10 @@ def test_gated_delta_net_decode_on_gpus():
 
 def test_nothing_is_added_outside_of_shard_map_and_without_its_checks():
     def step(x, y):
-        return vary_alike((x, None, 3), y)[0] + 1
+        return match_varying_axes((x, None, 3), y)[0] + 1
 
     x, y = normal(0, 4), normal(1, DEVICES)
-    assert vary_alike(x, y) is x
+    assert match_varying_axes(x, y) is x
     assert len(jax.make_jaxpr(step)(x, y).eqns) == 1
     unchecked = jax.shard_map(
         step, mesh=mesh(), in_specs=(P(), P("b")), out_specs=P("b"), check_vma=False

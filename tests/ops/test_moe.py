@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 
 from jaxattn.arena import Arena
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
-from jaxattn.ops.moe.router_logits import added_up, router_products, split_router
+from jaxattn.ops.moe.router_logits import router_products, split_router, sum_split_logits
 from tests.helpers.at_once import at_once
 from tests.helpers.moe_cases import expected, moe_case
 
@@ -86,7 +86,7 @@ def test_a_layer_of_a_stack():
     own = at_once(mixture_of_experts, x, ids, weights, gate_up[2], down[2])
     by_number = at_once(mixture_of_experts, x, ids, weights, gate_up, down, layer=2)
     traced = jax.jit(
-        lambda n: mixture_of_experts(x, ids, weights, gate_up, down, layer=LayerOf(n, 2, 0))
+        lambda n: mixture_of_experts(x, ids, weights, gate_up, down, layer=StackedLayer(n, 2, 0))
     )(1)
     np.testing.assert_array_equal(by_number, own)
     np.testing.assert_allclose(traced, own, rtol=1e-6)
@@ -214,10 +214,12 @@ def test_a_gate_is_a_column_behind_the_routers(tokens):
     gates = jax.random.normal(keys[2], (2, 64, 1))
     both = np.concatenate([routers[1], gates[1]], axis=-1).astype(np.float64)
     exact = np.asarray(x, np.float64) @ both
-    place = LayerOf(jnp.int32(1), 1, 0)
+    place = StackedLayer(jnp.int32(1), 1, 0)
     for found in (
-        added_up(router_products(x, routers, place, gates=gates)),
-        added_up(router_products(x, split_router(routers, gates), place, gates=gates[:, :0])),
+        sum_split_logits(router_products(x, routers, place, gates=gates)),
+        sum_split_logits(
+            router_products(x, split_router(routers, gates), place, gates=gates[:, :0])
+        ),
     ):
         assert found.shape == (tokens, 32) and not np.any(found[:, 25:])
         np.testing.assert_allclose(found[:, :25], exact, rtol=1e-5, atol=1e-4)
@@ -229,9 +231,9 @@ def test_a_router_in_halves_chooses_as_float32_does(tokens):
     x = jax.random.normal(keys[0], (tokens, 64), jnp.bfloat16)
     routers = jax.random.normal(keys[1], (2, 64, 24))
     exact = np.asarray(x, np.float64) @ np.asarray(routers[1], np.float64)
-    place = LayerOf(jnp.int32(1), 1, 0)
+    place = StackedLayer(jnp.int32(1), 1, 0)
     for given in (routers, split_router(routers)):
-        found = added_up(router_products(x, given, place))
+        found = sum_split_logits(router_products(x, given, place))
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
     published = routers.astype(jnp.bfloat16).astype(jnp.float32)
     assert not np.any(split_router(published)[..., 24:])

@@ -19,7 +19,7 @@ from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, DecoderSpec, Pr
 from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
 from jaxattn.models.interface import init_state, jit_step, scratch_spec
 from jaxattn.ops.moe.routing import Router
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 
 STEPS = 5
 
@@ -159,7 +159,7 @@ class Stepped:
             self.params, self.state = own.pack(params), make()
             self._prefill, self._decode, out = prefill, self._greedy, (None, None)
         else:
-            group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
+            group = DeviceGroup(parallel, tuple(jax.devices()[: parallel.gpus]))
             # NumPy slices without compiling.
             placed = own.place_params(jax.tree.map(np.asarray, params), group)
             self.params = group.join([own.pack(x) for x in group.split(placed)], own.packed_specs())

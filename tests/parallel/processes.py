@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jaxattn import Engine, Parallel
-from jaxattn.cli.startup.multihost import Place, joined
+from jaxattn.cli.startup.multihost import DistributedConfig, joined
 from jaxattn.engine.distributed import driver
 from jaxattn.memory.budget import PlanError
 from jaxattn.models import Hybrid
@@ -40,7 +40,7 @@ def main(rank: int, coordinator: str, what: str) -> None:
         faulthandler.dump_traceback_later(LONG)
     wrong = what if rank == 1 else "nothing"
     limits = {"stuck": STUCK if what == "stuck" else SLOW, "silent": SLOW}
-    with joined(Place(rank, 2, coordinator), **limits) as crew:
+    with joined(DistributedConfig(rank, 2, coordinator), **limits) as crew:
         assert crew is not None
         facts = {"jaxattn": "1.0", "checkpoint": "5f3c"}
         facts |= {"version": {"jaxattn": "0.9"}, "checkpoint": {"checkpoint": "aaaa"}}.get(
@@ -62,7 +62,7 @@ def main(rank: int, coordinator: str, what: str) -> None:
                 print(json.dumps(tokens), flush=True)
                 return
             if wrong in ("killed", "stuck"):
-                driver.EntryPoint = Fails(wrong)
+                driver.ModelStep = Fails(wrong)
             made.follow(crew)
             print("followed", flush=True)
 

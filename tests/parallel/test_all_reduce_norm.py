@@ -7,10 +7,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.ops.collectives.all_reduce_norm import all_reduce_norm_layer
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 from tests.helpers.virtual_devices import on_virtual_devices
 
 TOKENS, FEATURES, LAYERS, EPS = 5, 256, 3, 1e-6
@@ -36,12 +36,12 @@ def expected(
 
 @on_virtual_devices
 def test_parts_are_added_to_the_residual_and_normed():
-    group = Group(Parallel(tensor=GPUS), tuple(jax.devices()[:GPUS]))
+    group = DeviceGroup(Parallel(tensor=GPUS), tuple(jax.devices()[:GPUS]))
     residual, parts, weights = inputs(TOKENS, FEATURES, GPUS)
     axes = group.parallel.axes("tensor")
 
     def step(x: jax.Array, part: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mailbox = Mailbox.empty(GPUS, TOKENS, FEATURES)
+        mailbox = SymmetricBuffer.empty(GPUS, TOKENS, FEATURES)
         return all_reduce_norm_layer(x, part[0], weights, mailbox, axes=axes, layer=1, eps=EPS)[:2]
 
     whole = PartitionSpec()
@@ -56,11 +56,11 @@ def test_parts_are_added_to_the_residual_and_normed():
 
 @on_virtual_devices
 def test_a_mailbox_of_another_size_and_the_interpreter_are_refused():
-    group = Group(Parallel(tensor=2), tuple(jax.devices()[:2]))
+    group = DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2]))
     axes, whole = group.parallel.axes("tensor"), PartitionSpec()
     x, weights = jnp.zeros((8, FEATURES)), jnp.ones((1, FEATURES))
 
-    def run(mailbox: Mailbox, implementation=None) -> None:
+    def run(mailbox: SymmetricBuffer, implementation=None) -> None:
         def step(x: jax.Array, weights: jax.Array) -> jax.Array:
             return all_reduce_norm_layer(
                 x, x, weights, mailbox, axes=axes, layer=0, implementation=implementation
@@ -68,10 +68,10 @@ def test_a_mailbox_of_another_size_and_the_interpreter_are_refused():
 
         jax.eval_shape(group.step(step, (whole, whole), whole), x, weights)
 
-    for mailbox in (Mailbox.empty(4, 8, FEATURES), Mailbox.empty(2, 7, FEATURES)):
+    for mailbox in (SymmetricBuffer.empty(4, 8, FEATURES), SymmetricBuffer.empty(2, 7, FEATURES)):
         with pytest.raises(ValueError, match="the mailbox is of .* needs one of its own size"):
             run(mailbox)
-    fits = Mailbox.empty(2, 8, FEATURES)
+    fits = SymmetricBuffer.empty(2, 8, FEATURES)
     run(fits)
     with pytest.raises(Refusal, match="interpreter knows no memory of peers"):
         run(fits, "mosaic_gpu_interpret")
@@ -82,12 +82,12 @@ def test_a_mailbox_of_another_size_and_the_interpreter_are_refused():
 @on_virtual_devices
 def test_gpus_that_are_not_the_mesh_and_an_inbox_of_2_gib_are_refused():
     """Parts would go to the memory of others, or before the inbox."""
-    group = Group(Parallel(tensor=4, context=2), tuple(jax.devices()[:4]))
+    group = DeviceGroup(Parallel(tensor=4, context=2), tuple(jax.devices()[:4]))
     whole, every = PartitionSpec(), group.parallel.axes("all")
 
     def run(axes: tuple[str, ...], gpus: int, tokens: int, features: int) -> None:
         def step(x: jax.Array, weights: jax.Array) -> jax.Array:
-            mailbox = Mailbox.empty(gpus, tokens, features)
+            mailbox = SymmetricBuffer.empty(gpus, tokens, features)
 
             def layer(x: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
                 return all_reduce_norm_layer(

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxattn.bench.multi_gpu import parallel_decode
-from jaxattn.bench.multi_gpu.sharded_model import Layout
+from jaxattn.bench.multi_gpu.sharded_model import ShardedModel
 from jaxattn.bench.plots import parallel_plot, roofline_plot
 from jaxattn.memory.device_memory import KNOWN
 from jaxattn.memory.limits import Limits
@@ -58,7 +58,7 @@ def test_cache_tokens_are_those_of_the_plan_of_each_layout(name, monkeypatch):
     monkeypatch.setattr("jaxattn.bench.multi_gpu.sharded_model.device_memory", lambda device: card)
     planned = list(layouts_that_fit(whole.model, card, limits, 2))
     for tokens, layout in planned:
-        over = Layout(whole.model, layout, [rows], tokens=4096, devices=jax.devices()[:2])
+        over = ShardedModel(whole.model, layout, [rows], tokens=4096, devices=jax.devices()[:2])
         assert over.cache_tokens(rows, temp=0) == pytest.approx(tokens, rel=0.005), layout.flags
     assert {layout.context for _, layout in planned} == {1, 2}
 
@@ -103,7 +103,7 @@ def test_a_picture_has_lines_bars_or_both(alone, tmp_path):
     rows = [(1, "", 32, 10.0)] * alone + [(2, "--tensor 2", 32, 15.0)]
     roofline_plot.save(run(*rows), tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(roofline_plot.PlotError, match="no decode steps"):
+    with pytest.raises(roofline_plot.BenchPlotError, match="no decode steps"):
         roofline_plot.save(run(), tmp_path / "none.png")
 
 
@@ -112,5 +112,5 @@ def test_a_run_with_nothing_to_compare_is_no_picture(tmp_path):
     of_one_gpu, without_roof = run((1, "", 32, 10.0)), run((2, "--tensor 2", 32, 15.0))
     without_roof["rows"][0]["roof ms"] = None  # of a card whose rate is not known
     for ran in (of_one_gpu, without_roof):
-        with pytest.raises(roofline_plot.PlotError, match="no steps of several GPUs"):
+        with pytest.raises(roofline_plot.BenchPlotError, match="no steps of several GPUs"):
             roofline_plot.save(ran, tmp_path / "none.png")

@@ -40,9 +40,9 @@ def test_one_launch_is_for_whole_tokens_of_bfloat16_and_not_beside_nccl():
 
 @on_virtual_devices
 def test_loops_have_sums_that_xlas_kernel_takes_or_none():
-    of = collectives.Sum(gpus=4, kib=64, dtype="float32", how="XLA")
+    of = collectives.AllReduceCase(gpus=4, kib=64, dtype="float32", how="XLA")
     for each, count in (of, collectives.PER_TURN), (of.base, 0):
-        loop = collectives.Loop(each, 3, 64)
+        loop = collectives.AllReduceLoop(each, 3, 64)
         loop.compile()
         sums = all_reduces(loop.compiled.as_text())
         assert len(sums) == count and all(each.serves for each in sums)
@@ -68,20 +68,25 @@ def test_a_long_row_over_several_devices_is_that_of_one(tmp_path):
 
 @on_virtual_devices
 def test_rows_say_launches_only_where_launches_send_them(monkeypatch):
-    assert context_parallel.Row(16, 4, tokens=600).sent_by() == "one launch"
-    assert context_parallel.Row(16, 4, tokens=600, sent="apart").sent_by() == "launches"
-    assert context_parallel.Row(16, 4, tokens=600, sent="XLA").sent_by() == "XLA"
-    assert context_parallel.Row(16, 4, tokens=600, implementation="xla").pieces is None
+    assert context_parallel.ContextParallelCase(16, 4, tokens=600).sent_by() == "one launch"
+    assert (
+        context_parallel.ContextParallelCase(16, 4, tokens=600, sent="apart").sent_by()
+        == "launches"
+    )
+    assert context_parallel.ContextParallelCase(16, 4, tokens=600, sent="XLA").sent_by() == "XLA"
+    assert (
+        context_parallel.ContextParallelCase(16, 4, tokens=600, implementation="xla").pieces is None
+    )
     for bench in (collectives, context_parallel):
         monkeypatch.setattr(bench, "peers_reach", lambda devices: False)
-    assert context_parallel.Row(16, 4, tokens=600).sent_by() == "XLA"
+    assert context_parallel.ContextParallelCase(16, 4, tokens=600).sent_by() == "XLA"
     sums = collectives.wanted(collectives.parse(["--gpus", "4", "--kib", "64"], "bench"))
     assert {each.how for each in sums} == {"XLA"}
 
 
 @on_virtual_devices
 def test_a_long_row_that_is_wrong_is_refused():
-    row = context_parallel.Row(4, 2, tokens=300, layers=1)
+    row = context_parallel.ContextParallelCase(4, 2, tokens=300, layers=1)
     row.compile()
     row.fill()
     right = row.output()

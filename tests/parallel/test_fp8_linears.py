@@ -10,7 +10,7 @@ import pytest
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.loading.loader import read_folder
 from jaxattn.models.sharding import divided
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 from tests.helpers.fp8_folders import write_folder
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, followed
@@ -26,7 +26,7 @@ def test_two_devices_give_the_tokens_of_one(classes):
         folder = write_folder(Path(name), classes)
         model, params = huggingface_checkpoint.load(folder, dtype="float32", dense="fp8")
         assert all(block.mixer.fp8 for block in model.spec.blocks)
-        group = Group(two, tuple(jax.devices()[:2]))
+        group = DeviceGroup(two, tuple(jax.devices()[:2]))
         opened = read_folder(folder, dtype="float32", dense="fp8")
         own = divided(opened.model, two)
         in_parts = opened.open().place(model=own, group=group)

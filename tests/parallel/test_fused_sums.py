@@ -17,12 +17,12 @@ from jaxattn import Engine, Limits, Request, check_aliasing
 from jaxattn.engine.compilation.sharded_step import arguments, jitted_step
 from jaxattn.engine.startup import engine_build
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
 from jaxattn.models.blocks import GQA
 from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, NAME
 from jaxattn.models.network import decoder_network
-from jaxattn.parallel import Group, Parallel, context_parallel
+from jaxattn.parallel import DeviceGroup, Parallel, context_parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import LATENT, ROPE, SMALL, Stepped, decoder, followed
@@ -179,8 +179,8 @@ def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
     columns = divided(whole, parallel).logit_columns
     # There are as many counts as a GPU has logits.
     model = divided(whole.with_fused_sums(rows * columns // 2), parallel)
-    limits, entry = Limits(batch=rows, max_model_len=64), EntryPoint("decode", rows, 1)
-    shapes, group = packed_shapes(model), Group(parallel, tuple(jax.devices()[:2]))
+    limits, entry = Limits(batch=rows, max_model_len=64), ModelStep("decode", rows, 1)
+    shapes, group = packed_shapes(model), DeviceGroup(parallel, tuple(jax.devices()[:2]))
     tree = jax.tree.structure(shapes)
     jitted = jitted_step(entry, model, limits, tree, "xla", "cpu", group)
     given = arguments(entry, model, limits, shapes, group)

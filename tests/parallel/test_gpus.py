@@ -26,7 +26,7 @@ from jaxattn.models import DecoderModel, DecoderSpec
 from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, MoE, Stream
 from jaxattn.models.interface import jit_step
 from jaxattn.ops.moe.routing import Router
-from jaxattn.parallel import ALONE, Group, Parallel
+from jaxattn.parallel import ALONE, DeviceGroup, Parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.parallel.cases import Sizes, Stepped, drawn_params, prompts
 
@@ -145,7 +145,7 @@ class Fed(Stepped):
         self.whole = model
         step, out = self._with_logits, None
         if layout.gpus > 1:
-            group = Group(layout, tuple(jax.devices()[: layout.gpus]))
+            group = DeviceGroup(layout, tuple(jax.devices()[: layout.gpus]))
             columns = PartitionSpec(layout.axes("data") or None, layout.axes("tensor") or None)
             specs = (self.model.packed_specs(), self.model.state_specs(), group.rows)
             out_specs = (group.rows, columns), specs[1]

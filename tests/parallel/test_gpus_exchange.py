@@ -16,9 +16,9 @@ import pytest
 from jax import lax
 
 from jaxattn import check_aliasing
-from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,24 +29,26 @@ LAYERS, MOST, WIDEST = 6, 80, 4608
 EACH = (2, 4, 8)
 
 
-def group_of(gpus: int) -> Group:
+def group_of(gpus: int) -> DeviceGroup:
     if jax.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs; there are {jax.device_count()}")
-    return Group(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
+    return DeviceGroup(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
 
 
-def mailboxes(group: Group, calls: int = 0, places: int = MOST, features: int = WIDEST) -> Mailbox:
+def mailboxes(
+    group: DeviceGroup, calls: int = 0, places: int = MOST, features: int = WIDEST
+) -> SymmetricBuffer:
     """Behind so many calls."""
 
-    def make() -> Mailbox:
-        made = Mailbox.empty(group.parallel.gpus, places, features)
-        return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
+    def make() -> SymmetricBuffer:
+        made = SymmetricBuffer.empty(group.parallel.gpus, places, features)
+        return SymmetricBuffer(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
     made = jax.block_until_ready(group.make(make, group.each))
-    return jax.block_until_ready(addressed(made))
+    return jax.block_until_ready(with_addresses(made))
 
 
-def layers(group: Group, implementation: str, room: int = 0) -> Any:
+def layers(group: DeviceGroup, implementation: str, room: int = 0) -> Any:
     """(queries, outputs, mailbox) -> (what each layer's two calls brought, mailbox), the first with
     zeros as of `room` more GPUs.
 
@@ -59,10 +61,10 @@ def layers(group: Group, implementation: str, room: int = 0) -> Any:
         bits = lax.bitcast_convert_type(x, jnp.uint16) + jnp.asarray(by).astype(jnp.uint16)
         return lax.bitcast_convert_type(bits, x.dtype)
 
-    def step(queries: jax.Array, outputs: jax.Array, mailbox: Mailbox) -> Any:
+    def step(queries: jax.Array, outputs: jax.Array, mailbox: SymmetricBuffer) -> Any:
         options: Any = dict(axes=axes, implementation=implementation)
 
-        def layer(mailbox: Mailbox, number: jax.Array) -> Any:
+        def layer(mailbox: SymmetricBuffer, number: jax.Array) -> Any:
             given = turned(queries[0], number)
             gathered, mailbox = peer_exchange(given, mailbox, room=room, **options)
             met, mailbox = peer_exchange(turned(outputs[0], number), mailbox, **options)
@@ -76,7 +78,7 @@ def layers(group: Group, implementation: str, room: int = 0) -> Any:
     return jax.jit(group.step(step, (own, own, own), (own, own)), donate_argnums=2)
 
 
-def uneven(group: Group, implementation: str) -> Any:
+def uneven(group: DeviceGroup, implementation: str) -> Any:
     """(queries, outputs, mailbox) -> (what three calls of each layer brought, mailbox).
 
     Calls differ in rows and width, so that rows have had different numbers of them. In each layer
@@ -84,10 +86,10 @@ def uneven(group: Group, implementation: str) -> Any:
     """
     axes, gpus = group.parallel.axes("all"), group.parallel.gpus
 
-    def step(queries: jax.Array, outputs: jax.Array, mailbox: Mailbox) -> Any:
+    def step(queries: jax.Array, outputs: jax.Array, mailbox: SymmetricBuffer) -> Any:
         number = lax.axis_index(axes)
 
-        def layer(mailbox: Mailbox, at: jax.Array) -> Any:
+        def layer(mailbox: SymmetricBuffer, at: jax.Array) -> Any:
             turns = jnp.where((at + number) % gpus == 0, 40, 0)
             ones = jnp.ones((512, 512), jnp.bfloat16)
             late = lax.fori_loop(0, turns, lambda _, x: (x @ x).clip(0, 1), ones)
@@ -118,7 +120,7 @@ def random_bits(*shape: int) -> jax.Array:
 
 
 def has_the_bits_of_xla(
-    group: Group, made: Any, given: list[jax.Array], calls: int, **of_mailbox: int
+    group: DeviceGroup, made: Any, given: list[jax.Array], calls: int, **of_mailbox: int
 ) -> None:
     """Over three calls of a step that `made` gives for an implementation."""
     found = {}

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing, mla
 from jaxattn.arena import Arena
-from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
-from jaxattn.parallel import Group, Parallel
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
+from jaxattn.parallel import DeviceGroup, Parallel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def lengths_of(gpus: int, rows: int) -> np.ndarray:
     return np.asarray([[LENGTHS[row][gpu % 4] for row in range(rows)] for gpu in range(gpus)])
 
 
-def step_of(group: Group, rows: int, heads: int, pages: int, implementation: str) -> Any:
+def step_of(group: DeviceGroup, rows: int, heads: int, pages: int, implementation: str) -> Any:
     """(queries, pages, lengths, arena, mailbox) -> (outputs of each layer, arena, mailbox): in each
     layer another GPU comes late, and queries are of the layer before."""
     axes, gpus = group.parallel.axes("all"), group.parallel.gpus
@@ -76,7 +76,7 @@ def step_of(group: Group, rows: int, heads: int, pages: int, implementation: str
 
 
 def results(
-    group: Group, rows: int, heads: int, implementation: str, calls: int = 0, last: float = 0
+    group: DeviceGroup, rows: int, heads: int, implementation: str, calls: int = 0, last: float = 0
 ) -> np.ndarray:
     """float32 [GPUs, layers, rows, 1, heads / GPUs, 512]; the same bits in three calls. `last` is
     added to the first row's last token."""
@@ -85,12 +85,12 @@ def results(
     assert room is not None
     sizes: Any = dict(batch=rows, q_len=1, num_heads=heads, max_pages=pages, page_size=PAGE)
 
-    def boxed() -> Mailbox:
-        made = Mailbox.empty(gpus, *room)
-        return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
+    def boxed() -> SymmetricBuffer:
+        made = SymmetricBuffer.empty(gpus, *room)
+        return SymmetricBuffer(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
     mailbox = jax.block_until_ready(group.make(boxed, group.each))
-    mailbox = addressed(mailbox)
+    mailbox = with_addresses(mailbox)
     arena = group.make(lambda: Arena.allocate(mla.scratch(**sizes)), group.each)
     kv_cache = group.make(functools.partial(drawn, rows * pages, last), group.each)
     queries = jax.random.normal(jax.random.key(7), (rows, 1, heads, DIM), jnp.bfloat16)
@@ -114,10 +114,10 @@ def drawn(pages: int, last: float) -> jax.Array:
     return numbers.at[0, 0, LAST].add(last)
 
 
-def group_of(gpus: int) -> Group:
+def group_of(gpus: int) -> DeviceGroup:
     if jax.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs; there are {jax.device_count()}")
-    return Group(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
+    return DeviceGroup(Parallel(tensor=gpus, context=gpus), tuple(jax.devices()[:gpus]))
 
 
 @pytest.mark.parametrize("gpus", (2, 4, 8))

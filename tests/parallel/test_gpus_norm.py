@@ -18,14 +18,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing
-from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
 from jaxattn.models.interface import jit_step
 from jaxattn.ops.collectives.all_reduce_norm import (
     all_reduce_norm_layer,
     norm_gather_layer,
     own_sum_norm_layer,
 )
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 from tests.parallel.test_all_reduce_norm import EPS, expected, inputs
 
 pytestmark = [
@@ -38,13 +38,13 @@ WHOLE = PartitionSpec()
 
 
 @pytest.fixture(scope="module", params=[2, 4, 8], ids=lambda gpus: f"{gpus} GPUs")
-def group(request) -> Group:
+def group(request) -> DeviceGroup:
     if request.param > jax.device_count():
         pytest.skip(f"needs {request.param} GPUs")
-    return Group(Parallel(tensor=request.param), tuple(jax.devices()[: request.param]))
+    return DeviceGroup(Parallel(tensor=request.param), tuple(jax.devices()[: request.param]))
 
 
-def layers(group: Group, implementation: str) -> Any:
+def layers(group: DeviceGroup, implementation: str) -> Any:
     """(residual, parts, weights, mailbox) -> (all sums, all norms, mailbox) of several layers.
 
     Each layer adds the same parts to the residual that came in, scaled by its number. They are no
@@ -52,7 +52,7 @@ def layers(group: Group, implementation: str) -> Any:
     """
     axes = group.parallel.axes("tensor")
 
-    def step(x: jax.Array, parts: jax.Array, weights: jax.Array, mailbox: Mailbox) -> Any:
+    def step(x: jax.Array, parts: jax.Array, weights: jax.Array, mailbox: SymmetricBuffer) -> Any:
         totals, norms = [], []
         for number in range(len(weights)):
             total, normed, mailbox = all_reduce_norm_layer(
@@ -68,15 +68,15 @@ def layers(group: Group, implementation: str) -> Any:
     return jax.jit(group.step(step, specs, (own, own, own)), donate_argnums=3)
 
 
-def mailboxes(group: Group, calls: int = 0) -> Mailbox:
+def mailboxes(group: DeviceGroup, calls: int = 0) -> SymmetricBuffer:
     """Behind so many calls."""
 
-    def make() -> Mailbox:
-        made = Mailbox.empty(group.parallel.gpus, MOST, FEATURES)
-        return Mailbox(made.inbox, made.counts + jnp.int32(calls), made.addresses)
+    def make() -> SymmetricBuffer:
+        made = SymmetricBuffer.empty(group.parallel.gpus, MOST, FEATURES)
+        return SymmetricBuffer(made.inbox, made.counts + jnp.int32(calls), made.addresses)
 
     made = jax.block_until_ready(group.make(make, PartitionSpec(group.parallel.axes("tensor"))))
-    return jax.block_until_ready(addressed(made))
+    return jax.block_until_ready(with_addresses(made))
 
 
 @pytest.mark.parametrize("tokens, calls", [(1, 0), (17, 0), (64, 2**31 - 4)])
@@ -107,7 +107,7 @@ def test_tokens_that_meet_and_sums_of_own_tokens_are_xlas(group, tokens):
     random = np.random.default_rng(3)
     x, y = (random.standard_normal((gpus * tokens, FEATURES), np.float32) for _ in range(2))
 
-    def step(implementation: str, x: jax.Array, y: jax.Array, mailbox: Mailbox) -> Any:
+    def step(implementation: str, x: jax.Array, y: jax.Array, mailbox: SymmetricBuffer) -> Any:
         options: Any = dict(axes=axes, eps=EPS, dtype=jnp.bfloat16, implementation=implementation)
         x, all_norms, mailbox = norm_gather_layer(x, y, weights, mailbox, layer=1, **options)
         part = all_norms * (1.5 + lax.axis_index(axes)).astype(jnp.float32)
@@ -131,14 +131,14 @@ def test_tokens_that_meet_and_sums_of_own_tokens_are_xlas(group, tokens):
     assert (gathered == gathered[:1]).all()
 
 
-def chained(group: Group, implementation: str) -> Any:
+def chained(group: DeviceGroup, implementation: str) -> Any:
     """(residual, part, weights, mailbox) -> (residual, norm, mailbox): a norm is the next part.
 
     No scan, whose turns take longer than a launch: the launches are one CUDA graph.
     """
     axes = group.parallel.axes("tensor")
 
-    def step(x: jax.Array, part: jax.Array, weights: jax.Array, mailbox: Mailbox) -> Any:
+    def step(x: jax.Array, part: jax.Array, weights: jax.Array, mailbox: SymmetricBuffer) -> Any:
         for number in range(len(weights)):
             x, part, mailbox = all_reduce_norm_layer(
                 x, part, weights, mailbox, axes=axes, layer=number, eps=EPS,

@@ -11,7 +11,7 @@ import pytest
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.startup import multihost
-from jaxattn.cli.startup.multihost import Place, first_node, read_place
+from jaxattn.cli.startup.multihost import DistributedConfig, first_node, read_place
 from jaxattn.models.checkpoint import EMBEDDED
 from jaxattn.models.checkpoint.fingerprint import fingerprint
 
@@ -24,14 +24,14 @@ SECOND = ["--processes", "2", "--process", "1", "--coordinator", "host-0:1234"]
 WORKER = {"LWS_LEADER_ADDRESS": "v3-0.v3.ns", "LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2"}
 
 
-def place(*flags: str, environment: dict[str, str] | None = None) -> Place | None:
+def place(*flags: str, environment: dict[str, str] | None = None) -> DistributedConfig | None:
     return read_place(parser().parse_args(flags), environment or {})
 
 
 def test_flags_say_which_process_this_is():
     found = place(*SECOND)
-    assert found == Place(1, 2, "host-0:1234") and found.meeting == "host-0:1235"
-    assert Place(0, 2, "host-0:1234").meeting == "0.0.0.0:1235"
+    assert found == DistributedConfig(1, 2, "host-0:1234") and found.meeting == "host-0:1235"
+    assert DistributedConfig(0, 2, "host-0:1234").meeting == "0.0.0.0:1235"
 
 
 def test_one_process_joins_nobody():
@@ -40,12 +40,16 @@ def test_one_process_joins_nobody():
 
 
 def test_launchers_say_it_too_and_a_flag_goes_before_them():
-    assert place("--cluster", "slurm", environment=SLURM) == Place(2, 4, "gpu003:1234")
-    assert place("--cluster", "kubernetes", environment=WORKER) == Place(1, 2, "v3-0.v3.ns:1234")
+    assert place("--cluster", "slurm", environment=SLURM) == DistributedConfig(2, 4, "gpu003:1234")
+    assert place("--cluster", "kubernetes", environment=WORKER) == DistributedConfig(
+        1, 2, "v3-0.v3.ns:1234"
+    )
     flags = ["--cluster", "slurm", "--coordinator", "10.0.0.1:99"]
-    assert place(*flags, environment=SLURM) == Place(2, 4, "10.0.0.1:99")
+    assert place(*flags, environment=SLURM) == DistributedConfig(2, 4, "10.0.0.1:99")
     job = ["--cluster", "kubernetes", "--processes", "4", "--coordinator", "v3-0:99"]
-    assert place(*job, environment={"JOB_COMPLETION_INDEX": "3"}) == Place(3, 4, "v3-0:99")
+    assert place(*job, environment={"JOB_COMPLETION_INDEX": "3"}) == DistributedConfig(
+        3, 4, "v3-0:99"
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,13 +97,13 @@ def test_a_process_whose_leader_does_not_come_ends_with_one_line(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
     monkeypatch.setattr(multihost, "end_process", end)
     kept = []
-    monkeypatch.setattr(multihost, "keep_nothing", lambda: kept.append("nothing"))
+    monkeypatch.setattr(multihost, "disable_compilation_cache", lambda: kept.append("nothing"))
     with socket.socket() as taken:  # and so nobody listens there
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1] - 1
         with (
             pytest.raises(Ended, match=f"no leader at 127.0.0.1:{port + 1}"),
-            multihost.joined(Place(1, 2, f"127.0.0.1:{port}"), timeout=0.2),
+            multihost.joined(DistributedConfig(1, 2, f"127.0.0.1:{port}"), timeout=0.2),
         ):
             pytest.fail("it goes on alone")
     assert kept == ["nothing"]

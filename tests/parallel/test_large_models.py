@@ -13,7 +13,7 @@ from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.device_memory import known_device
 from jaxattn.models import divided
 from jaxattn.models.catalog import public_models
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.layout_plan import best_layout
@@ -25,7 +25,7 @@ LIMITS = Limits(batch=32, max_model_len=8192, prefill_chunk=512)
 @functools.cache
 def decoder(name: str):
     model = public_models.load(name)
-    assert isinstance(model, BuiltModel)
+    assert isinstance(model, DecoderSizes)
     return model.model
 
 

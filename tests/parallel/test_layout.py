@@ -6,7 +6,7 @@ import pytest
 
 from jaxattn.models import divided
 from jaxattn.models.sharding import layouts
-from jaxattn.models.sharding.axis_sharding import CannotDivide, Cut
+from jaxattn.models.sharding.axis_sharding import AxisSharding, ShardingError
 from jaxattn.parallel import Dimension, Parallel
 from tests.parallel.cases import MIXERS, decoder
 
@@ -88,7 +88,7 @@ def test_a_number_that_is_none_is_refused():
     ],
 )
 def test_a_model_refuses_a_layout_that_its_heads_do_not_have(model, layout, message):
-    with pytest.raises(CannotDivide, match=message):
+    with pytest.raises(ShardingError, match=message):
         divided(model, Parallel(**layout))
 
 
@@ -97,7 +97,7 @@ def test_attention_with_a_window_refuses_spread_pages():
     block = dataclasses.replace(decoder(("gqa", "mlp")).spec.blocks[0], mixer=windowed)
     model = decoder(("gqa", "mlp"))
     model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, blocks=(block,)))
-    with pytest.raises(CannotDivide, match="a window.*use context=1"):
+    with pytest.raises(ShardingError, match="a window.*use context=1"):
         divided(model, Parallel(tensor=2, context=2))
 
 
@@ -109,7 +109,7 @@ def test_all_layouts_of_a_model_are_found():
 
 
 def test_heads_fewer_than_gpus_are_repeated_in_order():
-    cut = Cut(-1, "tensor", ((2, 10), (4, 1)))
+    cut = AxisSharding(-1, "tensor", ((2, 10), (4, 1)))
     assert [cut.ranges(part, 4) for part in range(4)] == [
         [(0, 10), (20, 21)],
         [(0, 10), (21, 22)],

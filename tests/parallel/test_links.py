@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from jaxattn.engine.distributed import transport
-from jaxattn.engine.distributed.driver import Leader
-from jaxattn.engine.distributed.process_group import CODE, Crew
-from jaxattn.engine.distributed.transport import HostError, Link
-from jaxattn.engine.execution.model_runner import Runner
-from jaxattn.engine.lifecycle import Lifecycle
+from jaxattn.engine.distributed.driver import DriverRunner
+from jaxattn.engine.distributed.process_group import CODE, ProcessGroup
+from jaxattn.engine.distributed.transport import HostError, TransportLink
+from jaxattn.engine.execution.model_runner import ModelRunner
+from jaxattn.engine.lifecycle import EngineLifecycle
 
 
 def free_port() -> int:
@@ -29,18 +29,20 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def pair() -> tuple[Link, Link]:
+def pair() -> tuple[TransportLink, TransportLink]:
     """(the leader's end, the other's)."""
     address, found = f"127.0.0.1:{free_port()}", []
-    waiting = threading.Thread(target=lambda: found.append(transport.follow(address, timeout=10)))
+    waiting = threading.Thread(
+        target=lambda: found.append(transport.connect_to_driver(address, timeout=10))
+    )
     waiting.start()
-    [leader] = transport.lead(address, 2, timeout=10)
+    [leader] = transport.listen_for_workers(address, 2, timeout=10)
     waiting.join()
     return leader, found[0]
 
 
 @pytest.fixture
-def linked() -> Iterator[tuple[Link, Link]]:
+def linked() -> Iterator[tuple[TransportLink, TransportLink]]:
     leader, other = pair()
     yield leader, other
     leader.close()
@@ -64,11 +66,13 @@ class Ends:
 
 
 @pytest.fixture(params=[1.0])
-def crews(request: pytest.FixtureRequest) -> Iterator[tuple[Crew, Crew, Ends, Ends]]:
+def crews(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[ProcessGroup, ProcessGroup, Ends, Ends]]:
     """(the leader, another, what ends either). The parameter is how long one may be silent."""
     ends = Ends(), Ends()
     made = [
-        Crew(rank, [link], silent=request.param, stuck=0.5, end=end)
+        ProcessGroup(rank, [link], silent=request.param, stuck=0.5, end=end)
         for rank, (link, end) in enumerate(zip(pair(), ends, strict=True))
     ]
     yield made[0], made[1], *ends
@@ -113,9 +117,9 @@ def test_what_is_no_process_of_this_engine_is_refused(linked, sent):
 def test_a_leader_says_how_many_are_missing_and_a_follower_that_there_is_no_leader():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(HostError, match="0 of 2 other processes came"):
-        transport.lead(address, 3, timeout=0.2)
+        transport.listen_for_workers(address, 3, timeout=0.2)
     with pytest.raises(HostError, match=f"no leader at {address}"):
-        transport.follow(address, timeout=0.2)
+        transport.connect_to_driver(address, timeout=0.2)
 
 
 def test_an_address_without_a_port_is_refused():
@@ -124,11 +128,13 @@ def test_an_address_without_a_port_is_refused():
             transport.host_and_port(address)
 
 
-def agreed(leader: Crew, other: Crew, ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
+def agreed(
+    leader: ProcessGroup, other: ProcessGroup, ours: dict[str, str], theirs: dict[str, str]
+) -> list[str]:
     """What the two sides raise, the leader's first."""
     raised = ["", ""]
 
-    def side(place: int, crew: Crew, facts: dict[str, str]) -> None:
+    def side(place: int, crew: ProcessGroup, facts: dict[str, str]) -> None:
         try:
             crew.agree(facts)
         except HostError as error:
@@ -183,7 +189,7 @@ def test_a_process_that_says_nothing_ends_the_others(crews):
 def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
     leaders, others = pair()
     end = Ends()
-    crew = Crew(0, [leaders], silent=1.0, stuck=60.0, end=end)
+    crew = ProcessGroup(0, [leaders], silent=1.0, stuck=60.0, end=end)
 
     def send() -> None:  # and so it waits, as the other reads nothing
         with contextlib.suppress(HostError):
@@ -228,11 +234,11 @@ def test_a_process_ends_also_where_nobody_reads_what_it_says():
 def test_a_leader_that_lost_its_state_ends_all_and_does_not_go_on_alone(crews):
     leader, _, leaders_end, others_end = crews
     nothing: Any = ()
-    runner = Leader.of(Runner(nothing, {}, nothing, nothing, nothing, nothing), leader)
+    runner = DriverRunner.of(ModelRunner(nothing, {}, nothing, nothing, nothing, nothing), leader)
     runner.failed = True
     engine: Any = SimpleNamespace(_params=(), _runner=runner, _end_rows=lambda reason: None)
     with pytest.raises(HostError, match="its state is lost; start all processes again"):
-        Lifecycle._start(engine)
+        EngineLifecycle._start(engine)
     assert "its state is lost" in leaders_end.wait() and "its state is lost" in others_end.wait()
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxattn.models import divided, load
 from jaxattn.models.loading import sharded_weight_loader
 from jaxattn.models.sharding.axis_sharding import own
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 from tests.helpers.virtual_devices import on_virtual_devices
 
 FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -45,7 +45,7 @@ def test_each_device_has_its_cut_of_every_parameter(name):
         _, over = load(FOLDERS / name, parallel=parallel)
     finally:
         sharded_weight_loader._place = place
-    group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
+    group = DeviceGroup(parallel, tuple(jax.devices()[: parallel.gpus]))
     found = [dict(nnx.to_flat_state(each)) for each in group.split(over)]
     for key, leaf in nnx.to_flat_state(whole):
         cuts = local.cuts_of(key)

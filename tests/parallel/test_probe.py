@@ -13,7 +13,7 @@ import pytest
 
 from jaxattn.engine.startup import engine_build
 from jaxattn.memory.device_memory import GIB, MIB, DeviceMemory
-from jaxattn.parallel import Group, Parallel, collective_memory
+from jaxattn.parallel import DeviceGroup, Parallel, collective_memory
 from jaxattn.parallel.comm_split import OFF, VARIABLE
 from tests.helpers.virtual_devices import on_virtual_devices
 
@@ -40,7 +40,7 @@ class Card:
 @pytest.mark.parametrize("own", [True, False], ids=["a process's own is known", "it is not"])
 @on_virtual_devices
 def test_what_others_take_of_a_gpu_meanwhile_does_not_count(own):
-    card, group = Card(own), Group(Parallel(tensor=2), tuple(jax.devices()[:2]))
+    card, group = Card(own), DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2]))
     with mock.patch.multiple(
         collective_memory, device_memory=card.memory, process_bytes=card.of_process
     ):
@@ -50,7 +50,9 @@ def test_what_others_take_of_a_gpu_meanwhile_does_not_count(own):
 @on_virtual_devices
 def test_nothing_counts_where_nothing_says_what_is_free():
     assert (
-        collective_memory.collectives_bytes(Group(Parallel(tensor=2), tuple(jax.devices()[:2])))
+        collective_memory.collectives_bytes(
+            DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2]))
+        )
         == 0
     )
 
@@ -62,18 +64,18 @@ class Device(NamedTuple):
     device_kind: str = "a GPU"
 
 
-def group_of(layout: dict, processes: int, platform: str = "gpu") -> Group:
+def group_of(layout: dict, processes: int, platform: str = "gpu") -> DeviceGroup:
     parallel = Parallel(**layout)
     local = parallel.gpus // processes
     devices: Any = tuple(Device(i, i // local, platform) for i in range(parallel.gpus))
-    return Group(parallel, devices)
+    return DeviceGroup(parallel, devices)
 
 
 def test_each_layout_is_looked_at_once_and_what_all_took_counts():
     """Of two threads neither finds that the other's collectives took nothing more."""
     devices, ran = tuple(Device(i, 0) for i in range(4)), list[str]()
 
-    def measured(group: Group) -> int:
+    def measured(group: DeviceGroup) -> int:
         ran.append(group.parallel.flags)
         time.sleep(0.05)
         return TAKEN if len(ran) == 1 else 0  # NCCL keeps what it has
@@ -84,7 +86,7 @@ def test_each_layout_is_looked_at_once_and_what_all_took_counts():
     whole, context = Parallel(tensor=4), Parallel(tensor=4, context=2)
     with (
         mock.patch.object(engine_build, "collectives_bytes", measured),
-        mock.patch.dict(engine_build.PROCESS.collectives, clear=True),
+        mock.patch.dict(engine_build.PROCESS_STATE.collectives, clear=True),
         ThreadPoolExecutor(4) as pool,
     ):
         assert list(pool.map(taken, [whole] * 4)) == [TAKEN] * 4
@@ -133,10 +135,10 @@ ALL = (*ACROSS, *WITHIN)
 def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
     layout, processes, programs
 ):
-    group = Group(Parallel(**layout), tuple(jax.devices()[:4]))
-    usual, found = Group.make, list[set[tuple[str, ...]]]()
+    group = DeviceGroup(Parallel(**layout), tuple(jax.devices()[:4]))
+    usual, found = DeviceGroup.make, list[set[tuple[str, ...]]]()
 
-    def make(self: Group, program: Any, specs: Any) -> Any:
+    def make(self: DeviceGroup, program: Any, specs: Any) -> Any:
         text = jax.jit(self.step(program, (), specs)).lower().as_text()
         meetings = [line for line in text.splitlines() if " replica_groups = " in line]
         assert len(meetings) % 4 == 0  # of each kind one
@@ -144,7 +146,7 @@ def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
         return usual(self, program, specs)
 
     with (
-        mock.patch.object(Group, "make", make),
+        mock.patch.object(DeviceGroup, "make", make),
         mock.patch.object(collective_memory, "_processes", lambda _: processes),
     ):
         collective_memory._meet(group)
@@ -172,7 +174,7 @@ def test_each_set_has_that_time_of_its_own():
     """Four programs of 0.1 s end where each has 0.25 s; a fifth that waits is an error."""
     group, wait = group_of(dict(tensor=4, context=2), 2), threading.Event()
 
-    def meet(_: Group, ended: Any, waits: bool = False) -> None:
+    def meet(_: DeviceGroup, ended: Any, waits: bool = False) -> None:
         for _ in range(4):
             time.sleep(0.1)
             ended()

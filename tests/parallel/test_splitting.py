@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxattn.cli.startup import multihost
-from jaxattn.parallel.comm_split import NAME, OFF, VARIABLE, may_split, never_split
+from jaxattn.parallel.comm_split import NAME, OFF, VARIABLE, comm_split_enabled, disable_comm_split
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ from jaxattn.parallel.comm_split import NAME, OFF, VARIABLE, may_split, never_sp
 )
 def test_the_last_of_the_flags_decides_and_is_off_afterwards(flags, splits):
     environment = {} if flags is None else {VARIABLE: flags}
-    assert may_split(environment) is splits
+    assert comm_split_enabled(environment) is splits
     before = dict(environment)
-    never_split(environment)
-    assert not may_split(environment)
+    disable_comm_split(environment)
+    assert not comm_split_enabled(environment)
     if not splits:
         assert environment == before
     elif flags and flags.startswith("-"):
@@ -43,11 +43,11 @@ def test_flags_in_a_file_are_kept(tmp_path):
     file = tmp_path / "flags"
     file.write_text("--xla_dump_to=/tmp\n")
     environment = {VARIABLE: str(file)}
-    assert may_split(environment)
-    never_split(environment)
+    assert comm_split_enabled(environment)
+    disable_comm_split(environment)
     assert environment[VARIABLE].split() == ["--xla_dump_to=/tmp", OFF]
     file.write_text(f"--xla_dump_to=/tmp\n{OFF}\n")
-    assert not may_split({VARIABLE: str(file)})
+    assert not comm_split_enabled({VARIABLE: str(file)})
 
 
 def test_several_processes_never_split_and_one_is_left_as_it_is(monkeypatch):
@@ -62,7 +62,7 @@ def test_several_processes_never_split_and_one_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", start)
     with multihost.joined(None):
         assert multihost.os.environ[VARIABLE] == "--x=1"
-    with pytest.raises(Starts), multihost.joined(multihost.Place(0, 2, "127.0.0.1:1")):
+    with pytest.raises(Starts), multihost.joined(multihost.DistributedConfig(0, 2, "127.0.0.1:1")):
         pytest.fail("it starts without its processes")
 
 

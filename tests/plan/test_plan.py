@@ -31,9 +31,9 @@ from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.models.catalog import public_models
 from jaxattn.models.embedded.model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step, overlaid
-from jaxattn.plan import Budget, Item, MemoryPlan, PlanError, plan, solve
+from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, PlanItem, plan, solve
 from jaxattn.plan.group_plan import plan_group
-from jaxattn.plan.placement import Placement
+from jaxattn.plan.placement import ModelPlacement
 from jaxattn.plan.plan_display import bar, print_plan
 from jaxattn.plan.scratch_comparison import published, split_kv_workspace
 from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST, kept_steps, params_of
@@ -59,7 +59,7 @@ def mla_scratch(heads):
 def test_r1_on_8_and_16_gpus_leaves_this_cache():
     plans = {
         gpus: plan(
-            public_models.load("DeepSeek-R1"), "h200", SERVING, placement=Placement(gpus=gpus)
+            public_models.load("DeepSeek-R1"), "h200", SERVING, placement=ModelPlacement(gpus=gpus)
         )
         for gpus in (8, 16)
     }
@@ -83,8 +83,8 @@ def test_r1_on_8_and_16_gpus_leaves_this_cache():
 def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
     r1 = public_models.load("DeepSeek-R1")
     limits = dataclasses.replace(SERVING, num_pages=100)
-    one = plan(r1, "400GiB", limits, placement=Placement(gpus=8, attention="data"))
-    divided = plan(r1, "400GiB", limits, placement=Placement(gpus=8, attention="tensor"))
+    one = plan(r1, "400GiB", limits, placement=ModelPlacement(gpus=8, attention="data"))
+    divided = plan(r1, "400GiB", limits, placement=ModelPlacement(gpus=8, attention="tensor"))
     assert divided["kv cache"] == one["kv cache"] == 100 * 61 * 64 * 576 * 2
     assert divided["weights"] < one["weights"]
     # Of 16 heads no more is kept than there is, and twice as many parts run at a time.
@@ -93,7 +93,7 @@ def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
 
     qwen = public_models.load("Qwen3-Next-80B-A3B")
     caches = {
-        gpus: plan(qwen, "400GiB", limits, placement=Placement(gpus=gpus, attention="tensor"))[
+        gpus: plan(qwen, "400GiB", limits, placement=ModelPlacement(gpus=gpus, attention="tensor"))[
             "kv cache"
         ]
         for gpus in (1, 2, 4)
@@ -105,7 +105,7 @@ def test_a_float8_cache_is_half_and_states_are_a_slot_a_row():
     kimi = public_models.load("Kimi-Linear-48B-A3B")
     limits = dataclasses.replace(SERVING, num_pages=100)
     wide = plan(kimi, "h200", limits)
-    narrow = plan(kimi, "h200", limits, placement=Placement(cache_dtype="float8"))
+    narrow = plan(kimi, "h200", limits, placement=ModelPlacement(cache_dtype="float8"))
     assert narrow["kv cache"] == wide["kv cache"] // 2 == 7 * 100 * 64 * 576
     assert wide["ssm state"] == 20 * 128 * 32 * 128 * 128 * 4
     assert wide["conv state"] == 20 * 128 * 3 * (3 * 4096) * 2
@@ -197,11 +197,11 @@ def test_sglangs_workspace_is_sized_by_what_its_cache_holds():
 
 
 def test_utilization_is_of_the_total_and_what_lies_outside_can_lower_it():
-    budget = Budget("x", 1000, 0.9)
+    budget = MemoryBudget("x", 1000, 0.9)
     assert budget.arrays() == budget.arrays(outside=100) == 900
     assert budget.arrays(outside=150) == 850
-    assert Budget("x", 1000, 0.9, limit=700).arrays(outside=150) == 700
-    assert Budget("x", 1000, 0.9).arrays(outside=2000) == 0
+    assert MemoryBudget("x", 1000, 0.9, limit=700).arrays(outside=150) == 700
+    assert MemoryBudget("x", 1000, 0.9).arrays(outside=2000) == 0
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.1, True, "0.9", float("nan")])
@@ -211,12 +211,12 @@ def test_a_utilization_that_is_no_fraction_is_refused(value):
 
 
 def test_the_line_that_does_not_fit_is_named():
-    items = (Item("weights", 60, "w"), Item("kv cache", 50, "k"), Item("temp", 5, "t"))
+    items = (PlanItem("weights", 60, "w"), PlanItem("kv cache", 50, "k"), PlanItem("temp", 5, "t"))
     with pytest.raises(PlanError, match="115 .* 100 are allowed, 1 of 100 .* is the kv cache"):
-        MemoryPlan(items, Budget("x", 100)).check()
-    driver = (*items[:1], Item("driver", 100, "d", outside=True))
+        MemoryPlan(items, MemoryBudget("x", 100)).check()
+    driver = (*items[:1], PlanItem("driver", 100, "d", outside=True))
     with pytest.raises(PlanError, match="the line that does not fit is the driver"):
-        MemoryPlan(driver, Budget("x", 100)).check()
+        MemoryPlan(driver, MemoryBudget("x", 100)).check()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, ro
 @pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
 def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
     """The experts' weights are most of it: XLA copies a layer's out of the stack."""
-    config = public_models.config_of("DeepSeek-V2-Lite") | {
+    config = public_models.shipped_config("DeepSeek-V2-Lite") | {
         "vocab_size": 256,
         "hidden_size": 512,
         "intermediate_size": 512,
@@ -559,7 +559,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, capsys):
 
 def test_a_folder_is_a_model_too(tmp_path, capsys):
     (tmp_path / "config.json").write_text(
-        json.dumps(public_models.config_of("DeepSeek-V2-Lite") | {"num_hidden_layers": 3})
+        json.dumps(public_models.shipped_config("DeepSeek-V2-Lite") | {"num_hidden_layers": 3})
     )
     assert main([str(tmp_path), "--json"]) == 0
     assert main([str(tmp_path), "--gpus", "2", "--json"]) == 0
@@ -571,8 +571,12 @@ def test_a_folder_is_a_model_too(tmp_path, capsys):
 
 
 def test_the_bar_is_as_wide_as_it_says_and_in_proportion():
-    items = (Item("weights", 50, ""), Item("kv cache", 25, ""), Item("driver", 5, "", outside=True))
-    text = bar(MemoryPlan(items, Budget("x", 100)), 40).plain
+    items = (
+        PlanItem("weights", 50, ""),
+        PlanItem("kv cache", 25, ""),
+        PlanItem("driver", 5, "", outside=True),
+    )
+    text = bar(MemoryPlan(items, MemoryBudget("x", 100)), 40).plain
     line, legend = text.split("\n")
     assert line == "\u2588" * 32 + "\u2591" * 8
     assert "weights 50.0%" in legend and "free 20.0%" in legend
@@ -588,7 +592,9 @@ def test_a_narrow_terminal_keeps_every_byte(capsys):
 def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
     out = io.StringIO()
     console = Console(width=columns, file=out, force_terminal=True, color_system=None)
-    made = plan_group(public_models.load("DeepSeek-R1"), known_device("h200"), SERVING, Placement())
+    made = plan_group(
+        public_models.load("DeepSeek-R1"), known_device("h200"), SERVING, ModelPlacement()
+    )
     print_plan(console, made, published())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= columns

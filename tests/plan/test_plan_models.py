@@ -9,10 +9,10 @@ import pytest
 from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
-from jaxattn.engine.startup.decode_step_count import with_steps
+from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.executable_memory import from_shapes
 from jaxattn.engine.startup.memory_plan import packed_shapes, plan_engine
-from jaxattn.engine.steps.step_catalog import EntryPoint
+from jaxattn.engine.steps.step_catalog import ModelStep
 from jaxattn.memory.device_memory import known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.cache_layouts import LatentPages
@@ -24,7 +24,7 @@ from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.plan import PlanError, plan
 from jaxattn.plan.device_plan import _bound_in, traced_bounds
-from jaxattn.plan.placement import CACHE_DTYPES, Placement, caches, latents_of
+from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, caches, latents_of
 from jaxattn.plan.plan_notes import notes
 from tests.helpers.engine_cases import CONFIG, LIMITS
 
@@ -45,7 +45,7 @@ def test_one_gpu_is_planned_as_the_engine_plans_it():
     engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
     for line in ("weights", "arena", "kv cache"):
         assert made[line] == engine[line]
-    limits = with_steps(ROWS, packed_shapes(model), gpu=True)
+    limits = choose_decode_steps(ROWS, packed_shapes(model), gpu=True)
     with traced_for_hopper(True):
         bounds = from_shapes(model, limits, packed_shapes(model), None)
     assert traced_bounds(model, limits, True) == bounds
@@ -60,7 +60,7 @@ def test_one_gpu_is_planned_as_the_engine_plans_it():
 def test_what_xla_would_hold_is_not_counted_where_a_kernel_runs():
     """Qwen3-32B, 1,024 rows: XLA's decode would hold 512 tokens of every row, 7 GiB."""
     limits = Limits(batch=1024, max_model_len=40_960, num_pages=1024, prefill_chunk=2048)
-    step = EntryPoint("decode", 1024, 1)
+    step = ModelStep("decode", 1024, 1)
     model = of("Qwen3-32B")
     hopper, host = (_bound_in(model, step, limits, on_hopper).temp for on_hopper in (True, False))
     assert host - hopper > 6 * 2**30 and hopper < 1.5 * 2**30
@@ -70,7 +70,7 @@ def test_what_xla_would_hold_is_not_counted_where_a_kernel_runs():
     "cache_dtype, width", [("bfloat16", 1152), ("float8", 576), ("uint8", 656)]
 )
 def test_one_gpu_counts_the_cache_that_is_asked_for(cache_dtype, width):
-    place = Placement(cache_dtype=cache_dtype)
+    place = ModelPlacement(cache_dtype=cache_dtype)
     made = plan(public_models.load(SMALL), "h100", ROWS, placement=place)
     assert made["kv cache"] == 32 * 40 * 64 * width
     served = "No model of jaxattn serves a float8 cache yet"
@@ -85,9 +85,9 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
     [advised] = refused.value.advice
     gpus = int(advised.split()[0])
     assert advised.startswith(f"{gpus} GPUs (--gpus {gpus})")
-    assert plan(model, "h100", limits, placement=Placement(gpus=gpus)).reserve >= 0
+    assert plan(model, "h100", limits, placement=ModelPlacement(gpus=gpus)).reserve >= 0
     with pytest.raises(PlanError):
-        plan(model, "h100", limits, placement=Placement(gpus=gpus - 1))
+        plan(model, "h100", limits, placement=ModelPlacement(gpus=gpus - 1))
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_an_fp8_checkpoint_says_what_stays_in_fp8():
         public_models.load("DeepSeek-R1"),
         "h200",
         Limits(batch=8, max_model_len=4096),
-        placement=Placement(gpus=8),
+        placement=ModelPlacement(gpus=8),
     )
     assert "routed and shared experts" in made.items[0].why
     assert "in FP8 with one scale per 128 x 128" in made.items[0].why
@@ -125,10 +125,10 @@ def test_a_decoder_is_placed_as_a_known_model_is():
     model = Hybrid(dataclasses.replace(CONFIG, linear_num_key_heads=2))
     limits = dataclasses.replace(LIMITS, num_pages=7)
     plain = plan(model, "2GiB", limits)
-    placed = plan(model, "2GiB", limits, placement=Placement())
+    placed = plan(model, "2GiB", limits, placement=ModelPlacement())
     assert {i.name: i.nbytes for i in placed.items} == {i.name: i.nbytes for i in plain.items}
     assert placed.title.startswith("Hybrid on a device of 2 GiB")
-    halves = plan(model, "4GiB", limits, placement=Placement(gpus=2, attention="tensor"))
+    halves = plan(model, "4GiB", limits, placement=ModelPlacement(gpus=2, attention="tensor"))
     for cut in ("ssm state", "conv state"):
         assert halves[cut] * 2 == plain[cut]
     assert halves["kv cache"] == plain["kv cache"] and halves["weights"] < plain["weights"]
@@ -152,13 +152,13 @@ def test_what_is_no_decoder_cannot_be_placed():
     with pytest.raises(
         TypeError, match="placement divides a jaxattn.models.DecoderModel .* Cached"
     ):
-        plan(Cached(), "2GiB", LIMITS, placement=Placement())
+        plan(Cached(), "2GiB", LIMITS, placement=ModelPlacement())
 
 
 @pytest.mark.parametrize(
     "name, place, message",
     [
-        (SMALL, Placement(gpus=3, attention="tensor"), "16 attention heads .* over 3 GPUs"),
+        (SMALL, ModelPlacement(gpus=3, attention="tensor"), "16 attention heads .* over 3 GPUs"),
     ],
 )
 def test_a_placement_that_cannot_be_is_refused_by_name(name, place, message):
@@ -176,7 +176,7 @@ def written(folder, values) -> str:
 
 
 def changed(name, **fields):
-    config = public_models.config_of(name) | fields
+    config = public_models.shipped_config(name) | fields
     return {field: value for field, value in config.items() if value is not ...}
 
 
@@ -260,11 +260,11 @@ def test_what_a_plan_counts_itself_is_refused_as_briefly(values, message, tmp_pa
 
 
 def test_a_nested_text_config_is_the_model(tmp_path):
-    text = public_models.config_of("Qwen3.5-35B-A3B")
+    text = public_models.shipped_config("Qwen3.5-35B-A3B")
     folder = written(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text})
     assert public_models.load(folder).weights == public_models.load("Qwen3.5-35B-A3B").weights
     (tmp_path / "config.json").unlink()
-    with pytest.raises(public_models.KnownModelError, match="is a folder without a config.json"):
+    with pytest.raises(public_models.CatalogError, match="is a folder without a config.json"):
         public_models.load(str(tmp_path))
 
 
@@ -279,7 +279,7 @@ def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
     """The interpreted kernel refuses the shapes that the GPU's refuses."""
     model = public_models.load(name)
     assert latents_of(model)
-    place = Placement(gpus=ways, attention="tensor", cache_dtype=cache_dtype)
+    place = ModelPlacement(gpus=ways, attention="tensor", cache_dtype=cache_dtype)
     said = f"reads the {cache_dtype or 'bfloat16'} cache"
     [note] = [note for note in notes(model, ROWS, place) if said in note]
     [latents] = [each for each in caches(model, place) if isinstance(each, LatentPages)]
@@ -302,7 +302,7 @@ def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
 
 
 def test_plans_of_one_gpu_and_of_a_group_say_it():
-    for place in (Placement(), Placement(gpus=8)):
+    for place in (ModelPlacement(), ModelPlacement(gpus=8)):
         made = plan(public_models.load("DeepSeek-V2-Lite"), "h200", ROWS, placement=place)
         assert "MLA's decode kernel reads the bfloat16 cache: 1,152 bytes per token and layer." in (
             made.notes
@@ -313,7 +313,7 @@ def test_plans_of_one_gpu_and_of_a_group_say_it():
     "cache_dtype, nbytes", [("bfloat16", 1152), ("float8", 576), ("uint8", 656)]
 )
 def test_a_token_takes_the_bytes_of_its_format(cache_dtype, nbytes):
-    place = Placement(gpus=8, cache_dtype=cache_dtype)
+    place = ModelPlacement(gpus=8, cache_dtype=cache_dtype)
     made = plan(public_models.load("DeepSeek-R1"), "h200", ROWS, placement=place)
     assert made["kv cache"] == 61 * 40 * 64 * nbytes
 
@@ -325,5 +325,5 @@ def test_a_cache_of_keys_and_values_in_a_format_of_latents_is_refused(cache_dtyp
             public_models.load("Qwen3-Next-80B-A3B"),
             "h200",
             Limits(),
-            placement=Placement(gpus=4, cache_dtype=cache_dtype),
+            placement=ModelPlacement(gpus=4, cache_dtype=cache_dtype),
         )

@@ -11,7 +11,7 @@ import pytest
 
 from jaxattn import Arena, Limits, gqa
 from jaxattn.core.cache.formats import TURBOQUANT
-from jaxattn.engine.startup.executable_memory import Executable
+from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import fill, packed_shapes, page_bytes, plan_engine
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.budget import nbytes
@@ -52,7 +52,7 @@ COMPILED = {
 TOKENS = 598_784
 
 
-def room(taken: dict[str, Executable]) -> int:
+def room(taken: dict[str, ExecutableMemory]) -> int:
     """Tokens that are left beside what the steps take, by a plan that fits."""
     made, device = model(), known_device("h200")
     params = packed_shapes(made)
@@ -66,7 +66,9 @@ def test_598784_tokens_are_left_beside_what_xla_takes():
     made, taken = model(), {}
     for step in all_steps(LIMITS):
         temp, out = (int(x * MIB) for x in COMPILED.get(str(step), (0.0, 0.0)))
-        taken[str(step)] = Executable(nbytes(step.given(made, LIMITS)) + out, temp, 0, "compiled")
+        taken[str(step)] = ExecutableMemory(
+            nbytes(step.given(made, LIMITS)) + out, temp, 0, "compiled"
+        )
     assert set(COMPILED) <= set(taken)
     assert room(taken) >= TOKENS
 

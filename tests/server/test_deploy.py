@@ -8,7 +8,7 @@ import pytest
 
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.server.app import GET
-from jaxattn.server.runtime.metrics import Metrics
+from jaxattn.server.runtime.metrics import ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -19,7 +19,7 @@ def test_the_dashboard_s_series_are_there():
     board = json.loads((DEPLOY / "grafana.json").read_text())
     asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     names = {name for text in asked for name in re.findall(r"(?:vllm|jaxattn):\w+", text)}
-    known = set(re.findall(r"^# TYPE (\S+) ", Metrics("m").text().decode(), re.MULTILINE))
+    known = set(re.findall(r"^# TYPE (\S+) ", ServerMetrics("m").text().decode(), re.MULTILINE))
     # Without an engine there are no lines of a plan.
     missing = {re.sub("_bucket$", "", name) for name in names} - known - {"jaxattn:plan_bytes"}
     assert len(names) > 10 and not missing
@@ -54,6 +54,8 @@ def test_the_docs_have_every_option_path_and_metric():
     assert server and all(f"`{option}" in text for option in server)
     for path in GET:
         assert path in text
-    for name in re.findall(r"^# TYPE (\S+) (?!gauge)", Metrics("m").text().decode(), re.MULTILINE):
+    for name in re.findall(
+        r"^# TYPE (\S+) (?!gauge)", ServerMetrics("m").text().decode(), re.MULTILINE
+    ):
         if not name.endswith("_created"):
             assert f"`{name}" in text, name

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.execution.model_runner import Runner
+from jaxattn.engine.execution.model_runner import ModelRunner
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason
 from jaxattn.engine.requests.request import Request
 from tests.helpers.live_server import live, served
@@ -175,13 +175,13 @@ def test_a_storm_of_clients_and_failing_steps_leaves_nothing_behind():
 def test_a_storm_and_device_errors_leave_the_engine_s_pools_and_plan_as_they_were(
     events, engine, generated, monkeypatch
 ):
-    trouble, decode = Trouble(most=max(1, events // 50), seconds=0.5), Runner.decode
+    trouble, decode = Trouble(most=max(1, events // 50), seconds=0.5), ModelRunner.decode
 
     def failing(self, *arguments):
         trouble.strike()
         return decode(self, *arguments)
 
-    monkeypatch.setattr(Runner, "decode", failing)
+    monkeypatch.setattr(ModelRunner, "decode", failing)
     requests = [Request(prompt.encode(), max_tokens=12) for prompt in generated]
     engine.generate(requests)  # it lets go of what a server's last step left on the device
     plan, arrays = engine.plan.items, array_bytes()

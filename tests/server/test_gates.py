@@ -7,7 +7,7 @@ import time
 import pytest
 from starlette.datastructures import Headers
 
-from jaxattn.server.http.api_keys import KeyGate, read_keys
+from jaxattn.server.http.api_keys import ApiKeyAuth, read_keys
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -44,7 +44,7 @@ def test_a_key_is_compared_with_all_of_them_in_constant_time(monkeypatch):
         return given == known
 
     monkeypatch.setattr("jaxattn.server.http.api_keys.secrets.compare_digest", compare)
-    gate = KeyGate(None, ("sesame", "simsim", "s" * 200))
+    gate = ApiKeyAuth(None, ("sesame", "simsim", "s" * 200))
     for key in ("sesame", "s" * 200, "sesamf", "", "x" * 5000):
         assert gate._known(Headers(bearer(key))) is (key in ("sesame", "s" * 200))
         assert compared == [(32, 32)] * 3

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxattn.server.runtime import watchdog
-from jaxattn.server.runtime.server_state import Phase
+from jaxattn.server.runtime.server_state import ServerState
 from jaxattn.server.runtime.watchdog import CODE, Watchdog
 from tests.helpers.live_server import live, objects, served
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -60,7 +60,7 @@ def test_an_engine_that_cannot_be_made_fails_the_server():
         raise ValueError("no such model")
 
     with live(served(make)) as server:
-        assert server.service.phase is Phase.FAILED
+        assert server.service.phase is ServerState.FAILED
         assert server.client.get("/health").json()["error"]["code"] == "failed"
 
 
@@ -122,7 +122,7 @@ def test_a_drain_lets_answers_end_and_takes_no_more_in():
     with live(served(lambda: engine)) as server, streaming(server, body) as (_, pieces):
         engine.hold.clear()  # the answer lasts as long as the questions
         draining = asyncio.run_coroutine_threadsafe(server.service.drain(10), server._loop)
-        until(lambda: server.service.phase is Phase.DRAINING)
+        until(lambda: server.service.phase is ServerState.DRAINING)
         for response in (server.client.get("/health"), server.complete("ab")):
             assert response.status_code == 503 and response.headers["connection"] == "close"
             assert response.json()["error"]["code"] == "draining"
@@ -148,7 +148,7 @@ def test_an_engine_that_fails_again_and_again_ends_every_answer_and_the_server()
         engine.step = lambda: 1 / 0
         *_, error = objects("".join(pieces))
         assert error["error"]["code"] == "engine_error"
-        until(lambda: server.service.phase is Phase.FAILED)
+        until(lambda: server.service.phase is ServerState.FAILED)
         assert server.complete("ab").status_code == 503
         assert engine.closed
         server.service.worker.engine = None

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jaxattn.engine.requests.outputs import TokenEvent
 from jaxattn.engine.requests.request import Request
-from jaxattn.server.decoding.generation import Choice
+from jaxattn.server.decoding.generation import ChoiceDetokenizer
 from jaxattn.server.decoding.stop_strings import StopStrings, StopText
 from jaxattn.text import ByteTokenizer
 
@@ -49,7 +49,7 @@ def test_no_more_waits_than_can_begin_a_stop_string(text, stops):
 )
 def test_a_row_ends_with_the_token_that_ends_its_text(said, stops):
     stop_text = StopText(ByteTokenizer().stream(), stops)
-    choice = Choice(0, ByteTokenizer().stream(), StopStrings(stops))
+    choice = ChoiceDetokenizer(0, ByteTokenizer().stream(), StopStrings(stops))
     for token in said.encode():
         ends = stop_text(token)
         piece = choice.push(TokenEvent(Request(b"a"), token))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxattn.server.decoding.tool_parser import ToolReader
+from jaxattn.server.decoding.tool_parser import ToolParser
 
 TOOLS = [
     {
@@ -27,7 +27,7 @@ WAYS = {
 
 
 def read(pieces):
-    reader, content, calls = ToolReader(TOOLS), "", []
+    reader, content, calls = ToolParser(TOOLS), "", []
     for piece in pieces:
         text, found = reader.push(piece)
         content += text

@@ -14,14 +14,14 @@ import numpy as np
 
 from jaxattn import gqa
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, kernel_seconds, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, kernel_seconds, rotation
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.core.dispatch import Implementation
 
 PAGE = 64
 
 
-class Shape(NamedTuple):
+class GqaDecodeShape(NamedTuple):
     """A batch of `batch` rows of `tokens` each; `window` 0 is none. Heads of 64 dims have sinks as
     gpt-oss has them, those of 256 a gate as Qwen3-Next's. `cache` is bfloat16 or fp8, e4m3 with a
     scale for the keys and one for the values of each head."""
@@ -47,44 +47,44 @@ class Shape(NamedTuple):
         return min(self.tokens, self.window or self.tokens)
 
 
-SHAPES: tuple[Shape, ...] = (
-    Shape(64, 32, 8, 128, 8192),
-    Shape(32, 32, 8, 128, 4096),
-    Shape(8, 32, 8, 128, 32768),
-    Shape(8, 32, 8, 128, 16384),
-    Shape(1, 32, 8, 128, 32768),
-    Shape(1, 32, 8, 128, 1024),
-    Shape(32, 64, 8, 128, 8192),
-    Shape(64, 16, 2, 256, 8192),
-    Shape(64, 64, 8, 64, 8192),
-    Shape(64, 64, 8, 64, 8192, 128),
-    Shape(8, 32, 8, 128, 32768, cache="fp8"),
-    Shape(64, 32, 8, 128, 8192, cache="fp8"),
-    Shape(1, 32, 8, 128, 1024, cache="fp8"),
-    Shape(64, 16, 2, 256, 8192, cache="fp8"),
+SHAPES: tuple[GqaDecodeShape, ...] = (
+    GqaDecodeShape(64, 32, 8, 128, 8192),
+    GqaDecodeShape(32, 32, 8, 128, 4096),
+    GqaDecodeShape(8, 32, 8, 128, 32768),
+    GqaDecodeShape(8, 32, 8, 128, 16384),
+    GqaDecodeShape(1, 32, 8, 128, 32768),
+    GqaDecodeShape(1, 32, 8, 128, 1024),
+    GqaDecodeShape(32, 64, 8, 128, 8192),
+    GqaDecodeShape(64, 16, 2, 256, 8192),
+    GqaDecodeShape(64, 64, 8, 64, 8192),
+    GqaDecodeShape(64, 64, 8, 64, 8192, 128),
+    GqaDecodeShape(8, 32, 8, 128, 32768, cache="fp8"),
+    GqaDecodeShape(64, 32, 8, 128, 8192, cache="fp8"),
+    GqaDecodeShape(1, 32, 8, 128, 1024, cache="fp8"),
+    GqaDecodeShape(64, 16, 2, 256, 8192, cache="fp8"),
 )
-MORE_SHAPES: tuple[Shape, ...] = (
-    Shape(1, 32, 4, 128, 262144),
-    Shape(1, 16, 2, 256, 262144),
-    Shape(64, 32, 8, 128, 8192, 0, 16),
-    Shape(64, 28, 4, 128, 8192),
-    Shape(256, 32, 8, 128, 1024),
-    Shape(1, 16, 2, 256, 8192),
-    Shape(32, 16, 2, 256, 4096),
-    Shape(64, 64, 8, 64, 8192, cache="fp8"),
-    Shape(64, 32, 8, 128, 8192, 0, 16, cache="fp8"),
+MORE_SHAPES: tuple[GqaDecodeShape, ...] = (
+    GqaDecodeShape(1, 32, 4, 128, 262144),
+    GqaDecodeShape(1, 16, 2, 256, 262144),
+    GqaDecodeShape(64, 32, 8, 128, 8192, 0, 16),
+    GqaDecodeShape(64, 28, 4, 128, 8192),
+    GqaDecodeShape(256, 32, 8, 128, 1024),
+    GqaDecodeShape(1, 16, 2, 256, 8192),
+    GqaDecodeShape(32, 16, 2, 256, 4096),
+    GqaDecodeShape(64, 64, 8, 64, 8192, cache="fp8"),
+    GqaDecodeShape(64, 32, 8, 128, 8192, 0, 16, cache="fp8"),
 )
-SMALL_SHAPES: tuple[Shape, ...] = (
-    Shape(2, 4, 2, 64, 130),
-    Shape(1, 5, 1, 128, 200),
-    Shape(2, 8, 1, 256, 70),
-    Shape(2, 4, 2, 64, 300, 100, 16),
-    Shape(2, 4, 2, 128, 130, cache="fp8"),
+SMALL_SHAPES: tuple[GqaDecodeShape, ...] = (
+    GqaDecodeShape(2, 4, 2, 64, 130),
+    GqaDecodeShape(1, 5, 1, 128, 200),
+    GqaDecodeShape(2, 8, 1, 256, 70),
+    GqaDecodeShape(2, 4, 2, 64, 300, 100, 16),
+    GqaDecodeShape(2, 4, 2, 128, 130, cache="fp8"),
 )
 
 
-def label(shape: Shape) -> dict[str, str]:
-    shape = Shape(*shape)
+def label(shape: GqaDecodeShape) -> dict[str, str]:
+    shape = GqaDecodeShape(*shape)
     named = f"{shape.batch},{shape.heads}/{shape.kv_heads},{shape.dim},{shape.tokens}"
     window = f",window:{shape.window}" if shape.window else ""
     page = f",page:{shape.page}" if shape.page != PAGE else ""
@@ -92,12 +92,12 @@ def label(shape: Shape) -> dict[str, str]:
     return {"B,H/Hk,D,T": named + window + page + cache}
 
 
-def cache_format(shape: Shape) -> str:
-    return Shape(*shape).cache
+def cache_format(shape: GqaDecodeShape) -> str:
+    return GqaDecodeShape(*shape).cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def inputs(shape: Shape) -> dict[str, Any]:
+def inputs(shape: GqaDecodeShape) -> dict[str, Any]:
     """Normal data on shuffled pages, in as many layers as keep what is read of the caches out of
     L2."""
     batch, heads, kv_heads, dim, tokens, _, page, cache = shape
@@ -124,7 +124,9 @@ def inputs(shape: Shape) -> dict[str, Any]:
     }
 
 
-def schedule_of(shape: Shape, lens: jax.Array, *, batch_invariant: bool) -> gqa.PairSchedule:
+def schedule_of(
+    shape: GqaDecodeShape, lens: jax.Array, *, batch_invariant: bool
+) -> gqa.PairSchedule:
     _, heads, kv_heads, dim, tokens, window, page, _ = shape
     return gqa.decode_schedule(
         lens, q_len=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
@@ -134,11 +136,11 @@ def schedule_of(shape: Shape, lens: jax.Array, *, batch_invariant: bool) -> gqa.
 
 
 def decode(
-    shape: Shape,
+    shape: GqaDecodeShape,
     arrays: dict[str, Any],
     schedule: gqa.PairSchedule,
     implementation: Implementation | None,
-) -> Op:
+) -> TimedOp:
     def call(operands, state, layer):
         arrays, schedule = operands
         out = gqa.gqa_decode(
@@ -147,10 +149,10 @@ def decode(
         )  # fmt: skip
         return out, state
 
-    return Op(call, [(arrays, schedule)], layers=arrays["kv_cache"].shape[0])
+    return TimedOp(call, [(arrays, schedule)], layers=arrays["kv_cache"].shape[0])
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: GqaDecodeShape) -> float:
     """Relative L2 error of the heads of the first and the last KV head of the first and the last
     row, the greatest, against float64.
 
@@ -183,7 +185,7 @@ def check(op: Op, shape: Shape) -> float:
 
 
 def measure(
-    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+    shape: GqaDecodeShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
     """A row of the table; with `xla` also XLA's time."""
     arrays = inputs(shape)
@@ -199,11 +201,11 @@ def measure(
 
 
 def timed(
-    shape: Shape,
+    shape: GqaDecodeShape,
     read: int,
     lens: jax.Array,
-    decode: Callable[[gqa.PairSchedule, Implementation | None], Op],
-    check: Callable[[Op], float],
+    decode: Callable[[gqa.PairSchedule, Implementation | None], TimedOp],
+    check: Callable[[TimedOp], float],
     implementation: Implementation | None,
     *,
     xla: bool,

@@ -15,14 +15,14 @@ import numpy as np
 
 from jaxattn import gqa
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
 
 PAGE = 64
 CHECKED = 64  # queries of a row that are checked, the last ones
 
 
-class Shape(NamedTuple):
+class GqaPrefillShape(NamedTuple):
     """`batch` rows of `tokens` new tokens each, on a cached prefix; `window` 0 is none. Without a
     prefix `gqa_attention` is measured, with one `gqa_prefill`. Heads of 64 dims have sinks as
     gpt-oss has them, those of 256 a gate as Qwen3-Next's."""
@@ -37,28 +37,31 @@ class Shape(NamedTuple):
     page: int = PAGE
 
 
-SHAPES: tuple[Shape, ...] = (
-    Shape(1, 32, 8, 128, 8192),
-    Shape(1, 32, 8, 128, 32768),
-    Shape(4, 32, 8, 128, 2048),
-    Shape(1, 16, 2, 256, 8192),
-    Shape(1, 64, 8, 64, 8192),
-    Shape(1, 64, 8, 64, 8192, 0, 128),
-    Shape(1, 32, 8, 128, 2048, 30720),
-    Shape(2, 32, 8, 128, 512, 4096),
+SHAPES: tuple[GqaPrefillShape, ...] = (
+    GqaPrefillShape(1, 32, 8, 128, 8192),
+    GqaPrefillShape(1, 32, 8, 128, 32768),
+    GqaPrefillShape(4, 32, 8, 128, 2048),
+    GqaPrefillShape(1, 16, 2, 256, 8192),
+    GqaPrefillShape(1, 64, 8, 64, 8192),
+    GqaPrefillShape(1, 64, 8, 64, 8192, 0, 128),
+    GqaPrefillShape(1, 32, 8, 128, 2048, 30720),
+    GqaPrefillShape(2, 32, 8, 128, 512, 4096),
 )
-MORE_SHAPES: tuple[Shape, ...] = (
-    Shape(1, 16, 2, 256, 32768),
-    Shape(1, 20, 20, 256, 8192),
-    Shape(1, 32, 8, 128, 2048, 30720, 0, 16),
-    Shape(1, 16, 2, 256, 2048, 30720),
-    Shape(16, 32, 8, 128, 16, 8192),
+MORE_SHAPES: tuple[GqaPrefillShape, ...] = (
+    GqaPrefillShape(1, 16, 2, 256, 32768),
+    GqaPrefillShape(1, 20, 20, 256, 8192),
+    GqaPrefillShape(1, 32, 8, 128, 2048, 30720, 0, 16),
+    GqaPrefillShape(1, 16, 2, 256, 2048, 30720),
+    GqaPrefillShape(16, 32, 8, 128, 16, 8192),
 )
-SMALL_SHAPES: tuple[Shape, ...] = (Shape(2, 4, 2, 128, 24), Shape(1, 4, 2, 64, 9, 70, 20, 16))
+SMALL_SHAPES: tuple[GqaPrefillShape, ...] = (
+    GqaPrefillShape(2, 4, 2, 128, 24),
+    GqaPrefillShape(1, 4, 2, 64, 9, 70, 20, 16),
+)
 
 
-def label(shape: Shape) -> dict[str, str]:
-    shape = Shape(*shape)
+def label(shape: GqaPrefillShape) -> dict[str, str]:
+    shape = GqaPrefillShape(*shape)
     named = f"{shape.batch},{shape.heads}/{shape.kv_heads},{shape.dim},{shape.tokens}"
     more = {"prefix": shape.prefix, "window": shape.window}
     more["page"] = shape.page if shape.page != PAGE else 0
@@ -66,7 +69,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def inputs(shape: Shape, seed: int) -> tuple[Any, ...]:
+def inputs(shape: GqaPrefillShape, seed: int) -> tuple[Any, ...]:
     """q, k, v, and with a prefix the cache, its tables and both lengths; sinks and gate, or None.
     Normal data, the prefix on shuffled pages."""
     keys = jax.random.split(jax.random.key(seed), 7)
@@ -86,7 +89,7 @@ def inputs(shape: Shape, seed: int) -> tuple[Any, ...]:
     return *new, *paged, sinks, gate
 
 
-def prefill(shape: Shape, implementation: Implementation | None) -> Op:
+def prefill(shape: GqaPrefillShape, implementation: Implementation | None) -> TimedOp:
     def call(operands, state, _):
         *arrays, sinks, gate = operands
         op = gqa.gqa_prefill if shape.prefix else gqa.gqa_attention
@@ -95,10 +98,10 @@ def prefill(shape: Shape, implementation: Implementation | None) -> Op:
         return out, state
 
     sets = rotation(counts(shape)[1])
-    return Op(call, [inputs(shape, seed) for seed in range(sets)])
+    return TimedOp(call, [inputs(shape, seed) for seed in range(sets)])
 
 
-def counts(shape: Shape) -> tuple[float, int]:
+def counts(shape: GqaPrefillShape) -> tuple[float, int]:
     """FLOP and bytes of a call."""
     batch, heads, kv_heads, dim, tokens, prefix, window, _ = shape
     pairs = tokens**2 / 2 + tokens * prefix
@@ -110,7 +113,7 @@ def counts(shape: Shape) -> tuple[float, int]:
     return 4 * batch * heads * dim * pairs, batch * moved * dim
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: GqaPrefillShape) -> float:
     """Relative L2 error of the last head's last queries in the first and last row, the greatest,
     against float64.
 
@@ -151,7 +154,7 @@ def check(op: Op, shape: Shape) -> float:
     )
 
 
-def peer(shape: Shape) -> float:
+def peer(shape: GqaPrefillShape) -> float:
     """TFLOP/s of cuDNN's causal attention, as JAX calls it; it has no gate and no sinks."""
     flops, moved = counts(shape)
 
@@ -160,14 +163,14 @@ def peer(shape: Shape) -> float:
         return out, state
 
     sets = [inputs(shape, seed)[:3] for seed in range(rotation(moved))]
-    return flops / Op(call, sets).time() / 1e12
+    return flops / TimedOp(call, sets).time() / 1e12
 
 
 def measure(
-    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+    shape: GqaPrefillShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
     """A row of the table; with `xla` also XLA's time."""
-    shape = Shape(*shape)
+    shape = GqaPrefillShape(*shape)
     op = prefill(shape, implementation)
     error = check(op, shape)
     time, _ = times = op.times()

@@ -16,10 +16,10 @@ import numpy as np
 
 from jaxattn import mla
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, kernel_seconds, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, kernel_seconds, rotation
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.validation.array_checks import Within
+from jaxattn.core.validation.array_checks import BoundedLengths
 
 PAGE, DIM, RANK = 64, 576, 512
 SCALE = 192**-0.5
@@ -118,10 +118,10 @@ def _schedules(lens: jax.Array, **static: Any) -> list[mla.Schedule]:
 
 def decode(
     arrays: tuple[jax.Array, ...], schedule: mla.Schedule, implementation: Implementation | None
-) -> Op:
+) -> TimedOp:
     def call(operands, state, layer):
         (q, cache, tables, lens), schedule = operands
-        within: Any = Within(lens, tables.shape[1] * PAGE)
+        within: Any = BoundedLengths(lens, tables.shape[1] * PAGE)
         out = mla.mla_decode(
             q,
             cache,
@@ -135,10 +135,10 @@ def decode(
         )
         return out, state
 
-    return Op(call, [(arrays, schedule)], layers=arrays[1].shape[0])
+    return TimedOp(call, [(arrays, schedule)], layers=arrays[1].shape[0])
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: Shape) -> float:
     """Relative L2 error of up to 16 heads of the first, last, shortest and longest row, the
     greatest, against float64.
 

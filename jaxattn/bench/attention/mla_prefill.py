@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxattn import mla
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
 
 NOPE, ROPE, VALUES, RANK, PAGE = 128, 64, 128, 512, 64
@@ -73,7 +73,7 @@ def chunk(batch: int, tokens: int, heads: int, prefix: int, seed: int = 0) -> tu
     return (*floats, tables.astype(jnp.int32), lens, jnp.full(batch, tokens, jnp.int32))
 
 
-def prefill(shape: Shape, implementation: Implementation | None) -> Op:
+def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:
     """`causal_attention`, or with a prefix all of `mla_prefill`."""
     *chunk_shape, prefix = shape
 
@@ -89,7 +89,7 @@ def prefill(shape: Shape, implementation: Implementation | None) -> Op:
 
     sets = rotation(counts(shape)[1])
     make = functools.partial(chunk, *shape) if prefix else functools.partial(inputs, *chunk_shape)
-    return Op(call, [make(seed=seed) for seed in range(sets)])
+    return TimedOp(call, [make(seed=seed) for seed in range(sets)])
 
 
 def counts(shape: Shape) -> tuple[float, int]:
@@ -108,7 +108,7 @@ def counts(shape: Shape) -> tuple[float, int]:
     return 2 * batch * heads * (pairs * (NOPE + ROPE + VALUES) + expanded), moved
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: Shape) -> float:
     """Relative L2 error of the last head's last queries in the first and last row, the greatest,
     against float64.
 
@@ -164,7 +164,7 @@ def peer(shape: Shape, dim: int, block: int, stages: int) -> float:
         return tuple(draw(key, (batch, tokens, heads, dim)) for key in keys)
 
     sets = rotation(4 * 2 * batch * tokens * heads * dim)
-    op = Op(
+    op = TimedOp(
         lambda qkv, state, _: (attention_mgpu.attention(*qkv, config), state),
         [normal(seed) for seed in range(sets)],
     )

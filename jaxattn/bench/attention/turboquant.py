@@ -16,14 +16,14 @@ from jaxattn import gqa
 from jaxattn.bench.attention import gqa as grouped
 from jaxattn.bench.attention.gqa import PAGE
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, rotation
+from jaxattn.bench.harness.timing import TimedOp, rotation
 from jaxattn.core.cache.formats import TURBOQUANT
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.turboquant.codec import TurboFormat, dequantize, hadamard
 from jaxattn.core.turboquant.slot_layout import GROUP, page_slots, unpack
 
 
-class Shape(NamedTuple):
+class TurboquantDecodeShape(NamedTuple):
     """A batch of `batch` rows of `tokens` each, over a cache of a preset."""
 
     batch: int
@@ -38,9 +38,9 @@ class Shape(NamedTuple):
         return TurboFormat(preset=self.cache, head_dim=self.dim)
 
     @property
-    def plain(self) -> grouped.Shape:
+    def plain(self) -> grouped.GqaDecodeShape:
         """The shape over a bfloat16 cache."""
-        return grouped.Shape(*self[:5])
+        return grouped.GqaDecodeShape(*self[:5])
 
     @property
     def read(self) -> int:
@@ -48,8 +48,8 @@ class Shape(NamedTuple):
         return self.batch * self.tokens * self.kv_heads * self.form.slot_bytes
 
 
-def _with_presets(*shapes: tuple[int, int, int, int, int]) -> tuple[Shape, ...]:
-    return tuple(Shape(*shape, preset) for shape in shapes for preset in TURBOQUANT)
+def _with_presets(*shapes: tuple[int, int, int, int, int]) -> tuple[TurboquantDecodeShape, ...]:
+    return tuple(TurboquantDecodeShape(*shape, preset) for shape in shapes for preset in TURBOQUANT)
 
 
 SHAPES = _with_presets((64, 32, 8, 128, 8192))
@@ -59,17 +59,17 @@ SMALL_SHAPES = _with_presets((2, 4, 2, 64, 130))
 WANTED = {"k8v4": 245, "4bit_nc": 195, "k3v4_nc": 190, "3bit_nc": 170}
 
 
-def label(shape: Shape) -> dict[str, str]:
-    shape = Shape(*shape)
+def label(shape: TurboquantDecodeShape) -> dict[str, str]:
+    shape = TurboquantDecodeShape(*shape)
     return grouped.label(shape.plain) | {"cache": shape.cache}
 
 
-def cache_format(shape: Shape) -> str:
-    return Shape(*shape).cache
+def cache_format(shape: TurboquantDecodeShape) -> str:
+    return TurboquantDecodeShape(*shape).cache
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def inputs(shape: Shape) -> dict[str, Any]:
+def inputs(shape: TurboquantDecodeShape) -> dict[str, Any]:
     """Normal queries, and random codes on shuffled pages with the numbers of normal values, in as
     many layers as keep what is read of the caches out of L2."""
     batch, heads, kv_heads, dim, tokens, _ = shape
@@ -99,11 +99,11 @@ def inputs(shape: Shape) -> dict[str, Any]:
 
 
 def decode(
-    shape: Shape,
+    shape: TurboquantDecodeShape,
     arrays: dict[str, Any],
     schedule: gqa.PairSchedule,
     implementation: Implementation | None,
-) -> Op:
+) -> TimedOp:
     def call(operands, state, layer):
         arrays, schedule = operands
         out = gqa.turbo_attention(
@@ -112,7 +112,7 @@ def decode(
         )  # fmt: skip
         return out, state
 
-    return Op(call, [(arrays, schedule)], layers=arrays["kv_cache"].shape[0])
+    return TimedOp(call, [(arrays, schedule)], layers=arrays["kv_cache"].shape[0])
 
 
 def dequantized(
@@ -125,7 +125,7 @@ def dequantized(
     return keys @ numpy_reference.exact(hadamard(form.head_dim)) if form.rotated else keys, values
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: TurboquantDecodeShape) -> float:
     """Relative L2 error of the heads of the first and the last KV head of the first and the last
     row, the greatest, against float64 attention over the dequantized cache.
 
@@ -148,7 +148,7 @@ def check(op: Op, shape: Shape) -> float:
 
 
 def measure(
-    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+    shape: TurboquantDecodeShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
     """A row of the table; with `xla` also XLA's time."""
     arrays = inputs(shape)

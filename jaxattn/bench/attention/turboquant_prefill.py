@@ -14,14 +14,14 @@ import numpy as np
 from jaxattn import gqa
 from jaxattn.bench.attention import gqa_prefill, turboquant
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns
+from jaxattn.bench.harness.timing import TimedOp, columns
 from jaxattn.core.cache.formats import TURBOQUANT
 from jaxattn.core.dispatch import Implementation
 
 CHECKED = 64  # queries of a row that are checked, the last ones
 
 
-class Shape(NamedTuple):
+class TurboquantPrefillShape(NamedTuple):
     """`batch` rows of `tokens` new tokens each on a prefix, all over a cache of a preset."""
 
     batch: int
@@ -33,32 +33,36 @@ class Shape(NamedTuple):
     cache: str
 
     @property
-    def cached(self) -> turboquant.Shape:
+    def cached(self) -> turboquant.TurboquantDecodeShape:
         """The shape of decode over the same cache."""
         length = self.prefix + self.tokens
-        return turboquant.Shape(*self[:4], length, self.cache)
+        return turboquant.TurboquantDecodeShape(*self[:4], length, self.cache)
 
     @property
-    def plain(self) -> gqa_prefill.Shape:
+    def plain(self) -> gqa_prefill.GqaPrefillShape:
         """The shape over a bfloat16 cache."""
-        return gqa_prefill.Shape(*self[:6])
+        return gqa_prefill.GqaPrefillShape(*self[:6])
 
 
-SHAPES = tuple(Shape(1, 32, 8, 128, 2048, 30_720, preset) for preset in TURBOQUANT)
-MORE_SHAPES: tuple[Shape, ...] = (Shape(1, 16, 2, 256, 2048, 30_720, "4bit_nc"),)
-SMALL_SHAPES: tuple[Shape, ...] = (Shape(2, 4, 2, 64, 9, 70, "4bit_nc"),)
+SHAPES = tuple(TurboquantPrefillShape(1, 32, 8, 128, 2048, 30_720, preset) for preset in TURBOQUANT)
+MORE_SHAPES: tuple[TurboquantPrefillShape, ...] = (
+    TurboquantPrefillShape(1, 16, 2, 256, 2048, 30_720, "4bit_nc"),
+)
+SMALL_SHAPES: tuple[TurboquantPrefillShape, ...] = (
+    TurboquantPrefillShape(2, 4, 2, 64, 9, 70, "4bit_nc"),
+)
 
 
-def label(shape: Shape) -> dict[str, str]:
-    shape = Shape(*shape)
+def label(shape: TurboquantPrefillShape) -> dict[str, str]:
+    shape = TurboquantPrefillShape(*shape)
     return gqa_prefill.label(shape.plain) | {"cache": shape.cache}
 
 
-def cache_format(shape: Shape) -> str:
-    return Shape(*shape).cache
+def cache_format(shape: TurboquantPrefillShape) -> str:
+    return TurboquantPrefillShape(*shape).cache
 
 
-def prefill(shape: Shape, implementation: Implementation | None) -> Op:
+def prefill(shape: TurboquantPrefillShape, implementation: Implementation | None) -> TimedOp:
     arrays = turboquant.inputs(shape.cached)
     sizes = shape.batch, shape.tokens, shape.heads, shape.dim
     arrays["q"] = jax.random.normal(jax.random.key(1), sizes, jnp.bfloat16)
@@ -72,10 +76,10 @@ def prefill(shape: Shape, implementation: Implementation | None) -> Op:
         )  # fmt: skip
         return out, state
 
-    return Op(call, [(arrays, new)], layers=arrays["kv_cache"].shape[0])
+    return TimedOp(call, [(arrays, new)], layers=arrays["kv_cache"].shape[0])
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: TurboquantPrefillShape) -> float:
     """Relative L2 error of the last queries of the first and the last head of the last row, the
     greater, against float64 attention over the dequantized cache.
 
@@ -102,16 +106,16 @@ def check(op: Op, shape: Shape) -> float:
 
 
 @functools.cache
-def beside(shape: gqa_prefill.Shape, implementation: Implementation | None) -> float:
+def beside(shape: gqa_prefill.GqaPrefillShape, implementation: Implementation | None) -> float:
     """The time over a bfloat16 cache."""
     return gqa_prefill.prefill(shape, implementation).time()
 
 
 def measure(
-    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+    shape: TurboquantPrefillShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
     """A row of the table, by the kernels unless XLA is named; with `xla` also XLA's time."""
-    shape = Shape(*shape)
+    shape = TurboquantPrefillShape(*shape)
     plain = beside(shape.plain, implementation)
     op = prefill(shape, implementation)
     error = check(op, shape)

@@ -66,7 +66,7 @@ def flashmla(batch: int, heads: int, tokens: int | str, q_len: int) -> Call:
     return lambda i: op(q, caches[i % layers], *fixed, *plan, None)
 
 
-class FlashAttention:
+class FlashAttention3:
     """FlashAttention-3's `fwd` on packed queries, as vLLM calls it.
 
     Args:
@@ -119,7 +119,7 @@ class FlashAttention:
 def flash_attention_decode(*numbers: Any) -> Call:
     """FlashAttention-3's paged decode of a shape of `bench gqa`; without a gate, which it lacks."""
     torch = importlib.import_module("torch")
-    shape = gqa.Shape(*numbers)
+    shape = gqa.GqaDecodeShape(*numbers)
     batch, heads, kv_heads, dim, tokens = shape[:5]
     page = shape.page
     pages = -(-tokens // page)
@@ -134,7 +134,7 @@ def flash_attention_decode(*numbers: Any) -> Call:
     tables, lens, rows = _tables(batch, pages), _ints([tokens] * batch), _ints(range(batch + 1))
     out = torch.empty(batch, heads, dim, dtype=torch.bfloat16, device=DEVICE)
     sinks = _normal(heads) if dim == 64 else None
-    attention = FlashAttention(scale=dim**-0.5, window=shape.window or None, sinks=sinks)
+    attention = FlashAttention3(scale=dim**-0.5, window=shape.window or None, sinks=sinks)
     metadata = attention.metadata(
         lens, rows, heads=heads, kv_heads=kv_heads, dim=dim, most=tokens, page=page, dtype=dtype
     )
@@ -156,7 +156,7 @@ def _packed(count: int, tokens: int, heads: int, kv_heads: int, dim: int, values
     ]
     out = torch.empty(total, heads, values, dtype=torch.bfloat16, device=DEVICE)
     rows = _ints(range(0, total + 1, tokens))
-    attention = FlashAttention(scale=dim**-0.5)
+    attention = FlashAttention3(scale=dim**-0.5)
 
     def call(i: int) -> Any:
         q, keys, values = sets[i % layers]
@@ -175,7 +175,7 @@ def flash_attention_mla_prefill(batch: int, tokens: int, heads: int, prefix: int
 
 def flash_attention_prefill(*numbers: int) -> Call:
     """FlashAttention-3 at a shape of `bench gqa-prefill`; without a gate, which it lacks."""
-    shape = gqa_prefill.Shape(*numbers)
+    shape = gqa_prefill.GqaPrefillShape(*numbers)
     if shape.prefix:
         raise ValueError("its call on a prefix in pages is not timed here")
     if shape.window:

@@ -16,7 +16,7 @@ SEMAPHORES, SCRATCH = 2**21, 2**28  # counters, and bytes, as FlashInfer's own w
 def decode(*numbers: Any) -> Callable[[int], Any]:
     """A shape of `bench gqa`, without a gate, which it lacks; queries are bfloat16, whatever the
     cache is."""
-    t, shape = importlib.import_module("torch"), gqa.Shape(*numbers)
+    t, shape = importlib.import_module("torch"), gqa.GqaDecodeShape(*numbers)
     xqa = importlib.import_module("flashinfer").xqa
     batch, heads, kv_heads, dim, tokens = shape[:5]
     page, pages = shape.page, -(-tokens // shape.page)

@@ -49,7 +49,7 @@ Build = Callable[..., Callable[[int], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Peer:
+class TorchBaseline:
     """A row of the table.
 
     Attributes:
@@ -210,22 +210,32 @@ def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
 
 
 PEERS = {
-    "flashinfer-mla": Peer("flashinfer", "mla", "flashinfer", "flashinfer-python", flashinfer_mla),
-    "flaggems-mla": Peer("flaggems", "mla", "flag_gems", "flag_gems", flaggems_mla),
-    "fla-decode": Peer("fla", "gdn_decode", "fla", "fla-core", fla_decode),
-    "fla-prefill": Peer("fla", "gdn_prefill", "fla", "fla-core", fla_prefill),
-    "fla-kda-prefill": Peer("fla", "kda_prefill", "fla", "fla-core", fla_kda_prefill),
-    "flashqla-prefill": Peer("flashqla", "gdn_prefill", "flash_qla", "flash-qla", flashqla_prefill),
-    "flashinfer-prefill": Peer(
+    "flashinfer-mla": TorchBaseline(
+        "flashinfer", "mla", "flashinfer", "flashinfer-python", flashinfer_mla
+    ),
+    "flaggems-mla": TorchBaseline("flaggems", "mla", "flag_gems", "flag_gems", flaggems_mla),
+    "fla-decode": TorchBaseline("fla", "gdn_decode", "fla", "fla-core", fla_decode),
+    "fla-prefill": TorchBaseline("fla", "gdn_prefill", "fla", "fla-core", fla_prefill),
+    "fla-kda-prefill": TorchBaseline("fla", "kda_prefill", "fla", "fla-core", fla_kda_prefill),
+    "flashqla-prefill": TorchBaseline(
+        "flashqla", "gdn_prefill", "flash_qla", "flash-qla", flashqla_prefill
+    ),
+    "flashinfer-prefill": TorchBaseline(
         "flashinfer", "gdn_prefill", "flashinfer", "flashinfer-python", flashinfer_prefill
     ),
-    "vllm-flashmla": Peer("flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla),
-    "fa3-decode": Peer("fa3", "gqa", "vllm", "vllm", flash_attention.flash_attention_decode),
-    "xqa-decode": Peer("xqa", "gqa", "flashinfer", "flashinfer-python", flashinfer_xqa.decode),
-    "fa3-prefill": Peer(
+    "vllm-flashmla": TorchBaseline(
+        "flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla
+    ),
+    "fa3-decode": TorchBaseline(
+        "fa3", "gqa", "vllm", "vllm", flash_attention.flash_attention_decode
+    ),
+    "xqa-decode": TorchBaseline(
+        "xqa", "gqa", "flashinfer", "flashinfer-python", flashinfer_xqa.decode
+    ),
+    "fa3-prefill": TorchBaseline(
         "fa3", "gqa_prefill", "vllm", "vllm", flash_attention.flash_attention_prefill
     ),
-    "fa3-mla-prefill": Peer(
+    "fa3-mla-prefill": TorchBaseline(
         "fa3", "mla_prefill", "vllm", "vllm", flash_attention.flash_attention_mla_prefill
     ),
 }

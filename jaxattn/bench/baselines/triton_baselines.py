@@ -22,7 +22,7 @@ from jaxattn import gdn
 from jaxattn.bench.attention import mla
 from jaxattn.bench.baselines import vllm_turboquant
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, rotation
+from jaxattn.bench.harness.timing import TimedOp, rotation
 from jaxattn.bench.linear_attention import gdn_decode
 from jaxattn.ops.mla.decode import mla_decode
 
@@ -34,7 +34,7 @@ HEADS, TOKENS, LATENT_WARPS, LATENT_STAGES = 64, 64, 8, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Peer:
+class TritonBaseline:
     """A kernel that is timed.
 
     Attributes:
@@ -49,8 +49,8 @@ class Peer:
     name: str
     packages: dict[str, str]
     takes: Callable[[Any], bool]
-    op: Callable[[Any], Op]
-    error: Callable[[Op], float]
+    op: Callable[[Any], TimedOp]
+    error: Callable[[TimedOp], float]
     loops: bool = False
 
     @property
@@ -116,10 +116,10 @@ def inputs(batch: int, key_heads: int, value_heads: int, tokens: int) -> list[tu
     return [(*rows, *gates, state) for state in states]
 
 
-def recurrence(batch: int, key_heads: int, value_heads: int, tokens: int) -> Op:
+def recurrence(batch: int, key_heads: int, value_heads: int, tokens: int) -> TimedOp:
     """FLA's kernel over these; its result is the output and the states behind it."""
     operands = inputs(batch, key_heads, value_heads, tokens)
-    return Op(lambda given, state, layer: (step_states(*given), state), operands)
+    return TimedOp(lambda given, state, layer: (step_states(*given), state), operands)
 
 
 def step_states(
@@ -144,7 +144,7 @@ def step_states(
     )  # fmt: skip
 
 
-def recurrence_error(op: Op) -> float:
+def recurrence_error(op: TimedOp) -> float:
     """The greater of output and states."""
     *given, state = op.operands[0]
     out, after = gdn.recurrent_gated_delta_rule(
@@ -160,12 +160,14 @@ def recurrence_error(op: Op) -> float:
 # --- FlagGems' MLA decode
 
 
-def latent(batch: int, heads: int, tokens: int | str, q_len: int) -> Op:
+def latent(batch: int, heads: int, tokens: int | str, q_len: int) -> TimedOp:
     """FlagGems' kernel over the arrays of `bench mla`, a layer at a time; its result is the
     output."""
     arrays = mla.inputs(batch, heads, tokens, q_len)
     layers = arrays[1].shape[0]
-    return Op(lambda given, state, layer: (attend(given, layer), state), [arrays], layers=layers)
+    return TimedOp(
+        lambda given, state, layer: (attend(given, layer), state), [arrays], layers=layers
+    )
 
 
 def attend(arrays: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
@@ -193,7 +195,7 @@ def attend(arrays: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
     )  # fmt: skip
 
 
-def latent_error(op: Op) -> float:
+def latent_error(op: TimedOp) -> float:
     """Of the first and the last row, in layer 0."""
     q, cache, tables, lens = op.operands[0]
     found, ends = op(0), jnp.array([0, len(lens) - 1])
@@ -203,22 +205,22 @@ def latent_error(op: Op) -> float:
     return numpy_reference.relative_l2(found[ends], numpy_reference.exact(right[:, 0]))
 
 
-PEERS: dict[str, Peer] = {
-    "gdn_decode": Peer(
+PEERS: dict[str, TritonBaseline] = {
+    "gdn_decode": TritonBaseline(
         name="fla",
         packages=COMMON | {"fla": "fla-core"},
         takes=lambda shape: shape[-1] == "float32",  # as its states are
         op=lambda shape: recurrence(*shape[:4]),
         error=recurrence_error,
     ),
-    "mla": Peer(
+    "mla": TritonBaseline(
         name="flaggems",
         packages=COMMON | {"flag_gems": "flag_gems"},
         takes=lambda shape: shape[3] == 1,  # tokens per row
         op=lambda shape: latent(*shape),
         error=latent_error,
     ),
-    "gqa_turbo": Peer(
+    "gqa_turbo": TritonBaseline(
         name="vllm",
         packages=COMMON | {"vllm": "vllm"},
         takes=lambda shape: True,

@@ -17,9 +17,9 @@ from jax import lax
 
 from jaxattn.bench.attention import turboquant
 from jaxattn.bench.attention.gqa import PAGE
-from jaxattn.bench.attention.turboquant import Shape
+from jaxattn.bench.attention.turboquant import TurboquantDecodeShape
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, rotation
+from jaxattn.bench.harness.timing import TimedOp, rotation
 from jaxattn.core.turboquant.codec import E4M3, TurboFormat, hadamard
 from jaxattn.ops.turboquant.vllm_import import stored_codes
 
@@ -44,22 +44,22 @@ def packed_key(form: TurboFormat) -> int:
     return form.slot_bytes - form.value_bytes - 4
 
 
-def decode(shape: Shape) -> Op:
+def decode(shape: TurboquantDecodeShape) -> TimedOp:
     """Over as many layers as keep what is read out of L2, one behind another as pages of one cache;
     its result is the output."""
-    shape = Shape(*shape)
+    shape = TurboquantDecodeShape(*shape)
     ours = turboquant.inputs(shape)
     layers = min(rotation(shape.read, most=32), max(1, 2**34 // shape.read))
     shared = {name: ours[name] for name in ("q", "block_tables", "seq_lens")}
     table, turn = jnp.asarray(levels(shape.form)), jnp.asarray(hadamard(shape.dim))
     cache = _filled(shape, layers, shared["block_tables"], table)
-    return Decode(shape, layers, (shared, cache, table, turn))
+    return VllmTurboquantDecode(shape, layers, (shared, cache, table, turn))
 
 
-class Decode(Op):
+class VllmTurboquantDecode(TimedOp):
     """vLLM's decode of a shape."""
 
-    def __init__(self, shape: Shape, layers: int, operands: Any) -> None:
+    def __init__(self, shape: TurboquantDecodeShape, layers: int, operands: Any) -> None:
         def call(given: Any, state: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
             shared, *others = given
             tables = shared["block_tables"]
@@ -71,7 +71,11 @@ class Decode(Op):
 
 
 def attend(
-    shape: Shape, shared: dict[str, jax.Array], cache: jax.Array, table: jax.Array, turn: jax.Array
+    shape: TurboquantDecodeShape,
+    shared: dict[str, jax.Array],
+    cache: jax.Array,
+    table: jax.Array,
+    turn: jax.Array,
 ) -> jax.Array:
     """out [B, H, D] of vLLM's launches over a cache [N, C, Hk, slot]."""
     jax_triton, kernels = (importlib.import_module(name) for name in ("jax_triton", KERNELS))
@@ -127,7 +131,9 @@ def _sizes(form: TurboFormat, kv_heads: int) -> dict[str, int]:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _filled(shape: Shape, layers: int, tables: jax.Array, table: jax.Array) -> jax.Array:
+def _filled(
+    shape: TurboquantDecodeShape, layers: int, tables: jax.Array, table: jax.Array
+) -> jax.Array:
     """uint8 [L N, C, Hk, slot] of normal keys and values, a row of a layer at a time."""
     batch, _, kv_heads, dim, tokens, _ = shape
     token = jnp.arange(tokens)
@@ -189,10 +195,10 @@ def dequantized(
     return keys @ numpy_reference.exact(hadamard(form.head_dim)), values
 
 
-def error(op: Op) -> float:
+def error(op: TimedOp) -> float:
     """Relative L2 error of the heads of the first and the last KV head of the first and the last
     row, the greatest, against float64 attention over the dequantized slots."""
-    assert isinstance(op, Decode)
+    assert isinstance(op, VllmTurboquantDecode)
     form, (shared, cache, table, _) = op.form, op.operands[0]
     out, q, tables = op(0), shared["q"], shared["block_tables"]
     batch, group = q.shape[0], q.shape[2] // cache.shape[2]

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jaxattn.aliasing.hlo import FREE, UPDATES, Instruction, Module
+from jaxattn.aliasing.hlo import FREE, UPDATES, HloInstruction, HloModule
 
 LEAST = 2**20  # bytes
 # What moves no data, and what runs its own instructions.
@@ -16,7 +16,7 @@ NOTHING = FREE | {"parameter", "tuple", "get-tuple-element", "constant"}
 WORKSPACE = "s8["  # what XLA gives to cuBLAS
 
 
-class Written(NamedTuple):
+class HloWrite(NamedTuple):
     """A result.
 
     Attributes:
@@ -35,18 +35,18 @@ class Written(NamedTuple):
         return f"{self.array}, {self.nbytes / 2**20:.1f} MiB {often} ({self.instruction})"
 
 
-def written(text: str, *, least: int = LEAST) -> list[Written]:
+def hlo_writes(text: str, *, least: int = LEAST) -> list[HloWrite]:
     """The results of `least` bytes and more that are not updates in place, the largest first.
 
     Args:
         text: of an optimised HLO module.
     """
-    module = Module(text)
+    module = HloModule(text)
     found = list(_of(module, module.entry, loop=False, least=least))
     return sorted(found, key=lambda each: (not each.loop, -each.nbytes))
 
 
-def _of(module: Module, name: str, *, loop: bool, least: int) -> Iterator[Written]:
+def _of(module: HloModule, name: str, *, loop: bool, least: int) -> Iterator[HloWrite]:
     for each in module.computations.get(name, {}).values():
         if each.opcode == "while":
             yield from _of(module, each.body, loop=True, least=least)
@@ -58,10 +58,10 @@ def _of(module: Module, name: str, *, loop: bool, least: int) -> Iterator[Writte
         elif each.opcode not in NOTHING and not _in_place(module, each):
             nbytes = dataclasses.replace(each, type=each.array).nbytes
             if nbytes >= least and not each.array.startswith(WORKSPACE):
-                yield Written(each.array, nbytes, loop, each.name, each.op_name)
+                yield HloWrite(each.array, nbytes, loop, each.name, each.op_name)
 
 
-def _in_place(module: Module, each: Instruction) -> bool:
+def _in_place(module: HloModule, each: HloInstruction) -> bool:
     """Whether it writes part of an array that was there before."""
     roots = [module.roots[name].opcode for name in each.called if name in module.roots]
     return bool(each.aliases) or each.opcode in UPDATES or bool(UPDATES.intersection(roots))

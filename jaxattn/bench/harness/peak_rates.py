@@ -65,7 +65,7 @@ def matmul_rate(n: int = 8192) -> float:
     return AT_A_TIME * 2 * n**3 / seconds(lambda: matmul(a, b))
 
 
-def bursts(size: int = 2**29, n: int = 8192) -> dict[str, float]:
+def burst_peaks(size: int = 2**29, n: int = 8192) -> dict[str, float]:
     """The same of kernels in a burst, and of reads alone, which pass the rate of copies."""
 
     def rate(call: Callable[[int], jax.Array], amount: float) -> float:
@@ -83,11 +83,11 @@ def ceilings() -> dict[str, Any]:
     return {
         "copy_GB_s": copy_bandwidth() / 1e9,
         "matmul_TFLOP_s": matmul_rate() / 1e12,
-        "burst": bursts(),
+        "burst": burst_peaks(),
     }
 
 
-def of_ceilings(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+def peak_fractions(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
     """A row's GB/s and TFLOP/s, which are of a burst, as fractions of the bursts' ceilings.
 
     The share of its roof is the greater of the two, of the one that binds. Memory's ceiling is the

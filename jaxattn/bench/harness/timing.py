@@ -89,7 +89,7 @@ def seconds_more(
     return statistics.median(-wall(call) + wall(more) for _ in range(repeats))
 
 
-class Op:
+class TimedOp:
     """An op that is timed: compiled once by itself, for its result and its profile, and once in a
     loop of calls. Every call has the operands that were given, bit for bit.
 
@@ -193,12 +193,12 @@ def turns_of(kernels: float, layers: int) -> tuple[int, int]:
 
 
 def columns(unit: str, times: tuple[float, float]) -> dict[str, float]:
-    """A row's `us` and `call us`, or in ms, of `Op.times()`."""
+    """A row's `us` and `call us`, or in ms, of `TimedOp.times()`."""
     scale = {"us": 1e6, "ms": 1e3}[unit]
     return {unit: times[0] * scale, f"call {unit}": times[1] * scale}
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     """What the GPU ran.
 
     Attributes:
@@ -210,7 +210,7 @@ class Launch(NamedTuple):
     op: str
 
 
-class Spent(NamedTuple):
+class KernelTimes(NamedTuple):
     """Per call: GPU seconds, and how often it ran."""
 
     seconds: float
@@ -233,7 +233,7 @@ def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> flo
 
 def launches(
     call: Callable[[int], Any], *, warmup: float = WARMUP, calls: int = PROFILED
-) -> dict[Launch, Spent]:
+) -> dict[KernelLaunch, KernelTimes]:
     """What the GPU ran in a call, counted as `kernel_seconds` does; empty without a GPU.
 
     Args:
@@ -242,7 +242,7 @@ def launches(
     if jax.default_backend() != "gpu":
         return {}
     return {
-        launch: Spent(sum(length for _, length in each) * 1e-9 / calls, len(each) / calls)
+        launch: KernelTimes(sum(length for _, length in each) * 1e-9 / calls, len(each) / calls)
         for launch, each in _last_calls(call, gpu_launches, warmup, calls).items()
         if not launch.kernel.startswith("MemcpyH2D")
     }
@@ -298,7 +298,7 @@ def gpu_events(call: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
     return events
 
 
-def gpu_launches(call: Callable[[], Any]) -> dict[Launch, list[tuple[float, float]]]:
+def gpu_launches(call: Callable[[], Any]) -> dict[KernelLaunch, list[tuple[float, float]]]:
     """The same by kernel and instruction."""
     return launches_in(recorded(call))
 
@@ -316,9 +316,9 @@ def recorded(call: Callable[[], Any]) -> jax.profiler.ProfileData:
 
 def launches_in(
     data: jax.profiler.ProfileData, *, planes: str = "/device:GPU", lines: str = "Stream"
-) -> dict[Launch, list[tuple[float, float]]]:
+) -> dict[KernelLaunch, list[tuple[float, float]]]:
     """(start, length) in ns of the events on lines and planes with names that begin so."""
-    events: dict[Launch, list[tuple[float, float]]] = defaultdict(list)
+    events: dict[KernelLaunch, list[tuple[float, float]]] = defaultdict(list)
     with warnings.catch_warnings():
         # The first look at an event's stats makes a type, at which Python warns. Where warnings are
         # errors, jaxlib 0.11.2 ends the process there.
@@ -329,6 +329,6 @@ def launches_in(
                     if line.name.startswith(lines):
                         for event in line.events:
                             op = next((str(v) for k, v in event.stats if k == "hlo_op"), "")
-                            launch = Launch(event.name, op)
+                            launch = KernelLaunch(event.name, op)
                             events[launch].append((event.start_ns, event.duration_ns))
     return events

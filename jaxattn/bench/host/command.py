@@ -42,7 +42,7 @@ from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.host.executable_replay import PROMPT, WARM, generated, queued, requests
 from jaxattn.bench.host.word_grammar import maker
-from jaxattn.bench.model.model_lookup import UnknownModel, find
+from jaxattn.bench.model.model_lookup import UnknownModelError, find
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.numerics.rope import RopeConfig
@@ -109,7 +109,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     if args.name:
         try:
             args.name, _, args.model = find(args.name)
-        except UnknownModel as error:
+        except UnknownModelError as error:
             parser.error(str(error))
     return args
 
@@ -130,7 +130,7 @@ def model_of(args: argparse.Namespace) -> tuple[str, Model, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class HostTimes:
     """Seconds per step.
 
     Attributes:
@@ -144,7 +144,7 @@ class Run:
     texts: list[tuple[int, ...]]
 
 
-def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = ()) -> Run:
+def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = ()) -> HostTimes:
     """Rounds of `generate` in which all rows decode, with callbacks; the first follow grammars."""
     first = WARM + 1
     at: dict[int, tuple[float, float]] = {}
@@ -169,7 +169,7 @@ def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = 
     done = engine.generate(asked, on_token=on_token, on_finish=on_finish)
     begin, end = at[first], at[first + steps]
     whole, waited = (end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps
-    return Run(whole, waited, [each.tokens for each in done])
+    return HostTimes(whole, waited, [each.tokens for each in done])
 
 
 def longest(rows: int, steps: int) -> int:

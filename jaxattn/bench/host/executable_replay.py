@@ -17,9 +17,9 @@ import numpy as np
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.execution.overlap_loop import ROUNDS_AHEAD
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.steps.model_steps import round_of
-from jaxattn.engine.steps.token_selection import End
+from jaxattn.engine.steps.token_selection import FinishCode
 
 PROMPT = b"def f("
 BURST = 4  # calls that no queue holds up
@@ -41,7 +41,7 @@ def generated(rows: int, steps: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Queued:
+class ExecutableTimes:
     """Seconds of executables that are sent one after another.
 
     Attributes:
@@ -61,7 +61,7 @@ class Queued:
     texts: list[list[int]]
 
 
-class Stopped:
+class EngineReplay:
     """An engine's rows as `rounds` has them where it begins to count.
 
     Args:
@@ -94,7 +94,7 @@ class Stopped:
             scheduler.sent(running.moved * planned)
         loop._send_deltas()
         engine._clear()  # the host's side; the device's rows stay until others come
-        found = round_of(engine.limits, rows, Level.GREEDY, self.several)
+        found = round_of(engine.limits, rows, SamplingMode.GREEDY, self.several)
         self._step, self._weights = engine.executables[str(found)], runner.weights
         self._held = runner.state, runner.rows
         self._places = jax.device_put(np.arange(rows, dtype=np.int32))
@@ -117,7 +117,7 @@ class Stopped:
         """
         for call in calls:
             told = np.asarray(call).reshape(self.several, len(self.texts), -1)
-            if (told[:, :, 1] != End.NONE).any():
+            if (told[:, :, 1] != FinishCode.NONE).any():
                 raise RuntimeError("a row of the queue ended before its last step")
             for text, tokens in zip(self.texts, told[:, :, 0].T.tolist(), strict=True):
                 text.extend(tokens)
@@ -128,18 +128,18 @@ class Stopped:
         self.runner.state, self.runner.rows = self._held
 
 
-def queued(engine: Engine, rows: int, steps: int) -> Queued:
+def queued(engine: Engine, rows: int, steps: int) -> ExecutableTimes:
     """The executable of a round, on its own, through the calls that `rounds` counts.
 
     `call`, `copy` and `take` are medians of `CALLS` calls, or of as many as count.
     """
-    whole, texts = _run(Stopped(engine, rows, steps))
-    read = _read(Stopped(engine, rows, steps))
-    calls, copies, takes = _each(Stopped(engine, rows, steps))
-    return Queued(whole / steps, read / steps, calls, copies, takes, texts)
+    whole, texts = _run(EngineReplay(engine, rows, steps))
+    read = _read(EngineReplay(engine, rows, steps))
+    calls, copies, takes = _each(EngineReplay(engine, rows, steps))
+    return ExecutableTimes(whole / steps, read / steps, calls, copies, takes, texts)
 
 
-def _run(queue: Stopped) -> tuple[float, list[list[int]]]:
+def _run(queue: EngineReplay) -> tuple[float, list[list[int]]]:
     """(seconds until all calls have run, the texts then)."""
     start = time.perf_counter()
     told = [queue.send() for _ in range(queue.calls)]
@@ -150,7 +150,7 @@ def _run(queue: Stopped) -> tuple[float, list[list[int]]]:
     return seconds, queue.texts
 
 
-def _read(queue: Stopped) -> float:
+def _read(queue: EngineReplay) -> float:
     """Seconds until all calls are read."""
     ahead = ROUNDS_AHEAD if queue.several == 1 else 1
     flights: deque[jax.Array] = deque()
@@ -168,7 +168,7 @@ def _read(queue: Stopped) -> float:
     return seconds
 
 
-def _each(queue: Stopped) -> tuple[float, float, float]:
+def _each(queue: EngineReplay) -> tuple[float, float, float]:
     """Seconds to send a call, to ask for its tokens, and to take them when they have come."""
     burst = min(BURST, queue.calls)
     sends, copies, takes = [], [], []

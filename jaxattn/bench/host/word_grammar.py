@@ -10,7 +10,7 @@ from jaxattn.text import ByteTokenizer
 PATTERN = "[a-z ]{100000}"
 
 
-class Words(ByteTokenizer):
+class WordTokenizer(ByteTokenizer):
     """Bytes, and behind them words of letters: as many tokens as a model has.
 
     Args:
@@ -39,8 +39,8 @@ def maker(vocab_size: int) -> Callable[[int], Sequence[Grammar]]:
     """
     import llguidance
 
-    from jaxattn.server.decoding.structured_outputs import Vocabulary
+    from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
 
-    vocabulary = Vocabulary(Words(vocab_size))
+    vocabulary = GrammarVocabulary(WordTokenizer(vocab_size))
     text = llguidance.LLMatcher.grammar_from_regex(PATTERN)
     return lambda count: vocabulary.matchers(text, "--grammars", count)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.hlo_writes import written
+from jaxattn.bench.harness.hlo_writes import hlo_writes
 from jaxattn.bench.harness.peak_rates import copy_bandwidth
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import launches, rotation, seconds
@@ -65,7 +65,7 @@ COMPILERS = 8  # threads
 type Stack = tuple[Any, ...]
 
 
-class Product(NamedTuple):
+class LinearCase(NamedTuple):
     """One product: `tokens` rows by a matrix of a stack, in one of `WAYS`."""
 
     tokens: int
@@ -103,14 +103,14 @@ class Product(NamedTuple):
 
 def products(
     models: dict[str, dict[str, tuple[int, int]]], rows: Sequence[int], ways: Sequence[str]
-) -> dict[Product, list[str]]:
+) -> dict[LinearCase, list[str]]:
     """Each product once, with the names that it has."""
-    found: dict[Product, list[str]] = {}
+    found: dict[LinearCase, list[str]] = {}
     for model, shapes in models.items():
         for name, (inner, outer) in shapes.items():
             for way in ways:
                 for tokens in rows:
-                    product = Product(tokens, inner, outer, way)
+                    product = LinearCase(tokens, inner, outer, way)
                     found.setdefault(product, []).append(f"{model} {name}")
     return found
 
@@ -147,7 +147,7 @@ def loop(
     return seen, x
 
 
-def compiled(product: Product) -> jax.stages.Compiled | None:
+def compiled(product: LinearCase) -> jax.stages.Compiled | None:
     """The loop over a stack, compiled as a step is; None where the kernel refuses."""
     gpu = jax.default_backend() == "gpu"
     chosen: dict[str, Any] = {"way": product.way, "implementation": "mosaic_gpu" if gpu else "xla"}
@@ -166,7 +166,7 @@ def normal(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16).astype(dtype)
 
 
-def measure(product: Product, executable: jax.stages.Compiled) -> dict[str, Any]:
+def measure(product: LinearCase, executable: jax.stages.Compiled) -> dict[str, Any]:
     """A row of the table."""
     held = normal((product.tokens, product.inner))
     stack = tuple(normal(each.shape, each.dtype) for each in product.stack)
@@ -182,7 +182,7 @@ def measure(product: Product, executable: jax.stages.Compiled) -> dict[str, Any]
     time = kernels or call
     longest = max(spent, key=lambda launch: spent[launch].seconds) if spent else None
     result = 4 * product.tokens * product.outer
-    wrote = [w for w in written(executable.as_text() or "") if w.nbytes > result]
+    wrote = [w for w in hlo_writes(executable.as_text() or "") if w.nbytes > result]
     return {
         "T": product.tokens,
         "K": product.inner,
@@ -199,7 +199,7 @@ def measure(product: Product, executable: jax.stages.Compiled) -> dict[str, Any]
     }
 
 
-def rows_of(wanted: dict[Product, list[str]]) -> Iterator[dict[str, Any]]:
+def rows_of(wanted: dict[LinearCase, list[str]]) -> Iterator[dict[str, Any]]:
     """A row for each product; all are compiled together, a few at a time."""
     with ThreadPoolExecutor(COMPILERS) as pool:
         for product, executable in zip(wanted, pool.map(compiled, wanted), strict=True):

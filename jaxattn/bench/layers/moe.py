@@ -19,15 +19,15 @@ from jax import lax
 
 from jaxattn.arena import Arena
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, gpu_events
+from jaxattn.bench.harness.timing import TimedOp, columns, gpu_events
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
-from jaxattn.kernels.moe.tile_config import BLOCK, Config
+from jaxattn.kernels.moe.tile_config import BLOCK, MoeTileConfig
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class MoeShape:
     """A model's mixture: F, I, its router, and layers of the stack that is timed."""
 
     hidden: int
@@ -40,14 +40,16 @@ class Model:
 V3_GROUPS: dict[str, Any] = {"groups": 8, "top_groups": 4, "best_of_group": 2}
 SIGMOID: dict[str, Any] = {"scores": "sigmoid", "normalize": True, "scale": 2.5}
 MODELS = {
-    "v2-lite": Model(2048, 1408, Router(experts=64, top_k=6, scores="softmax"), 8),
-    "glm-4.7-flash": Model(2048, 1536, Router(experts=64, top_k=4, **SIGMOID), 8),
-    "qwen3-next-fp8": Model(
+    "v2-lite": MoeShape(2048, 1408, Router(experts=64, top_k=6, scores="softmax"), 8),
+    "glm-4.7-flash": MoeShape(2048, 1536, Router(experts=64, top_k=4, **SIGMOID), 8),
+    "qwen3-next-fp8": MoeShape(
         2048, 512, Router(experts=512, top_k=10, scores="softmax", normalize=True), 8, fp8=True
     ),
-    "v3-fp8": Model(7168, 2048, Router(experts=256, top_k=8, **SIGMOID, **V3_GROUPS), 2, fp8=True),
-    "small": Model(128, 64, Router(experts=4, top_k=2, scores="softmax"), 2),
-    "small-fp8": Model(128, 128, Router(experts=4, top_k=2, scores="softmax"), 2, fp8=True),
+    "v3-fp8": MoeShape(
+        7168, 2048, Router(experts=256, top_k=8, **SIGMOID, **V3_GROUPS), 2, fp8=True
+    ),
+    "small": MoeShape(128, 64, Router(experts=4, top_k=2, scores="softmax"), 2),
+    "small-fp8": MoeShape(128, 128, Router(experts=4, top_k=2, scores="softmax"), 2, fp8=True),
 }
 Shape = tuple[str, int]  # the model, T
 SHAPES: tuple[Shape, ...] = (
@@ -113,8 +115,8 @@ def inputs(shape: Shape) -> tuple[jax.Array, jax.Array]:
 
 
 def mixture(
-    shape: Shape, implementation: Implementation | None, config: Config | None = None
-) -> Op:
+    shape: Shape, implementation: Implementation | None, config: MoeTileConfig | None = None
+) -> TimedOp:
     """Routing and mixture; `config`: the kernels, cut like that."""
     model, tokens = MODELS[shape[0]], shape[1]
     bias = jnp.zeros(model.router.experts) if model.router.scores == "sigmoid" else None
@@ -132,7 +134,7 @@ def mixture(
         return mixture_of_experts(x, *chosen, **options, implementation=implementation)
 
     operands = (inputs(shape), weights_of(shape[0]))
-    return Op(call, [operands], Arena.allocate(spec), layers=model.layers)
+    return TimedOp(call, [operands], Arena.allocate(spec), layers=model.layers)
 
 
 def ids_of(shape: Shape) -> np.ndarray:
@@ -168,7 +170,7 @@ def _exact(name: str, x: jax.Array, ids: jax.Array, shares: jax.Array, weights: 
     return product("k,kfi,ki->f", shares, down, h)
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: Shape) -> float:
     """Relative L2 error of some tokens in the first layer, the greatest, against float32.
 
     Raises:
@@ -189,7 +191,7 @@ def check(op: Op, shape: Shape) -> float:
     return error
 
 
-def parts(op: Op, calls: int = 10) -> dict[str, float]:
+def parts(op: TimedOp, calls: int = 10) -> dict[str, float]:
     """us per call of each kernel, and of all that XLA runs beside them; none without a GPU."""
     if jax.default_backend() != "gpu":
         return {}

@@ -10,11 +10,11 @@ from typing import Any
 from jaxattn.bench.harness.timing import kernel_seconds
 from jaxattn.bench.layers import moe
 from jaxattn.core.dispatch import Implementation
-from jaxattn.kernels.moe.tile_config import Config, Product, choose
+from jaxattn.kernels.moe.tile_config import GemmTileConfig, MoeTileConfig, choose
 
 Shape = tuple[str, int, str]  # the model, T, the change
 
-# What is changed of both products, or of `Config.columns`.
+# What is changed of both products, or of `MoeTileConfig.columns`.
 CHANGES: dict[str, dict[str, Any]] = {
     "as chosen": {},
     "64 rows": {"consumers": 1},
@@ -54,7 +54,7 @@ def label(shape: Shape) -> dict[str, str]:
     return {**moe.label(shape[:2]), "cut": shape[2]}
 
 
-def cut(shape: Shape) -> Config:
+def cut(shape: Shape) -> MoeTileConfig:
     name, tokens, change = shape
     model = moe.MODELS[name]
     config = choose(
@@ -64,7 +64,7 @@ def cut(shape: Shape) -> Config:
     changed = dict(CHANGES[change])
     columns = changed.pop("columns", config.columns)
 
-    def product(of: Product, gated: bool) -> Product:
+    def product(of: GemmTileConfig, gated: bool) -> GemmTileConfig:
         own = {key: value for key, value in changed.items() if not (gated and key == "parts")}
         return dataclasses.replace(of, **own)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op
+from jaxattn.bench.harness.timing import TimedOp
 from jaxattn.core.dispatch import Implementation
 
 BARELY = 1e-6  # of a model's decay: 10,000 calls leave 0.9 of a state
@@ -24,7 +24,7 @@ Inputs = Callable[[float], tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 def decode(
     layer_decode: Callable[..., Any], inputs: Inputs, implementation: Implementation | None
-) -> Op:
+) -> TimedOp:
     """The layer's step over pools that are its state."""
     operands, pools = inputs(BARELY)
 
@@ -33,10 +33,10 @@ def decode(
         y, *after = layer_decode(*given, *pools, slots, layer=layer, implementation=implementation)
         return y, tuple(after)
 
-    return Op(call, [operands], pools, layers=operands[-2].shape[0])
+    return TimedOp(call, [operands], pools, layers=operands[-2].shape[0])
 
 
-def check(op: Op, inputs: Inputs, exact_layer: Callable[..., Any]) -> float:
+def check(op: TimedOp, inputs: Inputs, exact_layer: Callable[..., Any]) -> float:
     """Relative L2 error of the first and the last row after a call with a model's decay, the
     greatest of y and the states, against float64. Leaves the op as it was.
 

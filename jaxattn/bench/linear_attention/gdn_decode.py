@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.bench.linear_attention import delta_rule_decode
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
@@ -67,11 +67,11 @@ def inputs(
     return (qkvz, ba, weights, slots), (conv_state, state)
 
 
-def decode(shape: Shape, implementation: Implementation | None) -> Op:
+def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
     return delta_rule_decode.decode(gated_delta_net_decode, partial(inputs, *shape), implementation)
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: Shape) -> float:
     return delta_rule_decode.check(op, partial(inputs, *shape), numpy_reference.delta_net)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.bench.linear_attention import gdn_prefill
 from jaxattn.bench.linear_attention.gdn_prefill import DIM, FLOP, Shape, moved
 from jaxattn.core.dispatch import Implementation
@@ -50,7 +50,7 @@ def inputs(shape: Shape, seed: int) -> dict[str, Any]:
     }
 
 
-def prefill(shape: Shape, implementation: Implementation | None, *, inside: bool = True) -> Op:
+def prefill(shape: Shape, implementation: Implementation | None, *, inside: bool = True) -> TimedOp:
     """The op with the norm `inside` of it, or behind it."""
     _, value_heads, count, _ = shape
 
@@ -69,7 +69,7 @@ def prefill(shape: Shape, implementation: Implementation | None, *, inside: bool
 
     nbytes = moved(*shape) + gate_bytes(shape)
     operands = [inputs(shape, seed) for seed in range(rotation(nbytes))]
-    return Op(call, operands, jnp.zeros((count, value_heads, DIM, DIM)))
+    return TimedOp(call, operands, jnp.zeros((count, value_heads, DIM, DIM)))
 
 
 def gate_bytes(shape: Shape) -> int:
@@ -78,7 +78,7 @@ def gate_bytes(shape: Shape) -> int:
     return count * length * value_heads * DIM * 2
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: Shape) -> float:
     """`gdn_prefill.error` against float64, of a norm in float64."""
     operands, out = op.operands[0], op(0)
     weight = np.asarray(operands["norm_weight"], np.float64)

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxattn import gdn
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
 
 DIM = 128
@@ -81,17 +81,17 @@ def moved(key_heads: int, value_heads: int, count: int, length: int) -> int:
     return count * (length * token + value_heads * DIM * DIM * 4)
 
 
-def prefill(shape: Shape, implementation: Implementation | None) -> Op:
+def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:
     def call(operands, state, _):
         rule = gdn.chunk_gated_delta_rule(
             **operands, use_qk_l2norm=True, output_final_state=True, implementation=implementation
         )
         return rule, state
 
-    return Op(call, [inputs(*shape, seed=seed) for seed in range(rotation(moved(*shape)))])
+    return TimedOp(call, [inputs(*shape, seed=seed) for seed in range(rotation(moved(*shape)))])
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: Shape) -> float:
     """`error` of what a call returns."""
     out, final = op(0)
     return error(op.operands[0], out, final, shape)

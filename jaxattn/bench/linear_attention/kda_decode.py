@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.bench.linear_attention import delta_rule_decode, gdn_decode
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.kda.layer import kimi_delta_attention_decode, pack_kda_weights
@@ -60,12 +60,12 @@ def inputs(
     return operands, (pools[0], pools[1].astype(jnp.float32))
 
 
-def decode(shape: Shape, implementation: Implementation | None) -> Op:
+def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
     layer = kimi_delta_attention_decode
     return delta_rule_decode.decode(layer, partial(inputs, *shape), implementation)
 
 
-def check(op: Op, shape: Shape) -> float:
+def check(op: TimedOp, shape: Shape) -> float:
     return delta_rule_decode.check(
         op, partial(inputs, *shape), numpy_reference.kimi_delta_attention
     )

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxattn import kda
-from jaxattn.bench.harness.timing import Op, columns, rotation
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.bench.linear_attention import gdn_prefill
 from jaxattn.core.dispatch import Implementation
 
@@ -40,14 +40,14 @@ def moved(heads: int, count: int, length: int) -> int:
     return count * (length * token + heads * DIM * DIM * 4)
 
 
-def prefill(shape: Shape, implementation: Implementation | None) -> Op:
+def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:
     def call(operands: Any, state: Any, _: Any) -> tuple[Any, Any]:
         rule = kda.chunk_kda(
             **operands, use_qk_l2norm=True, output_final_state=True, implementation=implementation
         )
         return rule, state
 
-    return Op(call, [inputs(*shape, seed=seed) for seed in range(rotation(moved(*shape)))])
+    return TimedOp(call, [inputs(*shape, seed=seed) for seed in range(rotation(moved(*shape)))])
 
 
 def measure(

@@ -11,12 +11,12 @@ import random
 import time
 from collections.abc import Sequence
 
-from jaxattn.bench.load.client import Outcome, Server
-from jaxattn.bench.load.request_lengths import Ask
+from jaxattn.bench.load.client import RequestOutcome, ServerClient
+from jaxattn.bench.load.request_lengths import LoadRequest
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class LoadPattern:
     """One of the two.
 
     Attributes:
@@ -30,7 +30,9 @@ class Load:
     def __str__(self) -> str:
         return f"{self.rate:g} req/s" if self.rate else f"{self.concurrency} at a time"
 
-    async def drive(self, server: Server, asks: Sequence[Ask], seed: int) -> list[Outcome]:
+    async def drive(
+        self, server: ServerClient, asks: Sequence[LoadRequest], seed: int
+    ) -> list[RequestOutcome]:
         """The outcomes, in the order of the requests."""
         if self.rate is not None:
             return await _open(server, asks, self.rate, seed)
@@ -38,7 +40,9 @@ class Load:
         return await _closed(server, asks, self.concurrency)
 
 
-async def _open(server: Server, asks: Sequence[Ask], rate: float, seed: int) -> list[Outcome]:
+async def _open(
+    server: ServerClient, asks: Sequence[LoadRequest], rate: float, seed: int
+) -> list[RequestOutcome]:
     luck, due = random.Random(seed), time.perf_counter()
     running = []
     for ask in asks:
@@ -49,8 +53,10 @@ async def _open(server: Server, asks: Sequence[Ask], rate: float, seed: int) -> 
     return await asyncio.gather(*running)
 
 
-async def _closed(server: Server, asks: Sequence[Ask], concurrency: int) -> list[Outcome]:
-    found: list[Outcome | None] = [None] * len(asks)
+async def _closed(
+    server: ServerClient, asks: Sequence[LoadRequest], concurrency: int
+) -> list[RequestOutcome]:
+    found: list[RequestOutcome | None] = [None] * len(asks)
     places = iter(range(len(asks)))
 
     async def worker() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import aiohttp
 
-from jaxattn.bench.load.request_lengths import Ask
+from jaxattn.bench.load.request_lengths import LoadRequest
 
 DATA, DONE = b"data:", b"[DONE]"
 
 
 @dataclasses.dataclass
-class Outcome:
+class RequestOutcome:
     """What became of a request. Times are of `time.perf_counter`.
 
     Attributes:
@@ -49,7 +49,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
+class ServerClient:
     """A server that is measured.
 
     Attributes:
@@ -62,9 +62,9 @@ class Server:
     model: str
     chat: bool
 
-    async def ask(self, ask: Ask, due: float) -> Outcome:
+    async def ask(self, ask: LoadRequest, due: float) -> RequestOutcome:
         """Sends a request and reads its stream."""
-        outcome = Outcome(due, sent=time.perf_counter())
+        outcome = RequestOutcome(due, sent=time.perf_counter())
         path = "/v1/chat/completions" if self.chat else "/v1/completions"
         try:
             async with self.session.post(self.url + path, json=self._body(ask)) as response:
@@ -81,7 +81,7 @@ class Server:
         outcome.answer = outcome.answer or len(outcome.chunks)
         return outcome
 
-    def _body(self, ask: Ask) -> Mapping[str, Any]:
+    def _body(self, ask: LoadRequest) -> Mapping[str, Any]:
         body = {
             "model": self.model,
             "temperature": 0.0,
@@ -95,7 +95,7 @@ class Server:
         return body | {"prompt": ask.prompt, "max_tokens": ask.answer}
 
 
-async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
+async def _read(response: aiohttp.ClientResponse, outcome: RequestOutcome) -> None:
     async for line in response.content:
         if not line.startswith(DATA):
             continue

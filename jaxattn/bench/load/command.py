@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness.result_tables import show, store
-from jaxattn.bench.plots.roofline_plot import PlotError, require_matplotlib
+from jaxattn.bench.plots.roofline_plot import BenchPlotError, require_matplotlib
 from jaxattn.cli.options.parser import ProseHelpFormatter
 
 KEYS = ("JAXATTN_API_KEY", "OPENAI_API_KEY")
@@ -75,7 +75,7 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
     if args.plot is not None:
         try:
             require_matplotlib()  # before all the measuring
-        except PlotError as error:
+        except BenchPlotError as error:
             parser.error(str(error))
     return args
 
@@ -100,7 +100,7 @@ def main(argv: list[str], program: str) -> int:
         return 2
     try:
         result = asyncio.run(load_test.run(args, _key(), _said))
-    except load_test.Unreachable as error:
+    except load_test.ServerUnreachable as error:
         print(f"{program} serve: error: {error}", file=sys.stderr)
         return 2
     title = f"{result['model']} at {args.url}"

@@ -10,17 +10,17 @@ from typing import Any
 import aiohttp
 
 from jaxattn import __version__
-from jaxattn.bench.load.arrivals import Load
-from jaxattn.bench.load.client import Outcome, Server
+from jaxattn.bench.load.arrivals import LoadPattern
+from jaxattn.bench.load.client import RequestOutcome, ServerClient
 from jaxattn.bench.load.metrics import measured
-from jaxattn.bench.load.request_lengths import Ask, Lengths
+from jaxattn.bench.load.request_lengths import LengthDistribution, LoadRequest
 from jaxattn.bench.load.request_lengths import text as words_of
 
 TEXTS = (40, 180)  # characters of the texts from which the length of a token is found
 OnRow = Callable[[dict[str, Any], Sequence[str]], None]
 
 
-class Unreachable(Exception):
+class ServerUnreachable(Exception):
     """The server does not answer as it should."""
 
 
@@ -38,11 +38,11 @@ async def run(args: argparse.Namespace, key: str | None, on_row: OnRow) -> dict[
     ) as session:
         url = args.url.rstrip("/").removesuffix("/v1")
         model = args.model or await _model(session, url)
-        server = Server(session, url, model, args.chat)
+        server = ServerClient(session, url, model, args.chat)
         characters = await _characters(server)
-        lengths = Lengths(args.prompt_tokens, args.answer_tokens, args.most_tokens)
-        loads = [Load(rate=rate) for rate in args.rate]
-        loads += [Load(concurrency=number) for number in args.concurrency]
+        lengths = LengthDistribution(args.prompt_tokens, args.answer_tokens, args.most_tokens)
+        loads = [LoadPattern(rate=rate) for rate in args.rate]
+        loads += [LoadPattern(concurrency=number) for number in args.concurrency]
         for ask in lengths.asks(args.warmup, args.seed + 1, characters):
             _checked(await server.ask(ask, time.perf_counter()))
         rows = []
@@ -71,26 +71,26 @@ async def _model(session: aiohttp.ClientSession, url: str) -> str:
         async with session.get(f"{url}/v1/models") as response:
             text = await response.text()
     except (aiohttp.ClientError, OSError) as error:
-        raise Unreachable(f"{url} cannot be reached: {error}") from error
+        raise ServerUnreachable(f"{url} cannot be reached: {error}") from error
     try:
         return str(json.loads(text)["data"][0]["id"])
     except (LookupError, TypeError, ValueError) as error:
-        raise Unreachable(f"{url}/v1/models lists no model: {text[:200]}") from error
+        raise ServerUnreachable(f"{url}/v1/models lists no model: {text[:200]}") from error
 
 
-async def _characters(server: Server) -> float:
+async def _characters(server: ServerClient) -> float:
     """Characters of a token, from what the server counts in a short and in a longer text."""
     luck, lengths, tokens = random.Random(0), [], []
     for characters in TEXTS:
         words = words_of(luck, characters)
-        outcome = _checked(await server.ask(Ask(words, 0, 1), time.perf_counter()))
+        outcome = _checked(await server.ask(LoadRequest(words, 0, 1), time.perf_counter()))
         lengths.append(len(words))
         tokens.append(outcome.prompt)
     more = tokens[1] - tokens[0]  # what a chat's template adds is in both
     return (lengths[1] - lengths[0]) / more if more > 0 else 4.0
 
 
-def _checked(outcome: Outcome) -> Outcome:
+def _checked(outcome: RequestOutcome) -> RequestOutcome:
     if outcome.error is not None:
-        raise Unreachable(f"a first request failed: {outcome.error}")
+        raise ServerUnreachable(f"a first request failed: {outcome.error}")
     return outcome

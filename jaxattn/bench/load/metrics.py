@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxattn.bench.load.client import Outcome
+from jaxattn.bench.load.client import RequestOutcome
 
 PERCENTILES = (50, 90, 99)
 
@@ -17,7 +17,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
 
 
-def measured(load: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def measured(load: str, outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     """A row: requests, tokens per second, milliseconds to the first token, between tokens, in all.
 
     Failed requests count as failed alone.

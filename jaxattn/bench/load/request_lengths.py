@@ -22,7 +22,7 @@ WORDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
+class LoadRequest:
     """One request.
 
     Attributes:
@@ -36,14 +36,14 @@ class Ask:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     """Tokens of prompts and answers; None draws them as ShareGPT has them."""
 
     prompt: int | None = None
     answer: int | None = None
     most: int = MOST
 
-    def asks(self, count: int, seed: int, characters: float) -> Iterator[Ask]:
+    def asks(self, count: int, seed: int, characters: float) -> Iterator[LoadRequest]:
         """Requests that are the same for the same seed.
 
         Args:
@@ -53,7 +53,7 @@ class Lengths:
         for _ in range(count):
             tokens = self.prompt or drawn(luck, *PROMPT, self.most)
             answer = self.answer or drawn(luck, *ANSWER, self.most)
-            yield Ask(text(luck, round(tokens * characters)), tokens, answer)
+            yield LoadRequest(text(luck, round(tokens * characters)), tokens, answer)
 
 
 def drawn(luck: random.Random, median: float, spread: float, most: int) -> int:

@@ -16,7 +16,7 @@ from jaxattn.models.interface import DecodeBatch, PrefillBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class BenchBatches:
     """What a run decodes and reads.
 
     Attributes:

@@ -21,12 +21,12 @@ from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.peak_rates import copy_bandwidth, matmul_rate
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.model import roofline, vllm_baseline
-from jaxattn.bench.model.batches import Rows
+from jaxattn.bench.model.batches import BenchBatches
 from jaxattn.bench.model.expert_usage import moe_layers
-from jaxattn.bench.model.model_lookup import UnknownModel, find
-from jaxattn.bench.model.op_categories import Kind
+from jaxattn.bench.model.model_lookup import UnknownModelError, find
+from jaxattn.bench.model.op_categories import OpCategory
 from jaxattn.bench.model.random_weights import random_params
-from jaxattn.bench.model.steps import DoesNotFit, Steps, attempt, check_room, peak_bytes
+from jaxattn.bench.model.steps import ModelSteps, OutOfMemoryError, attempt, check_room, peak_bytes
 from jaxattn.bench.plots import roofline_plot
 from jaxattn.cli.options.parser import ProseHelpFormatter, add_dense
 from jaxattn.core.dispatch import Refusal
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         args.name, args.fields, args.model = find(args.name, args.dense)
         if args.plot:
             roofline_plot.require_matplotlib()  # before all the measuring
-    except (UnknownModel, roofline_plot.PlotError) as error:
+    except (UnknownModelError, roofline_plot.BenchPlotError) as error:
         parser.error(str(error))
     longest = max(args.context, args.prompt)
     if longest > args.model.max_position_embeddings:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str], program: str) -> int:
     result |= run_metadata.begin("model", program, ["model", *argv], seed=args.seed)
     try:
         measure(args, result)
-    except DoesNotFit as error:
+    except OutOfMemoryError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     run_metadata.end(result)
@@ -138,7 +138,7 @@ def ceilings() -> dict[str, float]:
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     """Fills in rows and kinds, and stores what there is after each step."""
     model: DecoderModel = args.model
-    rows = Rows(
+    rows = BenchBatches(
         rows=tuple(args.rows), context=args.context, prompt=args.prompt,
         vocab=model.vocab_size, seed=args.seed,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
     result |= {"roof_GB_s": rate / 1e9, "layers": layers, "moe_layers": moe_layers(model)}
     begin = time.perf_counter()
     chunks = args.chunks if args.prompt else []
-    steps = Steps(model, params, rows, chunks, implementation=args.implementation)
+    steps = ModelSteps(model, params, rows, chunks, implementation=args.implementation)
     result["caches_GB"] = nbytes(steps.state) / 1e9
     result["compile_s"] = time.perf_counter() - begin
     say(f"caches of {result['caches_GB']:.1f} GB, compiled in {result['compile_s']:.0f} s")
@@ -177,14 +177,16 @@ def weights(model: DecoderModel, result: dict[str, Any]) -> Any:
     return params
 
 
-def add(result: dict[str, Any], name: str, row: dict[str, Any], kinds: Sequence[Kind]) -> None:
+def add(
+    result: dict[str, Any], name: str, row: dict[str, Any], kinds: Sequence[OpCategory]
+) -> None:
     """A row, and its kinds under its name."""
     result["rows"].append(row)
     result["kinds"][name] = [_line(kind, result) for kind in kinds]
     say(f"{name} {row}")
 
 
-def _line(kind: Kind, result: dict[str, Any]) -> dict[str, Any]:
+def _line(kind: OpCategory, result: dict[str, Any]) -> dict[str, Any]:
     us, bound = kind.seconds * 1e6, kind.nbytes / result["roof_GB_s"] * 1e-3
     return {
         "kind": kind.name,

@@ -21,7 +21,7 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.nn import MixtureOfExperts
 
 
-class Choices:
+class ExpertChoices:
     """The experts that were chosen, int32 [T, K] for each layer with experts."""
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class Choices:
         self.seen.append(np.asarray(ids))
 
 
-class WatchedExperts(MixtureOfExperts):
+class RecordingExperts(MixtureOfExperts):
     """The module, which tells `choices` of each call's experts."""
 
-    choices: Choices
+    choices: ExpertChoices
 
     def choose(self, logits: Float[Array, "T N"], *args: Any, **options: Any) -> Any:
         return self._told(super().choose(logits, *args, **options))
@@ -49,14 +49,14 @@ class WatchedExperts(MixtureOfExperts):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WatchedMoE(MoE):
+class RecordingMoE(MoE):
     """The block, built of watched experts."""
 
-    choices: Choices
+    choices: ExpertChoices
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         module = super().build(stream, rngs)
-        module.__class__ = WatchedExperts  # whatever arguments the block builds it with
+        module.__class__ = RecordingExperts  # whatever arguments the block builds it with
         module.choices = self.choices  # type: ignore[attr-defined]
         return module
 
@@ -65,14 +65,14 @@ def moe_layers(model: DecoderModel) -> int:
     return sum(isinstance(block.feed_forward, MoE) for block in model.spec.blocks)
 
 
-def watched(model: DecoderModel, choices: Choices) -> DecoderModel:
+def watched(model: DecoderModel, choices: ExpertChoices) -> DecoderModel:
     """The same model with watched experts; its parameters have the same shapes."""
 
     def block(each: Block) -> Block:
         if not isinstance(each.feed_forward, MoE):
             return each
         fields = {f.name: getattr(each.feed_forward, f.name) for f in dataclasses.fields(MoE)}
-        return Block(each.mixer, WatchedMoE(**fields, choices=choices))
+        return Block(each.mixer, RecordingMoE(**fields, choices=choices))
 
     return DecoderModel(
         dataclasses.replace(model.spec, blocks=tuple(map(block, model.spec.blocks)))
@@ -97,12 +97,12 @@ def distinct(
         rows: how many of the first rows are counted.
 
     Raises:
-        RuntimeError: the steps called the experts in another way than `WatchedExperts` watches.
+        RuntimeError: the steps called the experts in another way than `RecordingExperts` watches.
     """
     layers = moe_layers(model)
     if not layers:
         return {count: [] for count in rows}, state
-    choices = Choices()
+    choices = ExpertChoices()
     step = jit_step(watched(model, choices).decode, implementation=implementation)
     for batch in batches:
         _, state = step(params, state, batch)

@@ -5,13 +5,13 @@ from typing import Any
 
 from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import WeightsFormat, read_model
 
 
-class UnknownModel(ValueError):
+class UnknownModelError(ValueError):
     """No model has this name, or it cannot be run; the message says which can."""
 
 
@@ -33,13 +33,13 @@ def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, 
     found = shipped.get(name.lower(), Path(name).resolve().name)
     path = public_models.DATA / f"{found}.json" if name.lower() in shipped else Path(name) / CONFIG
     if not path.is_file():
-        raise UnknownModel(
+        raise UnknownModelError(
             f"unknown model {name!r}: use one of {', '.join(public_models.NAMES)}, or a folder with a "
             f"{CONFIG}"
         )
     try:
         fields = read_json(path)
-        model = read_model(Fields(fields, str(path)), dense=dense).model
+        model = read_model(ConfigFields(fields, str(path)), dense=dense).model
     except (CheckpointError, ConfigError, ValueError) as error:
-        raise UnknownModel(str(error)) from error
+        raise UnknownModelError(str(error)) from error
     return found, fields, model

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
-from jaxattn.aliasing.hlo import Instruction, Module
-from jaxattn.bench.harness.timing import Launch, Spent
+from jaxattn.aliasing.hlo import HloInstruction, HloModule
+from jaxattn.bench.harness.timing import KernelLaunch, KernelTimes
 
 KINDS = (
     "attention", "experts", "router", "dense products", "norms", "sampling", "copies", "other",
@@ -41,7 +41,7 @@ ROUTER = "MixtureOfExperts."  # its methods multiply by the router's matrix them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
+class OpCategory:
     """A line of the table, per call.
 
     Attributes:
@@ -57,24 +57,26 @@ class Kind:
 
 
 def by_kind(
-    spent: Mapping[Launch, Spent], compiled: jax.stages.Compiled, moved: Mapping[str, int]
-) -> list[Kind]:
+    spent: Mapping[KernelLaunch, KernelTimes],
+    compiled: jax.stages.Compiled,
+    moved: Mapping[str, int],
+) -> list[OpCategory]:
     """The kinds that took time, in the order of `KINDS`.
 
     Args:
         moved: bytes that a kind has to move.
     """
     origins = origins_of(compiled.as_text() or "")
-    found: dict[str, list[tuple[str, str, Spent]]] = {}
+    found: dict[str, list[tuple[str, str, KernelTimes]]] = {}
     for launch, each in spent.items():
         origin = origins.get(plain(launch.kernel)) or origins.get(plain(launch.op), "")
         found.setdefault(kind_of(launch.kernel, origin), []).append((launch.kernel, origin, each))
     return [_kind(name, found[name], moved.get(name, 0)) for name in KINDS if name in found]
 
 
-def _kind(name: str, parts: Iterable[tuple[str, str, Spent]], nbytes: int) -> Kind:
+def _kind(name: str, parts: Iterable[tuple[str, str, KernelTimes]], nbytes: int) -> OpCategory:
     longest = sorted(parts, key=lambda part: -part[2].seconds)
-    return Kind(
+    return OpCategory(
         name=name,
         seconds=sum(each.seconds for *_, each in longest),
         launches=sum(each.launches for *_, each in longest),
@@ -111,14 +113,14 @@ def origins_of(text: str) -> dict[str, str]:
 
     The functions are those that called each other when it was traced, the outermost first.
     """
-    functions, module = _functions(text), Module(text)
+    functions, module = _functions(text), HloModule(text)
 
-    def own(instruction: Instruction) -> str:
+    def own(instruction: HloInstruction) -> str:
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         called = functions.get(frame[1], ()) if frame else ()
         return f"{instruction.op_name} {' '.join(called)} " if instruction.op_name else ""
 
-    def within(instruction: Instruction) -> str:
+    def within(instruction: HloInstruction) -> str:
         """Of a fusion that says nothing itself, such as a product with its slice of a stack."""
         inner = [
             i for name in instruction.called for i in module.computations.get(name, {}).values()

@@ -28,14 +28,14 @@ E4M3_MAX = 448.0
 ROOT3 = 3**0.5  # half the width of a uniform distribution of standard deviation 1
 
 
-class Draw(NamedTuple):
+class UniformRange(NamedTuple):
     """Numbers evenly between `center` - `reach` and `center` + `reach`."""
 
     center: float
     reach: float
 
     @classmethod
-    def of(cls, deviation: float, center: float = 0.0) -> "Draw":
+    def of(cls, deviation: float, center: float = 0.0) -> "UniformRange":
         """A distribution by its standard deviation."""
         return cls(center, deviation * ROOT3)
 
@@ -66,34 +66,37 @@ def random_state(
     shapes = {cache.name: cache.shapes(size) for cache in model.caches}
     leaves, tree = jax.tree.flatten_with_path(shapes)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-    arrays = filled(names, [leaf for _, leaf in leaves], [Draw.of(1.0)] * len(leaves), seed)
+    arrays = filled(names, [leaf for _, leaf in leaves], [UniformRange.of(1.0)] * len(leaves), seed)
     return DecodeState(Arena.allocate(spec), jax.tree.unflatten(tree, arrays))
 
 
-def draw_of(name: str, leaf: jax.ShapeDtypeStruct, model: DecoderModel) -> Draw:
+def draw_of(name: str, leaf: jax.ShapeDtypeStruct, model: DecoderModel) -> UniformRange:
     """What a parameter is drawn from, by its name and shape."""
     stream, layers = model.spec.stream, len(model.spec.blocks)
     parts = name.split(".")
     if name.startswith("embedding"):
-        return Draw.of(stream.hidden_size**-0.5 if model.spec.tie_embeddings else 1.0)
+        return UniformRange.of(stream.hidden_size**-0.5 if model.spec.tie_embeddings else 1.0)
     if any("scale" in part for part in parts):
         typical = ROOT3 / E4M3_MAX * stream.hidden_size**-0.5
-        return Draw.of(0.1 * typical, typical)
+        return UniformRange.of(0.1 * typical, typical)
     if leaf.dtype == jnp.float8_e4m3fn:
-        return Draw(0.0, E4M3_MAX)
+        return UniformRange(0.0, E4M3_MAX)
     if "correction_bias" in parts:
         # Trained, it evens out what the experts get. Of 0.1, as wide as sigmoids of good experts
         # are apart, half of the experts would get nothing.
-        return Draw.of(0.01)
+        return UniformRange.of(0.01)
     if leaf.ndim <= (2 if "segments" in parts else 1):
-        return Draw.of(0.1, 1.0 if any("norm" in part for part in parts) else 0.0)
+        return UniformRange.of(0.1, 1.0 if any("norm" in part for part in parts) else 0.0)
     inner = leaf.shape[-1] if any("conv" in part for part in parts) else leaf.shape[-2]
     last = any(part in LAST for part in parts)
-    return Draw.of(inner**-0.5 * ((2 * layers) ** -0.5 if last else 1.0))
+    return UniformRange.of(inner**-0.5 * ((2 * layers) ** -0.5 if last else 1.0))
 
 
 def filled(
-    names: Iterable[str], shapes: list[jax.ShapeDtypeStruct], draws: Iterable[Draw], seed: int
+    names: Iterable[str],
+    shapes: list[jax.ShapeDtypeStruct],
+    draws: Iterable[UniformRange],
+    seed: int,
 ) -> list[jax.Array]:
     """An array for each shape, the largest first; compiled together.
 

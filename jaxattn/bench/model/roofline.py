@@ -15,7 +15,7 @@ from jaxattn.memory.budget import nbytes
 from jaxattn.models.blocks import GQA, MLA, DeltaMixer, Mixer, MoE
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.sharding.partition_rules import part_of
+from jaxattn.models.sharding.partition_rules import param_role
 from jaxattn.models.weight_map.tensor_mapping import Key
 
 # Bytes per second that kernels reach when they only read, by a part of the card's name.
@@ -25,7 +25,7 @@ STATE_FLOP = 1 + 2 + 2 + 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bytes:
+class RooflineBytes:
     """What a decode step moves.
 
     Attributes:
@@ -56,7 +56,7 @@ def rate[Other](device: str, other: Other) -> float | Other:
     return next((rate for name, rate in RATES.items() if name in device), other)
 
 
-def moved(model: DecoderModel, rows: int, context: int, touched: float) -> Bytes:
+def moved(model: DecoderModel, rows: int, context: int, touched: float) -> RooflineBytes:
     """The bytes of a decode step of `rows` rows of `context` tokens.
 
     Args:
@@ -64,7 +64,7 @@ def moved(model: DecoderModel, rows: int, context: int, touched: float) -> Bytes
     """
     weights = experts = 0.0
     for key, leaf in leaves_of(model):
-        part = part_of(model.spec, key)
+        part = param_role(model.spec, key)
         match part.line:
             case "experts":
                 experts += nbytes(leaf) * (touched + part.always) / leaf.shape[1]
@@ -73,7 +73,7 @@ def moved(model: DecoderModel, rows: int, context: int, touched: float) -> Bytes
             case _:
                 weights += nbytes(leaf)
     page, slot = _growth(model)
-    return Bytes(
+    return RooflineBytes(
         weights=int(weights),
         experts=int(experts),
         pages=rows * context * page // PAGE_SIZE,
@@ -89,7 +89,7 @@ def flops(model: DecoderModel, tokens: int) -> tuple[float, list[str]]:
     """
     total, unknown = 0.0, set()
     for key, leaf in leaves_of(model):
-        part = part_of(model.spec, key)
+        part = param_role(model.spec, key)
         matrix = leaf.ndim - part.stacked >= 2 and "conv1d" not in key
         if not matrix or part.scales or part.line in ("embedding", "head"):
             continue

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.bench.harness.hlo_writes import written
+from jaxattn.bench.harness.hlo_writes import hlo_writes
 from jaxattn.bench.harness.timing import PROFILED, launches, seconds
 from jaxattn.bench.model import expert_usage, roofline
-from jaxattn.bench.model.batches import Rows
-from jaxattn.bench.model.op_categories import Kind, by_kind
+from jaxattn.bench.model.batches import BenchBatches
+from jaxattn.bench.model.op_categories import OpCategory, by_kind
 from jaxattn.bench.model.random_weights import random_state
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.sampling.sampler import Level, SamplingBatch, sample
-from jaxattn.engine.steps.model_steps import EntryPoint
-from jaxattn.kernels.hopper.build.trace_cache import launches_shared
+from jaxattn.engine.sampling.sampler import SamplingBatch, SamplingMode, sample
+from jaxattn.engine.steps.model_steps import ModelStep
+from jaxattn.kernels.hopper.build.trace_cache import share_launches
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.interface import init_state, jit_step, overlaid
 from jaxattn.models.network.decoder_model import DecoderModel
@@ -34,11 +34,11 @@ WRITES = 8  # of a step's largest results that are named
 COMPILERS = 8  # threads
 
 
-class DoesNotFit(ValueError):
+class OutOfMemoryError(ValueError):
     """The device is too small for the weights and caches of a run."""
 
 
-class Steps:
+class ModelSteps:
     """A model with random weights, its caches and its compiled steps on one device.
 
     Args:
@@ -50,14 +50,14 @@ class Steps:
         self,
         model: DecoderModel,
         params: Any,
-        rows: Rows,
+        rows: BenchBatches,
         chunks: Sequence[int],
         *,
         implementation: Implementation | None = None,
     ) -> None:
         self.model, self.rows, self.implementation = model, rows, implementation
-        decodes = [EntryPoint("decode", count, 1) for count in rows.rows]
-        prefills = [EntryPoint("prefill", 1, chunk) for chunk in chunks]
+        decodes = [ModelStep("decode", count, 1) for count in rows.rows]
+        prefills = [ModelStep("prefill", 1, chunk) for chunk in chunks]
         self.params: Any = model.pack(params)
         self.state: Any = random_state(model, rows.size, arena(model, rows), seed=rows.seed + 1)
         jax.block_until_ready((self.params, self.state))
@@ -78,14 +78,16 @@ class Steps:
         )
         return found
 
-    def decode(self, count: int, touched: Sequence[int], rate: float) -> tuple[dict, list[Kind]]:
+    def decode(
+        self, count: int, touched: Sequence[int], rate: float
+    ) -> tuple[dict, list[OpCategory]]:
         """A row of the table and where the time goes, for steps of `count` rows.
 
         Args:
             touched: distinct experts, of each layer.
             rate: bytes per second of the roof.
         """
-        compiled = self._compiled[EntryPoint("decode", count, 1)].result()
+        compiled = self._compiled[ModelStep("decode", count, 1)].result()
         batches = [self.rows.decode(count, step) for step in range(STEPS)]
         mean = sum(touched) / len(touched) if touched else 0.0
         moved = roofline.moved(self.model, count, self.rows.context, mean)
@@ -111,9 +113,9 @@ class Steps:
         }
         return row, kinds
 
-    def prefill(self, chunk: int) -> tuple[dict, list[Kind]]:
+    def prefill(self, chunk: int) -> tuple[dict, list[OpCategory]]:
         """A row of the table and where the time goes, for one prompt read `chunk` at a time."""
-        compiled = self._compiled[EntryPoint("prefill", 1, chunk)].result()
+        compiled = self._compiled[ModelStep("prefill", 1, chunk)].result()
         batches = self.rows.chunks(chunk)
         whole, kernels, kinds = self._times(compiled, batches, together=len(batches))
         work, unknown = roofline.flops(self.model, self.rows.prompt)
@@ -139,7 +141,7 @@ class Steps:
         *,
         together: int = 1,
         moved: Mapping[str, int] | None = None,
-    ) -> tuple[float, float, list[Kind]]:
+    ) -> tuple[float, float, list[OpCategory]]:
         """Seconds in a run, seconds of kernels, and their kinds, of `together` steps in order."""
 
         def call(number: int = 0) -> Any:
@@ -161,7 +163,7 @@ class Steps:
         whole = seconds(run, repeats=5 if calls > 1 else 3) / calls
         return whole, kernels or whole, by_kind(spent, compiled, moved or {})
 
-    def _compile(self, entry: EntryPoint) -> jax.stages.Compiled:
+    def _compile(self, entry: ModelStep) -> jax.stages.Compiled:
         prefill = entry.kind == "prefill"
         step = jit_step(
             _with_tokens(self.model.prefill if prefill else self.model.decode),
@@ -170,7 +172,7 @@ class Steps:
             else self.implementation,
         )
         batch = self.rows.chunks(entry.tokens)[0] if prefill else self.rows.decode(entry.rows, 0)
-        with launches_shared():
+        with share_launches():
             lowered = step.lower(self.params, self.state, batch)
         return lowered.compile()
 
@@ -182,24 +184,24 @@ def _with_tokens(step: Callable) -> Callable:
         logits, state = step(params, state, batch, **options)
         zeros = jnp.zeros(len(logits))
         greedy = SamplingBatch(zeros, zeros, zeros, zeros, zeros)
-        return sample(logits, greedy, batch.seq_lens, Level.GREEDY), state
+        return sample(logits, greedy, batch.seq_lens, SamplingMode.GREEDY), state
 
     return step_and_choose
 
 
-def arena(model: DecoderModel, rows: Rows) -> ArenaSpec:
+def arena(model: DecoderModel, rows: BenchBatches) -> ArenaSpec:
     """The scratch of all decode steps of a run."""
     counts = ((count, rows.width) for count in rows.rows)
     return overlaid(s for count, width in counts for s in model.scratch(count, max_pages=width))
 
 
-def check_room(model: DecoderModel, rows: Rows) -> None:
+def check_room(model: DecoderModel, rows: BenchBatches) -> None:
     """Raises DoesNotFit where weights and caches are larger than the device."""
     state = jax.eval_shape(lambda: init_state(model, rows.size, arena(model, rows)))
     weights, caches = nbytes(model.param_shapes()), nbytes(state)
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if room is not None and weights + caches > room:
-        raise DoesNotFit(
+        raise OutOfMemoryError(
             f"weights of {weights / 1e9:.1f} GB and caches of {caches / 1e9:.1f} GB for "
             f"{rows.most} rows of {rows.context} tokens do not fit in {room / 1e9:.1f} GB; use "
             "fewer --rows or a smaller --context"
@@ -211,7 +213,9 @@ def peak_bytes() -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
-def attempt(make: Callable[[], tuple[dict, list[Kind]]], what: str) -> tuple[dict, list[Kind]]:
+def attempt(
+    make: Callable[[], tuple[dict, list[OpCategory]]], what: str
+) -> tuple[dict, list[OpCategory]]:
     """A row, or one that says why there is none: a chunk may be too large for the device."""
     try:
         return make()
@@ -221,6 +225,6 @@ def attempt(make: Callable[[], tuple[dict, list[Kind]]], what: str) -> tuple[dic
 
 def _compiled_facts(compiled: jax.stages.Compiled) -> dict[str, Any]:
     memory = compiled.memory_analysis()
-    found = [f"{each} of {each.op_name}" for each in written(compiled.as_text() or "")]
+    found = [f"{each} of {each.op_name}" for each in hlo_writes(compiled.as_text() or "")]
     temp = memory.temp_size_in_bytes if memory else 0
     return {"temp MiB": temp / 2**20, "writes": found[:WRITES]}

@@ -42,10 +42,15 @@ from jaxattn.bench.multi_gpu.sharded_model import COLLECTIVES
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.models.caches.layer_cache import CacheSize
-from jaxattn.models.caches.symmetric_memory import MOST_TOKENS, Mailboxes, closed, opened
+from jaxattn.models.caches.symmetric_memory import (
+    MOST_TOKENS,
+    SymmetricMemoryCache,
+    buffer_arrays,
+    symmetric_buffer,
+)
 from jaxattn.models.interface import jit_step
 from jaxattn.ops.collectives.all_reduce_norm import all_reduce_norm_layer
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 from jaxattn.parallel.peer_access import peers_reach
 
 KIB = (4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -83,7 +88,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sum:
+class AllReduceCase:
     """What a row times.
 
     Attributes:
@@ -97,7 +102,7 @@ class Sum:
     how: str
 
     @property
-    def base(self) -> "Sum":
+    def base(self) -> "AllReduceCase":
         """The loop without the sum."""
         if self.how == "one launch":
             return dataclasses.replace(self, how="filler")
@@ -112,18 +117,18 @@ class Sum:
         return self.numbers // FEATURES
 
 
-class Loop:
+class AllReduceLoop:
     """A donated step of `turns` turns with PER_TURN sums each, over a group of GPUs."""
 
-    def __init__(self, of: Sum, turns: int, filler: int):
+    def __init__(self, of: AllReduceCase, turns: int, filler: int):
         self.of, self.turns = of, turns
-        self.group = Group(Parallel(tensor=of.gpus), tuple(jax.devices()[: of.gpus]))
+        self.group = DeviceGroup(Parallel(tensor=of.gpus), tuple(jax.devices()[: of.gpus]))
         self.axes = self.group.parallel.axes("tensor")
         self.filler, self.own = filler, PartitionSpec(self.axes)
         self.fused = of.how == "one launch"
         residual = self.fused or of.how == "filler"
         self.given = _residual(of)[: 1 + self.fused] if residual else _numbers(of)
-        self.boxes = Mailboxes(gpus=of.gpus, tokens=of.tokens, features=FEATURES)
+        self.boxes = SymmetricMemoryCache(gpus=of.gpus, tokens=of.tokens, features=FEATURES)
         self.compiled: Any = None
 
     def compile(self) -> None:
@@ -194,9 +199,15 @@ class Loop:
             for _number in range(PER_TURN):
                 filler, x = _filled(filler, x)
                 x, part, mailbox = all_reduce_norm_layer(
-                    x, part, weights, opened(arrays), axes=self.axes, layer=0, dtype=jnp.bfloat16
+                    x,
+                    part,
+                    weights,
+                    symmetric_buffer(arrays),
+                    axes=self.axes,
+                    layer=0,
+                    dtype=jnp.bfloat16,
                 )
-                arrays = closed(mailbox)
+                arrays = buffer_arrays(mailbox)
             return (arrays, filler, x, part), None
 
         carry = *state, x, x.astype(jnp.bfloat16)
@@ -211,23 +222,23 @@ def _filled(filler: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return filler, x + (1e-30 * filler[0]).astype(x.dtype)
 
 
-def _shares(of: Sum) -> np.ndarray:
+def _shares(of: AllReduceCase) -> np.ndarray:
     return np.full(of.gpus, 1 / of.gpus, np.float32)
 
 
-def _numbers(of: Sum) -> tuple[np.ndarray, ...]:
+def _numbers(of: AllReduceCase) -> tuple[np.ndarray, ...]:
     return (np.ones(of.numbers, of.dtype),)
 
 
-def _residual(of: Sum) -> tuple[np.ndarray, ...]:
+def _residual(of: AllReduceCase) -> tuple[np.ndarray, ...]:
     x = np.random.default_rng(0).standard_normal((of.tokens, FEATURES), np.float32)
     return x, np.ones((1, FEATURES), np.float32)
 
 
-def wanted(args: argparse.Namespace) -> list[Sum]:
+def wanted(args: argparse.Namespace) -> list[AllReduceCase]:
     """The sums of a run."""
     sums = [
-        Sum(gpus=gpus, kib=kib, dtype=dtype, how=how)
+        AllReduceCase(gpus=gpus, kib=kib, dtype=dtype, how=how)
         for gpus in args.gpus
         for dtype in args.dtypes
         for kib in args.kib
@@ -236,13 +247,13 @@ def wanted(args: argparse.Namespace) -> list[Sum]:
     return [each for each in sums if each.how != "one launch" or _one_launch(each)]
 
 
-def _one_launch(of: Sum) -> bool:
+def _one_launch(of: AllReduceCase) -> bool:
     whole = of.numbers % FEATURES == 0
     fits = of.dtype == "bfloat16" and whole and of.tokens <= MOST_TOKENS
     return fits and peers_reach(jax.devices()[: of.gpus])
 
 
-def time(loop: Loop, base: float) -> dict[str, Any]:
+def time(loop: AllReduceLoop, base: float) -> dict[str, Any]:
     """A row. `base`: seconds of what is before a sum."""
     took, of = loop.seconds() - base, loop.of
     kernels = {
@@ -264,16 +275,16 @@ def time(loop: Loop, base: float) -> dict[str, Any]:
     }
 
 
-def _launched(loop: Loop) -> dict[Any, list[tuple[float, float]]]:
+def _launched(loop: AllReduceLoop) -> dict[Any, list[tuple[float, float]]]:
     """(start, length) in ns of what the GPUs ran; empty without a GPU."""
     if jax.default_backend() != "gpu":
         return {}
     return dict(gpu_launches(lambda: jax.block_until_ready((loop(), loop()))))
 
 
-def compile_all(loops: Sequence[Loop]) -> None:
+def compile_all(loops: Sequence[AllReduceLoop]) -> None:
     with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(Loop.compile, loops))
+        list(pool.map(AllReduceLoop.compile, loops))
 
 
 def main(argv: Sequence[str], program: str) -> int:
@@ -287,11 +298,11 @@ def main(argv: Sequence[str], program: str) -> int:
     result = {**run_metadata.begin("collectives", program, ["collectives", *argv]), "rows": []}
     sums = wanted(args)
     loops = {
-        each: Loop(each, args.turns, args.filler)
+        each: AllReduceLoop(each, args.turns, args.filler)
         for each in dict.fromkeys(of for each in sums for of in (each.base, each))
     }
     compile_all([*loops.values()])
-    bases, fillers = dict[Sum, float](), dict[int, jax.Array]()
+    bases, fillers = dict[AllReduceCase, float](), dict[int, jax.Array]()
     for each in sums:
         if each.base not in bases:
             with loops[each.base].filled(fillers):

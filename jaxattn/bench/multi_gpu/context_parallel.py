@@ -43,14 +43,21 @@ from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import launches, seconds_more
 from jaxattn.bench.model.roofline import rate
-from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.validation.array_checks import Within
+from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.engine.execution.model_runner import in_turn
-from jaxattn.kernels.hopper.build.trace_cache import launches_shared
+from jaxattn.kernels.hopper.build.trace_cache import share_launches
 from jaxattn.models.blocks.paged_mixer import attended
 from jaxattn.models.interface import jit_step
-from jaxattn.parallel import Group, Parallel, Spread, gathered_in, pieces_of, rank
+from jaxattn.parallel import (
+    ContextParallelPages,
+    DeviceGroup,
+    Parallel,
+    gathered_in,
+    pieces_of,
+    rank,
+)
 from jaxattn.parallel.peer_access import peers_reach
 
 HEADS = (32, 128)
@@ -100,7 +107,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 type Sent = Literal["met", "apart", "XLA"]
 
 
-class Row:
+class ContextParallelCase:
     """One row's attention over a number of GPUs: compiled from shapes, filled, then timed."""
 
     def __init__(
@@ -116,7 +123,7 @@ class Row:
         self.heads, self.gpus, self.tokens, self.layers = heads, gpus, tokens, layers
         self.implementation = implementation
         self.parallel = Parallel(tensor=gpus, context=gpus)
-        self.group = Group(self.parallel, tuple(jax.devices()[:gpus]))
+        self.group = DeviceGroup(self.parallel, tuple(jax.devices()[:gpus]))
         self.stripes = -(-tokens // (PAGE * gpus))
         own = self.parallel.axes("tensor") or None
         self.by_heads = PartitionSpec(None, None, own)
@@ -133,7 +140,7 @@ class Row:
         self.state: Any = None
 
     def compile(self) -> None:
-        with launches_shared():
+        with share_launches():
             for turns in (self.layers, self.layers * TIMES):
                 self._loops[turns] = self._jitted(turns).lower(*self._shapes()).compile()
 
@@ -155,14 +162,16 @@ class Row:
         sizes: Any = dict(batch=rows, q_len=q_len, num_heads=heads)
         return Arena.allocate(mla.scratch(**sizes, max_pages=self.stripes, page_size=PAGE))
 
-    def _mailbox(self) -> list[Mailbox]:
+    def _mailbox(self) -> list[SymmetricBuffer]:
         """That rows are sent through, and that outputs meet by; none where XLA does it."""
-        return [Mailbox.empty(self.gpus, *room) for room in (self.pieces, self.room) if room]
+        return [
+            SymmetricBuffer.empty(self.gpus, *room) for room in (self.pieces, self.room) if room
+        ]
 
     def _loop(self, turns: int, queries: jax.Array, state: Any) -> tuple[jax.Array, Any]:
         cache, arena, mailbox = state
         tables, lens = jnp.asarray(self._tables())[None], jnp.full(1, self.tokens, jnp.int32)
-        spread = Spread.of(self.parallel, tables, lens, page_size=PAGE, q_len=1)
+        spread = ContextParallelPages.of(self.parallel, tables, lens, page_size=PAGE, q_len=1)
         seen = lens if spread is None else spread.lens
         schedule = mla.decode_schedule(
             seen,
@@ -196,7 +205,7 @@ class Row:
                 return out, lse, [kept]
 
             if spread is None:
-                out, _, rest = attend([queries], tables, Within(seen, self.stripes * PAGE))
+                out, _, rest = attend([queries], tables, BoundedLengths(seen, self.stripes * PAGE))
             else:
                 meeting = spread
                 if mailbox and self.pieces:
@@ -232,7 +241,9 @@ class Row:
             return lax.map(of, jnp.arange(self.layers)), self._arena(), self._mailbox()
 
         pages, arena, mailbox = self.group.make(made, self.state_specs)
-        self.state = jax.block_until_ready((pages, arena, [addressed(each) for each in mailbox]))
+        self.state = jax.block_until_ready(
+            (pages, arena, [with_addresses(each) for each in mailbox])
+        )
         drawn = np.random.default_rng(1).standard_normal((1, 1, self.heads, DIM), np.float32)
         self.queries = self.group.put(drawn.astype(jnp.bfloat16), self.by_heads)
 
@@ -293,13 +304,15 @@ def main(argv: Sequence[str], program: str) -> int:
     if args.nccl:
         ways.append("XLA")
     rows = [
-        Row(heads, gpus, **sizes, implementation=args.implementation, sent=sent)
+        ContextParallelCase(heads, gpus, **sizes, implementation=args.implementation, sent=sent)
         for heads in args.heads
         for gpus in args.gpus
         for sent in (ways if gpus > 1 else ways[:1])
     ]
     checked = [] if args.no_check else args.heads
-    alone = {heads: Row(heads, 1, **sizes, implementation="xla") for heads in checked}
+    alone = {
+        heads: ContextParallelCase(heads, 1, **sizes, implementation="xla") for heads in checked
+    }
     compile_all([*rows, *alone.values()])
     if args.compile:
         return 0
@@ -321,18 +334,18 @@ def main(argv: Sequence[str], program: str) -> int:
     return 0
 
 
-def compile_all(rows: Sequence[Row]) -> None:
+def compile_all(rows: Sequence[ContextParallelCase]) -> None:
     with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(Row.compile, rows))
+        list(pool.map(ContextParallelCase.compile, rows))
 
 
-def _output(row: Row) -> np.ndarray:
+def _output(row: ContextParallelCase) -> np.ndarray:
     row.fill()
     found, row.state = row.output(), None
     return found
 
 
-def _checked(row: Row, expected: np.ndarray) -> float:
+def _checked(row: ContextParallelCase, expected: np.ndarray) -> float:
     """The relative L2 error of the last layer's output.
 
     Raises:

@@ -47,8 +47,8 @@ import jax
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
-from jaxattn.bench.model.model_lookup import UnknownModel, find
-from jaxattn.bench.multi_gpu.sharded_model import Layout, Options
+from jaxattn.bench.model.model_lookup import UnknownModelError, find
+from jaxattn.bench.multi_gpu.sharded_model import Options, ShardedModel
 from jaxattn.cli.options.parser import LAYOUT, ProseHelpFormatter
 from jaxattn.models import divided
 from jaxattn.parallel import ALONE, Parallel
@@ -110,7 +110,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         args.name, _, args.model = find(args.name)
         for parallel in args.layouts:
             divided(args.model, parallel)
-    except (UnknownModel, TypeError, ValueError) as error:
+    except (UnknownModelError, TypeError, ValueError) as error:
         parser.error(str(error))
     if min(args.rows) < 1 or args.tokens < 1:
         parser.error("--rows and --tokens must be positive")
@@ -193,7 +193,7 @@ def _wanted(args: argparse.Namespace) -> list[tuple[Parallel, bool]]:
     return list(dict.fromkeys(wanted))
 
 
-def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Layout | None:
+def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> ShardedModel | None:
     """The layout with those rows that its groups share and that it has room for."""
     model, most = args.model.with_fused_sums(None if fused else 0), max(args.rows)
     if fused:
@@ -202,7 +202,7 @@ def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Layout
     rows = sorted(count for count in args.rows if count % parallel.data == 0 and count <= most)
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     while rows:
-        layout = Layout(
+        layout = ShardedModel(
             model,
             parallel,
             rows,
@@ -225,7 +225,7 @@ def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Layout
     return None
 
 
-def _measure(args: argparse.Namespace, layout: Layout, result: dict[str, Any]) -> None:
+def _measure(args: argparse.Namespace, layout: ShardedModel, result: dict[str, Any]) -> None:
     """A row for each number of rows, stored as soon as it is there."""
     layout.fill()
     weights, caches = layout.nbytes

@@ -19,20 +19,20 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxattn.bench.harness.timing import launches, seconds
-from jaxattn.bench.model.batches import Rows
-from jaxattn.bench.model.random_weights import Draw, draw_of, fill
+from jaxattn.bench.model.batches import BenchBatches
+from jaxattn.bench.model.random_weights import UniformRange, draw_of, fill
 from jaxattn.bench.model.roofline import moved, rate
 from jaxattn.bench.multi_gpu.cache_capacity import cache_tokens
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.execution.model_runner import in_turn
-from jaxattn.kernels.hopper.build.trace_cache import launches_shared
+from jaxattn.kernels.hopper.build.trace_cache import share_launches
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import device_memory
 from jaxattn.models import DecodeBatch, DecodeState, divided
 from jaxattn.models.blocks import MoE
 from jaxattn.models.interface import init_state, jit_step, overlaid
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
 
 STEPS = 4  # different batches, taken in turn
@@ -52,7 +52,7 @@ COLLECTIVES = (
 type Options = tuple[tuple[str, str | bool], ...]
 
 
-class Layout:
+class ShardedModel:
     """A model with random weights and caches over the devices of a layout.
 
     Args:
@@ -84,11 +84,11 @@ class Layout:
         self.options = tuple(options)
         self.parallel, self.tokens, self.seed = parallel, tokens, seed
         self.model: Any = divided(model, parallel)
-        self.group = Group(parallel, tuple(devices))
+        self.group = DeviceGroup(parallel, tuple(devices))
         self.implementation = implementation
         self.platform = platform or jax.default_backend()
         self.counts = tuple(rows)
-        self.rows = Rows(
+        self.rows = BenchBatches(
             rows=tuple(count // parallel.data for count in rows),
             context=-(-tokens // parallel.context),
             prompt=0,
@@ -155,7 +155,7 @@ class Layout:
             each.result()
 
     def _lowered(self, count: int) -> Any:
-        with launches_shared():
+        with share_launches():
             return self.traced(count).lower()
 
     def roof_bytes(self, count: int) -> int:
@@ -215,7 +215,7 @@ class Layout:
         names = (jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves)
         return dict(zip(names, (leaf for _, leaf in leaves), strict=True))
 
-    def _arrays(self) -> Mapping[Any, tuple[jax.ShapeDtypeStruct, PartitionSpec, Draw]]:
+    def _arrays(self) -> Mapping[Any, tuple[jax.ShapeDtypeStruct, PartitionSpec, UniformRange]]:
         """What is filled by name: what one GPU has of it, how it lies, what it is drawn from."""
         specs = jax.tree.leaves(self.model.param_specs())
         found: dict[Any, Any] = {
@@ -225,7 +225,7 @@ class Layout:
         for cache, arrays in self.state_shapes.caches.items():
             for name, leaf in arrays.items():
                 # What counts begins at 0.
-                draw = Draw.of(float(jnp.issubdtype(leaf.dtype, jnp.floating)))
+                draw = UniformRange.of(float(jnp.issubdtype(leaf.dtype, jnp.floating)))
                 found[cache, name] = leaf, self.specs[1].caches[cache][name], draw
         return found
 

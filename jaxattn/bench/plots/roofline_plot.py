@@ -23,7 +23,7 @@ LINE = 0.042  # of the picture's height, for a label
 TIMES = {"us": 1e-6, "ms": 1e-3}
 
 
-class PlotError(Exception):
+class BenchPlotError(Exception):
     """There is no picture; the message says what to do."""
 
 
@@ -36,7 +36,7 @@ def require_matplotlib() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotError(
+        raise BenchPlotError(
             "--plot needs matplotlib: install jaxattn[plot], or leave --plot out"
         ) from error
     return Figure
@@ -51,7 +51,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise PlotError(f"cannot read {path}: {error}") from error
+        raise BenchPlotError(f"cannot read {path}: {error}") from error
 
 
 def unit(row: dict[str, Any]) -> str:
@@ -94,7 +94,7 @@ def save(result: dict[str, Any], path: Path) -> None:
         return
     rows = [row for row in result.get("rows", []) if "TFLOP/s" in row and "GB/s" in row]
     if not rows:
-        raise PlotError(
+        raise BenchPlotError(
             "the run has no rows with TFLOP/s and GB/s: draw those of mla, mla-prefill or gdn"
         )
     peers = list(dict.fromkeys(_peers(rows)))
@@ -124,14 +124,14 @@ def _written(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, format="png", dpi=110)
     except OSError as error:
-        raise PlotError(f"cannot write {path}: {error.strerror or error}") from error
+        raise BenchPlotError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _model(figure_type: Any, result: dict[str, Any]) -> Any:
     """Each decode step's roof, kernels and time, the fewest rows on top."""
     rows = [row for row in result.get("rows", []) if "roof ms" in row]
     if not rows:
-        raise PlotError("the run has no decode steps with a roof: draw those of a whole run")
+        raise BenchPlotError("the run has no decode steps with a roof: draw those of a whole run")
     figure = figure_type(figsize=(9, 1.4 + 0.7 * len(rows)), layout="constrained")
     figure.set_facecolor("white")
     axes = figure.subplots()
@@ -164,11 +164,11 @@ def _model(figure_type: Any, result: dict[str, Any]) -> Any:
 def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
     rows = [{"model": result.get("model", ""), **row} for row in result.get("rows", [])]
     if not rows:
-        raise PlotError("the run has no decode steps: draw those of a whole run")
+        raise BenchPlotError("the run has no decode steps: draw those of a whole run")
     title = f"{result.get('device', '')}, {result.get('date', '')[:10]}"
     figure = parallel_plot.draw(figure_type, rows, title)
     if figure is None:
-        raise PlotError(
+        raise BenchPlotError(
             "the run has no steps of several GPUs with one GPU's beside them, and none with a "
             "roof: draw a run of `bench parallel` on GPUs"
         )

@@ -8,7 +8,7 @@ from jaxattn.cli.options.parser import InputError
 from jaxattn.memory.limits import Limits
 from jaxattn.models import divided
 from jaxattn.models.interface import Model
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 
 
 def read_layout(options: argparse.Namespace) -> Parallel:
@@ -28,7 +28,9 @@ def read_layout(options: argparse.Namespace) -> Parallel:
         raise InputError(str(error)) from error
 
 
-def over_devices(model: Model, limits: Limits, parallel: Parallel) -> tuple[Model, Group | None]:
+def over_devices(
+    model: Model, limits: Limits, parallel: Parallel
+) -> tuple[Model, DeviceGroup | None]:
     """(what one GPU of the layout runs of the model, the devices of its GPUs or None).
 
     Raises:
@@ -43,6 +45,6 @@ def over_devices(model: Model, limits: Limits, parallel: Parallel) -> tuple[Mode
         )
     try:
         served = model.with_cache_format(limits.cache_format, limits.native_layers)
-        return divided(served, parallel), Group(parallel, devices[: parallel.gpus])
+        return divided(served, parallel), DeviceGroup(parallel, devices[: parallel.gpus])
     except ValueError as error:
         raise InputError(str(error)) from error

@@ -35,7 +35,7 @@ class InputError(ValueError):
     """What was asked for cannot be done; one line for the user."""
 
 
-class Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """Raises an InputError for arguments that it cannot read.
 
     Attributes:

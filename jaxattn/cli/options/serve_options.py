@@ -14,7 +14,7 @@ from jaxattn.cli.options.parser import (
     SERVER_BATCH,
     VERSION,
     HelpFormatter,
-    Parser,
+    OptionParser,
     add_cache_format,
     add_dense,
     add_layout,
@@ -24,7 +24,7 @@ from jaxattn.cli.options.value_types import fraction, number, size, sizes
 
 def parser() -> argparse.ArgumentParser:
     """The command's options, in groups, each with its default in the help."""
-    root = Parser(
+    root = OptionParser(
         prog=PROGRAM,
         formatter_class=HelpFormatter,
         description="Continues prompts with a model, or chats with it. Without arguments the "

@@ -12,11 +12,11 @@ from typing import TextIO
 from rich.console import Console
 
 from jaxattn.cli.exit_codes import code_of, interrupts_raised
-from jaxattn.cli.serve.request_inputs import Requests, in_template, user
-from jaxattn.cli.serve.text_stream import Printer
+from jaxattn.cli.serve.request_inputs import RequestFactory, in_template, user
+from jaxattn.cli.serve.text_stream import TextPrinter
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason, GenerationInterrupted
-from jaxattn.engine.requests.request import Request, Stats
+from jaxattn.engine.requests.request import GenerationStats, Request
 
 
 def turns(stdin: TextIO, *, asks: bool) -> Iterator[str]:
@@ -55,13 +55,13 @@ class Conversation:
     """
 
     engine: Engine
-    requests: Requests
-    printer: Printer
+    requests: RequestFactory
+    printer: TextPrinter
     messages: Console
     history: list[dict[str, str]]
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
     completions: list[Completion] = dataclasses.field(default_factory=list)
-    stats: Stats = dataclasses.field(default_factory=Stats)
+    stats: GenerationStats = dataclasses.field(default_factory=GenerationStats)
     interrupted: int | None = None
 
     def hold(self, lines: Iterator[str]) -> None:
@@ -138,4 +138,6 @@ class Conversation:
     def _end(self, done: Completion) -> None:
         self.completions.append(done)
         new = dataclasses.asdict(self.engine.stats)
-        self.stats = Stats(**{name: getattr(self.stats, name) + new[name] for name in new})
+        self.stats = GenerationStats(
+            **{name: getattr(self.stats, name) + new[name] for name in new}
+        )

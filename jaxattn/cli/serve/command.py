@@ -28,7 +28,7 @@ from jaxattn.cli.serve import http_server
 from jaxattn.cli.serve.chat_session import Conversation, turns
 from jaxattn.cli.serve.request_inputs import (
     Prompt,
-    Requests,
+    RequestFactory,
     check_prompts,
     converses,
     encoded_prompts,
@@ -36,13 +36,13 @@ from jaxattn.cli.serve.request_inputs import (
     opening,
     read_limits,
 )
-from jaxattn.cli.serve.text_stream import Printer, TextStream
+from jaxattn.cli.serve.text_stream import TextPrinter, TextStream
 from jaxattn.cli.startup import multihost
-from jaxattn.cli.startup.compilation_cache import NONE, keep_compiled
+from jaxattn.cli.startup.compilation_cache import NONE, enable_compilation_cache
 from jaxattn.cli.startup.engine_startup import choose_device, start_engine
 from jaxattn.cli.startup.model_source import choose, one_line
-from jaxattn.cli.startup.run_report import Run, measure, summary_lines, to_json
-from jaxattn.cli.startup.stage_timings import Stages
+from jaxattn.cli.startup.run_report import RunReport, measure, summary_lines, to_json
+from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.engine.requests.request import Request
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     messages = Console(
         stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=options.quiet
     )
-    stages = Stages()
+    stages = StageTimings()
     stages.ended("imports")
     check_options(options)
     if options.checkpoint is not None:
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         choose_device(options.device, options.implementation, options.utilization)
         stages.ended("device")
         if options.compile_cache not in (None, NONE):
-            keep_compiled(options.compile_cache)
+            enable_compilation_cache(options.compile_cache)
         model = chosen.model(tokenizer)
         if crew is not None:
             crew.agree(multihost.facts(chosen, limits, read_layout(options)))
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         engine, compile_seconds = start_engine(*given)
         messages.print(stages.line())
         return answered(
-            engine, compile_seconds, prompts, Requests(options, tokenizer, length), messages
+            engine, compile_seconds, prompts, RequestFactory(options, tokenizer, length), messages
         )
 
 
@@ -108,12 +108,12 @@ def answered(
     engine: Engine,
     compile_seconds: dict[str, float],
     prompts: Sequence[Prompt],
-    requests: Requests,
+    requests: RequestFactory,
     messages: Console,
 ) -> int:
     """Generates and reports, in the terminal; returns the exit code."""
     options, limits = requests.options, engine.limits
-    printer = Printer(messages if options.json else Console())
+    printer = TextPrinter(messages if options.json else Console())
     try:
         if converses(options):
             done, interrupted = talk(engine, requests, printer, messages)
@@ -156,7 +156,7 @@ def check_chat(options: argparse.Namespace, tokenizer: Tokenizer) -> None:
         raise InputError("--chat without --prompt reads stdin, which is closed")
 
 
-def settings(requests: Requests, limits: Limits) -> dict[str, Any]:
+def settings(requests: RequestFactory, limits: Limits) -> dict[str, Any]:
     """The options, with what stands for those that were not given."""
     given = {
         name: str(value) if isinstance(value, Path) else value
@@ -171,8 +171,8 @@ def settings(requests: Requests, limits: Limits) -> dict[str, Any]:
 
 
 def complete(
-    engine: Engine, requests: Requests, prompts: Sequence[Prompt], printer: Printer
-) -> tuple[Run, int | None]:
+    engine: Engine, requests: RequestFactory, prompts: Sequence[Prompt], printer: TextPrinter
+) -> tuple[RunReport, int | None]:
     """(what became of the prompts, the exit code that Ctrl-C or SIGTERM asked for).
 
     Raises:
@@ -194,7 +194,7 @@ def complete(
         completions, interrupted = ended.completions, code_of(ended)
     stream.close()
     texts = {place: prompt.text for place, prompt in enumerate(prompts) if prompt.text is not None}
-    run = Run(
+    run = RunReport(
         engine=engine,
         tokenizer=requests.tokenizer,
         completions=completions,
@@ -206,8 +206,8 @@ def complete(
 
 
 def talk(
-    engine: Engine, requests: Requests, printer: Printer, messages: Console
-) -> tuple[Run, int | None]:
+    engine: Engine, requests: RequestFactory, printer: TextPrinter, messages: Console
+) -> tuple[RunReport, int | None]:
     """A conversation in the terminal; returns what `complete` does.
 
     Raises:
@@ -222,7 +222,7 @@ def talk(
     )
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     held.hold(turns(sys.stdin, asks=terminal and not requests.options.json))
-    run = Run(
+    run = RunReport(
         engine=engine,
         tokenizer=requests.tokenizer,
         completions=held.completions,

@@ -16,11 +16,11 @@ from rich.console import Console
 
 from jaxattn import interrupt
 from jaxattn.cli.options.parser import InputError
-from jaxattn.cli.startup.compilation_cache import keep_compiled, own_folder
+from jaxattn.cli.startup.compilation_cache import enable_compilation_cache, own_folder
 from jaxattn.cli.startup.engine_startup import start_engine
-from jaxattn.cli.startup.model_source import Chosen, one_line
-from jaxattn.cli.startup.stage_timings import Stages
-from jaxattn.engine.distributed.process_group import Crew
+from jaxattn.cli.startup.model_source import ModelSource, one_line
+from jaxattn.cli.startup.stage_timings import StageTimings
+from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.runtime import gc_pause
 from jaxattn.engine.runtime.recompilation_guard import SealError
@@ -29,7 +29,7 @@ from jaxattn.models.interface import Model
 from jaxattn.text import SamplingDefaults, Tokenizer
 
 if TYPE_CHECKING:
-    from jaxattn.server.settings import Settings
+    from jaxattn.server.settings import ServerSettings
 
 # Options of the terminal, which say what to continue.
 OF_TERMINAL = ("prompt", "chat", "system", "stop", "max_tokens", "json")
@@ -44,14 +44,14 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def serve(
-    chosen: Chosen,
+    chosen: ModelSource,
     model: Model,
     tokenizer: Tokenizer,
     limits: Limits,
     options: argparse.Namespace,
     messages: Console,
-    stages: Stages,
-    crew: Crew | None = None,
+    stages: StageTimings,
+    crew: ProcessGroup | None = None,
 ) -> int:
     """Serves over HTTP; returns 0, or 1 if an answer was cut at the end.
 
@@ -60,7 +60,7 @@ def serve(
     """
     settings = _read_settings(options, chosen)
     from jaxattn.server import uvicorn_server  # installed, since the settings could be read
-    from jaxattn.server.runtime.service import Served
+    from jaxattn.server.runtime.service import ServedModel
 
     try:
         bound = uvicorn_server.listen(settings.host, settings.port)
@@ -81,12 +81,12 @@ def serve(
         address = f"http://{host}:{bound.getsockname()[1]}"
         messages.print(stages.line())
         messages.print(f"serving {settings.names[0]} at {address}/v1; a page to chat at {address}/")
-        gc_pause.keep_all()  # model, modules and what JAX keeps of them; requests come after
+        gc_pause.freeze_gc_heap()  # model, modules and what JAX keeps of them; requests come after
 
     interrupt.listen(False)  # asyncio hears of signals from here on
     try:
         whole = uvicorn_server.run(
-            Served(
+            ServedModel(
                 make=make,
                 tokenizer=tokenizer,
                 limits=limits,
@@ -102,7 +102,7 @@ def serve(
     return 0 if whole else 1
 
 
-def _read_settings(options: argparse.Namespace, chosen: Chosen) -> "Settings":
+def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerSettings":
     """The server's settings.
 
     Raises:
@@ -111,7 +111,7 @@ def _read_settings(options: argparse.Namespace, chosen: Chosen) -> "Settings":
     try:
         from jaxattn.server import uvicorn_server  # noqa: F401  # run needs the whole extra
         from jaxattn.server.http import api_keys
-        from jaxattn.server.settings import Settings
+        from jaxattn.server.settings import ServerSettings
     except ModuleNotFoundError as error:
         raise InputError(
             f"--port needs {error.name}, which is not installed: pip install 'jaxattn[server]'"
@@ -122,7 +122,7 @@ def _read_settings(options: argparse.Namespace, chosen: Chosen) -> "Settings":
         raise InputError(f"--api-key-file {options.api_key_file}: {error.strerror}") from error
     except ValueError as error:
         raise InputError(f"--api-key-file: {one_line(error)}") from error
-    return Settings(
+    return ServerSettings(
         host=options.host,
         port=options.port,
         names=tuple(options.served_name or [chosen.name or chosen.folder.path.resolve().name]),
@@ -139,7 +139,7 @@ def _read_settings(options: argparse.Namespace, chosen: Chosen) -> "Settings":
     )
 
 
-def _warn_of_others(settings: "Settings", messages: Console) -> None:
+def _warn_of_others(settings: "ServerSettings", messages: Console) -> None:
     """Says that others can use the server, where they can."""
     if settings.local or settings.keys:
         return
@@ -154,7 +154,7 @@ def _warn_of_others(settings: "Settings", messages: Console) -> None:
 def _keep_compiled(messages: Console) -> None:
     """Keeps executables in the user's cache folder, if it can be written."""
     try:
-        keep_compiled(own_folder())
+        enable_compilation_cache(own_folder())
     except InputError as error:
         messages.print(f"nothing is kept for the next start: {error}")
 

@@ -196,7 +196,7 @@ def read_limits(options: argparse.Namespace, length: int) -> Limits:
 
 
 @dataclasses.dataclass(frozen=True)
-class Requests:
+class RequestFactory:
     """Makes the requests of a command, which share all but the prompt.
 
     Attributes:

@@ -16,7 +16,7 @@ COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
-class Printer:
+class TextPrinter:
     """Writes pieces of text as they are: to a terminal in colour and without control characters."""
 
     def __init__(self, console: Console):
@@ -47,7 +47,7 @@ class TextStream:
 
     def __init__(
         self,
-        printer: Printer,
+        printer: TextPrinter,
         tokenizer: Tokenizer,
         requests: Sequence[Request],
         prompts: Sequence[Prompt],
@@ -58,19 +58,19 @@ class TextStream:
         self._numbered = len(requests) > 1
         self._prompts = {r.id: prompt for r, prompt in zip(requests, prompts, strict=True)}
         self._turns = deque(request.id for request in requests)
-        self._texts: dict[int | None, _Text] = {}
+        self._texts: dict[int | None, _BufferedText] = {}
         self._done: set[int | None] = set()
 
     def token(self, request: Request, token: int) -> None:
         """For `Engine.generate`'s `on_token`."""
         text = self._texts.get(request.id)
         if text is None:
-            text = self._texts[request.id] = _Text(self._tokenizer.stream())
+            text = self._texts[request.id] = _BufferedText(self._tokenizer.stream())
             self._feed_prompt(text, self._prompts[request.id])
         text.add(text.stream.push(token))
         self._flush()
 
-    def _feed_prompt(self, text: "_Text", prompt: Prompt) -> None:
+    def _feed_prompt(self, text: "_BufferedText", prompt: Prompt) -> None:
         if self._chat:
             text.add(f"{prompt.text}\n", style="dim")
             return
@@ -92,7 +92,7 @@ class TextStream:
     def _flush(self) -> None:
         while self._turns:
             number = self._turns[0]
-            text = self._texts.get(number) or _Text(self._tokenizer.stream())
+            text = self._texts.get(number) or _BufferedText(self._tokenizer.stream())
             if number in self._done:
                 text.add(text.stream.end())
             while text.waiting:
@@ -109,7 +109,7 @@ class TextStream:
                 self._printer.write("\n")
 
 
-class _Text:
+class _BufferedText:
     """A request's text until it is printed.
 
     Attributes:

@@ -21,7 +21,7 @@ NONE = Path("none")
 LEAST_SECONDS = 0.1  # what compiles faster is not kept
 
 
-def keep_compiled(folder: Path) -> None:
+def enable_compilation_cache(folder: Path) -> None:
     """Makes JAX keep what it compiles and tunes in a folder.
 
     Raises:

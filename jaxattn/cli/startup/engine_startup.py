@@ -20,14 +20,14 @@ from rich.console import Console
 from jaxattn.cli.options.parallel_layout import over_devices, read_layout
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan_report import refused_plan
-from jaxattn.cli.startup.model_source import Chosen, one_line, refusals
-from jaxattn.cli.startup.progress_display import Display
+from jaxattn.cli.startup.model_source import ModelSource, one_line, refusals
+from jaxattn.cli.startup.progress_display import ProgressDisplay
 from jaxattn.cli.startup.run_report import plan_lines
-from jaxattn.cli.startup.stage_timings import Stages, executable_lines
+from jaxattn.cli.startup.stage_timings import StageTimings, executable_lines
 from jaxattn.core.dispatch import Refusal
-from jaxattn.engine.distributed.process_group import Crew
+from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.memory.limits import Limits
@@ -65,11 +65,11 @@ def choose_device(
             raise InputError(one_line(error)) from error
 
 
-class Stopped(Exception):
+class LoadCancelled(Exception):
     """What ends a loading that nobody waits for any more."""
 
 
-class Loading:
+class BackgroundLoad:
     """Loads in a thread of its own. Leaving the context ends it.
 
     Args:
@@ -77,7 +77,7 @@ class Loading:
             pass.
     """
 
-    def __init__(self, load: Callable[["Loading"], Any]):
+    def __init__(self, load: Callable[["BackgroundLoad"], Any]):
         self._load, self._ended = load, threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "loading")
         self._future: concurrent.futures.Future[Any] | None = None
@@ -88,7 +88,7 @@ class Loading:
     def watch(self) -> None:
         """Raises Stopped if the loading was ended."""
         if self._ended.is_set():
-            raise Stopped
+            raise LoadCancelled
 
     def check(self) -> None:
         """Raises what went wrong with the loading, if it did."""
@@ -105,7 +105,7 @@ class Loading:
         future, self._future = self._future, None
         return future.result()
 
-    def __enter__(self) -> "Loading":
+    def __enter__(self) -> "BackgroundLoad":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,14 +114,14 @@ class Loading:
 
 
 def start_engine(
-    chosen: Chosen,
+    chosen: ModelSource,
     model: Model,
     tokenizer: Tokenizer,
     limits: Limits,
     options: argparse.Namespace,
     messages: Console,
-    stages: Stages,
-    crew: Crew | None = None,
+    stages: StageTimings,
+    crew: ProcessGroup | None = None,
 ) -> tuple[Engine, dict[str, float]]:
     """(a running engine, the seconds that each executable took to compile).
 
@@ -140,9 +140,9 @@ def start_engine(
     served = model.with_cache_format(limits.cache_format, limits.native_layers)
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}
-    with Display(messages) as display:
+    with ProgressDisplay(messages) as display:
 
-        def load(loading: Loading) -> Any:
+        def load(loading: BackgroundLoad) -> Any:
             def moved(what: str, done: int, total: int) -> None:
                 loading.watch()
                 display.moved(what, done, total)
@@ -152,7 +152,7 @@ def start_engine(
             if group:
                 return placed
             # By many small programs. Steps are lowered first: their compilation waits for that.
-            with PROCESS.lowering:
+            with PROCESS_STATE.lowering:
                 return served.pack(placed)
 
         def on_compile(name: str, seconds: float | None) -> None:
@@ -161,7 +161,7 @@ def start_engine(
             if seconds is not None:
                 compile_seconds[name] = seconds
 
-        with refused_plan(messages, display.stop), refusals(), Loading(load) as loading:
+        with refused_plan(messages, display.stop), refusals(), BackgroundLoad(load) as loading:
             prepared = prepare(
                 model,
                 model.param_shapes(),

@@ -17,7 +17,7 @@ from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.loading.huggingface_checkpoint import OnProgress
-from jaxattn.models.loading.loader import ModelFolder, OwnFolder, Weights, read_folder
+from jaxattn.models.loading.loader import CheckpointWeights, ModelFolder, NativeFolder, read_folder
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import WeightsFormat
 
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
+class ModelSource:
     """A model of which config.json was read, and no more.
 
     Attributes:
@@ -42,7 +42,7 @@ class Chosen:
         Raises:
             InputError: it is missing or damaged.
         """
-        if isinstance(self.folder, OwnFolder) and self.folder.model.vocab_size == BYTES:
+        if isinstance(self.folder, NativeFolder) and self.folder.model.vocab_size == BYTES:
             return text.ByteTokenizer()
         with refusals():
             if self.name:
@@ -52,7 +52,7 @@ class Chosen:
             try:
                 return text.load(self.folder.path)
             except text.TextError as error:
-                if not isinstance(self.folder, OwnFolder):
+                if not isinstance(self.folder, NativeFolder):
                     raise
                 raise InputError(
                     f"{self.folder.path} is no model of bytes: its vocab_size is "
@@ -67,7 +67,7 @@ class Chosen:
             return model.with_tokens(tokenizer.vocab_size)
         return model
 
-    def weights(self, on_fetch: OnProgress | None = None) -> Weights:
+    def weights(self, on_fetch: OnProgress | None = None) -> CheckpointWeights:
         """The weights: fetched and checked, and not on the device.
 
         Args:
@@ -84,7 +84,7 @@ class Chosen:
             return self.folder.open()
 
 
-def choose(options: argparse.Namespace) -> Chosen:
+def choose(options: argparse.Namespace) -> ModelSource:
     """The model that the options name.
 
     Raises:
@@ -116,7 +116,7 @@ def choose(options: argparse.Namespace) -> Chosen:
         folder = folder.in_cache_format(options.kv_cache_dtype, options.kv_cache_native_layers)
     except ValueError as error:
         raise InputError(in_options(error)) from error
-    return Chosen(folder=folder, name=name)
+    return ModelSource(folder=folder, name=name)
 
 
 def is_name(given: str) -> bool:

@@ -21,20 +21,20 @@ import jax
 from jaxattn import __version__
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.startup.compilation_cache import NONE
-from jaxattn.cli.startup.model_source import Chosen, one_line
-from jaxattn.engine.compilation.executable_cache import keep_nothing
-from jaxattn.engine.distributed.process_group import Crew, end_process
+from jaxattn.cli.startup.model_source import ModelSource, one_line
+from jaxattn.engine.compilation.executable_cache import disable_compilation_cache
+from jaxattn.engine.distributed.process_group import ProcessGroup, end_process
 from jaxattn.engine.distributed.transport import HostError, host_and_port
 from jaxattn.memory.limits import Limits
 from jaxattn.models.checkpoint.fingerprint import fingerprint
 from jaxattn.parallel import Parallel
-from jaxattn.parallel.comm_split import never_split
+from jaxattn.parallel.comm_split import disable_comm_split
 
 PORT = 1234
 HEARTBEAT_SECONDS = 100  # of JAX's own watch, which says less: the crew's is first
 
 
-class Place(NamedTuple):
+class DistributedConfig(NamedTuple):
     """A process among those of an engine."""
 
     rank: int
@@ -48,7 +48,9 @@ class Place(NamedTuple):
         return f"{'0.0.0.0' if self.rank == 0 else host}:{port + 1}"
 
 
-def read_place(options: argparse.Namespace, environment: Mapping[str, str]) -> Place | None:
+def read_place(
+    options: argparse.Namespace, environment: Mapping[str, str]
+) -> DistributedConfig | None:
     """Which process this is; None where there is one alone.
 
     Raises:
@@ -69,7 +71,7 @@ def read_place(options: argparse.Namespace, environment: Mapping[str, str]) -> P
             f"{' and '.join(missing)} is missing: several processes need --processes, --process "
             "and --coordinator, or --cluster where the launcher says them"
         )
-    place = Place(found["process"], found["processes"], found["coordinator"])
+    place = DistributedConfig(found["process"], found["processes"], found["coordinator"])
     if not 0 <= place.rank < place.processes:
         raise InputError(
             f"--process {place.rank} is none of --processes {place.processes}: they are numbered "
@@ -93,31 +95,31 @@ def read_place(options: argparse.Namespace, environment: Mapping[str, str]) -> P
 
 
 @contextlib.contextmanager
-def joined(place: Place | None, **options: Any) -> Iterator[Crew | None]:
+def joined(place: DistributedConfig | None, **options: Any) -> Iterator[ProcessGroup | None]:
     """JAX's runtime over the processes, and their crew; to be entered before JAX sees a device.
 
     What is raised inside ends all processes with one line, and so do others that do not come. At
     the end the leader tells the others that it is done.
 
     Args:
-        options: of `Crew`.
+        options: of `ProcessGroup`.
     """
     if place is None:
         yield None
         return
-    never_split(os.environ)  # `initialize` refuses where a backend has started
+    disable_comm_split(os.environ)  # `initialize` refuses where a backend has started
     jax.distributed.initialize(
         place.coordinator,
         place.processes,
         place.rank,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
-    keep_nothing()
+    disable_compilation_cache()
     try:
         if place.rank == 0:
-            crew = Crew.leading(place.meeting, place.processes, **options)
+            crew = ProcessGroup.leading(place.meeting, place.processes, **options)
         else:
-            crew = Crew.following(place.meeting, place.rank, **options)
+            crew = ProcessGroup.following(place.meeting, place.rank, **options)
     except HostError as error:
         end_process(one_line(error))
     with crew.together():
@@ -125,7 +127,7 @@ def joined(place: Place | None, **options: Any) -> Iterator[Crew | None]:
     crew.close()
 
 
-def facts(chosen: Chosen, limits: Limits, parallel: Parallel) -> dict[str, str]:
+def facts(chosen: ModelSource, limits: Limits, parallel: Parallel) -> dict[str, str]:
     """What has to be the same in all processes, by names that an error can use."""
     path = chosen.folder.path
     return {

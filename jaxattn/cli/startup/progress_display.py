@@ -20,7 +20,7 @@ from jaxattn import interrupt
 CURSOR = b"\x1b[?25h\n"  # shows it: the display hides it, in a line without an end
 
 
-class MovedColumn(ProgressColumn):
+class BytesColumn(ProgressColumn):
     """Of a task that moves bytes: how many of how many, and how fast."""
 
     def render(self, task: Task) -> Text:
@@ -31,7 +31,7 @@ class MovedColumn(ProgressColumn):
         return Text(f"{decimal(int(task.completed))} of {decimal(int(task.total or 0))}{fast}")
 
 
-class Display:
+class ProgressDisplay:
     """Shows what compiles and what moves, from any thread. Without a task it prints nothing."""
 
     def __init__(self, console: Console):
@@ -40,7 +40,7 @@ class Display:
             SpinnerColumn(),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
-            MovedColumn(),
+            BytesColumn(),
             console=console,
             disable=console.quiet,
         )
@@ -71,7 +71,7 @@ class Display:
             self._tasks[name] = self._progress.add_task(name, total=total, moves=moves)
         return self._tasks[name]
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> "ProgressDisplay":
         return self
 
     def __exit__(

@@ -12,7 +12,7 @@ import jax
 from jaxattn import __version__
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason
-from jaxattn.engine.requests.request import Stats
+from jaxattn.engine.requests.request import GenerationStats
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.text import Tokenizer
 
@@ -31,7 +31,7 @@ def plan_lines(plan: MemoryPlan) -> Iterable[str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class RunReport:
     """What a command did.
 
     Attributes:
@@ -43,7 +43,7 @@ class Run:
     engine: Engine
     tokenizer: Tokenizer
     completions: Sequence[Completion]
-    stats: Stats
+    stats: GenerationStats
     texts: Mapping[int, str]
     measured: dict[str, int]
 
@@ -53,7 +53,7 @@ class Run:
         return any(each.finish_reason == FinishReason.REFUSED for each in self.completions)
 
 
-def summary_lines(run: Run) -> Iterable[str]:
+def summary_lines(run: RunReport) -> Iterable[str]:
     """Each request's end, then tokens per second, planned and measured bytes."""
     engine, completions, stats, measured = run.engine, run.completions, run.stats, run.measured
     for completion in completions:
@@ -118,7 +118,7 @@ def measure() -> dict[str, int]:
 
 
 def to_json(
-    run: Run, settings: dict[str, Any], compile_seconds: dict[str, float]
+    run: RunReport, settings: dict[str, Any], compile_seconds: dict[str, float]
 ) -> dict[str, Any]:
     """The whole run as plain values; keys end in their units."""
     engine, stats, device = run.engine, run.stats, jax.devices()[0]

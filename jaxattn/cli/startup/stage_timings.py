@@ -19,7 +19,7 @@ def since_start(file: Path = Path("/proc/self/stat")) -> float:
         return time.perf_counter() - _IMPORTED
 
 
-class Stages:
+class StageTimings:
     """One stage after another, from the start of the process.
 
     Attributes:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Num
 
-from jaxattn.core.numerics.online_softmax import Softmax
+from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 
 
-class Unfold(NamedTuple):
+class PageUnpacker(NamedTuple):
     """How bytes become tokens, where a page is of another order.
 
     Attributes:
@@ -25,13 +25,13 @@ class Unfold(NamedTuple):
     tokens: Callable[[jax.Array], jax.Array]
 
 
-def _page_size(kv_cache: jax.Array, unfold: Unfold | None) -> int:
+def _page_size(kv_cache: jax.Array, unfold: PageUnpacker | None) -> int:
     if unfold is not None:
         return unfold.page_size
     return int(kv_cache.shape[-2 if kv_cache.ndim < 5 else -3])
 
 
-def new_places(
+def slot_mapping(
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
     query_lens: Int[Array, "B"],
@@ -69,7 +69,7 @@ def page_blocks(
     block: int,
     unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
     begins: Int[Array, "B"] | None = None,
-    unfold: Unfold | None = None,
+    unfold: PageUnpacker | None = None,
 ) -> tuple[
     Int[Array, "blocks B pages"],
     Int[Array, "blocks"],
@@ -127,8 +127,8 @@ def page_blocks(
 
 
 def attend_pages(
-    state: Softmax,
-    add_block: Callable[[Softmax, jax.Array, jax.Array], Softmax],
+    state: OnlineSoftmax,
+    add_block: Callable[[OnlineSoftmax, jax.Array, jax.Array], OnlineSoftmax],
     kv_cache: Num[Array, "*L N C Ds"] | Num[Array, "*L N two C Hk D"],
     block_tables: Int[Array, "B M"],
     lengths: Int[Array, "B"],
@@ -137,8 +137,8 @@ def attend_pages(
     block: int,
     unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
     begins: Int[Array, "B"] | None = None,
-    unfold: Unfold | None = None,
-) -> Softmax:
+    unfold: PageUnpacker | None = None,
+) -> OnlineSoftmax:
     """Feeds tokens [begins, lengths) of every row to `add_block(state, kv, positions [K])`.
 
     K is about `block` tokens, whole pages, and kv what `page_blocks` reads of them. Blocks outside
@@ -157,14 +157,14 @@ def attend_pages(
         return before_end if begins is None else before_end & (first > begins - size)
 
     @jax.checkpoint
-    def read(state: Softmax, pages: jax.Array, first: jax.Array) -> Softmax:
+    def read(state: OnlineSoftmax, pages: jax.Array, first: jax.Array) -> OnlineSoftmax:
         rows = reached(first)
         new = add_block(state, *read_block(pages, first))
         return jax.tree.map(
             lambda n, o: jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o), new, state
         )
 
-    def step(state: Softmax, xs: tuple[jax.Array, jax.Array]) -> tuple[Softmax, None]:
+    def step(state: OnlineSoftmax, xs: tuple[jax.Array, jax.Array]) -> tuple[OnlineSoftmax, None]:
         pages, first = xs
         return lax.cond(
             jnp.any(reached(first)), read, lambda state, *_: state, state, pages, first

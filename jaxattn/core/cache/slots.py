@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.validation.array_checks import as_given, check_array, check_integers, check_layer
+from jaxattn.core.validation.array_checks import (
+    check_array,
+    check_integers,
+    check_layer,
+    keep_concrete,
+)
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 
 
@@ -81,7 +86,7 @@ def _checked(op: str, pool: Any, state_indices: Any, layer: Any) -> Array:
     check_array(op, "pool", pool)
     if state_indices is None:
         raise TypeError(f"{op}: state_indices must be integers of shape [B], got None")
-    indices = as_given(state_indices)
+    indices = keep_concrete(state_indices)
     check_integers(op, "state_indices", indices, "[B]", fits=indices.ndim == 1)
     least = 1 if layer is None else 2
     if pool.ndim < least:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Mailbox:
+class SymmetricBuffer:
     """What a kernel keeps of a GPU from call to call: zeros at first, donated with each step.
 
     Other GPUs write here. It may be copied nowhere while a step runs.
@@ -22,7 +22,7 @@ class Mailbox:
         inbox: int32 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
         counts: int32 [1, T, 1], the number of calls that were for a token. No output of a step has
             such a shape: JAX would give an array's donated buffer to the first one that has.
-        addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `addressed`. Then the
+        addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `with_addresses`. Then the
             GPU's own number.
     """
 
@@ -31,7 +31,7 @@ class Mailbox:
     addresses: Int[Array, "N_1 2"]
 
     @classmethod
-    def empty(cls, gpus: int, tokens: int, features: int) -> "Mailbox":
+    def empty(cls, gpus: int, tokens: int, features: int) -> "SymmetricBuffer":
         """For calls of up to so many tokens, on one of the GPUs.
 
         Wait until those of all GPUs are there: what is written into one before is lost, and then
@@ -41,7 +41,7 @@ class Mailbox:
         return cls(inbox, jnp.zeros((1, tokens, 1), jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
 
 
-def addressed(mailbox: Mailbox) -> Mailbox:
+def with_addresses(mailbox: SymmetricBuffer) -> SymmetricBuffer:
     """A mailbox with the addresses of its inboxes, which lie one after another on a mesh's GPUs.
 
     To be called once, on the host, when the inboxes are there. They must stay where they are: a

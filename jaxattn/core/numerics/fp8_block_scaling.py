@@ -17,7 +17,7 @@ def block_counts(*sizes: int) -> tuple[int, ...]:
     return tuple(-(-size // BLOCK) for size in sizes)
 
 
-def two_parts(
+def split_fp8(
     weights: Float[Array, "*B N K"],
 ) -> tuple[Float[Array, "*B 2*N K"], Float[Array, "*B 2*N/128 K/128"]]:
     """16-bit weights as FP8 rows of their first four bits and as many rows of the rest.
@@ -38,7 +38,7 @@ def two_parts(
     return jnp.concatenate([first, rest], axis=-2), of_rows
 
 
-def in_pairs(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
+def interleave_columns(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
     """The columns as products of a few tokens read them: of each 16 first 0, 8, 1, 9, then 2, 10,
     3, 11, and so on.
 
@@ -47,8 +47,8 @@ def in_pairs(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
     return _turned(numbers, (2, 4, 2), (1, 2, 0))
 
 
-def in_order(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
-    """The columns as they were before `in_pairs`."""
+def deinterleave_columns(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
+    """The columns as they were before `interleave_columns`."""
     return _turned(numbers, (4, 2, 2), (2, 0, 1))
 
 

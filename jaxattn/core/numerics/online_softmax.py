@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-class Softmax(NamedTuple):
+class OnlineSoftmax(NamedTuple):
     """Attention over the keys seen so far: row maxima, sums of exponentials, undivided output."""
 
     top: jax.Array  # [*rows], -inf before the first key
@@ -16,13 +16,13 @@ class Softmax(NamedTuple):
     acc: jax.Array  # [*rows, V]
 
     @classmethod
-    def empty(cls, rows: tuple[int, ...], width: int, dtype: Any) -> "Softmax":
+    def empty(cls, rows: tuple[int, ...], width: int, dtype: Any) -> "OnlineSoftmax":
         total = jnp.zeros(rows, dtype)
         return cls(jnp.full(rows, -jnp.inf, dtype), total, jnp.zeros((*rows, width), dtype))
 
     def add(
         self, scores: jax.Array, visible: jax.Array, weigh: Callable[[jax.Array], jax.Array]
-    ) -> "Softmax":
+    ) -> "OnlineSoftmax":
         """Adds keys: scores [*rows, K], those not visible excluded; weigh(p) sums p's values."""
         scores = jnp.where(visible, scores, -jnp.inf)
         top = jnp.maximum(self.top, scores.max(-1))
@@ -33,7 +33,7 @@ class Softmax(NamedTuple):
         p = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(lax.stop_gradient(self.top) - shift)
         total = self.total * rescale + p.sum(-1)
-        return Softmax(top, total, self.acc * rescale[..., None] + weigh(p))
+        return OnlineSoftmax(top, total, self.acc * rescale[..., None] + weigh(p))
 
     def finish(self, sees: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(out [*rows, V], lse [*rows]); `sees` says which rows have any key, the rest is 0, -inf.

@@ -21,9 +21,9 @@ from jaxattn.core.validation.arguments import MOST
 from jaxattn.core.validation.config_fields import (
     Flag,
     Integer,
-    Nested,
+    NestedConfig,
+    Nullable,
     Number,
-    OrNone,
     check_fields,
 )
 
@@ -83,9 +83,9 @@ class RopeConfig:
     """
 
     dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
-    theta: Annotated[float | None, OrNone(Number(1, MOST_THETA, open_below=True))] = 10000.0
+    theta: Annotated[float | None, Nullable(Number(1, MOST_THETA, open_below=True))] = 10000.0
     interleaved: Annotated[bool, Flag()] = True
-    yarn: Annotated[YarnConfig | None, OrNone(Nested(YarnConfig))] = None
+    yarn: Annotated[YarnConfig | None, Nullable(NestedConfig(YarnConfig))] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, UInt8
 
-from jaxattn.core.turboquant.codec import Codes, TurboFormat
+from jaxattn.core.turboquant.codec import TurboCodes, TurboFormat
 from jaxattn.core.turboquant.slot_layout import GROUP, NIBBLE_OF, places
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Bits:
+class CodeBits:
     """Some bits of each number of a group: (byte >> right & mask) << left.
 
     Attributes:
@@ -40,7 +40,7 @@ class Bits:
         return (found >> self.right & self.mask) << self.left
 
 
-def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> Codes:
+def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> TurboCodes:
     """Those of whole pages, [*p, C, D] and [*p, C].
 
     Args:
@@ -48,7 +48,7 @@ def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> Codes:
     """
     before, groups = pages.shape[:-1], pages.reshape(-1, GROUP * form.slot_bytes)
 
-    def codes(some: Sequence[Bits]) -> jax.Array:
+    def codes(some: Sequence[CodeBits]) -> jax.Array:
         parts = [bits.read(groups) for bits in some]
         whole = functools.reduce(jnp.bitwise_or, parts)
         return whole.reshape(*before, -1, form.head_dim)
@@ -63,7 +63,7 @@ def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> Codes:
     halves = lax.bitcast_convert_type(pairs[..., 0] | pairs[..., 1] << 8, jnp.float16)
     of_tokens = [x.reshape(*before, -1) for x in jnp.moveaxis(halves, 1, 0)]
     *norm, scale, minimum = of_tokens
-    return Codes(keys, values, norm[0] if norm else None, scale, minimum)
+    return TurboCodes(keys, values, norm[0] if norm else None, scale, minimum)
 
 
 def _counted(sized: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ def _counted(sized: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _keys(form: TurboFormat) -> tuple[Bits, ...]:
+def _keys(form: TurboFormat) -> tuple[CodeBits, ...]:
     """Of four bits the size, and the sign above it; of three bits, what three nibbles hold."""
     d = np.arange(form.head_dim)
     c, j, t, i = d // 32, d // 16 % 2, d // 4 % 4, d % 4
@@ -91,7 +91,7 @@ def _keys(form: TurboFormat) -> tuple[Bits, ...]:
 
 
 @functools.cache
-def _values(form: TurboFormat) -> tuple[Bits, ...]:
+def _values(form: TurboFormat) -> tuple[CodeBits, ...]:
     d, blocks, first = np.arange(form.head_dim), form.head_dim // 64, 2 * form.key_bytes
     m, w, h, g = d // 64, d // 16 % 4, d // 8 % 2, d % 8
     if form.value_bits == 4:
@@ -100,7 +100,7 @@ def _values(form: TurboFormat) -> tuple[Bits, ...]:
     return _of_three(form, g % 4, [first + 2 * (row * blocks + m) + h for row in rows])
 
 
-def _of_three(form: TurboFormat, q: np.ndarray, nibbles: list[np.ndarray]) -> tuple[Bits, ...]:
+def _of_three(form: TurboFormat, q: np.ndarray, nibbles: list[np.ndarray]) -> tuple[CodeBits, ...]:
     """Nibble q of four that are stored as three: the highest bits of those make the fourth."""
     fourth = q == 3
     own = np.select([q == r for r in range(3)], nibbles, nibbles[0])
@@ -117,7 +117,7 @@ def _of_three(form: TurboFormat, q: np.ndarray, nibbles: list[np.ndarray]) -> tu
 def _nibble(
     form: TurboFormat, at: np.ndarray, *, right: int | np.ndarray, mask: int | np.ndarray,
     left: int | np.ndarray = 0,
-) -> Bits:  # fmt: skip
+) -> CodeBits:  # fmt: skip
     """Bits of a nibble of a token's slot."""
     return _bits(form, at // 2, right + 4 * (at % 2), mask, left)
 
@@ -125,8 +125,8 @@ def _nibble(
 def _bits(
     form: TurboFormat, at: np.ndarray, right: int | np.ndarray, mask: int | np.ndarray,
     left: int | np.ndarray,
-) -> Bits:  # fmt: skip
+) -> CodeBits:  # fmt: skip
     """Bits of a byte of each token's slot: the bytes of all 16 tokens of a group."""
     shape = GROUP, form.head_dim
     others = (np.broadcast_to(x, shape).astype(np.uint8).ravel() for x in (right, mask, left))
-    return Bits(places(form)[:, at].ravel(), *others)
+    return CodeBits(places(form)[:, at].ravel(), *others)

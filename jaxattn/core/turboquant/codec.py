@@ -45,7 +45,7 @@ LEVELS = {
 LEVEL_UNITS = {4: 1.085, 3: 1.505}
 
 
-class Codes(NamedTuple):
+class TurboCodes(NamedTuple):
     """What is stored of tokens [*t], a number a code.
 
     Attributes:
@@ -189,7 +189,7 @@ def key_numbers(form: TurboFormat, keys: UInt8[Array, "*t D"]) -> Float[Array, "
 
 
 def plain_keys(
-    form: TurboFormat, codes: Codes, turn: Callable[[Array], Array] = butterfly
+    form: TurboFormat, codes: TurboCodes, turn: Callable[[Array], Array] = butterfly
 ) -> Float[Array, "*t D"]:
     """Keys as they were before they were rotated, float32.
 
@@ -205,7 +205,7 @@ def plain_keys(
     return turn(keys) * share[..., None]
 
 
-def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]) -> Codes:
+def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]) -> TurboCodes:
     """What is stored of keys and values.
 
     A NaN or an infinity in a key makes its norm NaN (of e4m3 keys, its own number), and one in a
@@ -217,7 +217,7 @@ def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]
     if not form.rotated:
         stored = jnp.clip(k, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)
         keys = lax.bitcast_convert_type(stored, jnp.uint8)
-        return Codes(keys, values, None, scale, minimum)
+        return TurboCodes(keys, values, None, scale, minimum)
     # Twice: the squares of numbers like 1e30 are no float32 numbers.
     largest = jnp.max(jnp.abs(k), axis=-1, keepdims=True)
     k = k / jnp.where(largest == 0, 1, largest)
@@ -228,7 +228,7 @@ def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]
     wide = unit * np.float32(LEVEL_UNITS[form.key_bits] * math.sqrt(form.head_dim))
     keys = functools.reduce(jnp.add, [(wide >= border).astype(jnp.uint8) for border in borders])
     norm = (largest * length)[..., 0] / level_length(form.key_bits, keys)
-    return Codes(keys, values, _as_f16(norm), scale, minimum)
+    return TurboCodes(keys, values, _as_f16(norm), scale, minimum)
 
 
 def level_length(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t"]:
@@ -257,7 +257,7 @@ def _as_f16(x: jax.Array) -> jax.Array:
 
 
 def dequantize(
-    form: TurboFormat, codes: Codes
+    form: TurboFormat, codes: TurboCodes
 ) -> tuple[Float[Array, "*t D"], Float[Array, "*t D"]]:
     """(keys, values) in float32, keys still rotated where the format rotates them.
 

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, UInt8
 
-from jaxattn.core.turboquant.codec import Codes, TurboFormat
+from jaxattn.core.turboquant.codec import TurboCodes, TurboFormat
 
 GROUP = 16  # tokens
 # Whose sign a nibble of a word of keys holds.
@@ -40,7 +40,7 @@ NIBBLE_OF = tuple(SIGN_OF.index(i) for i in range(8))
 SPARE = (0x44, 0x22, 0x11)
 
 
-def pack(form: TurboFormat, codes: Codes) -> UInt8[Array, "*t slot"]:
+def pack(form: TurboFormat, codes: TurboCodes) -> UInt8[Array, "*t slot"]:
     """A slot of each token: the bytes of its key, of its value, and of its float16 numbers."""
     parts = [_pack_keys(form, codes.keys), _pack_values(form, codes.values)]
     numbers = [x for x in (codes.norm, codes.scale, codes.minimum) if x is not None]
@@ -50,14 +50,14 @@ def pack(form: TurboFormat, codes: Codes) -> UInt8[Array, "*t slot"]:
     return jnp.concatenate(parts, axis=-1)
 
 
-def unpack(form: TurboFormat, slots: UInt8[Array, "*t slot"]) -> Codes:
+def unpack(form: TurboFormat, slots: UInt8[Array, "*t slot"]) -> TurboCodes:
     """The inverse of `pack`."""
     ends = [form.key_bytes, form.key_bytes + form.value_bytes]
     keys, values, numbers = jnp.split(slots, ends, axis=-1)
     pairs = numbers.reshape(*numbers.shape[:-1], -1, 2).astype(jnp.uint16)
     halves = lax.bitcast_convert_type(pairs[..., 0] | pairs[..., 1] << 8, jnp.float16)
     norm = halves[..., 0] if form.rotated else None
-    return Codes(
+    return TurboCodes(
         _unpack_keys(form, keys), _unpack_values(form, values), norm, halves[..., -2],
         halves[..., -1],
     )  # fmt: skip

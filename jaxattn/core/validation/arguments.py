@@ -9,15 +9,15 @@ import numpy as np
 
 from jaxattn.core.validation.array_checks import (
     FLOATS,
-    Within,
-    as_given,
+    BoundedLengths,
     check_array,
     check_dtype,
     check_layer,
     check_positive,
+    keep_concrete,
     number_of,
 )
-from jaxattn.core.validation.page_table_checks import check_pages, check_places
+from jaxattn.core.validation.page_table_checks import check_pages, check_write_conflicts
 
 # Page numbers, positions and rows are int32 on the device.
 MOST = 2**31 - 1
@@ -26,7 +26,7 @@ CACHES = (*FLOATS, "float8_e4m3fn", "uint8")  # cache/formats.py says what each 
 
 
 @dataclasses.dataclass
-class Arguments:
+class OpArguments:
     """Checks arguments one after another; an axis name means the same size in all of them."""
 
     op: str
@@ -144,7 +144,9 @@ class Arguments:
         tables, lengths, new = given
         checked = None if new is None else self.check_query_lens(new, name, tokens)
         new = tokens.shape[1] if new is None else new
-        check_places(self.op, as_given(tables), as_given(lengths), as_given(new), page)
+        check_write_conflicts(
+            self.op, keep_concrete(tables), keep_concrete(lengths), keep_concrete(new), page
+        )
         return checked
 
     def check_new(
@@ -167,11 +169,11 @@ class Arguments:
             What is known of it: a NumPy array, JAX's, or a tracer; and the JAX array, int32.
         """
         title = f"{name} [{', '.join(axes.split())}]"
-        x = x.lengths if isinstance(x, Within) else x
+        x = x.lengths if isinstance(x, BoundedLengths) else x
         if not isinstance(x, list | tuple | int):
             check_array(self.op, name, x)
         try:
-            known = as_given(x)
+            known = keep_concrete(x)
         except (TypeError, ValueError):
             raise TypeError(
                 f"{self.op}: {title} must be integers in rows of one length, got "
@@ -214,7 +216,7 @@ class Arguments:
         """
         known, lengths = self.integers(name, x, "B")
         self.check_most(f"{name} {lengths.shape}", known, most, but)
-        checked = isinstance(x, Within) and x.most <= most
+        checked = isinstance(x, BoundedLengths) and x.most <= most
         if isinstance(known, jax.core.Tracer) and most < MOST and not checked:
             # Such a row is marked by what padding gives. Cut to `most`, it would give numbers.
             lengths = jnp.where(lengths > most, 0, lengths)

@@ -20,7 +20,7 @@ MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Within:
+class BoundedLengths:
     """Lengths of rows that are `most` at most: what made them has seen to it.
 
     Ops take them for `seq_lens`. Traced lengths they would check themselves, in every layer.
@@ -34,12 +34,12 @@ class Within:
     most: int = dataclasses.field(metadata={"static": True})
 
 
-def as_given(x: Any) -> Any:
+def keep_concrete(x: Any) -> Any:
     """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
 
     `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
     """
-    if isinstance(x, Within):
+    if isinstance(x, BoundedLengths):
         return x
     known = all(
         isinstance(leaf, np.ndarray | np.generic | int | float) for leaf in jax.tree.leaves(x)

@@ -24,7 +24,7 @@ from jaxattn.core.validation.array_checks import is_integer
 type Rule = Callable[[str, Any], Any]
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """The value as Python writes it, shortened where it is long."""
     try:
         return reprlib.repr(value)
@@ -45,7 +45,7 @@ class Integer:
         if not fits or value % self.multiple_of:
             kind = "an integer" if self.multiple_of == 1 else f"a multiple of {self.multiple_of}"
             raise ValueError(
-                f"{name} must be {kind} from {self.least:,} to {self.most:,}; got {shown(value)}"
+                f"{name} must be {kind} from {self.least:,} to {self.most:,}; got {short_repr(value)}"
             )
         return int(value)
 
@@ -64,7 +64,7 @@ class Number:
         if not number or not self._covers(value):
             below = f"above {self.least:g} and at most" if self.open_below else f"{self.least:g} to"
             words = f"a number {below}" if self.open_below else f"a number from {below}"
-            raise ValueError(f"{name} must be {words} {self.most:g}; got {shown(value)}")
+            raise ValueError(f"{name} must be {words} {self.most:g}; got {short_repr(value)}")
         return float(value)
 
     def _covers(self, value: Any) -> bool:
@@ -78,7 +78,7 @@ class Flag:
 
     def __call__(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool | np.bool_):
-            raise ValueError(f"{name} must be true or false; got {shown(value)}")
+            raise ValueError(f"{name} must be true or false; got {short_repr(value)}")
         return bool(value)
 
 
@@ -90,19 +90,19 @@ class OneOf:
 
     def __call__(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in self.texts:
-            raise ValueError(f"{name} must be one of {self.texts}; got {shown(value)}")
+            raise ValueError(f"{name} must be one of {self.texts}; got {short_repr(value)}")
         return value
 
 
 @dataclasses.dataclass(frozen=True)
-class Nested:
+class NestedConfig:
     """Another configuration."""
 
     config: type
 
     def __call__(self, name: str, value: Any) -> Any:
         if not isinstance(value, self.config):
-            raise ValueError(f"{name} must be a {self.config.__name__}; got {shown(value)}")
+            raise ValueError(f"{name} must be a {self.config.__name__}; got {short_repr(value)}")
         return value
 
     def from_dict(self, name: str, value: Any) -> Any:
@@ -111,7 +111,7 @@ class Nested:
 
 
 @dataclasses.dataclass(frozen=True)
-class OrNone:
+class Nullable:
     """None, or what another rule accepts."""
 
     rule: Any
@@ -159,12 +159,12 @@ def from_dict(config: Any, values: Any, path: str = "") -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(
             f"{path or 'the configuration'} must be an object with the fields of "
-            f"{config.__name__}; got {shown(values)}"
+            f"{config.__name__}; got {short_repr(values)}"
         )
     prefix, known = f"{path}." if path else "", rules(config)
     unknown = [f"{prefix}{name}" for name in values if name not in known]
     if unknown:
-        raise ValueError(f"unknown field {some(unknown)}; known are {', '.join(known)}")
+        raise ValueError(f"unknown field {short_list(unknown)}; known are {', '.join(known)}")
     for field in dataclasses.fields(config):
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in values:
@@ -179,7 +179,7 @@ def _convert(rule: Any, name: str, value: Any) -> Any:
     return rule.from_dict(name, value) if hasattr(rule, "from_dict") else rule(name, value)
 
 
-def some(names: list[str], most: int = 4, width: int = 100) -> str:
+def short_list(names: list[str], most: int = 4, width: int = 100) -> str:
     """The first few names, each shortened to `width`, and how many more there are."""
     listed = ", ".join(name[:width] for name in names[:most])
     return listed if len(names) <= most else f"{listed} and {len(names) - most:,} more"

@@ -32,7 +32,7 @@ def check_pages(op: str, tables: Any, lengths: Any, num_pages: int, page: int) -
         )
 
 
-def check_places(op: str, tables: Any, lengths: Any, new: Any, page: int) -> None:
+def check_write_conflicts(op: str, tables: Any, lengths: Any, new: Any, page: int) -> None:
     """Raises ValueError where a row writes a token to a place that is another token's, be it
     another row's or its own. Pages that are only read may be shared.
 

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 
-def vary_alike[T](tree: T, *others: Any) -> T:
+def match_varying_axes[T](tree: T, *others: Any) -> T:
     """`tree`, its arrays varying over every axis that any of them or of `others` varies over.
 
     The gradient of an array that varied over less is summed over the axes added, here and once. So

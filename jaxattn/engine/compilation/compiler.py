@@ -15,34 +15,34 @@ import jax
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compilation.executable_cache import (
-    Kept,
-    UnknownError,
+    ExecutableCache,
+    UnstableReprError,
+    disable_compilation_cache,
     folder_of_cache,
-    keep_nothing,
 )
 from jaxattn.engine.compilation.sharded_step import arguments, group_of, jitted_step, model_step
-from jaxattn.engine.compilation.step_export import Lowered
-from jaxattn.engine.runtime.gc_pause import unsearched
-from jaxattn.engine.runtime.process_state import PROCESS
-from jaxattn.engine.steps.engine_step import Step
-from jaxattn.engine.steps.model_steps import EntryPoint
+from jaxattn.engine.compilation.step_export import DecodeStepExporter
+from jaxattn.engine.runtime.gc_pause import gc_paused
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
+from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.kernels.hopper.build.parallel_compilation import Beside, Compiling
-from jaxattn.kernels.hopper.build.trace_cache import Shared, launches_shared
+from jaxattn.kernels.hopper.build.parallel_compilation import Compiling, ParallelCompiler
+from jaxattn.kernels.hopper.build.trace_cache import Shared, share_launches
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
 
 OnCompile = Callable[[str, float | None], None]
 
 
-class Steps:
+class CompiledSteps:
     """Compiled steps, as a mapping from name to executable."""
 
     def __init__(self, executables: Mapping[str, jax.stages.Compiled]):
         self.executables = dict(executables)
 
 
-def compiled_steps(
+def get_or_compile_steps(
     model: Model,
     limits: Limits,
     params: Any,
@@ -51,7 +51,7 @@ def compiled_steps(
     implementation: Implementation | None = None,
     on_compile: OnCompile | None = None,
     workers: int = 1,
-) -> Steps:
+) -> CompiledSteps:
     """Every step, compiled, or those of an engine alive that has the same.
 
     Args:
@@ -69,19 +69,19 @@ def compiled_steps(
         limits, utilization=None, num_pages=limits.pages, steps_per_round=limits.round_steps
     )
     key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
-    with PROCESS.lock(key):
-        steps = PROCESS.steps.get(key)
+    with PROCESS_STATE.lock(key):
+        steps = PROCESS_STATE.steps.get(key)
         if steps is None:
             kept = None
             if any(each.process_index != jax.process_index() for each in devices):
-                keep_nothing()
+                disable_compilation_cache()
             if len(devices) == 1:
                 decides = (model, shape, implementation, leaves, str(tree), x64)
                 kept = _kept(devices[0], decides)
             steps = _compile(
                 model, limits, params, devices, implementation, on_compile, workers, kept
             )
-            PROCESS.steps[key] = steps
+            PROCESS_STATE.steps[key] = steps
         elif on_compile:
             for name in steps.executables:
                 on_compile(name, None)
@@ -97,8 +97,8 @@ def _compile(
     implementation: Implementation | None,
     on_compile: OnCompile | None,
     workers: int,
-    kept: Kept | None,
-) -> Steps:
+    kept: ExecutableCache | None,
+) -> CompiledSteps:
     # As shapes: no executable may keep an array.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
@@ -106,33 +106,33 @@ def _compile(
     backend = devices[0].platform
     shared: Shared = {}
 
-    def decode(entry: EntryPoint) -> tuple[Callable, tuple[Any, ...]]:
+    def decode(entry: ModelStep) -> tuple[Callable, tuple[Any, ...]]:
         function = model_step(entry, model, limits, tree, implementation, group)
         return function, arguments(entry, model, limits, shapes, group)
 
-    lowered = Lowered(decode, backend)
+    lowered = DecodeStepExporter(decode, backend)
 
-    def lower(step: Step) -> jax.stages.Lowered:
-        with jax.default_device(own), launches_shared(shared):
+    def lower(step: EngineStep) -> jax.stages.Lowered:
+        with jax.default_device(own), share_launches(shared):
             jitted = jitted_step(step, model, limits, tree, implementation, backend, group, lowered)
             given = arguments(step, model, limits, shapes, group)
             return jitted.lower(*(_placed(given, own) if group is None else given))
 
-    def compiled(step: Step, text: jax.stages.Lowered) -> jax.stages.Compiled:
+    def compiled(step: EngineStep, text: jax.stages.Lowered) -> jax.stages.Compiled:
         with jax.default_device(own):
             return kept.compiled(str(step), text) if kept else text.compile()
 
     # Processes of one engine tune programs together, and would wait for each other's.
     kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
     steps = all_steps(limits)
-    return Steps(_in_turn(steps, kept, lower, compiled, on_compile, workers, kernels_for))
+    return CompiledSteps(_in_turn(steps, kept, lower, compiled, on_compile, workers, kernels_for))
 
 
 def _in_turn(
-    steps: Sequence[Step],
-    kept: Kept | None,
-    lower: Callable[[Step], jax.stages.Lowered],
-    compiled: Callable[[Step, jax.stages.Lowered], jax.stages.Compiled],
+    steps: Sequence[EngineStep],
+    kept: ExecutableCache | None,
+    lower: Callable[[EngineStep], jax.stages.Lowered],
+    compiled: Callable[[EngineStep, jax.stages.Lowered], jax.stages.Compiled],
     on_compile: OnCompile | None,
     workers: int,
     kernels_for: jax.Device | None = None,
@@ -148,7 +148,7 @@ def _in_turn(
     """
     told = on_compile or (lambda name, seconds: None)
 
-    def load(step: Step) -> jax.stages.Compiled | None:
+    def load(step: EngineStep) -> jax.stages.Compiled | None:
         start = time.perf_counter()
         executable = kept.load(str(step)) if kept else None
         if executable is not None:
@@ -157,7 +157,7 @@ def _in_turn(
         return executable
 
     def finish(
-        step: Step, text: jax.stages.Lowered, kernels: Sequence[Compiling], lowering: float
+        step: EngineStep, text: jax.stages.Lowered, kernels: Sequence[Compiling], lowering: float
     ) -> jax.stages.Compiled:
         start = time.perf_counter()
         concurrent.futures.wait(kernels)
@@ -165,12 +165,12 @@ def _in_turn(
         told(str(step), lowering + time.perf_counter() - start)
         return executable
 
-    with unsearched(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with gc_paused(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
             found = dict(zip(steps, pool.map(load, steps), strict=True))
-            beside = kernels_for and Beside(pool, kernels_for)
+            beside = kernels_for and ParallelCompiler(pool, kernels_for)
             waited = {}
-            with PROCESS.lowering:
+            with PROCESS_STATE.lowering:
                 for step in (each for each in steps if found[each] is None):
                     told(str(step), None)
                     start = time.perf_counter()
@@ -190,12 +190,12 @@ def _placed(shapes: Any, device: jax.Device) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
-def _kept(device: jax.Device, decides: tuple[Any, ...]) -> Kept | None:
+def _kept(device: jax.Device, decides: tuple[Any, ...]) -> ExecutableCache | None:
     """Where the steps of one device are kept, if JAX's cache is on and they can be told apart."""
     folder = folder_of_cache()
     if folder is None:
         return None
     try:
-        return Kept(folder, device, decides)
-    except UnknownError:
+        return ExecutableCache(folder, device, decides)
+    except UnstableReprError:
         return None

@@ -34,7 +34,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxattn.core.package import PACKAGE
-from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
 
 SUFFIX, UNFINISHED = ".step", ".part"
 KEPT_SECONDS = 30 * 86_400  # a file that nothing has used for so long is deleted
@@ -43,11 +43,11 @@ ENVIRONMENT = ("XLA_", "JAX_", "MOSAIC_", "PALLAS_", "TF_")
 PLAIN = (str, int, float, bool, bytes, type(None))
 
 
-class UnknownError(TypeError):
+class UnstableReprError(TypeError):
     """A value that cannot be written down so that equal texts mean equal values."""
 
 
-class Kept:
+class ExecutableCache:
     """Executables of one set of steps, in a folder.
 
     Whoever can write to the folder can run code in this process: files of other users are not read.
@@ -62,7 +62,7 @@ class Kept:
 
     def __init__(self, folder: Path, device: jax.Device, decides: Sequence[object]):
         self._folder, self._device = folder, device
-        self._facts = "\n".join((*facts_of_machine(device), *map(written, decides)))
+        self._facts = "\n".join((*facts_of_machine(device), *map(stable_repr, decides)))
 
     def load(self, name: str) -> jax.stages.Compiled | None:
         """The executable of this name; None where there is none, or none that is whole."""
@@ -95,9 +95,9 @@ class Kept:
         XLA for the CPU leaves out functions of an executable that JAX's cache gave, so such a one
         is not kept: JAX's cache gives it again.
         """
-        before = PROCESS.cache_hits()
+        before = PROCESS_STATE.cache_hits()
         executable = lowered.compile()
-        if self._device.platform != "cpu" or PROCESS.cache_hits() == before:
+        if self._device.platform != "cpu" or PROCESS_STATE.cache_hits() == before:
             self.store(name, executable)
         return executable
 
@@ -139,7 +139,7 @@ class Kept:
                 file.unlink(missing_ok=True)
 
 
-def keep_nothing() -> None:
+def disable_compilation_cache() -> None:
     """Turns JAX's cache off in this process, which is one of several of an engine.
 
     XLA's processes tune a program together: each times a part of its products, and waits up to 24
@@ -167,7 +167,7 @@ def facts_of_machine(
     device: jax.Device, environment: Mapping[str, str] = os.environ
 ) -> Iterable[str]:
     """What decides every executable here."""
-    yield f"source {source()}"
+    yield f"source {source_hash()}"
     yield f"python {sys.version}"
     yield from sorted(
         f"{each.name} {each.version}"
@@ -187,7 +187,7 @@ def facts_of_machine(
     yield f"{jax.config.jax_enable_x64} {jax.config.jax_default_matmul_precision}"
 
 
-def source(folder: Path = PACKAGE) -> str:
+def source_hash(folder: Path = PACKAGE) -> str:
     """A hash of the package's source."""
     hashed = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
@@ -206,7 +206,7 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
-def written(value: object) -> str:
+def stable_repr(value: object) -> str:
     """A value as a text that no other value has.
 
     Raises:
@@ -217,18 +217,20 @@ def written(value: object) -> str:
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__}({', '.join(map(written, value))})"
+        return f"{type(value).__name__}({', '.join(map(stable_repr, value))})"
     if isinstance(value, Mapping):
-        pairs = (f"{written(key)}: {written(each)}" for key, each in value.items())
+        pairs = (f"{stable_repr(key)}: {stable_repr(each)}" for key, each in value.items())
         return f"{{{', '.join(pairs)}}}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (f"{f.name}={written(getattr(value, f.name))}" for f in dataclasses.fields(value))
+        fields = (
+            f"{f.name}={stable_repr(getattr(value, f.name))}" for f in dataclasses.fields(value)
+        )
         return f"{_name(type(value))}({', '.join(fields)})"
-    raise UnknownError(f"{type(value).__name__} cannot be written down")
+    raise UnstableReprError(f"{type(value).__name__} cannot be written down")
 
 
 def _name(kind: type) -> str:
     """A class of this package, whose source is among what decides an executable."""
     if kind.__module__.partition(".")[0] != PACKAGE.name:
-        raise UnknownError(f"{kind.__module__}.{kind.__qualname__} is of another package")
+        raise UnstableReprError(f"{kind.__module__}.{kind.__qualname__} is of another package")
     return f"{kind.__module__}.{kind.__qualname__}"

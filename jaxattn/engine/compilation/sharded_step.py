@@ -13,28 +13,28 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.compilation.step_export import Lowered, decode_of
-from jaxattn.engine.steps.batch_steps import Copy, Mask, Sample
-from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.compilation.step_export import DecodeStepExporter, decode_of
+from jaxattn.engine.steps.batch_steps import BitmaskStep, SampleStep, StateCopyStep
+from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
-from jaxattn.engine.steps.engine_step import Step
-from jaxattn.engine.steps.model_steps import EntryPoint, Round
+from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model, compiler_options, jit_step
-from jaxattn.parallel import Group
+from jaxattn.parallel import DeviceGroup
 
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 
 
-def group_of(model: Model, devices: tuple[jax.Device, ...]) -> Group | None:
+def group_of(model: Model, devices: tuple[jax.Device, ...]) -> DeviceGroup | None:
     """The group that runs the model; None of one device."""
-    return Group(model.parallel, devices) if len(devices) > 1 else None
+    return DeviceGroup(model.parallel, devices) if len(devices) > 1 else None
 
 
-def everywhere(group: Group | None) -> Sharding | None:
+def replicated_sharding(group: DeviceGroup | None) -> Sharding | None:
     """Of what is whole on every device; None is JAX's default device."""
-    return None if group is None else group.sharding(WHOLE)
+    return None if group is None else group.sharding(REPLICATED)
 
 
 def logits_spec(model: Model) -> PartitionSpec:
@@ -42,17 +42,17 @@ def logits_spec(model: Model) -> PartitionSpec:
     return PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
 
 
-def put_given(step: Step, given: Any, model: Model, group: Group | None) -> Any:
+def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceGroup | None) -> Any:
     """What comes with a call of a step, on the devices."""
     if group is None:
         return jax.device_put(given)
-    if isinstance(step, Sample | Mask):
+    if isinstance(step, SampleStep | BitmaskStep):
         logits, rest = given
-        return group.put(logits, logits_spec(model)), group.put(rest, WHOLE)
-    return jax.tree.map(lambda x: group.put(x, WHOLE), given)
+        return group.put(logits, logits_spec(model)), group.put(rest, REPLICATED)
+    return jax.tree.map(lambda x: group.put(x, REPLICATED), given)
 
 
-def new_state_over(model: Model, limits: Limits, group: Group) -> DecodeState:
+def new_state_over(model: Model, limits: Limits, group: DeviceGroup) -> DecodeState:
     """The state of an engine, each device's share on it.
 
     It is there on all of them: one may write to another as soon as a step begins.
@@ -63,13 +63,13 @@ def new_state_over(model: Model, limits: Limits, group: Group) -> DecodeState:
     return jax.block_until_ready(state)
 
 
-def new_rows_over(limits: Limits, group: Group) -> Rows:
+def new_rows_over(limits: Limits, group: DeviceGroup) -> DeviceBatch:
     """Rows of which none has come yet, on every device."""
-    return group.make(partial(new_rows, limits), WHOLE)
+    return group.make(partial(new_rows, limits), REPLICATED)
 
 
 def arguments(
-    step: Step, model: Model, limits: Limits, params: Any, group: Group | None
+    step: EngineStep, model: Model, limits: Limits, params: Any, group: DeviceGroup | None
 ) -> tuple[Any, ...]:
     """What a step is called with, as shapes; over a group, with where it lies.
 
@@ -79,16 +79,16 @@ def arguments(
     shapes = step.arguments(model, limits, params)
     if group is None:
         return shapes
-    if isinstance(step, EntryPoint):
+    if isinstance(step, ModelStep):
         return group.shapes(shapes, _specs(model))
-    if isinstance(step, Round):
+    if isinstance(step, FusedDecodeStep):
         weights, state, whole = _specs(model)
         return group.shapes(shapes, (weights, (state, whole), whole))
-    if isinstance(step, Copy):
-        return group.shapes(shapes, (model.state_specs(), WHOLE))
-    specs: Any = WHOLE
-    if isinstance(step, Sample | Mask):
-        specs = (WHOLE, logits_spec(model), WHOLE)[-len(shapes) :]
+    if isinstance(step, StateCopyStep):
+        return group.shapes(shapes, (model.state_specs(), REPLICATED))
+    specs: Any = REPLICATED
+    if isinstance(step, SampleStep | BitmaskStep):
+        specs = (REPLICATED, logits_spec(model), REPLICATED)[-len(shapes) :]
     rest = [group.sharding(spec) for spec in (specs if isinstance(specs, tuple) else (specs,) * 2)]
     return tuple(
         jax.tree.map(lambda x, s=s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree)
@@ -97,14 +97,14 @@ def arguments(
 
 
 def jitted_step(
-    step: Step,
+    step: EngineStep,
     model: Model,
     limits: Limits,
     tree: Any,
     implementation: Implementation | None,
     backend: str,
-    group: Group | None = None,
-    lowered: Lowered | None = None,
+    group: DeviceGroup | None = None,
+    lowered: DecodeStepExporter | None = None,
 ) -> Any:
     """The step's function, jitted as the engine compiles it.
 
@@ -113,32 +113,32 @@ def jitted_step(
         lowered: lowers decode steps once for all executables that hold them.
     """
     call = lowered(entry) if lowered and (entry := decode_of(step)) else None
-    if isinstance(step, EntryPoint):
+    if isinstance(step, ModelStep):
         call = call or model_step(step, model, limits, tree, implementation, group)
         out = group and group.shardings((logits_spec(model), model.state_specs()))
         return jit_step(call, backend=backend, out_shardings=out)
-    if isinstance(step, Round):
+    if isinstance(step, FusedDecodeStep):
         if group is None and not call:  # some do more than decode and sample
             chosen = implementation_of(step.decode, implementation)
             function = step.function(model, limits, tree)
             return jit_step(function, implementation=chosen, backend=backend)
         call = call or model_step(step.decode, model, limits, tree, implementation, group)
-        out = group and group.shardings(((model.state_specs(), WHOLE), WHOLE))
+        out = group and group.shardings(((model.state_specs(), REPLICATED), REPLICATED))
         return jax.jit(
             step.behind(call),
             donate_argnums=step.donated,
             compiler_options=compiler_options(backend),
             out_shardings=out,
         )
-    function, out = step.function(model, limits, tree), everywhere(group)
-    if group is not None and isinstance(step, Mask):
+    function, out = step.function(model, limits, tree), replicated_sharding(group)
+    if group is not None and isinstance(step, BitmaskStep):
         out = group.sharding(logits_spec(model))
-    elif group is not None and isinstance(step, Copy):
+    elif group is not None and isinstance(step, StateCopyStep):
         states = model.state_specs()
-        function, out = group.step(function, (states, WHOLE), states), group.shardings(states)
-    elif group is not None and not isinstance(step, Sample):
+        function, out = group.step(function, (states, REPLICATED), states), group.shardings(states)
+    elif group is not None and not isinstance(step, SampleStep):
         # As on one device, each for itself: XLA's partitioner does not update all rows in place.
-        function = group.step(function, (WHOLE, WHOLE), WHOLE)
+        function = group.step(function, (REPLICATED, REPLICATED), REPLICATED)
     return jax.jit(
         function,
         donate_argnums=step.donated,
@@ -148,12 +148,12 @@ def jitted_step(
 
 
 def model_step(
-    entry: EntryPoint,
+    entry: ModelStep,
     model: Model,
     limits: Limits,
     tree: Any,
     implementation: Implementation | None,
-    group: Group | None,
+    group: DeviceGroup | None,
 ) -> Callable:
     """A step of the model as a function, over the group where there is one."""
     chosen = implementation_of(entry, implementation)
@@ -165,7 +165,7 @@ def model_step(
 
 
 def implementation_of(
-    entry: EntryPoint, implementation: Implementation | None
+    entry: ModelStep, implementation: Implementation | None
 ) -> Implementation | None:
     """What runs a step. What is named is for decoding: prefill's kernels refuse other models.
 
@@ -176,4 +176,4 @@ def implementation_of(
 
 def _specs(model: Model) -> tuple[Any, Any, Any]:
     """Of weights, state and batch of the model's steps."""
-    return tuple(jax.tree.leaves(model.packed_specs())), model.state_specs(), WHOLE
+    return tuple(jax.tree.leaves(model.packed_specs())), model.state_specs(), REPLICATED

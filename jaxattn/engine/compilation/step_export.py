@@ -15,23 +15,23 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxattn.engine.steps.engine_step import Step
-from jaxattn.engine.steps.model_steps import EntryPoint, Round, Speculate
+from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, SpeculativeDecodeStep
 
 # Calls that are compiled where they were lowered, by the same JAX.
 _OURS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 _PLATFORMS: Mapping[str, str] = {"gpu": "cuda"}
 
 
-def decode_of(step: Step) -> EntryPoint | None:
+def decode_of(step: EngineStep) -> ModelStep | None:
     """The decode step that an executable holds, from the rows on the device; None of others."""
-    if isinstance(step, Speculate):
+    if isinstance(step, SpeculativeDecodeStep):
         return None
-    found = step.decode if isinstance(step, Round) else step
-    return found if isinstance(found, EntryPoint) and found.reads_rows else None
+    found = step.decode if isinstance(step, FusedDecodeStep) else step
+    return found if isinstance(found, ModelStep) and found.reads_rows else None
 
 
-class Lowered:
+class DecodeStepExporter:
     """The decode steps of one model on its devices. Any thread may ask for them.
 
     Args:
@@ -41,20 +41,20 @@ class Lowered:
     """
 
     def __init__(
-        self, step_of: Callable[[EntryPoint], tuple[Callable, tuple[Any, ...]]], backend: str
+        self, step_of: Callable[[ModelStep], tuple[Callable, tuple[Any, ...]]], backend: str
     ):
         self._step_of, self._platform = step_of, _PLATFORMS.get(backend, backend)
         self._lock = threading.Lock()
-        self._calls: dict[EntryPoint, Callable[..., Any] | None] = {}
+        self._calls: dict[ModelStep, Callable[..., Any] | None] = {}
 
-    def __call__(self, entry: EntryPoint) -> Callable[..., Any] | None:
+    def __call__(self, entry: ModelStep) -> Callable[..., Any] | None:
         """(weights, state, batch) -> (logits, state); None where it cannot be exported."""
         with self._lock:
             if entry not in self._calls:
                 self._calls[entry] = self._export(entry)
             return self._calls[entry]
 
-    def _export(self, entry: EntryPoint) -> Callable[..., Any] | None:
+    def _export(self, entry: ModelStep) -> Callable[..., Any] | None:
         function, arguments = self._step_of(entry)
         exporting = export.export(
             jax.jit(function), platforms=[self._platform], disabled_checks=_OURS

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxattn.engine.distributed.process_group import Crew
+from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.distributed.transport import (
     COPY,
     DECODE,
@@ -30,20 +30,20 @@ from jaxattn.engine.distributed.transport import (
     PREFILL,
     UPDATE,
     HostError,
-    Link,
+    TransportLink,
 )
-from jaxattn.engine.execution.model_runner import Runner
-from jaxattn.engine.sampling.sampler import Level
-from jaxattn.engine.steps.step_catalog import EntryPoint
+from jaxattn.engine.execution.model_runner import ModelRunner
+from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.steps.step_catalog import ModelStep
 
 
-class Leader(Runner):
+class DriverRunner(ModelRunner):
     """A runner that sends what its steps are given to the other processes first."""
 
-    crew: Crew
+    crew: ProcessGroup
 
     @classmethod
-    def of(cls, runner: Runner, crew: Crew) -> "Leader":
+    def of(cls, runner: ModelRunner, crew: ProcessGroup) -> "DriverRunner":
         found = cls(
             runner.limits,
             runner.executables,
@@ -62,7 +62,7 @@ class Leader(Runner):
         super().update(packed)
         self.crew.sent()
 
-    def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
+    def prefill(self, entry: ModelStep, packed: np.ndarray, *, remember: bool) -> jax.Array:
         self._tell(PREFILL, packed, entry.rows, entry.tokens, int(remember))
         self.crew.begin()
         logits = super().prefill(entry, packed, remember=remember)
@@ -76,7 +76,7 @@ class Leader(Runner):
         self.crew.sent()
 
     def first(
-        self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
+        self, logits: jax.Array, places: np.ndarray, level: SamplingMode, words: np.ndarray | None
     ) -> jax.Array:
         self._tell(FIRST, places, int(level), int(words is not None))
         self.crew.begin()
@@ -89,7 +89,7 @@ class Leader(Runner):
     def decode(
         self,
         places: np.ndarray,
-        level: Level,
+        level: SamplingMode,
         words: Callable[[int], np.ndarray] | None = None,
         steps: int = 1,
     ) -> jax.Array:
@@ -121,7 +121,7 @@ class Leader(Runner):
             link.send(kind, array, *numbers)
 
 
-def run_as_told(runner: Runner, crew: Crew) -> None:
+def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
     """Sends the leader's steps, until it closes its engine.
 
     Raises:
@@ -146,19 +146,21 @@ def run_as_told(runner: Runner, crew: Crew) -> None:
             runner.copy(*array.tolist())
         elif kind == PREFILL:
             rows, tokens, remember = numbers
-            entry = EntryPoint("prefill", rows, tokens)
+            entry = ModelStep("prefill", rows, tokens)
             logits = runner.prefill(entry, array, remember=bool(remember))
         elif kind == FIRST:
             *_, level, masked = numbers
-            told = runner.first(logits, array, Level(level), _masks(link) if masked else None)
+            told = runner.first(
+                logits, array, SamplingMode(level), _masks(link) if masked else None
+            )
         elif kind == DECODE:
             *_, level, masked = numbers
             words = (lambda lines: _masks(link)) if masked else None
-            told = runner.decode(array, Level(level), words)
+            told = runner.decode(array, SamplingMode(level), words)
         crew.sent(told)
 
 
-def _masks(link: Link) -> np.ndarray:
+def _masks(link: TransportLink) -> np.ndarray:
     """The masks that the leader sends for the step before it is sampled."""
     kind, words, _ = link.receive()
     if kind != MASKS or words is None:

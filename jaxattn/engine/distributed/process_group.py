@@ -33,9 +33,9 @@ from jaxattn.engine.distributed.transport import (
     FACTS,
     FAILED,
     HostError,
-    Link,
-    follow,
-    lead,
+    TransportLink,
+    connect_to_driver,
+    listen_for_workers,
 )
 
 SILENT = 20.0  # seconds
@@ -65,7 +65,7 @@ def end_process(message: str) -> NoReturn:
         os._exit(CODE)
 
 
-class Crew:
+class ProcessGroup:
     """One process's links to the others.
 
     Args:
@@ -78,7 +78,7 @@ class Crew:
     def __init__(
         self,
         rank: int,
-        links: Sequence[Link],
+        links: Sequence[TransportLink],
         *,
         silent: float = SILENT,
         stuck: float = STUCK,
@@ -98,24 +98,24 @@ class Crew:
     @classmethod
     def leading(
         cls, address: str, processes: int, *, timeout: float = 300.0, **options: Any
-    ) -> "Crew":
+    ) -> "ProcessGroup":
         """The crew of process 0, as soon as all others are there; arguments of `links.lead`.
 
         Raises:
             HostError: some have not come.
         """
-        return cls(0, lead(address, processes, timeout=timeout), **options)
+        return cls(0, listen_for_workers(address, processes, timeout=timeout), **options)
 
     @classmethod
     def following(
         cls, address: str, rank: int, *, timeout: float = 300.0, **options: Any
-    ) -> "Crew":
+    ) -> "ProcessGroup":
         """The crew of another process.
 
         Raises:
             HostError: there is no leader at the address.
         """
-        return cls(rank, [follow(address, timeout=timeout)], **options)
+        return cls(rank, [connect_to_driver(address, timeout=timeout)], **options)
 
     @property
     def leads(self) -> bool:

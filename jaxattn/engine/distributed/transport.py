@@ -29,7 +29,7 @@ class HostError(RuntimeError):
     """Another process of the engine is gone, or is not of this engine."""
 
 
-class Message(NamedTuple):
+class TransportMessage(NamedTuple):
     """What came: its kind, its array if it has one, the numbers at the end of its head."""
 
     kind: int
@@ -41,7 +41,7 @@ class Message(NamedTuple):
         return "" if self.array is None else self.array.astype(np.uint8).tobytes().decode()
 
 
-class Link:
+class TransportLink:
     """A connection between the leader and another process.
 
     Attributes:
@@ -56,7 +56,7 @@ class Link:
         self._sending = threading.Lock()
         self._reader: threading.Thread | None = None
         self._closing = False
-        self._came: queue.SimpleQueue[Message | HostError] | None = None
+        self._came: queue.SimpleQueue[TransportMessage | HostError] | None = None
         self.heard, self.taken = time.monotonic(), 0
 
     def send(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
@@ -106,7 +106,7 @@ class Link:
         except OSError as error:
             raise HostError(f"{self.name} is gone: {error.strerror or error}") from error
 
-    def receive(self) -> Message:
+    def receive(self) -> TransportMessage:
         """The next message that is no ALIVE.
 
         Raises:
@@ -164,7 +164,7 @@ class Link:
         if self._reader is None or not self._reader.is_alive():
             self._connection.close()
 
-    def _read_message(self) -> Message:
+    def _read_message(self) -> TransportMessage:
         head = np.frombuffer(self._read(4 * HEAD), np.int32)
         shape = tuple(int(side) for side in head[3 : 3 + head[2]])
         known = head[0] == MAGIC and 0 <= head[2] <= 2 and 0 <= head[1] <= ALIVE
@@ -174,7 +174,7 @@ class Link:
         if shape:
             data = self._read(4 * int(np.prod(shape)))
             array = np.frombuffer(data, np.int32).reshape(shape)
-        return Message(int(head[1]), array, head[5:].tolist())
+        return TransportMessage(int(head[1]), array, head[5:].tolist())
 
     def _read(self, size: int) -> bytes:
         found = bytearray()
@@ -203,7 +203,9 @@ def _numbers_of(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def lead(address: str, processes: int, *, timeout: float = 300.0) -> list[Link]:
+def listen_for_workers(
+    address: str, processes: int, *, timeout: float = 300.0
+) -> list[TransportLink]:
     """The leader's links to the others, as soon as all are there.
 
     Args:
@@ -214,7 +216,7 @@ def lead(address: str, processes: int, *, timeout: float = 300.0) -> list[Link]:
         HostError: some have not come in `timeout` seconds; how many is said.
     """
     host, port = host_and_port(address)
-    links: list[Link] = []
+    links: list[TransportLink] = []
     end = time.monotonic() + timeout
     with socket.create_server((host, port)) as server:
         while len(links) < processes - 1:
@@ -227,11 +229,11 @@ def lead(address: str, processes: int, *, timeout: float = 300.0) -> list[Link]:
                     f"{timeout:.0f} s; start the others, or give another number of processes"
                 ) from error
             connection.settimeout(None)
-            links.append(Link(connection, f"a process at {name}"))
+            links.append(TransportLink(connection, f"a process at {name}"))
     return links
 
 
-def follow(address: str, *, timeout: float = 300.0) -> Link:
+def connect_to_driver(address: str, *, timeout: float = 300.0) -> TransportLink:
     """The link to the leader at "HOST:PORT", which may still be starting.
 
     Raises:
@@ -242,7 +244,7 @@ def follow(address: str, *, timeout: float = 300.0) -> Link:
         try:
             connection = socket.create_connection(host_and_port(address), timeout=5)
             connection.settimeout(None)
-            return Link(connection, f"the leader at {address}")
+            return TransportLink(connection, f"the leader at {address}")
         except OSError as error:
             if time.monotonic() > end:
                 raise HostError(

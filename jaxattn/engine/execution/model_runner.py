@@ -9,20 +9,26 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxattn.engine.runtime.process_state import PROCESS
-from jaxattn.engine.runtime.recompilation_guard import Seal
-from jaxattn.engine.sampling.sampler import Level
-from jaxattn.engine.steps.batch_steps import Copy, Mask, Remember, Update, sample_of
-from jaxattn.engine.steps.device_batch import Places, Rows
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
+from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard
+from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.steps.batch_steps import (
+    BatchUpdateStep,
+    BitmaskStep,
+    HistoryAppendStep,
+    StateCopyStep,
+    sample_of,
+)
+from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
 from jaxattn.engine.steps.engine_step import sampled_rows
-from jaxattn.engine.steps.model_steps import EntryPoint, Round, round_of
+from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
-from jaxattn.parallel import Group
+from jaxattn.parallel import DeviceGroup
 
 
 @dataclasses.dataclass(eq=False)
-class Runner:
+class ModelRunner:
     """Sends steps. All of them run in the order in which they are sent.
 
     Attributes:
@@ -38,16 +44,16 @@ class Runner:
     executables: Mapping[str, Any]
     weights: tuple[jax.Array, ...]
     state: DecodeState
-    rows: Rows
-    seal: Seal
-    group: Group | None = None
+    rows: DeviceBatch
+    seal: RecompilationGuard
+    group: DeviceGroup | None = None
     failed: bool = False
 
     def __post_init__(self) -> None:
         self._names: dict[Any, str] = {}
         self._places: jax.Array | None = None
         self._placed: np.ndarray | None = None
-        self._rounds: dict[tuple[int, Level, int], Round | None] = {}
+        self._rounds: dict[tuple[int, SamplingMode, int], FusedDecodeStep | None] = {}
 
     @property
     def lost(self) -> bool:
@@ -61,15 +67,15 @@ class Runner:
     def update(self, packed: np.ndarray) -> None:
         """Rows that come, and pages: of `Deltas.drain`."""
         with self.seal.allowed():
-            self.rows = self._step(Update())(self.rows, packed)
+            self.rows = self._step(BatchUpdateStep())(self.rows, packed)
 
     def copy(self, source: int, target: int) -> None:
         """Copies the states of one slot to another."""
         with self.seal.allowed():
             slots = np.array([source, target], np.int32)
-            self.state = self._step(Copy())(self.state, slots)
+            self.state = self._step(StateCopyStep())(self.state, slots)
 
-    def prefill(self, entry: EntryPoint, packed: np.ndarray, *, remember: bool) -> jax.Array:
+    def prefill(self, entry: ModelStep, packed: np.ndarray, *, remember: bool) -> jax.Array:
         """Reads chunks of prompts, of `packed_chunks`; gives the logits behind them.
 
         Args:
@@ -81,18 +87,18 @@ class Runner:
             self.remember(entry, packed)
         return logits
 
-    def remember(self, entry: EntryPoint, packed: np.ndarray) -> None:
+    def remember(self, entry: ModelStep, packed: np.ndarray) -> None:
         """Writes tokens into the histories of their rows, without reading them.
 
         Args:
             entry: a prefill step of the shape of `packed`.
         """
         with self.seal.allowed():
-            step = self._step(Remember(entry.rows, entry.tokens))
+            step = self._step(HistoryAppendStep(entry.rows, entry.tokens))
             self.rows = step(self.rows, packed)
 
     def first(
-        self, logits: jax.Array, places: np.ndarray, level: Level, words: np.ndarray | None
+        self, logits: jax.Array, places: np.ndarray, level: SamplingMode, words: np.ndarray | None
     ) -> jax.Array:
         """Samples rows that have read their prompts.
 
@@ -106,7 +112,7 @@ class Runner:
     def decode(
         self,
         places: np.ndarray,
-        level: Level,
+        level: SamplingMode,
         words: Callable[[int], np.ndarray] | None = None,
         steps: int = 1,
     ) -> jax.Array:
@@ -121,10 +127,10 @@ class Runner:
             return self._round(places, step)
         assert steps == 1, f"no round of {steps} steps of {len(places)} rows: {level.name}"
         bucket = sampled_rows(self.limits, len(places))
-        entry = EntryPoint("decode", bucket, 1)
+        entry = ModelStep("decode", bucket, 1)
         with self.seal.allowed():
             on_device = self._on_device(places, bucket)
-            batch = Places(self.rows, on_device)
+            batch = RowIndices(self.rows, on_device)
             logits, self.state = self._step(entry)(self.weights, self.state, batch)
         found = None if words is None else words(bucket)
         with self.seal.allowed():
@@ -145,14 +151,14 @@ class Runner:
             if not leaf.is_deleted():
                 leaf.delete()
 
-    def _round_of(self, rows: int, level: Level, steps: int) -> Round | None:
+    def _round_of(self, rows: int, level: SamplingMode, steps: int) -> FusedDecodeStep | None:
         """The step that decodes and samples so many rows; None where those are two."""
         key = rows, level, steps
         if key not in self._rounds:
             self._rounds[key] = round_of(self.limits, sampled_rows(self.limits, rows), level, steps)
         return self._rounds[key]
 
-    def _round(self, places: np.ndarray, step: Round) -> jax.Array:
+    def _round(self, places: np.ndarray, step: FusedDecodeStep) -> jax.Array:
         executable = self._step(step)
         with self.seal.allowed():
             on_device, held = self._on_device(places, step.rows), (self.state, self.rows)
@@ -160,7 +166,7 @@ class Runner:
             told.copy_to_host_async()
         return told
 
-    def _sample(self, logits: jax.Array, places: Any, level: Level) -> jax.Array:
+    def _sample(self, logits: jax.Array, places: Any, level: SamplingMode) -> jax.Array:
         step = self._step(sample_of(self.limits, len(places), level))
         self.rows, told = step(self.rows, logits, places)
         told.copy_to_host_async()
@@ -169,7 +175,7 @@ class Runner:
     def _masked(self, logits: jax.Array, words: np.ndarray | None) -> jax.Array:
         if words is None:
             return logits
-        found: jax.Array = self._step(Mask(len(words)))(logits, words)
+        found: jax.Array = self._step(BitmaskStep(len(words)))(logits, words)
         return found
 
     def _on_device(self, places: np.ndarray, bucket: int) -> jax.Array:
@@ -199,6 +205,6 @@ def in_turn(executable: Callable[..., Any], *arguments: Any) -> Any:
     Virtual devices of a CPU wait for one another for ever where several steps are under way: there
     a step ends before the next is sent.
     """
-    with PROCESS.sending:
+    with PROCESS_STATE.sending:
         result = executable(*arguments)
         return jax.block_until_ready(result) if jax.default_backend() == "cpu" else result

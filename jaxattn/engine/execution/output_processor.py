@@ -18,18 +18,18 @@ from jaxattn.engine.requests.outputs import (
     TokenEvent,
 )
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.requests.stats import Clock, Stats
-from jaxattn.engine.sampling.logprobs import told
-from jaxattn.engine.scheduling.request_state import Queued, Row
+from jaxattn.engine.requests.stats import GenerationStats, RequestTimes
+from jaxattn.engine.sampling.logprobs import unpack_logprobs
+from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
-from jaxattn.engine.steps.token_selection import End
+from jaxattn.engine.steps.token_selection import FinishCode
 
 Detokenize = Callable[[Sequence[int]], str]
 # Makes one of (request, token, logprobs) in C; TokenEvent(...) would run Python.
 _TOKEN_EVENT: Callable[[tuple[Any, ...]], TokenEvent] = functools.partial(tuple.__new__, TokenEvent)
 
 
-class Endings:
+class OutputProcessor:
     """Takes what steps told, and makes events of it.
 
     Args:
@@ -44,8 +44,8 @@ class Endings:
     def __init__(self, scheduler: Scheduler, detokenize: Detokenize | None):
         self.scheduler, self.detokenize = scheduler, detokenize
         self.events: list[Event] = []
-        self.clocks: dict[int, Clock] = {}
-        self.stats = Stats()
+        self.clocks: dict[int, RequestTimes] = {}
+        self.stats = GenerationStats()
 
     def take_plain(
         self, requests: Sequence[Request], texts: Sequence[list[int]], tokens: np.ndarray
@@ -66,14 +66,14 @@ class Endings:
         self.events.extend(map(_TOKEN_EVENT, of_steps))
         return tokens.size
 
-    def take(self, rows: Sequence[Row | None], lines: np.ndarray) -> int:
+    def take(self, rows: Sequence[RunningRequest | None], lines: np.ndarray) -> int:
         """The tokens of a step, a line for each row: int32 [b, n] of `advance`.
 
         Returns:
             How many rows it told of. One that had ended is none of them.
         """
         now, taken, announce = time.perf_counter(), 0, self.events.append
-        tokens, ends, idle = lines[:, 0].tolist(), lines[:, 1].tolist(), int(End.IDLE)
+        tokens, ends, idle = lines[:, 0].tolist(), lines[:, 1].tolist(), int(FinishCode.IDLE)
         for line, (row, token, end) in enumerate(zip(rows, tokens, ends, strict=False)):
             if row is None or row.ended or end == idle:
                 continue
@@ -84,19 +84,21 @@ class Endings:
                 continue
             chances = None
             if row.request.logprobs is not None:
-                chances = told(lines[line, 2:], row.request.logprobs)
+                chances = unpack_logprobs(lines[line, 2:], row.request.logprobs)
             self._accept(row, token, end, chances, now)
         return taken
 
-    def _accept(self, row: Row, token: int, end: int, chances: Logprobs | None, now: float) -> None:
+    def _accept(
+        self, row: RunningRequest, token: int, end: int, chances: Logprobs | None, now: float
+    ) -> None:
         """A row's next token; it may be the last."""
-        if end == End.NOT_FINITE:
+        if end == FinishCode.NOT_FINITE:
             detail = "the model's logits held NaN or infinity"
             if row.request.grammar is not None:
                 detail += ", or its grammar allowed no token"
             self.end(row, FinishReason.NOT_FINITE, detail)
             return
-        if end == End.STOP or (row.late_stops and token in row.request.stops):
+        if end == FinishCode.STOP or (row.late_stops and token in row.request.stops):
             self.end(row, FinishReason.STOP, token)
             return
         row.tokens.append(token)
@@ -113,11 +115,11 @@ class Endings:
             self.end(row, FinishReason.STOP, text)
         elif row.request.ends_at is not None and row.request.ends_at(token):
             self.end(row, FinishReason.STOP, "ends_at")
-        elif end == End.LENGTH:
+        elif end == FinishCode.LENGTH:
             cut = row.max_tokens < row.request.max_tokens
             self.end(row, FinishReason.LENGTH, "max_model_len" if cut else "max_tokens")
 
-    def _stop_string(self, row: Row) -> str | None:
+    def _stop_string(self, row: RunningRequest) -> str | None:
         """The stop string that the last token completed."""
         if self.detokenize is None:
             return None
@@ -126,7 +128,9 @@ class Endings:
         text = self.detokenize(row.tokens[-longest - 16 :])
         return next((stop for stop in row.request.stop_strings if stop in text), None)
 
-    def end(self, row: Row, reason: FinishReason, detail: str | int | None = None) -> None:
+    def end(
+        self, row: RunningRequest, reason: FinishReason, detail: str | int | None = None
+    ) -> None:
         """Frees a row; its request is done."""
         self.scheduler.release(row)
         self.finish(row.request, reason, detail, row)
@@ -142,7 +146,7 @@ class Endings:
         request: Request,
         reason: FinishReason,
         detail: str | int | None = None,
-        of: Row | Queued | None = None,
+        of: RunningRequest | WaitingRequest | None = None,
     ) -> None:
         """A request is done, with what a row of it, or its place in the queue, has generated."""
         assert request.id is not None

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxattn.engine.execution.output_processor import Endings
+from jaxattn.engine.execution.output_processor import OutputProcessor
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.requests.stats import Stats
-from jaxattn.engine.sampling.sampler import Level
-from jaxattn.engine.scheduling.request_state import Row
+from jaxattn.engine.requests.stats import GenerationStats
+from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
-from jaxattn.engine.steps.token_selection import End
+from jaxattn.engine.steps.token_selection import FinishCode
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Running:
+class DecodeBatchPlan:
     """The rows that decode, worked out once for all rounds in which they stay the same.
 
     Attributes:
@@ -36,10 +36,10 @@ class Running:
     places: np.ndarray
     moved: np.ndarray
     most: int
-    rows: list[Row | None]
+    rows: list[RunningRequest | None]
     requests: list[Request]
     texts: list[list[int]]
-    level: Level
+    level: SamplingMode
     kept: np.ndarray
     grammars: bool
     plain: bool
@@ -47,7 +47,7 @@ class Running:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     """What a step in flight will tell.
 
     Attributes:
@@ -58,31 +58,31 @@ class Flight:
     """
 
     told: jax.Array
-    rows: Sequence[Row | None]
-    running: Running | None = None
+    rows: Sequence[RunningRequest | None]
+    running: DecodeBatchPlan | None = None
     steps: int = 1
 
 
-class Reader:
+class OutputReader:
     """Waits for steps in the order in which they were sent, and gives rows their tokens.
 
     Args:
         endings: takes tokens, and ends rows.
     """
 
-    def __init__(self, scheduler: Scheduler, endings: Endings):
+    def __init__(self, scheduler: Scheduler, endings: OutputProcessor):
         self.scheduler, self.endings = scheduler, endings
         self._read_at = time.perf_counter()
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> GenerationStats:
         return self.endings.stats
 
     def begin(self) -> None:
         """The time from now on is that of the next step: nothing was in flight."""
         self._read_at = time.perf_counter()
 
-    def read(self, flight: Flight) -> None:
+    def read(self, flight: InFlightStep) -> None:
         """Waits for a step. Steps end in the order in which they were sent, so the time since the
         one before it is its own.
         """
@@ -103,7 +103,7 @@ class Reader:
             return
         self.stats.decoded_tokens += self._taken(flight, running, told)
 
-    def _taken(self, flight: Flight, running: Running, told: np.ndarray) -> int:
+    def _taken(self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray) -> int:
         """How many tokens a call of decode steps gave."""
         if flight.steps == 1:
             if told.ndim == 3:
@@ -115,10 +115,10 @@ class Reader:
                 return self.endings.take_plain(running.requests, running.texts, own[:, :, 0])
         return sum(self.endings.take(running.rows, step) for step in told)
 
-    def _taken_drafts(self, running: Running, told: np.ndarray) -> int:
+    def _taken_drafts(self, running: DecodeBatchPlan, told: np.ndarray) -> int:
         """How many tokens a step with drafts gave: int32 [b, S, 2] of `verify`."""
         tokens = told.shape[1]
-        counts = np.count_nonzero(told[:, :, 1] != End.IDLE, axis=1)
+        counts = np.count_nonzero(told[:, :, 1] != FinishCode.IDLE, axis=1)
         for row, count in zip(running.rows, counts.tolist(), strict=False):
             if row is not None and not row.ended:
                 self.scheduler.guessed_wrong(row, tokens - count)

@@ -17,18 +17,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxattn.engine.execution.model_runner import Runner
-from jaxattn.engine.execution.output_processor import Endings
-from jaxattn.engine.execution.output_reader import Flight, Reader, Running
-from jaxattn.engine.requests.stats import Stats
-from jaxattn.engine.sampling.grammar_bitmask import masks
-from jaxattn.engine.sampling.sampler import Level
-from jaxattn.engine.scheduling.request_state import Row
+from jaxattn.engine.execution.model_runner import ModelRunner
+from jaxattn.engine.execution.output_processor import OutputProcessor
+from jaxattn.engine.execution.output_reader import DecodeBatchPlan, InFlightStep, OutputReader
+from jaxattn.engine.requests.stats import GenerationStats
+from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
+from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.engine_step import sampled_rows
-from jaxattn.engine.steps.model_steps import EntryPoint, round_of
-from jaxattn.engine.steps.prefill_batch import Chunk, packed_chunks
-from jaxattn.engine.steps.step_catalog import prompts_together
+from jaxattn.engine.steps.model_steps import ModelStep, round_of
+from jaxattn.engine.steps.prefill_batch import PromptChunk, packed_chunks
+from jaxattn.engine.steps.step_catalog import prefill_row_counts
 
 # Rounds that are sent and not read while the host waits for a token. With two the device has a
 # whole step to run when a token arrives, so waking up costs it nothing. A row whose end only the
@@ -37,7 +37,7 @@ from jaxattn.engine.steps.step_catalog import prompts_together
 ROUNDS_AHEAD = 2
 
 
-class Loop:
+class OverlapLoop:
     """Rounds over a scheduler's rows.
 
     Args:
@@ -48,17 +48,17 @@ class Loop:
         stats: what it counts in.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, endings: Endings):
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, endings: OutputProcessor):
         self.scheduler, self.runner, self.endings = scheduler, runner, endings
-        self._flights: deque[list[Flight]] = deque()
+        self._flights: deque[list[InFlightStep]] = deque()
         self._round = 0
-        self._running: Running | None = None
+        self._running: DecodeBatchPlan | None = None
         self._steady = 0  # steps that the rows which decode can still go on for as they are
-        self._together = prompts_together(scheduler.limits)
-        self._reader = Reader(scheduler, endings)
+        self._together = prefill_row_counts(scheduler.limits)
+        self._reader = OutputReader(scheduler, endings)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> GenerationStats:
         return self.endings.stats
 
     @property
@@ -126,12 +126,12 @@ class Loop:
         waiting = [len(row.prompt) - int(self.scheduler.cached[row.index]) for row in rows]
         size = next((c for c in limits.chunks if c >= max(waiting)), limits.chunks[-1])
         places, together = self.scheduler.lines([row.index for row in rows], buckets)
-        entry = EntryPoint("prefill", together, size)
+        entry = ModelStep("prefill", together, size)
         self._send_copies()  # states of prefixes, to the rows that begin with them
         done = np.full(sampled_rows(limits, together), -1, np.int32)
         read, sampled = together // limits.groups, len(done) // limits.groups
-        chunks: list[Chunk | None] = [None] * together
-        ended: list[Row | None] = [None] * len(done)
+        chunks: list[PromptChunk | None] = [None] * together
+        ended: list[RunningRequest | None] = [None] * len(done)
         for (group, line), row in zip(places, rows, strict=True):
             if limits.speculate and row.read_last < 0:
                 self._remember_cached(row)
@@ -150,26 +150,26 @@ class Loop:
             level = max(row.level for row in found)
             told = self.runner.first(told, done, level, self._masks(ended, len(done)))
         self.stats.prefill_steps += 1
-        self._flights[-1].append(Flight(told, ended))
+        self._flights[-1].append(InFlightStep(told, ended))
 
-    def _remember_cached(self, row: Row) -> None:
+    def _remember_cached(self, row: RunningRequest) -> None:
         """Writes what a row does not read of its prompt into its history, where drafts look."""
         limits = self.scheduler.limits
-        entry = EntryPoint("prefill", self._together[0], limits.chunks[-1])
+        entry = ModelStep("prefill", self._together[0], limits.chunks[-1])
         pages = self.scheduler.block_tables[row.index]
         for first in range(0, row.cached_tokens, entry.tokens):
             end = min(first + entry.tokens, row.cached_tokens)
-            chunk = Chunk(row.prompt[first:end], end, row.slot, row.index, pages)
+            chunk = PromptChunk(row.prompt[first:end], end, row.slot, row.index, pages)
             packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, [chunk])
             self.runner.remember(entry, packed)
 
-    def _next_chunk(self, row: Row, size: int) -> Chunk:
+    def _next_chunk(self, row: RunningRequest, size: int) -> PromptChunk:
         cached = int(self.scheduler.cached[row.index])
         tokens = row.prompt[cached : cached + size]
         keeps = row.request.penalized or self.scheduler.limits.speculate
         place = row.index if keeps else -1
         pages = self.scheduler.block_tables[row.index]
-        return Chunk(tokens, cached + len(tokens), row.slot, place, pages)
+        return PromptChunk(tokens, cached + len(tokens), row.slot, place, pages)
 
     def _decode(self) -> None:
         running, steps = self._next_running()
@@ -185,9 +185,9 @@ class Loop:
         self.scheduler.sent(moved)
         told = self.runner.decode(running.lines, running.level, words, steps)
         self.stats.decode_steps += steps
-        self._flights[-1].append(Flight(told, running.rows, running, steps))
+        self._flights[-1].append(InFlightStep(told, running.rows, running, steps))
 
-    def _next_running(self) -> tuple[Running | None, int]:
+    def _next_running(self) -> tuple[DecodeBatchPlan | None, int]:
         """(the rows to decode, how many steps), with the pages of their next tokens; None if there
         are no rows."""
         scheduler, known = self.scheduler, self._running
@@ -215,7 +215,7 @@ class Loop:
         self._steady = scheduler.steady(places) - steps
         return known, steps
 
-    def _steps(self, running: Running) -> int:
+    def _steps(self, running: DecodeBatchPlan) -> int:
         """The steps of the next call. A row that ends within it leaves its place empty until it is
         over: where requests wait for places, such a call has one step."""
         scheduler = self.scheduler
@@ -225,17 +225,17 @@ class Loop:
             return 1
         return running.most
 
-    def _found(self, places: np.ndarray) -> Running:
+    def _found(self, places: np.ndarray) -> DecodeBatchPlan:
         scheduler, lines = self.scheduler, self._lines(places)
         rows = [scheduler.rows.get(index) for index in lines.tolist()]
         there = [row for row in rows if row is not None]
-        level = Level(int(scheduler.levels[places].max()))
+        level = SamplingMode(int(scheduler.levels[places].max()))
         grammars = any(row.request.grammar for row in there)
         limits, plain = scheduler.limits, len(there) == len(places) and all(r.plain for r in there)
         alone = not grammars and round_of(limits, limits.batch, level) is not None
         moved = np.zeros_like(scheduler.cached)
         moved[places] = limits.step_tokens if alone else 1
-        return Running(
+        return DecodeBatchPlan(
             lines=lines,
             places=places,
             moved=moved,
@@ -250,17 +250,17 @@ class Loop:
             changes=scheduler.changes,
         )
 
-    def _masks_after_all(self, rows: Sequence[Row | None], lines: int) -> np.ndarray:
+    def _masks_after_all(self, rows: Sequence[RunningRequest | None], lines: int) -> np.ndarray:
         """The masks of rows behind all tokens so far: what is in flight is read first."""
         self.drain()
         self._flights.append([])
-        return masks(rows, lines, self.scheduler.vocab_size)
+        return fill_bitmask(rows, lines, self.scheduler.vocab_size)
 
-    def _masks(self, rows: Sequence[Row | None], lines: int) -> np.ndarray | None:
+    def _masks(self, rows: Sequence[RunningRequest | None], lines: int) -> np.ndarray | None:
         """The masks of rows that have no token in flight; None if none has a grammar."""
         if not any(row is not None and row.request.grammar for row in rows):
             return None
-        return masks(rows, lines, self.scheduler.vocab_size)
+        return fill_bitmask(rows, lines, self.scheduler.vocab_size)
 
     def _lines(self, places: np.ndarray) -> np.ndarray:
         """The rows as the lines of a step, those of each data group together; -1 is padding."""

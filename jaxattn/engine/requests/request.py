@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxattn.engine.requests.stats import Stats as Stats
+from jaxattn.engine.requests.stats import GenerationStats as GenerationStats
 
 # Bounds of what a row's state on the device holds.
 MOST_BIASES = 300

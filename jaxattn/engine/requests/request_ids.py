@@ -10,7 +10,7 @@ from jaxattn.engine.requests.request import Request
 MOST_IDS = 2**31
 
 
-def all_numbered(requests: Iterable[Any]) -> list[Request]:
+def assign_request_ids(requests: Iterable[Any]) -> list[Request]:
     """Requests with ids of their own: a place in the list, or a number that is free.
 
     Raises:

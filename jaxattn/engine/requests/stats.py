@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass
-class Stats:
+class GenerationStats:
     """Of one `generate`. A request's first token comes from prefill: it is not a decoded one.
 
     Attributes:
@@ -41,7 +41,7 @@ class Stats:
 
 
 @dataclasses.dataclass
-class Clock:
+class RequestTimes:
     """When a request was added, and when its first token came."""
 
     added: float

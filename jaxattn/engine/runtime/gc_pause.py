@@ -9,28 +9,28 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
 
 
 @contextlib.contextmanager
-def unsearched() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Within it nothing is searched, unless somebody asks for it.
 
     Several threads may be within it. The one that turned the search off turns it on again.
     """
     searched = False
     try:
-        with PROCESS.searching:  # or another thread turns it on between the two
+        with PROCESS_STATE.searching:  # or another thread turns it on between the two
             searched = gc.isenabled()
             gc.disable()
         yield
     finally:
         if searched:
-            with PROCESS.searching:
+            with PROCESS_STATE.searching:
                 gc.enable()
 
 
-def keep_all() -> None:
+def freeze_gc_heap() -> None:
     """Takes all that is there out of later searches. What of it becomes garbage is not found, so
     this is for a process that keeps what it has begun with."""
     gc.collect()

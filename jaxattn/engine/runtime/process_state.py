@@ -1,4 +1,4 @@
-"""What the engines of one process share, in one object: `PROCESS`.
+"""What the engines of one process share, in one object: `PROCESS_STATE`.
 
 JAX itself has one allocator, one set of listeners and one cache of executables per process, so an
 engine has to know of the others. Nothing else in the package keeps state in a module.
@@ -14,7 +14,7 @@ import jax.monitoring
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
-class Process:
+class ProcessState:
     """What the engines of a process share. Nothing here keeps an engine or an array alive.
 
     Attributes:
@@ -90,4 +90,4 @@ class Process:
             self._inside.hits = getattr(self._inside, "hits", 0) + 1
 
 
-PROCESS = Process()
+PROCESS_STATE = ProcessState()

@@ -1,7 +1,7 @@
 """After the warm-up nothing is traced, compiled or tuned, and no buffer comes to stay.
 
 JAX announces every trace, lowering and compilation before it begins (`jax.monitoring`). While a
-thread is inside `Seal.watch` they belong to that seal's engine: counted, or in strict mode refused
+thread is inside `RecompilationGuard.watch` they belong to that seal's engine: counted, or in strict mode refused
 before they start. Tuning happens inside a compilation, so it is refused with it. What other threads
 and other engines compile meanwhile is theirs.
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from jaxattn.engine.runtime.process_state import PROCESS
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
 
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
@@ -41,7 +41,7 @@ class SealError(RuntimeError):
     """Something was traced, compiled or allocated that the warm-up should have done."""
 
 
-class Seal:
+class RecompilationGuard:
     """What happened after the warm-up that should not have.
 
     Args:
@@ -58,7 +58,7 @@ class Seal:
         self.what: list[str] = []
         self._watched = 0
         self._addresses: Sequence[int] = ()
-        PROCESS.listen(_on_event)
+        PROCESS_STATE.listen(_on_event)
 
     @property
     def counts_next(self) -> bool:
@@ -68,8 +68,8 @@ class Seal:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """What this thread traces, compiles or allocates inside counts."""
-        outer = PROCESS.seal
-        PROCESS.seal = self
+        outer = PROCESS_STATE.seal
+        PROCESS_STATE.seal = self
         counts = self.counts_next
         self._watched += 1
         try:
@@ -88,7 +88,7 @@ class Seal:
                 raise
             self.note("buffer", str(error))
         finally:
-            PROCESS.seal = outer
+            PROCESS_STATE.seal = outer
 
     def allowed(self) -> contextlib.AbstractContextManager[None]:
         """Inside of it the engine's own executables run, inside of `watch`."""
@@ -145,6 +145,6 @@ def _addresses(tree: Any) -> list[int]:
 
 
 def _on_event(event: str, value: float | int, **details: Any) -> None:
-    seal = PROCESS.seal
+    seal = PROCESS_STATE.seal
     if seal is not None and event in EVENTS:
         seal.note(EVENTS[event], str(details.get("fun_name", "")))

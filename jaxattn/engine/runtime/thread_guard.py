@@ -9,7 +9,7 @@ class EngineBusyError(RuntimeError):
     """The engine's one state is in use."""
 
 
-class Owner:
+class ThreadGuard:
     """The thread that is inside an engine.
 
     Attributes:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.engine.scheduling.request_state import Row
+from jaxattn.engine.scheduling.request_state import RunningRequest
 
 EVERY = -1  # a word of which all 32 tokens may come
 
@@ -22,7 +22,7 @@ def words_of(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def masks(rows: Sequence[Row | None], lines: int, vocab: int) -> np.ndarray:
+def fill_bitmask(rows: Sequence[RunningRequest | None], lines: int, vocab: int) -> np.ndarray:
     """int32 [lines, words]: what may come next in each row; everything where it has no grammar."""
     words = np.full((lines, words_of(vocab)), EVERY, np.int32)
     for line, row in zip(words, rows, strict=False):

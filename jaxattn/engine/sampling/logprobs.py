@@ -35,7 +35,7 @@ def logprobs(logits: Float[Array, "B vocab"], tokens: Int[Array, "B"]) -> Int[Ar
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
 
 
-def told(found: np.ndarray, count: int) -> Logprobs:
+def unpack_logprobs(found: np.ndarray, count: int) -> Logprobs:
     """What a row of `logprobs`, int32 [1 + 2 * 20] on the host, tells of `count` alternatives."""
     own, values = found[0].view("float32"), found[1 + MOST_LOGPROBS :].view("float32")
     ids = found[1 : 1 + count]

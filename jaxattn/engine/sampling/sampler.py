@@ -43,7 +43,7 @@ def sampling_key(seed: UInt[Array, ""], position: Int[Array, ""]) -> Key[Array, 
     return jax.random.fold_in(jax.random.key(seed), position)
 
 
-class Level(enum.IntEnum):
+class SamplingMode(enum.IntEnum):
     """How much of sampling a step does. The host takes the least that its rows need.
 
     XLA has the host wait for the branch of a conditional, so each level is an executable of its
@@ -59,27 +59,27 @@ class Level(enum.IntEnum):
         return self.name.lower()
 
 
-def level_of(request: Request) -> Level:
+def level_of(request: Request) -> SamplingMode:
     """The least that a row of this request needs."""
     if request.logprobs is not None:
-        return Level.LOGPROBS
+        return SamplingMode.LOGPROBS
     filters = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
     if filters or request.penalized or request.logit_bias:
-        return Level.CONTROLS
-    return Level.DRAWS if request.temperature > 0 else Level.GREEDY
+        return SamplingMode.CONTROLS
+    return SamplingMode.DRAWS if request.temperature > 0 else SamplingMode.GREEDY
 
 
 def sample(
     logits: Float[Array, "B vocab"],
     sampling: SamplingBatch,
     positions: Int[Array, "B"],
-    level: Level = Level.CONTROLS,
+    level: SamplingMode = SamplingMode.CONTROLS,
 ) -> Int[Array, "B"]:
     """int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
 
     Of equally likely tokens the greedy choice and the filters prefer the lowest id. `min_p` and
     `top_k` filter first, then `top_p` filters what they leave. The vocabulary is searched for
-    `top_k` and `top_p` from `Level.CONTROLS` on.
+    `top_k` and `top_p` from `SamplingMode.CONTROLS` on.
 
     Args:
         logits: float32.
@@ -90,12 +90,12 @@ def sample(
         greedy = jnp.argmax(logits, axis=-1)
         most = jnp.take_along_axis(logits, greedy[:, None], axis=-1)
         tokens = greedy
-        if level > Level.GREEDY:
+        if level > SamplingMode.GREEDY:
             draws = sampling.temperature > 0
             heat = jnp.where(draws, sampling.temperature, 1.0)
             # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
             scaled = _min_p((logits - most) / heat[:, None], sampling)
-            if level > Level.DRAWS:
+            if level > SamplingMode.DRAWS:
                 filters = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
                 scaled = _filters(scaled, sampling, filters)
             tokens = jnp.where(draws, _categorical(scaled, sampling, positions), greedy)

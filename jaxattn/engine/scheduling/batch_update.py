@@ -10,7 +10,7 @@ from jaxattn.engine.steps.device_batch import INTEGERS, NUMBERS, STOPS, packed
 _NO_TOKEN = 2**31 - 1
 
 
-class Deltas:
+class BatchUpdate:
     """Rows that join and pages that rows get, for `rows.update`.
 
     Args:

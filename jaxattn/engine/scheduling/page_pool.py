@@ -13,7 +13,7 @@ class PoolError(ValueError):
     """A page or slot was freed that is not in use: two rows would have come to share it."""
 
 
-class _Pool:
+class _FreeListPool:
     """The free ones of `size` numbers, last freed first."""
 
     def __init__(self, size: int, what: str):
@@ -53,7 +53,7 @@ class _Pool:
         self._free.extend(reversed(numbers))
 
 
-class PagePool(_Pool):
+class PagePool(_FreeListPool):
     """Pages of `page_size` tokens; a page holds those tokens of every layer.
 
     Several rows may share a page that they only read. A page that a cache keeps is idle when no
@@ -131,7 +131,7 @@ class PagePool(_Pool):
         super()._released([page for page in numbers if page not in self._kept])
 
 
-class SlotPool(_Pool):
+class SlotPool(_FreeListPool):
     """State slots: a row has one, for its convolution and recurrent states in every layer."""
 
     def __init__(self, num_slots: int):
@@ -151,7 +151,7 @@ class SlotPool(_Pool):
         self._give_back([slot])
 
 
-class Together:
+class PoolView:
     """The pools of several groups, to look at: a row has pages of one of them."""
 
     def __init__(self, pools: Sequence[PagePool] | Sequence[SlotPool]):

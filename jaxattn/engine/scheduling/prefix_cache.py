@@ -33,7 +33,7 @@ STATES_EVERY = 4096
 
 
 @dataclasses.dataclass(eq=False)
-class Entry:
+class CachedBlock:
     """One block that is cached.
 
     Attributes:
@@ -43,14 +43,14 @@ class Entry:
     """
 
     key: bytes
-    before: "Entry | None"
+    before: "CachedBlock | None"
     pages: list[int]
     slot: int | None = None
     continued: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Hit:
+class PrefixMatch:
     """What is cached of a prompt.
 
     Attributes:
@@ -58,7 +58,7 @@ class Hit:
         pages_alone: blocks behind these whose pages are there, and whose states are not.
     """
 
-    entries: Sequence[Entry] = ()
+    entries: Sequence[CachedBlock] = ()
     pages_alone: int = 0
 
     @property
@@ -66,7 +66,7 @@ class Hit:
         return [page for entry in self.entries for page in entry.pages]
 
 
-class Entering:
+class PendingInsert:
     """What a row enters of its prompt, block by block.
 
     Attributes:
@@ -76,7 +76,7 @@ class Entering:
         own: whether all before is cached in the row's own pages, or in those that it shares.
     """
 
-    def __init__(self, keys: Sequence[bytes], hit: Hit):
+    def __init__(self, keys: Sequence[bytes], hit: PrefixMatch):
         self.keys = keys
         self.last = hit.entries[-1] if hit.entries else None
         self.branch = len(hit.entries) + hit.pages_alone if hit.pages_alone else 0
@@ -84,7 +84,7 @@ class Entering:
 
 
 @dataclasses.dataclass
-class Counts:
+class PrefixCacheStats:
     """In tokens.
 
     Attributes:
@@ -110,14 +110,20 @@ class PrefixCache:
     """
 
     def __init__(
-        self, pages: PagePool, block: int, slots: range, counts: Counts, *, recurrent: bool
+        self,
+        pages: PagePool,
+        block: int,
+        slots: range,
+        counts: PrefixCacheStats,
+        *,
+        recurrent: bool,
     ):
         if block % pages.page_size:
             raise ValueError(f"a block must be whole pages of {pages.page_size}; got {block}")
         self.pages, self.block, self.recurrent = pages, block, recurrent
         self.counts = counts
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # used longest ago first
-        self._states: OrderedDict[bytes, Entry] = OrderedDict()  # those of them with states
+        self._entries: OrderedDict[bytes, CachedBlock] = OrderedDict()  # used longest ago first
+        self._states: OrderedDict[bytes, CachedBlock] = OrderedDict()  # those of them with states
         self._first, self._slots = slots.start, SlotPool(len(slots)) if len(slots) else None
         pages.evict = self._evict
 
@@ -136,16 +142,16 @@ class PrefixCache:
             keys.append(hashed.digest())
         return keys
 
-    def find(self, keys: Sequence[bytes]) -> Hit:
+    def find(self, keys: Sequence[bytes]) -> PrefixMatch:
         """The longest hit."""
         there = itertools.takewhile(self._entries.__contains__, keys)
         entries = [self._entries[key] for key in there]
         whole = len(entries)
         while self.recurrent and entries and entries[-1].slot is None:
             entries.pop()
-        return Hit(entries, whole - len(entries))
+        return PrefixMatch(entries, whole - len(entries))
 
-    def used(self, hit: Hit, asked: int) -> None:
+    def used(self, hit: PrefixMatch, asked: int) -> None:
         """Counts a hit of a prompt of `asked` tokens. The row that has it shares its pages."""
         for entry in reversed(hit.entries):  # what others continue was used last
             self._entries.move_to_end(entry.key)
@@ -155,7 +161,7 @@ class PrefixCache:
         self.counts.hits += len(hit.entries) * self.block
         self.counts.states_missed += hit.pages_alone * self.block
 
-    def enter(self, row: Entering, length: int, pages: Sequence[int]) -> int | None:
+    def enter(self, row: PendingInsert, length: int, pages: Sequence[int]) -> int | None:
         """Enters the block that a row has read, if it ends at this length.
 
         Args:
@@ -174,7 +180,9 @@ class PrefixCache:
         wanted = number in (len(row.keys), row.branch) or length % STATES_EVERY == 0
         return self.keep_states(key) if wanted else None
 
-    def add(self, key: bytes, before: Entry | None, pages: Sequence[int]) -> Entry | None:
+    def add(
+        self, key: bytes, before: CachedBlock | None, pages: Sequence[int]
+    ) -> CachedBlock | None:
         """Enters a block that a row has read, with the row's pages.
 
         Returns:
@@ -183,7 +191,7 @@ class PrefixCache:
         """
         if key in self._entries:
             return None
-        entry = self._entries[key] = Entry(key, before, list(pages))
+        entry = self._entries[key] = CachedBlock(key, before, list(pages))
         if before is not None:
             before.continued += 1
             self._entries.move_to_end(before.key)

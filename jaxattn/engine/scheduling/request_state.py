@@ -5,12 +5,12 @@ from collections.abc import Sequence
 
 from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.sampling.sampler import Level
-from jaxattn.engine.scheduling.prefix_cache import Entering
+from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.scheduling.prefix_cache import PendingInsert
 
 
 @dataclasses.dataclass(eq=False)
-class Queued:
+class WaitingRequest:
     """A request that waits, and what it has generated if it ran before.
 
     Attributes:
@@ -32,7 +32,7 @@ class Queued:
 
 
 @dataclasses.dataclass(eq=False)
-class Row:
+class RunningRequest:
     """A request that has been given row `index` of the batch.
 
     Attributes:
@@ -55,7 +55,7 @@ class Row:
     max_tokens: int
     order: int
     prompt: Sequence[int]
-    level: Level
+    level: SamplingMode
     tokens: list[int]
     logprobs: list[Logprobs]
     plain: bool
@@ -64,7 +64,7 @@ class Row:
     ended: bool = False
     read_last: int = -1
     cached_tokens: int = 0
-    prefix: Entering | None = None
+    prefix: PendingInsert | None = None
 
     @property
     def last(self) -> int:

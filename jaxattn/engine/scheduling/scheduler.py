@@ -23,10 +23,15 @@ import numpy as np
 
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.sampling.sampler import level_of
-from jaxattn.engine.scheduling.batch_update import Deltas, device_stops
-from jaxattn.engine.scheduling.page_pool import PagePool, SlotPool, Together
-from jaxattn.engine.scheduling.prefix_cache import Counts, Entering, Hit, PrefixCache
-from jaxattn.engine.scheduling.request_state import Queued, Row
+from jaxattn.engine.scheduling.batch_update import BatchUpdate, device_stops
+from jaxattn.engine.scheduling.page_pool import PagePool, PoolView, SlotPool
+from jaxattn.engine.scheduling.prefix_cache import (
+    PendingInsert,
+    PrefixCache,
+    PrefixCacheStats,
+    PrefixMatch,
+)
+from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingRequest
 from jaxattn.memory.limits import Limits
 
 # Rows that need a page within so many tokens get their pages together. So one call in 48 steps has
@@ -61,10 +66,10 @@ class Scheduler:
         self.limits, self.vocab_size, self.recurrent = limits, vocab_size, recurrent
         self.prefixes: PrefixCache | None = None
         self.copies: list[tuple[int, int]] = []
-        self.prefix_counts = Counts()
-        self.waiting: list[Queued] = []
-        self.rows: dict[int, Row] = {}
-        self.deltas = Deltas(limits.batch)
+        self.prefix_counts = PrefixCacheStats()
+        self.waiting: list[WaitingRequest] = []
+        self.rows: dict[int, RunningRequest] = {}
+        self.deltas = BatchUpdate(limits.batch)
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
         arrays = np.zeros((5, limits.batch), np.int32)
         self.cached, self.room, self.left, self.last, self.levels = arrays
@@ -83,12 +88,12 @@ class Scheduler:
         return bool(np.count_nonzero(self.decoding) < len(self.rows))
 
     @property
-    def pages(self) -> PagePool | Together:
-        return self._pages[0] if len(self._pages) == 1 else Together(self._pages)
+    def pages(self) -> PagePool | PoolView:
+        return self._pages[0] if len(self._pages) == 1 else PoolView(self._pages)
 
     @property
-    def slots(self) -> SlotPool | Together:
-        return self._slots[0] if len(self._slots) == 1 else Together(self._slots)
+    def slots(self) -> SlotPool | PoolView:
+        return self._slots[0] if len(self._slots) == 1 else PoolView(self._slots)
 
     def group_of(self, index: Any) -> Any:
         """The data group of a row, or of rows, by their indices."""
@@ -122,9 +127,9 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queues a request; it must not be one to refuse."""
-        self._queue(Queued(request, next(self._orders)))
+        self._queue(WaitingRequest(request, next(self._orders)))
 
-    def withdraw(self, id: int) -> Queued | None:
+    def withdraw(self, id: int) -> WaitingRequest | None:
         """Takes a waiting request out of the queue, by its id."""
         found = next((queued for queued in self.waiting if queued.request.id == id), None)
         if found is not None:
@@ -156,7 +161,7 @@ class Scheduler:
 
     # --- rows
 
-    def next_prompts(self, most: int) -> list[Row]:
+    def next_prompts(self, most: int) -> list[RunningRequest]:
         """Up to `most` rows whose next prompt chunk is due, at most as many of each data group.
 
         Those that were read of longest ago come first, so that a long prompt takes turns with
@@ -174,7 +179,7 @@ class Scheduler:
                 found.append(row)
         return found
 
-    def read(self, row: Row, tokens: int) -> bool:
+    def read(self, row: RunningRequest, tokens: int) -> bool:
         """Counts tokens that are read of the row's prompt. Returns whether those are all.
 
         Then the row joins those on the device, and is sampled after this step.
@@ -252,7 +257,7 @@ class Scheduler:
         self.cached += moved
         self.left -= moved
 
-    def guessed_wrong(self, row: Row, tokens: int) -> None:
+    def guessed_wrong(self, row: RunningRequest, tokens: int) -> None:
         """Of a decode step that was counted, so many tokens of the row were none."""
         self.cached[row.index] -= tokens
         self.left[row.index] += tokens
@@ -266,11 +271,13 @@ class Scheduler:
         own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
         row = max(own, key=lambda row: (row.request.priority, row.order))
         self.release(row)
-        again = Queued(row.request, row.order, row.tokens, row.logprobs, admitted=row.admitted)
+        again = WaitingRequest(
+            row.request, row.order, row.tokens, row.logprobs, admitted=row.admitted
+        )
         self._queue(again)
         self.preemptions += 1
 
-    def release(self, row: Row) -> None:
+    def release(self, row: RunningRequest) -> None:
         """Frees the row, its pages and its slot for the next request.
 
         A step in flight may still write to them, but no step is sent with the row again, and the
@@ -284,7 +291,7 @@ class Scheduler:
         self._pages[group].free(row.pages)
         self._slots[group].free(row.slot)
 
-    def drop_rows(self) -> list[Row]:
+    def drop_rows(self) -> list[RunningRequest]:
         """Takes out all that runs. The pools are made anew: an interrupt may have come while a row
         was given its pages, or gave them back.
         """
@@ -319,17 +326,19 @@ class Scheduler:
                 pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
             )
 
-    def _found(self, queued: Queued, prompt: Sequence[int]) -> tuple[Entering | None, Hit]:
+    def _found(
+        self, queued: WaitingRequest, prompt: Sequence[int]
+    ) -> tuple[PendingInsert | None, PrefixMatch]:
         """What a prompt may enter in the cache of prefixes, and what is there of it."""
         # The history of a row with penalties has to be read.
         if self.prefixes is None or queued.request.penalized:
-            return None, Hit()
+            return None, PrefixMatch()
         if queued.keys is None:
             queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)
         hit = self.prefixes.find(queued.keys)
-        return Entering(queued.keys, hit), hit
+        return PendingInsert(queued.keys, hit), hit
 
-    def _goes_on(self, row: Row, hit: Hit) -> None:
+    def _goes_on(self, row: RunningRequest, hit: PrefixMatch) -> None:
         """A row begins behind what was found of its prompt."""
         assert self.prefixes is not None
         self.prefixes.used(hit, len(row.prompt))
@@ -343,18 +352,18 @@ class Scheduler:
         free = [group for group, slots in enumerate(self._slots) if slots.available]
         return max(free, key=lambda group: self._pages[group].available)
 
-    def _queue(self, queued: Queued) -> None:
+    def _queue(self, queued: WaitingRequest) -> None:
         bisect.insort(self.waiting, queued, key=lambda each: each.turn)
 
     def _place(
-        self, queued: Queued, prompt: Sequence[int], pages: list[int], slot: int, group: int
-    ) -> Row:
+        self, queued: WaitingRequest, prompt: Sequence[int], pages: list[int], slot: int, group: int
+    ) -> RunningRequest:
         """A row of its own for a request, with no pages yet but those given."""
         request = queued.request
         late_stops = len(device_stops(request)) < len(request.stops)
         count = self.limits.rows_per_group
         index = next(i for i in range(group * count, (group + 1) * count) if i not in self.rows)
-        row = self.rows[index] = Row(
+        row = self.rows[index] = RunningRequest(
             request,
             index,
             slot,
@@ -376,7 +385,7 @@ class Scheduler:
         self._give(row, pages)
         return row
 
-    def _give(self, row: Row, pages: list[int] | None) -> None:
+    def _give(self, row: RunningRequest, pages: list[int] | None) -> None:
         """More pages for a row, on the host and, with the next deltas, on the device."""
         assert pages is not None, "whoever calls this has looked"
         first = len(row.pages)

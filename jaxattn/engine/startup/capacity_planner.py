@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.compilation.compiler import OnCompile, Steps, compiled_steps
-from jaxattn.engine.runtime.process_state import PROCESS
-from jaxattn.engine.startup.executable_memory import Executable, from_compiled, from_shapes
+from jaxattn.engine.compilation.compiler import CompiledSteps, OnCompile, get_or_compile_steps
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
+from jaxattn.engine.startup.executable_memory import ExecutableMemory, from_compiled, from_shapes
 from jaxattn.engine.startup.memory_plan import advice, check_row, fill, plan_engine
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes
@@ -18,7 +18,7 @@ from jaxattn.models.interface import Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiler:
+class CapacityPlanner:
     """What is compiled, for limits that are still open.
 
     Attributes:
@@ -37,8 +37,8 @@ class Compiler:
     workers: int = 1
     collectives: int = 0
 
-    def compile(self, limits: Limits) -> Steps:
-        return compiled_steps(
+    def compile(self, limits: Limits) -> CompiledSteps:
+        return get_or_compile_steps(
             self.model,
             limits,
             self.params,
@@ -48,7 +48,7 @@ class Compiler:
             workers=self.workers,
         )
 
-    def known(self, limits: Limits, steps: Steps) -> dict[str, Executable]:
+    def known(self, limits: Limits, steps: CompiledSteps) -> dict[str, ExecutableMemory]:
         """What XLA says of each executable's memory."""
         return {
             str(step): from_compiled(
@@ -60,7 +60,7 @@ class Compiler:
     def plan(
         self,
         limits: Limits,
-        known: dict[str, Executable],
+        known: dict[str, ExecutableMemory],
         memory: DeviceMemory | None,
         own: int,
         *,
@@ -93,7 +93,7 @@ class Compiler:
     def fill(
         self,
         wanted: Limits,
-        known: dict[str, Executable],
+        known: dict[str, ExecutableMemory],
         memory: DeviceMemory,
         own: int,
     ) -> Limits:
@@ -104,10 +104,10 @@ class Compiler:
     def fit(
         self,
         wanted: Limits,
-        known: dict[str, Executable],
+        known: dict[str, ExecutableMemory],
         memory: DeviceMemory,
         own: int,
-    ) -> tuple[Limits, Steps, dict[str, Executable]]:
+    ) -> tuple[Limits, CompiledSteps, dict[str, ExecutableMemory]]:
         """Limits with the most pages that fit, and their executables.
 
         Args:
@@ -131,7 +131,7 @@ class Compiler:
 
 
 def others(
-    memory: DeviceMemory | None, known: dict[str, Executable], own: int, collectives: int = 0
+    memory: DeviceMemory | None, known: dict[str, ExecutableMemory], own: int, collectives: int = 0
 ) -> dict[str, Any]:
     """Bytes that a plan has to leave alone: the driver's, and those of other arrays and engines.
 
@@ -143,7 +143,7 @@ def others(
     if memory is None or memory.outside is None:
         return {"outside": 0, "others": 0}
     code = sum(each.code for each in known.values())
-    stepping = sum(engine.plan["xla temp"] for engine in PROCESS.engines)
+    stepping = sum(engine.plan["xla temp"] for engine in PROCESS_STATE.engines)
     outside = max(memory.outside - code, 0)
     collectives = min(collectives, outside)  # other processes may have begun while they ran
     return {

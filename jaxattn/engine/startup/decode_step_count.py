@@ -24,7 +24,7 @@ LEAST_SECONDS = 250e-6
 BYTES_PER_SECOND = 4.8e12
 
 
-def with_steps(limits: Limits, params: Any, *, gpu: bool, gpus: int = 1) -> Limits:
+def choose_decode_steps(limits: Limits, params: Any, *, gpu: bool, gpus: int = 1) -> Limits:
     """The limits with the decode steps of a call, where they leave them open.
 
     Args:

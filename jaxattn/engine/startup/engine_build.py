@@ -19,12 +19,12 @@ from typing import Any, get_args
 import jax
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.compilation.compiler import OnCompile, Steps
+from jaxattn.engine.compilation.compiler import CompiledSteps, OnCompile
 from jaxattn.engine.compilation.sharded_step import group_of
-from jaxattn.engine.runtime.process_state import PROCESS
-from jaxattn.engine.startup.capacity_planner import Compiler
-from jaxattn.engine.startup.decode_step_count import with_steps
-from jaxattn.engine.startup.executable_memory import Executable
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
+from jaxattn.engine.startup.capacity_planner import CapacityPlanner
+from jaxattn.engine.startup.decode_step_count import choose_decode_steps
+from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.placed_params import checked_params, on_device
 from jaxattn.memory import device_memory
 from jaxattn.memory.budget import MemoryPlan
@@ -39,7 +39,7 @@ from jaxattn.parallel.peer_access import peers_reach
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Prepared:
+class EngineBuild:
     """An engine that holds no memory yet.
 
     Attributes:
@@ -57,14 +57,14 @@ class Prepared:
 
     model: Model
     limits: Limits
-    steps: Steps
-    known: dict[str, Executable]
+    steps: CompiledSteps
+    known: dict[str, ExecutableMemory]
     plan: MemoryPlan
     params: Any
     devices: tuple[jax.Device, ...]
     wanted: Limits
-    compiler: "Compiler"
-    trial: "tuple[Limits, Steps] | None" = None
+    compiler: "CapacityPlanner"
+    trial: "tuple[Limits, CompiledSteps] | None" = None
 
 
 def prepare(
@@ -78,7 +78,7 @@ def prepare(
     on_fits: Callable[[], None] | None = None,
     workers: int = 1,
     parallel: Parallel = ALONE,
-) -> Prepared:
+) -> EngineBuild:
     """Compiles and plans an engine. Allocates nothing on the device.
 
     Args:
@@ -123,8 +123,8 @@ def prepare(
     if not peers_reach(own_devices):
         model = divided(whole.without_peer_memory(), parallel)
     gpu = own_devices[0].platform == "gpu"
-    limits = with_steps(limits, packed, gpu=gpu, gpus=parallel.gpus)
-    compiler = Compiler(
+    limits = choose_decode_steps(limits, packed, gpu=gpu, gpus=parallel.gpus)
+    compiler = CapacityPlanner(
         model=model,
         params=packed,
         devices=own_devices,
@@ -160,7 +160,7 @@ def prepare(
         trial = one_row, compiler.compile(one_row)
         known = compiler.known(*trial)
         filled, steps, known = compiler.fit(limits, known, memory, own)
-    return Prepared(
+    return EngineBuild(
         model=model,
         limits=filled,
         steps=steps,
@@ -234,8 +234,8 @@ def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
     group = group_of(model, devices)
     if group is None or devices[0].platform != "gpu":
         return 0  # a CPU's collectives take nothing that a plan counts
-    with PROCESS.sending:  # of two threads the second would find nothing more taken
-        taken = PROCESS.collectives.setdefault(devices, {})
+    with PROCESS_STATE.sending:  # of two threads the second would find nothing more taken
+        taken = PROCESS_STATE.collectives.setdefault(devices, {})
         if group.parallel not in taken:
             taken[group.parallel] = collectives_bytes(group)
         return sum(taken.values())

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compilation.sharded_step import implementation_of
-from jaxattn.engine.steps.engine_step import Step
-from jaxattn.engine.steps.model_steps import EntryPoint, Round
+from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.budget import PlanError, nbytes
 from jaxattn.memory.limits import Limits
@@ -20,7 +20,7 @@ from jaxattn.models.interface import Model
 
 
 @dataclasses.dataclass(frozen=True)
-class Executable:
+class ExecutableMemory:
     """What is known of one executable's memory; `basis` says how (see `Item`)."""
 
     in_out: int
@@ -29,7 +29,7 @@ class Executable:
     basis: str
 
 
-def from_compiled(compiled: jax.stages.Compiled, inputs: int) -> Executable:
+def from_compiled(compiled: jax.stages.Compiled, inputs: int) -> ExecutableMemory:
     """Of an executable; `inputs` are the bytes of its batch.
 
     XLA's own count of arguments leaves out those parameters that a step does not read.
@@ -39,12 +39,12 @@ def from_compiled(compiled: jax.stages.Compiled, inputs: int) -> Executable:
         raise PlanError("XLA does not say what an executable takes; empty the compilation cache")
     in_out = inputs + stats.output_size_in_bytes - stats.alias_size_in_bytes
     temp, code = stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
-    return Executable(in_out, temp, code, "compiled")
+    return ExecutableMemory(in_out, temp, code, "compiled")
 
 
 def from_shapes(
     model: Model, limits: Limits, params: Any, implementation: Implementation | None
-) -> dict[str, Executable]:
+) -> dict[str, ExecutableMemory]:
     """An upper bound of each executable's memory; traces it and compiles nothing."""
     return {
         str(step): bound_of(model, step, limits, params, implementation)
@@ -54,19 +54,19 @@ def from_shapes(
 
 def bound_of(
     model: Model,
-    step: Step,
+    step: EngineStep,
     limits: Limits,
     params: Any,
     implementation: Implementation | None,
-) -> Executable:
+) -> ExecutableMemory:
     """An upper bound of one executable's memory, which more pages do not raise."""
     tree = jax.tree.structure(params)
     function = step.function(model, limits, tree)
-    if isinstance(step, Round) and limits.groups > 1:
+    if isinstance(step, FusedDecodeStep) and limits.groups > 1:
         decode = step.decode.function(model, limits, tree)
         function = step.behind(_of_all_groups(decode, limits.groups))
-    if isinstance(step, EntryPoint | Round):
-        entry = step.decode if isinstance(step, Round) else step
+    if isinstance(step, ModelStep | FusedDecodeStep):
+        entry = step.decode if isinstance(step, FusedDecodeStep) else step
         chosen = implementation_of(entry, implementation)
         function = functools.partial(function, implementation=chosen)
     arguments = step.arguments(model, limits, params)
@@ -76,7 +76,7 @@ def bound_of(
     # The results come with a table of their addresses.
     out = nbytes(results) - nbytes(arguments[step.donated])
     in_out = nbytes(step.given(model, limits)) + out + 8 * len(jax.tree.leaves(results))
-    return Executable(in_out, bound, 0, "bound")
+    return ExecutableMemory(in_out, bound, 0, "bound")
 
 
 def _of_all_groups(decode: Callable, groups: int) -> Callable:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.engine.startup.executable_memory import Executable, from_shapes
+from jaxattn.engine.startup.executable_memory import ExecutableMemory, from_shapes
 from jaxattn.engine.steps.engine_state import (
     arena_spec,
     cache_size,
@@ -26,7 +26,7 @@ from jaxattn.engine.steps.engine_state import (
     op_specs,
     row_shapes,
 )
-from jaxattn.memory.budget import Budget, Item, MemoryPlan, nbytes, solve
+from jaxattn.memory.budget import MemoryBudget, MemoryPlan, PlanItem, nbytes, solve
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits, larger_shares
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
@@ -62,7 +62,7 @@ def fill(
     limits: Limits,
     memory: DeviceMemory,
     params: Any,
-    executables: Mapping[str, Executable],
+    executables: Mapping[str, ExecutableMemory],
     **beside: Any,
 ) -> Limits:
     """The limits with the pages that `limits.utilization` leaves room for; 0 pages become 1.
@@ -127,7 +127,7 @@ def plan_engine(
     limits: Limits,
     memory: DeviceMemory | None,
     params: Any,
-    executables: Mapping[str, Executable],
+    executables: Mapping[str, ExecutableMemory],
     *,
     outside: int = 0,
     collectives: int = 0,
@@ -149,13 +149,13 @@ def plan_engine(
         items.append(_rounding([leaf for leaf in jax.tree.leaves((params, state)) if leaf.size]))
     if others:
         why = "arrays and engines in the process before this"
-        items.append(Item("others", others, why, basis="measured"))
+        items.append(PlanItem("others", others, why, basis="measured"))
     items += _code_items(executables)
     items += _outside_items(memory, outside, collectives, outside_basis)
     budget = None
     if memory is not None:
         utilization = 1.0 if limits.utilization is None else limits.utilization
-        budget = Budget(memory.name, memory.total, utilization, memory.limit)
+        budget = MemoryBudget(memory.name, memory.total, utilization, memory.limit)
     return MemoryPlan(
         tuple(items),
         budget,
@@ -168,7 +168,7 @@ def plan_engine(
     )
 
 
-def _step_items(executables: Mapping[str, Executable]) -> list[Item]:
+def _step_items(executables: Mapping[str, ExecutableMemory]) -> list[PlanItem]:
     """What the executables take of the pool: they run one at a time, so the largest counts."""
     if not executables:
         return []
@@ -177,26 +177,26 @@ def _step_items(executables: Mapping[str, Executable]) -> list[Item]:
     temp = {name: known.temp for name, known in executables.items()}
     inputs = "step inputs and outputs"
     return [
-        Item(inputs, max(in_out.values()), _largest(in_out), basis=basis),
-        Item("xla temp", max(temp.values()), _largest(temp), basis=basis),
+        PlanItem(inputs, max(in_out.values()), _largest(in_out), basis=basis),
+        PlanItem("xla temp", max(temp.values()), _largest(temp), basis=basis),
     ]
 
 
-def _code_items(executables: Mapping[str, Executable]) -> list[Item]:
+def _code_items(executables: Mapping[str, ExecutableMemory]) -> list[PlanItem]:
     """What the executables take outside of the pool: all are loaded, so the sum counts."""
     if not executables:
         return []
     code = sum(known.code for known in executables.values())
     why = f"of {len(executables)} executables together"
-    return [Item("xla code", code, why, basis=_basis(executables), outside=True)]
+    return [PlanItem("xla code", code, why, basis=_basis(executables), outside=True)]
 
 
-def _basis(executables: Mapping[str, Executable]) -> str:
+def _basis(executables: Mapping[str, ExecutableMemory]) -> str:
     """Of their sum or maximum: one bound makes it a bound."""
     return "bound" if any(known.basis == "bound" for known in executables.values()) else "compiled"
 
 
-def _rounding(arrays: Sequence[Any]) -> Item:
+def _rounding(arrays: Sequence[Any]) -> PlanItem:
     """What JAX's allocator takes beside the arrays' own bytes."""
     # The step's inputs and results are a dozen buffers of any size.
     lost = sum(-nbytes(leaf) % BFC_ALIGNMENT for leaf in arrays) + 16 * BFC_ALIGNMENT
@@ -204,22 +204,22 @@ def _rounding(arrays: Sequence[Any]) -> Item:
         f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a "
         f"free piece if that is below {BFC_REST // 2**20} MiB: to the temp and to one array"
     )
-    return Item("rounding", lost + 2 * BFC_REST, why, basis="bound")
+    return PlanItem("rounding", lost + 2 * BFC_REST, why, basis="bound")
 
 
 def _outside_items(
     memory: DeviceMemory | None, outside: int, collectives: int, basis: str
-) -> list[Item]:
+) -> list[PlanItem]:
     """What the driver, NCCL and other processes hold; arguments as for `plan_engine`."""
     items = []
     if outside:
         why = "context, modules, libraries"
         if basis == "measured":
             why += ", and what other processes hold of the device"
-        items.append(Item("driver", outside, why, basis=basis, outside=True))
+        items.append(PlanItem("driver", outside, why, basis=basis, outside=True))
     if collectives:
         why = "NCCL's channels and buffers, and those of XLA's collective kernels"
-        items.append(Item("collectives", collectives, why, basis=basis, outside=True))
+        items.append(PlanItem("collectives", collectives, why, basis=basis, outside=True))
     if basis != "measured":
         items += held_elsewhere(memory)
     return items
@@ -230,12 +230,12 @@ def _checkpoints(limits: Limits) -> str:
     return "".join(f" and {count} {what}" for what, count in found.items() if count)
 
 
-def held_elsewhere(memory: DeviceMemory | None) -> list[Item]:
+def held_elsewhere(memory: DeviceMemory | None) -> list[PlanItem]:
     """The line of what was taken of the device already, if it was measured."""
     if memory is None or not memory.outside:
         return []
     why = "of the device, held outside of this process's arrays: other processes, the driver"
-    return [Item("in use", memory.outside, why, basis="measured", outside=True)]
+    return [PlanItem("in use", memory.outside, why, basis="measured", outside=True)]
 
 
 def advice(
@@ -243,7 +243,7 @@ def advice(
     limits: Limits,
     memory: DeviceMemory,
     params: Any,
-    executables: Mapping[str, Executable],
+    executables: Mapping[str, ExecutableMemory],
     **beside: Any,
 ) -> tuple[str, ...]:
     """What would make it fit, as far as one change does, with every row's cache whole.
@@ -253,7 +253,7 @@ def advice(
             take no more; where that is too much still, their own bound decides.
     """
 
-    def left(changed: Limits, known: Mapping[str, Executable], of: DeviceMemory) -> bool:
+    def left(changed: Limits, known: Mapping[str, ExecutableMemory], of: DeviceMemory) -> bool:
         plan = plan_engine(model, changed, of, params, known, **beside)
         return plan.reserve is not None and plan.reserve >= 0
 
@@ -263,9 +263,9 @@ def advice(
         # Tracing takes a second, so it comes after what weights and state alone say.
         return left(changed, {}, of) and left(changed, bounds(changed), of)
 
-    traced: dict[Any, dict[str, Executable]] = {}
+    traced: dict[Any, dict[str, ExecutableMemory]] = {}
 
-    def bounds(changed: Limits) -> dict[str, Executable]:
+    def bounds(changed: Limits) -> dict[str, ExecutableMemory]:
         """More pages raise no bound, so shares that differ in them alone are traced once."""
         shape = dataclasses.replace(changed, utilization=None, num_pages=None), changed.table_width
         if shape not in traced:
@@ -302,7 +302,7 @@ def advice(
     return tuple(found) or ("a device with more memory",)
 
 
-def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...]:
+def resident_items(model: Model, limits: Limits, params: Any) -> tuple[PlanItem, ...]:
     """Weights, arena and caches, from arrays or from their shapes."""
     weights = jax.tree.leaves(params)
     twice = sum(leaf.size for leaf in jax.tree.leaves(model.copies(params)))
@@ -312,35 +312,37 @@ def resident_items(model: Model, limits: Limits, params: Any) -> tuple[Item, ...
     dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
     size = cache_size(limits)
     return (
-        Item("weights", nbytes(params), f"{why} in {dtypes}, only read"),
+        PlanItem("weights", nbytes(params), f"{why} in {dtypes}, only read"),
         rows_item(limits),
         arena_item(op_specs(model, limits, limits.table_width), limits.batch),
         *(item for cache in model.caches for item in cache.items(size)),
     )
 
 
-def rows_item(limits: Limits) -> Item:
+def rows_item(limits: Limits) -> PlanItem:
     """The line of what the device keeps of each row between steps."""
     shapes = row_shapes(limits)
     arrays = {field.name: getattr(shapes, field.name) for field in dataclasses.fields(shapes)}
     parts = tuple(
-        Item(f"rows {name}", nbytes(shape), f"int32{list(shape.shape)}")
+        PlanItem(f"rows {name}", nbytes(shape), f"int32{list(shape.shape)}")
         for name, shape in arrays.items()
     )
     why = f"what the device keeps of {limits.batch:,} rows between steps"
-    return Item("rows", nbytes(shapes), why, parts)
+    return PlanItem("rows", nbytes(shapes), why, parts)
 
 
-def arena_item(specs: Sequence[ArenaSpec], rows: int) -> Item:
+def arena_item(specs: Sequence[ArenaSpec], rows: int) -> PlanItem:
     """The line of the scratch of these ops, overlaid: the largest region of each name is a part."""
-    parts: dict[str, Item] = {}
+    parts: dict[str, PlanItem] = {}
     for spec in specs:
         for name, region in (*spec.regions, *spec.persistent):
-            part = Item(f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'")
+            part = PlanItem(
+                f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'"
+            )
             if part.name not in parts or parts[part.name].nbytes < part.nbytes:
                 parts[part.name] = part
     why = f"scratch of {rows:,} rows; all layers use the same, so it does not grow with them"
-    return Item("arena", overlaid(specs).nbytes, why, tuple(parts.values()))
+    return PlanItem("arena", overlaid(specs).nbytes, why, tuple(parts.values()))
 
 
 def _largest(sizes: Mapping[str, int]) -> str:

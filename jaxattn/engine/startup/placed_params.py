@@ -8,7 +8,7 @@ import jax
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.memory.budget import nbytes_each
 from jaxattn.models.interface import Model, check_params
-from jaxattn.parallel import Group
+from jaxattn.parallel import DeviceGroup
 
 
 def checked_params(model: Model, params: Any) -> Any:
@@ -54,7 +54,7 @@ def packed_params(model: Model, params: Any, devices: tuple[jax.Device, ...]) ->
     """
     if len(devices) == 1:
         return model.pack(placed_params(params, devices))
-    group = Group(model.parallel, devices)
+    group = DeviceGroup(model.parallel, devices)
     if not is_placed(model, params):
         params = model.place_params(params, group)
     return group.join([model.pack(own) for own in group.split(params)], model.packed_specs())

@@ -8,22 +8,22 @@ from typing import Any
 import jax
 
 from jaxattn.engine.compilation.sharded_step import (
+    device_put_inputs,
     group_of,
     new_rows_over,
     new_state_over,
-    put_given,
 )
 from jaxattn.engine.execution.model_runner import in_turn
-from jaxattn.engine.startup.engine_build import Prepared, smallest_memory
+from jaxattn.engine.startup.engine_build import EngineBuild, smallest_memory
 from jaxattn.engine.startup.placed_params import on_device
-from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.budget import check_allocated
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState, line_name
 from jaxattn.models.interface import Model
-from jaxattn.parallel import Group
+from jaxattn.parallel import DeviceGroup
 
 
 def check_arrays(params: Any) -> None:
@@ -35,18 +35,18 @@ def check_arrays(params: Any) -> None:
         )
 
 
-def tried(prepared: Prepared, params: Any) -> Prepared:
+def trial_run(prepared: EngineBuild, params: Any) -> EngineBuild:
     """Runs the trial's steps, so that drivers and libraries have what they want."""
     if not prepared.trial:
         return prepared
     limits, steps = prepared.trial
     model, group = prepared.model, group_of(prepared.model, prepared.devices)
     state, rows = _new(model, limits, group)
-    warmed(model, limits, steps.executables, params, state, rows, group)
+    warm_up(model, limits, steps.executables, params, state, rows, group)
     return dataclasses.replace(prepared, trial=None)
 
 
-def measured(prepared: Prepared, params: Any) -> Prepared:
+def profile_memory(prepared: EngineBuild, params: Any) -> EngineBuild:
     """Plans again with what the device has now; fewer pages are found where it has less.
 
     Raises:
@@ -64,7 +64,7 @@ def measured(prepared: Prepared, params: Any) -> Prepared:
     return dataclasses.replace(prepared, plan=plan)
 
 
-def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
+def allocate_state(prepared: EngineBuild, params: Any) -> tuple[DecodeState, DeviceBatch]:
     """State and rows, as they were planned, beside which every step has run.
 
     Raises:
@@ -79,24 +79,26 @@ def allocated(prepared: Prepared, params: Any) -> tuple[DecodeState, Rows]:
         for name, array in arrays.items():
             check_allocated(line_name(name), array, plan[line_name(name)])
     executables = prepared.steps.executables
-    return warmed(prepared.model, limits, executables, params, state, rows, group)
+    return warm_up(prepared.model, limits, executables, params, state, rows, group)
 
 
-def _new(model: Model, limits: Limits, group: Group | None) -> tuple[DecodeState, Rows]:
+def _new(
+    model: Model, limits: Limits, group: DeviceGroup | None
+) -> tuple[DecodeState, DeviceBatch]:
     if group is None:  # in one program: to compile one for each array takes half a second
         return jax.jit(lambda: (new_state(model, limits), new_rows(limits)))()
     return new_state_over(model, limits, group), new_rows_over(limits, group)
 
 
-def warmed(
+def warm_up(
     model: Model,
     limits: Limits,
     executables: Mapping[str, Any],
     params: Any,
     state: DecodeState,
-    rows: Rows,
-    group: Group | None = None,
-) -> tuple[DecodeState, Rows]:
+    rows: DeviceBatch,
+    group: DeviceGroup | None = None,
+) -> tuple[DecodeState, DeviceBatch]:
     """State and rows after each step has run twice beside them, on padding: nothing is written.
 
     The first two runs are special on a GPU: one loads the modules, one records the command
@@ -106,7 +108,7 @@ def warmed(
     for step in all_steps(limits) * 2:
         given, executable = step.padding(model, limits), executables[str(step)]
         if group is not None:
-            given = put_given(step, given, model, group)
+            given = device_put_inputs(step, given, model, group)
             executable = functools.partial(in_turn, executable)
         state, rows, told = step.call(executable, given, weights, state, rows)
         jax.block_until_ready((told, rows))

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.engine.sampling.grammar_bitmask import masked, masks, words_of
-from jaxattn.engine.sampling.sampler import Level
+from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask, masked, words_of
+from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.steps import device_batch as device_rows
-from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_state, row_shapes
-from jaxattn.engine.steps.engine_step import Step, int32, on_device
+from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
 from jaxattn.engine.steps.prefill_batch import (
-    kept_places,
+    history_rows,
     packed_chunks,
     prefill_batch,
     prefill_width,
@@ -28,11 +28,11 @@ from jaxattn.models.interface import Model
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample(Step):
+class SampleStep(EngineStep):
     """Samples `rows` rows at a level."""
 
     rows: int
-    level: Level
+    level: SamplingMode
 
     def __str__(self) -> str:
         return f"sample of {self.rows} rows: {self.level}"
@@ -52,25 +52,25 @@ class Sample(Step):
         return logits, np.full(self.rows, -1, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
-    ) -> tuple[DecodeState, Rows, Any]:
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
         rows, told = executable(rows, *map(on_device, given))
         return state, rows, told
 
 
-def sampled_levels(limits: Limits) -> tuple[Level, ...]:
-    """Levels that have a `Sample`. Beside rounds of several steps, which sample themselves, few
+def sampled_levels(limits: Limits) -> tuple[SamplingMode, ...]:
+    """Levels that have a `SampleStep`. Beside rounds of several steps, which sample themselves, few
     greedy rows are sampled alone: they are where those that draw are."""
-    return tuple(Level) if limits.round_steps == 1 else tuple(Level)[1:]
+    return tuple(SamplingMode) if limits.round_steps == 1 else tuple(SamplingMode)[1:]
 
 
-def sample_of(limits: Limits, rows: int, level: Level) -> Sample:
+def sample_of(limits: Limits, rows: int, level: SamplingMode) -> SampleStep:
     """The step that samples rows which need a level."""
-    return Sample(rows, max(level, sampled_levels(limits)[0]))
+    return SampleStep(rows, max(level, sampled_levels(limits)[0]))
 
 
 @dataclasses.dataclass(frozen=True)
-class Mask(Step):
+class BitmaskStep(EngineStep):
     """Leaves out of the logits of `rows` rows what their grammars do not allow."""
 
     rows: int
@@ -90,17 +90,17 @@ class Mask(Step):
 
     def padding(self, model: Model, limits: Limits) -> Any:
         logits = np.zeros((self.rows, model.logit_columns), np.float32)
-        return logits, masks((), self.rows, model.vocab_size)
+        return logits, fill_bitmask((), self.rows, model.vocab_size)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
-    ) -> tuple[DecodeState, Rows, Any]:
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
         logits, words = given
         return state, rows, executable(on_device(logits), words)
 
 
 @dataclasses.dataclass(frozen=True)
-class Update(Step):
+class BatchUpdateStep(EngineStep):
     """Rows that come, and pages."""
 
     def __str__(self) -> str:
@@ -119,13 +119,13 @@ class Update(Step):
         return np.full(device_rows.packed(limits.batch).size, limits.batch, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
-    ) -> tuple[DecodeState, Rows, Any]:
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
         return state, executable(rows, given), ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Remember(Step):
+class HistoryAppendStep(EngineStep):
     """The tokens of a prefill step, for the histories of its rows."""
 
     rows: int
@@ -147,13 +147,13 @@ class Remember(Step):
         return packed_chunks(self.rows, self.tokens, limits.table_width, ())
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
-    ) -> tuple[DecodeState, Rows, Any]:
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
         return state, executable(rows, given), ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy(Step):
+class StateCopyStep(EngineStep):
     """The states of one slot, to another: int32 [2], from and to."""
 
     def __str__(self) -> str:
@@ -172,14 +172,14 @@ class Copy(Step):
         return np.zeros(2, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
-    ) -> tuple[DecodeState, Rows, Any]:
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
         return executable(state, given), rows, ()
 
 
-def _remember(width: int, rows: Rows, packed: Any) -> Rows:
+def _remember(width: int, rows: DeviceBatch, packed: Any) -> DeviceBatch:
     batch = prefill_batch(packed, width)
-    return remember(rows, batch.tokens, kept_places(packed), batch.seq_lens, batch.query_lens)
+    return remember(rows, batch.tokens, history_rows(packed), batch.seq_lens, batch.query_lens)
 
 
 def _copy(model: Model, state: DecodeState, slots: Any) -> DecodeState:

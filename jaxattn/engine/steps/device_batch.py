@@ -39,8 +39,8 @@ NUMBERS = (
 CONTROLS = len(INTEGERS) + len(NUMBERS) + STOPS
 
 
-class Cursor(NamedTuple):
-    """Columns of `Rows.cursor`."""
+class RowCursor(NamedTuple):
+    """Columns of `DeviceBatch.cursor`."""
 
     token: Array
     length: Array
@@ -49,7 +49,7 @@ class Cursor(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class DeviceBatch:
     """The rows of an engine.
 
     Attributes:
@@ -72,7 +72,7 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Places:
+class RowIndices:
     """The batch of a decode step: which rows.
 
     Attributes:
@@ -80,25 +80,25 @@ class Places:
         places: int32 [b].
     """
 
-    rows: Rows
+    rows: DeviceBatch
     places: Int[Array, "b"]
 
 
-def shapes(batch: int, width: int, longest: int) -> Rows:
+def shapes(batch: int, width: int, longest: int) -> DeviceBatch:
     """The rows of an engine, as shapes."""
 
     def int32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), jnp.int32)
 
     found = (int32(3), int32(CONTROLS), int32(2, MOST_BIASES), int32(width), int32(longest))
-    return Rows(*found)  # type: ignore[arg-type]
+    return DeviceBatch(*found)  # type: ignore[arg-type]
 
 
-class Read(NamedTuple):
+class RowView(NamedTuple):
     """Rows at places, gathered. What a padding place reads is 0."""
 
     at: Int[Array, "b"]
-    cursor: Cursor
+    cursor: RowCursor
     controls: Int[Array, "b F"]
 
     def integer(self, name: str) -> Int[Array, "b"]:
@@ -123,15 +123,15 @@ class Read(NamedTuple):
         )
 
 
-def read(rows: Rows, places: Int[Array, "b"]) -> Read:
+def read(rows: DeviceBatch, places: Int[Array, "b"]) -> RowView:
     """The rows at these places; those of padding are behind the last row, where nothing is."""
     at = jnp.where(places < 0, len(rows.cursor), places)
     arrays = (rows.cursor, rows.controls)
     cursor, controls = (x.at[at].get(mode="fill", fill_value=0) for x in arrays)
-    return Read(at, Cursor(*cursor.T), controls)
+    return RowView(at, RowCursor(*cursor.T), controls)
 
 
-def decode_batch(batch: Places) -> DecodeBatch:
+def decode_batch(batch: RowIndices) -> DecodeBatch:
     """What the model decodes: the last token of each row that goes on, padding for the others."""
     found = read(batch.rows, batch.places)
     active = found.cursor.active > 0
@@ -147,7 +147,7 @@ def decode_batch(batch: Places) -> DecodeBatch:
 # --- what the host sends
 
 
-class Packed(NamedTuple):
+class BatchUpdateSize(NamedTuple):
     """How many rows and pages one `update` takes."""
 
     joins: int
@@ -163,12 +163,12 @@ class Packed(NamedTuple):
         return self.joins * self.width + 3 * self.pages
 
 
-def packed(batch: int) -> Packed:
+def packed(batch: int) -> BatchUpdateSize:
     """Of an engine of so many rows: what comes in one round, but for bursts."""
-    return Packed(joins=min(batch, 8), pages=max(batch, 64))
+    return BatchUpdateSize(joins=min(batch, 8), pages=max(batch, 64))
 
 
-def update(rows: Rows, sent: Int[Array, "n"]) -> Rows:
+def update(rows: DeviceBatch, sent: Int[Array, "n"]) -> DeviceBatch:
     """Rows that join, and pages: (row, column, page). A place of B is none."""
     size = packed(len(rows.cursor))
     joins = sent[: size.joins * size.width].reshape(size.joins, size.width)

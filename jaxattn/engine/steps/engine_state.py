@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.engine.steps import device_batch as device_rows
-from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import CacheSize, DecodeState
 from jaxattn.models.interface import Model, init_state, overlaid
@@ -17,7 +17,7 @@ def recurrent(model: Model) -> bool:
     return any(cache.shapes(one) != cache.shapes(two) for cache in model.caches)
 
 
-def row_shapes(limits: Limits) -> Rows:
+def row_shapes(limits: Limits) -> DeviceBatch:
     """The rows of an engine, as shapes."""
     return device_rows.shapes(limits.batch, limits.table_width, limits.max_model_len)
 
@@ -53,6 +53,6 @@ def new_state(model: Model, limits: Limits) -> DecodeState:
     return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
 
 
-def new_rows(limits: Limits) -> Rows:
+def new_rows(limits: Limits) -> DeviceBatch:
     """Rows of which none has come yet."""
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), row_shapes(limits))

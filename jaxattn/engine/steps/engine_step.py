@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxattn.engine.steps.device_batch import Rows
+from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 
 
-class Step(abc.ABC):
+class EngineStep(abc.ABC):
     """One executable. `str` is its name.
 
     Attributes:
@@ -45,8 +45,8 @@ class Step(abc.ABC):
         given: Any,
         weights: tuple[jax.Array, ...],
         state: DecodeState,
-        rows: Rows,
-    ) -> tuple[DecodeState, Rows, Any]:
+        rows: DeviceBatch,
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
         """(the state, the rows, what it tells) after a call of the executable."""
 
 

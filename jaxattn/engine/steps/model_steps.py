@@ -10,25 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxattn.engine.sampling.sampler import Level
-from jaxattn.engine.steps.device_batch import Places, Rows, decode_batch
+from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices, decode_batch
 from jaxattn.engine.steps.engine_state import kept_checkpoints, new_state, recurrent, row_shapes
-from jaxattn.engine.steps.engine_step import Step, int32, on_device, sampled_rows
+from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device, sampled_rows
 from jaxattn.engine.steps.prefill_batch import packed_chunks, prefill_batch, prefill_width
 from jaxattn.engine.steps.prompt_lookup import draft, draft_batch, verify
 from jaxattn.engine.steps.token_selection import advance
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, Model
-from jaxattn.parallel import own_part
+from jaxattn.parallel import local_shard
 
 # Levels that a decode step has in one executable with it. Each is one more compilation of the
 # model, and what the others do to logits takes longer than a second call.
-FUSED = (Level.GREEDY, Level.DRAWS)
+FUSED = (SamplingMode.GREEDY, SamplingMode.DRAWS)
 
 
 @dataclasses.dataclass(frozen=True)
-class EntryPoint(Step):
+class ModelStep(EngineStep):
     """A step of the model: `kind` is "prefill" or "decode", of `rows` rows of `tokens` tokens."""
 
     kind: str
@@ -66,7 +66,7 @@ class EntryPoint(Step):
         if self.kind == "prefill":
             return int32(self.rows, prefill_width(self.tokens, width))
         if self.reads_rows:
-            return Places(row_shapes(limits), int32(self.rows))
+            return RowIndices(row_shapes(limits), int32(self.rows))
         tokens, tables = int32(self.rows, self.tokens), int32(self.rows, width)
         return DecodeBatch(tokens, int32(self.rows), tables, int32(self.rows))
 
@@ -87,15 +87,15 @@ class EntryPoint(Step):
         return dataclasses.replace(zeros, state_indices=none)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
-    ) -> tuple[DecodeState, Rows, Any]:
-        batch = Places(rows, on_device(given)) if self.reads_rows else given
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
+        batch = RowIndices(rows, on_device(given)) if self.reads_rows else given
         told, state = executable(weights, state, batch)
         return state, rows, told
 
 
 @dataclasses.dataclass(frozen=True)
-class Round(Step):
+class FusedDecodeStep(EngineStep):
     """A decode step of one token, and the sampling of its `rows` rows at a level behind it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Round(Step):
     """
 
     rows: int
-    level: Level
+    level: SamplingMode
 
     donated = 1
 
@@ -111,8 +111,8 @@ class Round(Step):
         return f"round of {self.rows} rows: {self.level}"
 
     @property
-    def decode(self) -> EntryPoint:
-        return EntryPoint("decode", self.rows, 1)
+    def decode(self) -> ModelStep:
+        return ModelStep("decode", self.rows, 1)
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         return self.behind(self.decode.function(model, limits, tree))
@@ -122,7 +122,7 @@ class Round(Step):
 
         def both(weights: Any, held: Any, places: Any, **options: Any) -> Any:
             state, rows = held
-            logits, state = decode(weights, state, Places(rows, places), **options)
+            logits, state = decode(weights, state, RowIndices(rows, places), **options)
             # Without the barrier XLA may sample of logits that it has not rounded.
             rows, told = advance(rows, lax.optimization_barrier(logits), places, level=self.level)
             return (state, rows), told
@@ -140,14 +140,14 @@ class Round(Step):
         return np.full(self.rows, -1, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: Rows
-    ) -> tuple[DecodeState, Rows, Any]:
+        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+    ) -> tuple[DecodeState, DeviceBatch, Any]:
         (state, rows), told = executable(weights, (state, rows), on_device(given))
         return state, rows, told
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounds(Round):
+class MultiStepDecode(FusedDecodeStep):
     """Several rounds, one after another in one call. A row that ends is padding from there on.
 
     Attributes:
@@ -173,7 +173,7 @@ class Rounds(Round):
 
 
 @dataclasses.dataclass(frozen=True)
-class Speculate(Round):
+class SpeculativeDecodeStep(FusedDecodeStep):
     """A decode step of `rows` rows with a draft of `drafts` tokens each, and its verification."""
 
     drafts: int
@@ -196,25 +196,27 @@ class Speculate(Round):
         return drafted
 
 
-def fused_levels(limits: Limits, steps: int = 1) -> tuple[Level, ...]:
+def fused_levels(limits: Limits, steps: int = 1) -> tuple[SamplingMode, ...]:
     """Levels that a round of so many decode steps samples in its own executable."""
     if limits.speculate:
-        return *FUSED, Level.CONTROLS
+        return *FUSED, SamplingMode.CONTROLS
     # Where most steps come several at a time, one executable serves the others.
-    return FUSED if steps == limits.round_steps else (Level.DRAWS,)
+    return FUSED if steps == limits.round_steps else (SamplingMode.DRAWS,)
 
 
-def round_of(limits: Limits, rows: int, level: Level, steps: int = 1) -> Round | None:
+def round_of(
+    limits: Limits, rows: int, level: SamplingMode, steps: int = 1
+) -> FusedDecodeStep | None:
     """The step of a round of rows that need a level; None where it is no step of its own."""
     found = [fused for fused in fused_levels(limits, steps) if fused >= level]
     if not found:
         return None
     if limits.speculate:
-        return Speculate(rows, found[0], limits.speculate)
-    return Round(rows, found[0]) if steps == 1 else Rounds(rows, found[0], steps)
+        return SpeculativeDecodeStep(rows, found[0], limits.speculate)
+    return FusedDecodeStep(rows, found[0]) if steps == 1 else MultiStepDecode(rows, found[0], steps)
 
 
-def rounds(limits: Limits, rows: int) -> tuple[Round, ...]:
+def rounds(limits: Limits, rows: int) -> tuple[FusedDecodeStep, ...]:
     """Every round of so many rows."""
     found = {
         round_of(limits, rows, level, steps): None
@@ -233,7 +235,7 @@ def _prefill(
     return jnp.pad(logits, ((0, rows - len(logits)), (0, 0))), state
 
 
-def _decode(model: Model, params: Any, state: Any, batch: Places, **options: Any) -> Any:
+def _decode(model: Model, params: Any, state: Any, batch: RowIndices, **options: Any) -> Any:
     return _decode_given(model, params, state, decode_batch(batch), **options)
 
 
@@ -243,4 +245,4 @@ def _decode_given(model: Model, params: Any, state: Any, batch: DecodeBatch, **o
 
 def _own_rows[Batch](model: Model, batch: Batch) -> Batch:
     """The rows of this device's data group; on one device, all."""
-    return jax.tree.map(lambda x: own_part(x, model.parallel, "data"), batch)
+    return jax.tree.map(lambda x: local_shard(x, model.parallel, "data"), batch)

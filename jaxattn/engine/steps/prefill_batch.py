@@ -12,7 +12,7 @@ from jaxattn.models.interface import PrefillBatch
 HEAD = 4
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """What one row reads in a prefill step.
 
     Attributes:
@@ -34,7 +34,7 @@ def prefill_width(tokens: int, table_width: int) -> int:
 
 
 def packed_chunks(
-    rows: int, tokens: int, table_width: int, chunks: Sequence[Chunk | None]
+    rows: int, tokens: int, table_width: int, chunks: Sequence[PromptChunk | None]
 ) -> np.ndarray:
     """int32 [rows, n]: everything a prefill step wants of the host, in one array.
 
@@ -63,6 +63,6 @@ def prefill_batch(packed: Int[Array, "P n"], table_width: int) -> PrefillBatch:
     )
 
 
-def kept_places(packed: Int[Array, "P n"]) -> Int[Array, "P"]:
+def history_rows(packed: Int[Array, "P n"]) -> Int[Array, "P"]:
     """Where the history of each packed row is kept; -1 where it is not."""
     return packed[:, 3]

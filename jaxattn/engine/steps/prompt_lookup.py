@@ -30,16 +30,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.engine.sampling.sampler import Level, SamplingBatch, sample
-from jaxattn.engine.steps.device_batch import INTEGERS, Read, Rows, read
-from jaxattn.engine.steps.token_selection import End, ending, with_biases, with_penalties
+from jaxattn.engine.sampling.sampler import SamplingBatch, SamplingMode, sample
+from jaxattn.engine.steps.device_batch import INTEGERS, DeviceBatch, RowView, read
+from jaxattn.engine.steps.token_selection import FinishCode, ending, with_biases, with_penalties
 from jaxattn.models.interface import DecodeBatch
 
 # A draft follows so many equal tokens at least; of places with more than MOST the latest is taken.
 LEAST, MOST = 2, 3
 
 
-class Draft(NamedTuple):
+class DraftTokens(NamedTuple):
     """Rows and what they may say next.
 
     Attributes:
@@ -49,7 +49,7 @@ class Draft(NamedTuple):
         slots: int32 [b, S], where the states behind each token are kept; -1 for padding.
     """
 
-    read: Read
+    read: RowView
     tokens: Int[Array, "b S"]
     found: Bool[Array, "b"]
     slots: Int[Array, "b S"]
@@ -60,7 +60,7 @@ class Draft(NamedTuple):
 
 
 @jax.named_scope("draft")
-def draft(rows: Rows, places: Int[Array, "b"], drafts: int, checkpoints: int) -> Draft:
+def draft(rows: DeviceBatch, places: Int[Array, "b"], drafts: int, checkpoints: int) -> DraftTokens:
     """Looks up `drafts` tokens for each row at `places`.
 
     Args:
@@ -86,24 +86,24 @@ def draft(rows: Rows, places: Int[Array, "b"], drafts: int, checkpoints: int) ->
     active = found.cursor.active > 0
     there &= ~_penalized(found)[:, None]
     slots = jnp.where(active[:, None], _slots(found, len(rows.cursor), drafts, checkpoints), -1)
-    return Draft(found, tokens, active & there.any(1), slots)
+    return DraftTokens(found, tokens, active & there.any(1), slots)
 
 
-def _penalized(found: Read) -> Bool[Array, "b"]:
+def _penalized(found: RowView) -> Bool[Array, "b"]:
     """Rows whose logits depend on what they said: a draft behind one would have to be counted."""
     repeats = found.number("repetition_penalty") != 1
     taken = (found.number(name) != 0 for name in ("presence_penalty", "frequency_penalty"))
     return functools.reduce(operator.or_, taken, repeats)
 
 
-def _slots(found: Read, batch: int, drafts: int, checkpoints: int) -> Int[Array, "b S"]:
+def _slots(found: RowView, batch: int, drafts: int, checkpoints: int) -> Int[Array, "b S"]:
     """The slots of each row: its first and its spare ones. It may be in any of them now."""
     now, spare = found.integer("slot"), batch + checkpoints
     first = jnp.where(now < batch, now, (now - spare) % batch)[:, None]
     return jnp.concatenate([first, spare + first + batch * jnp.arange(drafts)], axis=1)
 
 
-def draft_batch(rows: Rows, made: Draft, *, recurrent: bool) -> DecodeBatch:
+def draft_batch(rows: DeviceBatch, made: DraftTokens, *, recurrent: bool) -> DecodeBatch:
     """What the model decodes."""
     active, tokens = made.active, made.tokens
     return DecodeBatch(
@@ -117,22 +117,22 @@ def draft_batch(rows: Rows, made: Draft, *, recurrent: bool) -> DecodeBatch:
 
 @jax.named_scope("verify")
 def verify(
-    rows: Rows, logits: Float[Array, "b S vocab"], made: Draft, level: Level
-) -> tuple[Rows, Int[Array, "b S 2"]]:
+    rows: DeviceBatch, logits: Float[Array, "b S vocab"], made: DraftTokens, level: SamplingMode
+) -> tuple[DeviceBatch, Int[Array, "b S 2"]]:
     """Samples behind each token, and keeps what the draft was right about and one token more.
 
     Args:
         level: without log-probabilities.
 
     Returns:
-        (the rows; int32 [b, S, 2]: tokens, each with an `End`; IDLE behind those that count).
+        (the rows; int32 [b, S, 2]: tokens, each with an `FinishCode`; IDLE behind those that count).
     """
     found, active = made.read, made.active
     count, width = made.tokens.shape
     position = found.cursor.length[:, None] + 1 + jnp.arange(width)
     every = jax.tree.map(lambda x: jnp.repeat(x, width), found.sampling)
     assert isinstance(every, SamplingBatch)
-    if level >= Level.CONTROLS:
+    if level >= SamplingMode.CONTROLS:
         logits = logits.at[:, 0].set(with_penalties(rows, found, logits[:, 0], position[:, 0]))
         add = functools.partial(with_biases, rows, found)
         logits = jax.vmap(add, in_axes=1, out_axes=1)(logits)
@@ -140,18 +140,18 @@ def verify(
     tokens = sample(flat, every, position.reshape(-1), level).reshape(count, width)
     end = ending(found, tokens, position)
 
-    right = (tokens[:, :-1] == made.tokens[:, 1:]) & (end[:, :-1] == End.NONE)
+    right = (tokens[:, :-1] == made.tokens[:, 1:]) & (end[:, :-1] == FinishCode.NONE)
     right = lax.cumprod((right & made.found[:, None]).astype(jnp.int32), axis=1)
     counts = jnp.concatenate([jnp.ones_like(right[:, :1]), right], axis=1) > 0
     counts &= active[:, None]
-    end = jnp.where(counts, end, End.IDLE)
+    end = jnp.where(counts, end, FinishCode.IDLE)
 
     of_last = jnp.maximum(counts.sum(1) - 1, 0)[:, None]
     newest, ended, slot, stands = (
         jnp.take_along_axis(x, of_last, axis=1)[:, 0] for x in (tokens, end, made.slots, position)
     )
     at = jnp.where(active, found.at, len(rows.cursor))
-    cursor = jnp.stack([newest, stands, (ended == End.NONE).astype(jnp.int32)], axis=1)
+    cursor = jnp.stack([newest, stands, (ended == FinishCode.NONE).astype(jnp.int32)], axis=1)
     column = INTEGERS.index("slot")
     told_at = jnp.where(counts, position, rows.history.shape[1])
     rows = dataclasses.replace(

@@ -20,39 +20,48 @@ all the rest of a call. The others change rows: (rows, ...) -> rows, some with w
 Lengths are data, so a row's length never asks for another executable; shapes are buckets.
 """
 
-from jaxattn.engine.steps.batch_steps import Copy, Mask, Remember, Sample, Update, sampled_levels
-from jaxattn.engine.steps.engine_step import Step
-from jaxattn.engine.steps.model_steps import EntryPoint, rounds
+from jaxattn.engine.steps.batch_steps import (
+    BatchUpdateStep,
+    BitmaskStep,
+    HistoryAppendStep,
+    SampleStep,
+    StateCopyStep,
+    sampled_levels,
+)
+from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.model_steps import ModelStep, rounds
 from jaxattn.memory.limits import Limits
 
 
-def prompts_together(limits: Limits) -> tuple[int, ...]:
+def prefill_row_counts(limits: Limits) -> tuple[int, ...]:
     """How many prompts a prefill step reads of, as many of each data group: few, or most."""
     most = min(limits.prefill_rows, limits.batch) // limits.groups * limits.groups
     return tuple(sorted({limits.groups, max(most, limits.groups)}))
 
 
-def entry_points(limits: Limits) -> tuple[EntryPoint, ...]:
+def entry_points(limits: Limits) -> tuple[ModelStep, ...]:
     """The model's steps that an engine of these limits can run, the largest of a kind last."""
     prefills = (
-        EntryPoint("prefill", rows, chunk)
-        for rows in prompts_together(limits)
+        ModelStep("prefill", rows, chunk)
+        for rows in prefill_row_counts(limits)
         for chunk in limits.chunks
     )
     decodes = (
-        EntryPoint("decode", rows, tokens)
+        ModelStep("decode", rows, tokens)
         for tokens in sorted(limits.q_lens, reverse=True)
         for rows in limits.batches
     )
     return *prefills, *decodes
 
 
-def all_steps(limits: Limits) -> tuple[Step, ...]:
+def all_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """Every step that an engine of these limits can run."""
     entries = entry_points(limits)
-    histories = (Remember(e.rows, e.tokens) for e in entries if e.kind == "prefill")
-    samples = (Sample(rows, level) for rows in limits.batches for level in sampled_levels(limits))
+    histories = (HistoryAppendStep(e.rows, e.tokens) for e in entries if e.kind == "prefill")
+    samples = (
+        SampleStep(rows, level) for rows in limits.batches for level in sampled_levels(limits)
+    )
     decodes = (step for rows in limits.batches for step in rounds(limits, rows))
-    grammars = (Mask(rows) for rows in limits.batches)
-    copies = (Copy(),) if limits.prefix_cache and limits.checkpoints else ()
-    return *entries, *decodes, *samples, *grammars, *histories, Update(), *copies
+    grammars = (BitmaskStep(rows) for rows in limits.batches)
+    copies = (StateCopyStep(),) if limits.prefix_cache and limits.checkpoints else ()
+    return *entries, *decodes, *samples, *grammars, *histories, BatchUpdateStep(), *copies

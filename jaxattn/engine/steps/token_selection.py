@@ -12,14 +12,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.engine.sampling.logprobs import logprobs
 from jaxattn.engine.sampling.penalties import biased, penalized
-from jaxattn.engine.sampling.sampler import NOT_FINITE, Level, sample
-from jaxattn.engine.steps.device_batch import Read, Rows, read
+from jaxattn.engine.sampling.sampler import NOT_FINITE, SamplingMode, sample
+from jaxattn.engine.steps.device_batch import DeviceBatch, RowView, read
 
 # Rows whose tokens are chosen at a time: scratch does not grow with the batch beyond them.
 BLOCK = 256
 
 
-class End(enum.IntEnum):
+class FinishCode(enum.IntEnum):
     """What a step says of a row. IDLE: it was padding, or had ended before."""
 
     NONE = 0
@@ -30,20 +30,20 @@ class End(enum.IntEnum):
 
 
 def advance(
-    rows: Rows,
+    rows: DeviceBatch,
     logits: Float[Array, "b vocab"],
     places: Int[Array, "b"],
     *,
-    level: Level,
+    level: SamplingMode,
     remembers: bool = False,
-) -> tuple[Rows, Int[Array, "b n"]]:
+) -> tuple[DeviceBatch, Int[Array, "b n"]]:
     """Chooses the next token of each row at `places`, and freezes the rows that end with it.
 
     Args:
         remembers: whether every row has a history, and not those with penalties alone.
 
     Returns:
-        (the rows; int32 [b, 2]: the token and an `End`; at `Level.LOGPROBS` followed by
+        (the rows; int32 [b, 2]: the token and an `FinishCode`; at `SamplingMode.LOGPROBS` followed by
         `logprobs`). The rows come first: JAX gives a donated buffer to the first result of its
         shape, and block tables of two pages have the shape of the second.
     """
@@ -51,37 +51,41 @@ def advance(
     active = found.cursor.active > 0
     position = found.cursor.length + 1
     choose = functools.partial(_chosen, rows, level=level)
-    chosen = choose(found, logits) if level == Level.GREEDY else _in_blocks(choose, found, logits)
+    chosen = (
+        choose(found, logits) if level == SamplingMode.GREEDY else _in_blocks(choose, found, logits)
+    )
     tokens = chosen[:, 0]
-    end = jnp.where(active, ending(found, tokens, position), End.IDLE)
+    end = jnp.where(active, ending(found, tokens, position), FinishCode.IDLE)
     told = jnp.concatenate([tokens[:, None], end[:, None], chosen[:, 1:]], axis=1)
 
     at = jnp.where(active, found.at, len(rows.cursor))
-    cursor = jnp.stack([tokens, position, (end == End.NONE).astype(jnp.int32)], axis=1)
+    cursor = jnp.stack([tokens, position, (end == FinishCode.NONE).astype(jnp.int32)], axis=1)
     rows = dataclasses.replace(rows, cursor=rows.cursor.at[at].set(cursor, mode="drop"))
     # A row with penalties has had no lower level since it joined.
-    if remembers or level >= Level.CONTROLS:
+    if remembers or level >= SamplingMode.CONTROLS:
         history = rows.history.at[at, position].set(tokens, mode="drop")
         rows = dataclasses.replace(rows, history=history)
     return rows, told
 
 
 def _chosen(
-    rows: Rows, found: Read, logits: Float[Array, "b vocab"], *, level: Level
+    rows: DeviceBatch, found: RowView, logits: Float[Array, "b vocab"], *, level: SamplingMode
 ) -> Int[Array, "b n"]:
-    """The next token of each row, at `Level.LOGPROBS` followed by `logprobs`."""
+    """The next token of each row, at `SamplingMode.LOGPROBS` followed by `logprobs`."""
     position = found.cursor.length + 1
     raw = logits
-    if level >= Level.CONTROLS:
+    if level >= SamplingMode.CONTROLS:
         logits = with_biases(rows, found, with_penalties(rows, found, logits, position))
     tokens = sample(logits, found.sampling, position, level)
-    if level < Level.LOGPROBS:
+    if level < SamplingMode.LOGPROBS:
         return tokens[:, None]
     return jnp.concatenate([tokens[:, None], logprobs(raw, tokens)], axis=1)
 
 
 def _in_blocks(
-    choose: Callable[[Read, Array], Int[Array, "r n"]], found: Read, logits: Float[Array, "b vocab"]
+    choose: Callable[[RowView, Array], Int[Array, "r n"]],
+    found: RowView,
+    logits: Float[Array, "b vocab"],
 ) -> Int[Array, "b n"]:
     """What `choose` gives of all rows, `BLOCK` of them at a time."""
     count = len(logits)
@@ -99,21 +103,21 @@ def _in_blocks(
 
 
 def ending(
-    found: Read, tokens: Int[Array, "b *S"], position: Int[Array, "b *S"]
+    found: RowView, tokens: Int[Array, "b *S"], position: Int[Array, "b *S"]
 ) -> Int[Array, "b *S"]:
-    """The `End` of each row with a token at a position."""
+    """The `FinishCode` of each row with a token at a position."""
 
     def of_row(x: Array) -> Array:
         return x.reshape(len(x), *(1,) * (tokens.ndim - 1), *x.shape[1:])
 
-    end = jnp.where(position >= of_row(found.integer("last")), End.LENGTH, End.NONE)
+    end = jnp.where(position >= of_row(found.integer("last")), FinishCode.LENGTH, FinishCode.NONE)
     stops = (tokens[..., None] == of_row(found.stops)).any(-1)
-    end = jnp.where(stops, End.STOP, end)
-    return jnp.where(tokens == NOT_FINITE, End.NOT_FINITE, end)
+    end = jnp.where(stops, FinishCode.STOP, end)
+    return jnp.where(tokens == NOT_FINITE, FinishCode.NOT_FINITE, end)
 
 
 def with_penalties(
-    rows: Rows, found: Read, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
+    rows: DeviceBatch, found: RowView, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
 ) -> Float[Array, "b vocab"]:
     """The logits of the token at a position, less what its row said before."""
     return penalized(
@@ -129,7 +133,7 @@ def with_penalties(
 
 
 def with_biases(
-    rows: Rows, found: Read, logits: Float[Array, "b vocab"]
+    rows: DeviceBatch, found: RowView, logits: Float[Array, "b vocab"]
 ) -> Float[Array, "b vocab"]:
     """The logits with what the rows' requests add."""
     biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
@@ -137,12 +141,12 @@ def with_biases(
 
 
 def remember(
-    rows: Rows,
+    rows: DeviceBatch,
     tokens: Int[Array, "P T"],
     places: Int[Array, "P"],
     lengths: Int[Array, "P"],
     news: Int[Array, "P"],
-) -> Rows:
+) -> DeviceBatch:
     """Writes the chunk of a prompt into the histories of its rows.
 
     Args:

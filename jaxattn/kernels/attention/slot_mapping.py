@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def place(
+def slot_mapping(
     token: jax.Array,
     *,
     q_len: int,

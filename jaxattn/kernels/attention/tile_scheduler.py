@@ -173,7 +173,7 @@ def merge_cost(q_len: int, num_heads: int) -> int:
     return FEW_MERGE_COST if few_rows(q_len, num_heads) else MERGE_COST
 
 
-class Shortest(NamedTuple):
+class SplitThresholds(NamedTuple):
     """Pages of a part that is worth its partial results.
 
     Attributes:
@@ -186,13 +186,13 @@ class Shortest(NamedTuple):
     pieces: int = FEW_PIECES
 
 
-OF_MANY_ROWS = Shortest()
+OF_MANY_ROWS = SplitThresholds()
 # Of one request with one tile: Kimi-Linear's 4,096 tokens took 13.6 us so, 16.4 in parts of six.
-OF_ONE_TILE = Shortest(short=4)
-OF_FEW_ROWS = Shortest(FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES)
+OF_ONE_TILE = SplitThresholds(short=4)
+OF_FEW_ROWS = SplitThresholds(FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES)
 
 
-def shortest(batch: int, q_len: int, num_heads: int) -> Shortest:
+def split_thresholds(batch: int, q_len: int, num_heads: int) -> SplitThresholds:
     if few_rows(q_len, num_heads):
         return OF_FEW_ROWS
     return OF_ONE_TILE if batch * num_tiles(q_len, num_heads) == 1 else OF_MANY_ROWS
@@ -201,7 +201,7 @@ def shortest(batch: int, q_len: int, num_heads: int) -> Shortest:
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
     """Parts of a step, from static shapes: a block for each streaming multiprocessor and tile, or
     fewer where `batch` rows of `max_pages` pages are not worth as many."""
-    least = shortest(batch, q_len, num_heads).short
+    least = split_thresholds(batch, q_len, num_heads).short
     worth = batch * (max_pages + row_cost(q_len, num_heads)) // least
     return max(1, min(num_sms // num_tiles(q_len, num_heads), worth))
 
@@ -217,7 +217,7 @@ def most_pieces(batch: int, parts: int) -> int:
     return max(1, parts // batch) if may_split(batch, parts) else 1
 
 
-def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+def assign_whole_rows(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     """Whole rows to parts in turns, forth and back, from the dearest row to the cheapest.
 
     Args:
@@ -241,7 +241,7 @@ def deal_out(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     return ranked[jnp.where(place < number, rank, place)], firsts
 
 
-def _worth(pages: jax.Array, rows: jax.Array | int, least: Shortest) -> jax.Array:
+def _worth(pages: jax.Array, rows: jax.Array | int, least: SplitThresholds) -> jax.Array:
     """The parts that so many pages of so many rows are worth."""
     few = jnp.minimum(pages // least.short, least.pieces * rows)
     return jnp.maximum(pages // least.part, few)
@@ -274,7 +274,7 @@ def make_schedule(
     row_cost: int,
     merge_cost: int,
     pieces: int = 0,
-    least: Shortest = OF_MANY_ROWS,
+    least: SplitThresholds = OF_MANY_ROWS,
     least_piece: int = 1,
     longer: int | None = None,
 ) -> Schedule:
@@ -292,7 +292,7 @@ def make_schedule(
     cost = jnp.where(real, pages + row_cost, 0)
     order = None
     if batch > parts:
-        order, firsts = deal_out(cost, parts)
+        order, firsts = assign_whole_rows(cost, parts)
         if pieces or not may_split(batch, parts):
             assert pieces <= 1, "of more rows than parts none has a second piece"
             return Schedule.whole(firsts, order, max_pages)

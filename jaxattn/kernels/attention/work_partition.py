@@ -5,7 +5,7 @@ in turns. Who multiplies walks its pieces one by one; who loads ahead of that fi
 a page, or behind a piece, with `settle`.
 
 The walk is from place to place of the schedule's line. What a place has, its tokens, pages, queries
-and output, is of the row that stands there: `Place.row`.
+and output, is of the row that stands there: `SchedulePosition.row`.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxattn.kernels.hopper.store.row_store import store
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SchedulePosition:
     """
     Attributes:
         number: of the place in the line.
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class WorkPartition:
     """
     Attributes:
         begin: (place, page) of the part, a cut of `Schedule`; `end` of the part after it.
@@ -63,7 +63,7 @@ class Part:
     made_of_ref: Any
 
     @classmethod
-    def of(cls, refs: Any, index: jax.Array) -> "Part":
+    def of(cls, refs: Any, index: jax.Array) -> "WorkPartition":
         """The part `index` of a `Schedule`, `refs` being what a kernel works on."""
         begin, end = ((refs.cuts_ref[0, i], refs.cuts_ref[1, i]) for i in (index, index + 1))
         return cls(
@@ -85,11 +85,11 @@ class Part:
         rows = self.lens_ref.shape[0]
         return jnp.minimum(row, rows - 1) if rows > 1 else jnp.int32(0)
 
-    def place(self, number: jax.Array) -> Place:
+    def place(self, number: jax.Array) -> SchedulePosition:
         """With some row where the part ends behind the last place."""
         if self.order_ref is None:
-            return Place(number, None)
-        return Place(number, self.order_ref[self.some_row(number)])
+            return SchedulePosition(number, None)
+        return SchedulePosition(number, self.order_ref[self.some_row(number)])
 
     def known(self, row: jax.Array) -> jax.Array | None:
         """Whether the schedule was made of the row's length; None: of this call's lengths."""
@@ -104,7 +104,7 @@ class Part:
     def pages_in(self, length: jax.Array) -> jax.Array:
         return jnp.minimum(lax.div(length + PAGE - 1, PAGE), self.max_pages)
 
-    def _stop_of(self, place: Place) -> jax.Array:
+    def _stop_of(self, place: SchedulePosition) -> jax.Array:
         # No further than the row: of cuts that do not say what lengths they are of it may be less.
         pages, (last_place, last_page) = self.pages_of(place.row), self.end
         return jnp.where(place.number == last_place, jnp.minimum(last_page, pages), pages)
@@ -125,7 +125,7 @@ class Part:
         places = last_place - first_place + (last_page > 0).astype(jnp.int32)
         return lax.fori_loop(0, places, each, carry)
 
-    def first_piece(self) -> tuple[Place, jax.Array, jax.Array]:
+    def first_piece(self) -> tuple[SchedulePosition, jax.Array, jax.Array]:
         """(place, first page, pages) of where the part begins: there may be no pages."""
         number, page = self.begin
         place = self.place(number)

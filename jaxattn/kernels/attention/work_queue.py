@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, llvm, utils
-from jaxattn.kernels.hopper.ptx import Thread, asm, i32, plus, pointer, word
+from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, i32, plus, pointer, word
 
 POSTED = 2  # numbers in shared memory at a time
 
 
 def scratch(readers: int) -> list[Any]:
-    """What a kernel needs for `Turns`, where so many warpgroups take what one draws."""
+    """What a kernel needs for `WorkQueue`, where so many warpgroups take what one draws."""
     return [
         plgpu.SMEM((POSTED,), jnp.int32),
         plgpu.Barrier(num_arrivals=1, num_barriers=POSTED),  # posted
@@ -29,7 +29,7 @@ def scratch(readers: int) -> list[Any]:
     ]
 
 
-class Turns:
+class WorkQueue:
     """The items of a block.
 
     Args:
@@ -84,7 +84,7 @@ class Turns:
 
     def _count_on(self, ctx: Any, drawn: Any, smem: Any) -> None:
         del ctx
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
             place = utils.memref_ptr(drawn)
             # Blocks draw until nothing is left, `items` numbers in all: 0 follows the last.
             draw = "atom.global.inc.u32 $0, [$1], $2;"

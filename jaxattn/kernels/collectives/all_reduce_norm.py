@@ -30,9 +30,9 @@ from jaxattn.kernels.linear.rms_norm import MOST_FEATURES
 type Meeting = Literal["sum", "norm", "own"]
 
 
-def meets(features: int, gpus: int) -> bool:
+def supports_all_reduce(features: int, gpus: int) -> bool:
     """Whether the kernel sums rows of so many features over so many GPUs."""
-    return peers.sent(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
+    return peers.supports_features(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
 
 
 def all_reduce_norm_mosaic(
@@ -61,7 +61,7 @@ def all_reduce_norm_mosaic(
     peers.check(op, inbox, axes, interpret)
     tokens, features = x.shape
     gpus = inbox.shape[1]
-    if not meets(features, gpus) or not tokens:
+    if not supports_all_reduce(features, gpus) or not tokens:
         raise Refusal(
             f"{op}: the kernel has a multiple of {peers.NUMBERS * peers.THREADS} features, at most "
             f"{MOST_FEATURES}, some tokens, and 2 to {peers.MOST_GPUS} GPUs; got x {x.shape} on "
@@ -88,7 +88,7 @@ def all_reduce_norm_mosaic(
         out_ref,
     ) -> None:
         token = lax.axis_index("token")
-        call = peers.Call(inbox_ref, counts_ref, addresses_ref, token, features)
+        call = peers.PeerTransfer(inbox_ref, counts_ref, addresses_ref, token, features)
 
         def weight() -> jax.Array:
             return load(weights_ref.at[layer_ref[0] * affine[0] + affine[1]])

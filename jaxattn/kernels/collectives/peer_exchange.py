@@ -27,9 +27,9 @@ MOST_FEATURES = 8192
 LOADS = 36
 
 
-def exchanges(features: int, gpus: int) -> bool:
+def supports_exchange(features: int, gpus: int) -> bool:
     """Whether the kernel moves pieces of so many numbers between so many GPUs."""
-    return peers.sent(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
+    return peers.supports_features(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
 
 
 def peer_exchange_mosaic(
@@ -52,7 +52,7 @@ def peer_exchange_mosaic(
     peers.check(op, inbox, axes, interpret)
     rows, of_each, pieces, features = part.shape
     gpus = inbox.shape[1]
-    if not exchanges(features, gpus) or not rows * pieces:
+    if not supports_exchange(features, gpus) or not rows * pieces:
         raise Refusal(
             f"{op}: the kernel has pieces of a multiple of {peers.NUMBERS * peers.THREADS} "
             f"numbers, at most {MOST_FEATURES}, some of them, and 2 to {peers.MOST_GPUS} GPUs; got "
@@ -64,7 +64,7 @@ def peer_exchange_mosaic(
     def body(part_ref, addresses_ref, inbox_ref, counts_ref, out_ref) -> None:
         row, piece = lax.axis_index("row"), lax.axis_index("piece")
         place = row * pieces + piece
-        call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features)
+        call = peers.PeerTransfer(inbox_ref, counts_ref, addresses_ref, place, features)
         sent = [
             plgpu.load(part_ref.at[row, each, piece], layout=layout, optimized=False)
             for each in range(of_each)

@@ -40,7 +40,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, scf, utils, vector
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     element,
     fragmented,
@@ -77,7 +77,7 @@ def i64() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
-def sent(features: int, most: int) -> bool:
+def supports_features(features: int, most: int) -> bool:
     """Whether a part may have so many numbers."""
     return features % (NUMBERS * THREADS) == 0 < features <= most
 
@@ -116,7 +116,7 @@ def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> 
         )
 
 
-class Call:
+class PeerTransfer:
     """One call for a token, in a kernel's body: a warpgroup sends its part, and receives all.
 
     Where several warpgroups send for a token, to a GPU each, each has a place of its own among the
@@ -373,7 +373,7 @@ def _end(ctx: Any, counts: Any, call: Any, counted: Any) -> None:
     """Counts the call."""
     del ctx
     utils.warpgroup_barrier()  # all threads have read the count
-    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
         store(single(call), counts, times(single(counted), 4))
 
 
@@ -390,7 +390,9 @@ def _offset(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> Any:
     _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
     row = plus(times(plus(times(side, gpus), gpu), tokens), token)
     wide = 8 * (2 - words % 2)  # bytes
-    return arith.extui(i64(), plus(times(row, features * BYTES), times(Thread().index, wide)))
+    return arith.extui(
+        i64(), plus(times(row, features * BYTES), times(WarpgroupThread().index, wide))
+    )
 
 
 def _places(first: Any, words: int) -> list[Any]:

@@ -26,10 +26,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.kernels.gdn.decode.cluster_mainloop import SPLIT
 from jaxattn.kernels.gdn.decode.launch import refuse
-from jaxattn.kernels.gdn.decode.mainloop import Block, Config, scratch_types
-from jaxattn.kernels.gdn.decode.prologue import CHANNEL, DIM, Op, factors_of, gates, products
+from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeCta, GdnDecodeTileConfig, scratch_types
+from jaxattn.kernels.gdn.decode.prologue import (
+    CHANNEL,
+    DIM,
+    GdnDecodeConfig,
+    factors_of,
+    gates,
+    products,
+)
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, meet, require_hopper, shown
+from jaxattn.kernels.hopper.device import (
+    NUM_SMS,
+    fence_proxy_async,
+    require_hopper,
+    warpgroup_barrier,
+)
 from jaxattn.kernels.hopper.store.row_store import store
 
 PLACES = 16
@@ -59,26 +71,26 @@ class Rows:
     Q, K, V, PAST = range(TILE + 2, TILE + 6)
 
     @staticmethod
-    def count(op: Op) -> int:
+    def count(op: GdnDecodeConfig) -> int:
         return 3 * KEPT if op.channels else Rows.PAST
 
 
-def choose_config(group: int, states: int) -> Config:
+def choose_config(group: int, states: int) -> GdnDecodeTileConfig:
     """Few states have four blocks each. Of as many as have a place at once, four blocks per
     multiprocessor with two tiles each, a block has the more tiles the fewer there are."""
     if states * SPLIT <= NUM_SMS:
-        return Config(TILE, 2, group, split=True)
+        return GdnDecodeTileConfig(TILE, 2, group, split=True)
     stages = next(
         (stages for most, stages in ((2, 4), (3, 3), (4, 2)) if states <= most * NUM_SMS), 3
     )
-    return Config(TILE, stages, group)
+    return GdnDecodeTileConfig(TILE, stages, group)
 
 
-class RecentBlock(Block):
+class RecentBlock(GdnDecodeCta):
     """A value head of a row, or 32 rows of its state."""
 
     def __init__(
-        self, op: Op, config: Config, *args: Any, keys_ref: Any, deltas_ref: Any, decays_ref: Any,
+        self, op: GdnDecodeConfig, config: GdnDecodeTileConfig, *args: Any, keys_ref: Any, deltas_ref: Any, decays_ref: Any,
         filled_ref: Any, rows: Any, decays: Any = None, **kwargs: Any,
     ):  # fmt: skip
         super().__init__(op, config, *args, **kwargs)
@@ -122,12 +134,12 @@ class RecentBlock(Block):
         new = [x.astype(jnp.float32) for (x,) in new]
         for row, x in zip((Rows.Q, Rows.K, Rows.V), new, strict=True):
             self.rows.at[row][...] = x
-        meet(interpret=self.interpret)  # these are there, and keys are scaled
+        warpgroup_barrier(interpret=self.interpret)  # these are there, and keys are scaled
         q, k = (plgpu.load(self.rows.at[row], layout=self.by_key) for row in (Rows.Q, Rows.K))
         q_factor, k_factor, k_q = factors_of(self.op, map(jnp.sum, products(self.op, q, k)))
         self._sums(q * q_factor, k * k_factor)
         pl.when(jnp.logical_not(self.fold))(lambda: self._append(new[1] * k_factor, decay))
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         self._tiles(q * q_factor, k * k_factor, k_q, past, beta)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -200,8 +212,8 @@ class RecentBlock(Block):
 
                 @pl.when(jnp.logical_not(self.fold) & (step + self.stages < self.steps))
                 def _next():
-                    meet(interpret=self.interpret)  # the tile is read
-                    shown(interpret=self.interpret)
+                    warpgroup_barrier(interpret=self.interpret)  # the tile is read
+                    fence_proxy_async(interpret=self.interpret)
                     self._fetch(step + self.stages)
 
             rows = pl.ds(self.first_value + step * TILE, TILE)
@@ -240,7 +252,7 @@ class RecentBlock(Block):
 
                 @pl.when(self.fold & (step > 0) & (step - 1 + self.stages < self.steps))
                 def _refill():
-                    shown(interpret=self.interpret)  # the tile before this one is read
+                    fence_proxy_async(interpret=self.interpret)  # the tile before this one is read
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     self._fetch(step - 1 + self.stages)
 
@@ -272,7 +284,7 @@ def recent_decode_mosaic(
     l2norm: bool = True,
     f: jax.Array | None = None,
     lower_bound: float | None = None,
-    config: Config | None = None,
+    config: GdnDecodeTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, Recent]:
@@ -294,7 +306,7 @@ def recent_decode_mosaic(
     refuse(name, batch, tokens, state.shape[-3:], None)
     operands = without_gradient(name, (qkv, ba, f, weights, state, recent))
     qkv, ba, f, weights, state, recent = operands
-    op = Op(
+    op = GdnDecodeConfig(
         q_len=1, key_heads=num_key_heads, value_heads=heads, conv=False, norm=False, l2norm=l2norm,
         stacked=False, keep=False, scale=scale, eps=0.0, channels=f is not None,
         lower_bound=lower_bound,

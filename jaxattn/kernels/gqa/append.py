@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import FP8, FP8_MAX
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.kernels.attention.slot_mapping import place
+from jaxattn.kernels.attention.slot_mapping import slot_mapping
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
 
@@ -50,7 +50,7 @@ def refuse(op: str, heads: int, kv_heads: int, head_dim: int) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class GqaAppendCta:
     """What a block does with its references.
 
     Attributes:
@@ -114,7 +114,7 @@ class Block:
             # Everything is read before anything waits: latencies run side by side.
             key, value = (self.load(refs[name].at[token, mine]) for name in ("k_ref", "v_ref"))
             weight = weight_of(1)
-            page, position, known = place(
+            page, position, known = slot_mapping(
                 token, q_len=self.q_len, page_size=self.page_size, layer=which,
                 layers=refs["cache_ref"].shape[0], tables_ref=refs["tables_ref"],
                 lens_ref=refs["lens_ref"], query_lens_ref=refs["query_lens_ref"],
@@ -224,7 +224,7 @@ def gqa_append_mosaic(
     layers = kv_cache if layer is not None else kv_cache[None]
     cache_ref = jax.new_ref(layers.reshape(*layers.shape[:4], kv_heads * dim))
     out = launch_append(
-        "gqa_append", Block, q, k, v, weights, cache_ref, block_tables, seq_lens, angles=angles,
+        "gqa_append", GqaAppendCta, q, k, v, weights, cache_ref, block_tables, seq_lens, angles=angles,
         page_size=layers.shape[3], interleaved=interleaved, eps=eps, dtype=dtype,
         query_lens=query_lens, layer=layer, kv_scale=kv_scale, interpret=interpret,
         gates=gates, detect_races=detect_races,
@@ -235,7 +235,7 @@ def gqa_append_mosaic(
 
 def launch_append(
     name: str,
-    make: Callable[..., Block],
+    make: Callable[..., GqaAppendCta],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -260,7 +260,7 @@ def launch_append(
     """The queries [B, S, H, D]; keys and values go to `cache_ref` [L, N, ..].
 
     Args:
-        make: the block, of the fields of `Block`.
+        make: the block, of the fields of `GqaAppendCta`.
         lines: of shared memory, float32, of which the first three are for the rotation.
         gates: q has those of each head behind its queries, and they come second.
     """

@@ -105,7 +105,7 @@ def plain_copies() -> bool:
 
 
 @functools.cache
-def ask_assembler_once() -> None:
+def cache_ptxas_version() -> None:
     """Keeps the assembler's version, for which Mosaic starts a program each time it asks.
 
     It asks at each conversion from or to 8 bits and fewer, and holds Python's lock meanwhile.
@@ -123,7 +123,7 @@ def swizzled(dtype: DTypeLike, width: int = 128) -> Any:
     return (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
 
 
-def meet(*, interpret: bool) -> None:
+def warpgroup_barrier(*, interpret: bool) -> None:
     """A warpgroup's warps wait for each other, and see what the others stored in shared memory.
 
     `plgpu.commit_smem` also makes that visible to TMA and wgmma, by a fence that waits for all of
@@ -140,7 +140,7 @@ def meet(*, interpret: bool) -> None:
     barrier()
 
 
-def shown(*, interpret: bool) -> None:
+def fence_proxy_async(*, interpret: bool) -> None:
     """What a thread stored in shared memory is seen by TMA and wgmma of whoever waits for the
     barrier that the thread, as all of its warpgroup, arrives at next.
 
@@ -157,7 +157,7 @@ def shown(*, interpret: bool) -> None:
     fence()
 
 
-def asked_for(*, interpret: bool) -> None:
+def issue_loads(*, interpret: bool) -> None:
     """Loads of memory above this line are under way before anything below it waits for one.
 
     ptxas moves a load down to its use, behind what waits for others, but not past a loop. This one
@@ -176,7 +176,7 @@ def asked_for(*, interpret: bool) -> None:
     barrier()
 
 
-def made_here(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
+def pin_value(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
     """x, made before whatever waits for other threads behind this line.
 
     Left to itself, ptxas makes a number where it is needed, and thus behind a wait in which there

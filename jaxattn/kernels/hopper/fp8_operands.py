@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, vector
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm_word,
     element,
     fragmented,
@@ -109,7 +109,7 @@ def _made(words: Any, tile: Any, dtype: Any, first: int, width: int) -> jax.Arra
 
 
 def _widened(words: Any, tile: Any, half: bool, steps: range) -> Any:
-    place = Thread()
+    place = WarpgroupThread()
     row = plus(times(place.warp, 16), place.g)
     inside = plus(times(row, BLOCK), times(place.t, 2 if words is _of_columns else 4))
     pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())

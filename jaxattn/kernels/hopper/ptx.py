@@ -46,7 +46,7 @@ def times(x: Any, by: int) -> Any:
     return arith.muli(x, word(by))
 
 
-class Thread:
+class WarpgroupThread:
     """The thread's place: `index` in its warpgroup, `warp` of it, and lane 4 `g` + `t`."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ HELD = (
 )
 
 
-def held(value: int) -> jax.Array:
+def register_constant(value: int) -> jax.Array:
     """A constant word that stays in a register. ptxas makes a constant anew for each use that takes
     none; of this word it does not see that it is one. To be called outside of loops."""
     out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)

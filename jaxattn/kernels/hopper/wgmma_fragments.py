@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import llvm, mgpu
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     element,
     f32,
@@ -86,7 +86,7 @@ def load_of_block(ref: Any, first: Any, columns: int, block: int) -> jax.Array:
 
     def run(_: Any, ref: Any, first: Any) -> Any:
         begin = llvm.ptrtoint(i32(), pointer(ref, word(0)))
-        place = plus(begin, times(single(first), 4), times(Thread().index, 16))
+        place = plus(begin, times(single(first), 4), times(WarpgroupThread().index, 16))
         registers = []
         for step in range(0, size * 4, NUMBERS * 4):
             given = [place, word(block)]

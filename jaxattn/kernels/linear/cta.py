@@ -10,11 +10,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import meet
-from jaxattn.kernels.hopper.reduce.cluster_reduction import block_of_cluster, meet_in_cluster
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import PAIR, Norm, Normed
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
-from jaxattn.kernels.linear.rope_epilogue import Turn, Turned
+from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
+    PAIR,
+    RmsNormPrologue,
+    RmsNormPrologueParams,
+)
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
+from jaxattn.kernels.linear.rope_epilogue import RopeEpilogue, RopeEpilogueParams
 
 ROWS = 128  # columns of a matrix that a cluster has
 STEP = 64  # numbers of K of a copy
@@ -23,7 +27,7 @@ ROW = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class LinearConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -56,7 +60,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class LinearRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     x_ref: Any
@@ -80,12 +84,18 @@ class Refs:
     scales_refs: Any = None  # of FP8 weights (fp8_linear.py)
 
 
-class Block:
+class LinearCta:
     """A block's part of K and its tile of columns."""
 
     depth = STEP  # numbers of K of a step
 
-    def __init__(self, cut: Cut, turned: Turned | None, normed: Normed | None, refs: Refs):
+    def __init__(
+        self,
+        cut: LinearConfig,
+        turned: RopeEpilogueParams | None,
+        normed: RmsNormPrologueParams | None,
+        refs: LinearRefs,
+    ):
         self.cut, self.turned, self.refs = cut, turned, refs
         layer = refs.layer_ref[0]
         self.zero = jnp.minimum(layer, 0)
@@ -100,7 +110,7 @@ class Block:
             self.of_x = head * (cut.steps * STEP + cut.behind)
             self.of_out = head * (cut.sizes[0] + cut.behind)
         one = cut.parts == 1
-        self.part = jnp.int32(0) if one else block_of_cluster(cut.parts, interpret=cut.interpret)
+        self.part = jnp.int32(0) if one else cluster_block_index(cut.parts, interpret=cut.interpret)
         self.begin, end = (lax.div((self.part + more) * cut.steps, cut.parts) for more in (0, 1))
         self.mine = end - self.begin
         # Of each result the tile's number, and its first column: the last tile ends with N.
@@ -114,7 +124,7 @@ class Block:
             self.of_x = sum(later, jnp.int32(0)) * (cut.steps * STEP)
         self.norm = None
         if normed is not None:
-            self.norm = Norm(
+            self.norm = RmsNormPrologue(
                 x_ref=refs.x_ref, added_ref=refs.added_ref, weights_ref=refs.norms_ref,
                 row=layer * normed.affine[0] + normed.affine[1], total_ref=refs.total_ref,
                 normed_ref=refs.normed_ref, x_smem=refs.x_smem, first=self.begin * self.depth,
@@ -150,14 +160,14 @@ class Block:
         cut, shape = self.cut, (ROWS, self.cut.columns)
         accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
         for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
-            store_turned(self.refs.sums_smem.at[place], total, interpret=cut.interpret)
+            store_transposed(self.refs.sums_smem.at[place], total, interpret=cut.interpret)
 
     def _meet(self) -> None:
         """The blocks that share the tile."""
         if self.cut.parts > 1:
-            meet_in_cluster(self.refs.met, interpret=self.cut.interpret)
+            cluster_barrier(self.refs.met, interpret=self.cut.interpret)
         else:
-            meet(interpret=self.cut.interpret)
+            warpgroup_barrier(interpret=self.cut.interpret)
 
     def _when_in(self, result: int, function: Any) -> None:
         """Runs it if the tile is the result's."""
@@ -202,7 +212,9 @@ class Block:
 
             @pl.when((step > 0) & (step + cut.stages - 1 < self.mine))
             def _reload():
-                meet(interpret=cut.interpret)  # all four warps' products have read the slot
+                warpgroup_barrier(
+                    interpret=cut.interpret
+                )  # all four warps' products have read the slot
                 self._load(step + cut.stages - 1)
 
         return [acc[...] for acc in accs]
@@ -252,9 +264,9 @@ class Block:
             last = self.tile == cut.tiles[0] - 1
             pl.when(last)(partial(self._turn, self.turned, out, token, y))
 
-    def _turn(self, turned: Turned, out: Any, token: Any, y: jax.Array) -> None:
+    def _turn(self, turned: RopeEpilogueParams, out: Any, token: Any, y: jax.Array) -> None:
         cut, refs = self.cut, self.refs
-        turn = Turn(
+        turn = RopeEpilogue(
             x=refs.x_ref, angles=refs.angles_ref, smem=refs.turn_smem,
             interleaved=turned.interleaved, interpret=cut.interpret,
         )  # fmt: skip

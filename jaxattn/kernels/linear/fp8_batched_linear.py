@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, in_order
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, deinterleave_columns
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import (
     NUM_SMS,
@@ -41,8 +41,8 @@ from jaxattn.kernels.hopper.device import (
     swizzled,
 )
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, moved, multiplied, plain_product
-from jaxattn.kernels.hopper.reduce.cluster_reduction import block_of_cluster, meet_in_cluster
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.hopper.wgmma_fragments import (
     GROUP,
@@ -56,7 +56,7 @@ from jaxattn.kernels.hopper.wgmma_fragments import (
 )
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.fp8_linear import FP8, OP
-from jaxattn.kernels.linear.launch import Config, Shaped
+from jaxattn.kernels.linear.launch import LinearTileConfig, Shaped
 
 MOST_TOKENS = 256
 COLUMNS = 128  # most tokens of a block
@@ -81,7 +81,7 @@ def sums_bytes(columns: int) -> int:
     return CONSUMERS * ROWS * columns * 4
 
 
-def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
+def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> LinearTileConfig:
     """The parts of K with which the last block ends first, by count of steps.
 
     Args:
@@ -97,7 +97,9 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> Config:
     room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
     room -= sums_bytes(columns) * (gated or parts > 1)
     stage = BLOCK * (CONSUMERS * ROWS + 2 * columns)
-    return Config(parts=parts, stages=max(2, min(MOST_STAGES, steps // parts, room // stage)))
+    return LinearTileConfig(
+        parts=parts, stages=max(2, min(MOST_STAGES, steps // parts, room // stage))
+    )
 
 
 def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | None:
@@ -117,7 +119,7 @@ def many_linears_fp8_mosaic(
     affine: tuple[int, int] = (1, 0),
     out_dtypes: Sequence[Any],
     gated: bool = False,
-    config: Config | None = None,
+    config: LinearTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[jax.Array]:
@@ -134,7 +136,7 @@ def many_linears_fp8_mosaic(
     sizes = tuple(each.shape[-2] for each in weights[: 1 if gated else None])
     tiles = turns * sum(-(-size // rows) for size in sizes)
     config = config or choose(tiles=tiles, steps=steps, columns=columns, gated=gated)
-    cut = Cut(
+    cut = Fp8BatchedLinearConfig(
         parts=config.parts, stages=config.stages, columns=columns, turns=turns, steps=steps,
         sizes=sizes, affine=affine, gated=gated, interpret=interpret,
     )  # fmt: skip
@@ -144,7 +146,7 @@ def many_linears_fp8_mosaic(
         apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
     padded = turns * columns
     found = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: Fp8BatchedLinearCta(cut, Fp8BatchedLinearRefs(**refs)).run(),
         name="linear_fp8_many",
         grid={"tile": tiles},
         cluster={"part": cut.parts} if cut.parts > 1 else {},
@@ -187,7 +189,7 @@ def many_linears_fp8_mosaic(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class Fp8BatchedLinearConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -238,7 +240,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class Fp8BatchedLinearRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     x_ref: Any  # [turns * columns, K]
@@ -256,17 +258,17 @@ class Refs:
     all_met: Any  # the interpreter's
 
 
-class Block:
+class Fp8BatchedLinearCta:
     """A block's part of K, its rows and its tokens."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: Fp8BatchedLinearConfig, refs: Fp8BatchedLinearRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.number = lax.axis_index("wg"), lax.axis_index("tile")
         self.layer = refs.layer_ref[0] * cut.affine[0] + cut.affine[1]
         tile = lax.div(self.number, cut.turns)
         self.token = pl.multiple_of(lax.rem(self.number, cut.turns) * cut.columns, GROUP)
         one = cut.parts == 1
-        self.part = jnp.int32(0) if one else block_of_cluster(cut.parts, interpret=cut.interpret)
+        self.part = jnp.int32(0) if one else cluster_block_index(cut.parts, interpret=cut.interpret)
         self.begin, end = (lax.div((self.part + more) * cut.steps, cut.parts) for more in (0, 1))
         self.mine = end - self.begin
         # Of each result, whether the tile is its, and the first row: the last tile ends with N.
@@ -365,7 +367,7 @@ class Block:
         """The warpgroup's of a step, `moved`; in the interpreter as they are."""
         tile, dtype = self.refs.w_smem.at[slot, self.wg], self.refs.x_smem.dtype
         if self.cut.interpret:
-            return in_order(tile[...].astype(jnp.float32)).astype(dtype)
+            return deinterleave_columns(tile[...].astype(jnp.float32)).astype(dtype)
         return moved(tile, dtype)
 
     def _product(
@@ -445,13 +447,15 @@ class Block:
 
         def to(out: Any, first: Any) -> None:
             rows = pl.ds(first + further, ROWS)
-            store_turned(out.at[tokens, rows], y.astype(out.dtype), interpret=self.cut.interpret)
+            store_transposed(
+                out.at[tokens, rows], y.astype(out.dtype), interpret=self.cut.interpret
+            )
 
         for result, (_, first) in enumerate(self.places):
             self._when_in(result, partial(to, self.refs.out_refs[result], first))
 
     def _meet_in_cluster(self) -> None:
-        meet_in_cluster(self.refs.all_met, interpret=self.cut.interpret)
+        cluster_barrier(self.refs.all_met, interpret=self.cut.interpret)
 
     def _when_in(self, result: int, function: Any) -> None:
         """Runs it if the tile is the result's."""

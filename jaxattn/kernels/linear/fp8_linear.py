@@ -24,20 +24,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, in_order
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, deinterleave_columns
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, meet, require_hopper, swizzled
+from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper, swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.fp8_operands import ROWS as HALF
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import STEP, Normed, smem
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import STEP, RmsNormPrologueParams, smem
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import refusal as refusal_of_norm
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
-from jaxattn.kernels.linear.cta import ROWS, Block, Cut, Refs
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
+from jaxattn.kernels.linear.cta import ROWS, LinearConfig, LinearCta, LinearRefs
 from jaxattn.kernels.linear.launch import (
     MOST_PARTS,
     MOST_SUMMED,
     MOST_TOKENS,
-    Config,
+    LinearTileConfig,
     Shaped,
 )
 
@@ -46,7 +46,9 @@ FP8 = jnp.float8_e4m3fn
 HALVES = ROWS // HALF
 
 
-def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False) -> Config:
+def choose(
+    *, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False
+) -> LinearTileConfig:
     """The fewest parts with which all multiprocessors have a block, or two of up to 8 tokens.
 
     Parts are a power of two, unless a norm of K needs other ones. Where several blocks share a
@@ -60,7 +62,7 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
         others = (*range(parts, MOST_PARTS + 1), *range(parts - 1, 0, -1))
         parts = next((each for each in others if not refusal_of_norm(1, 2 * steps, each)), parts)
     stages = 2 if tiles * parts > NUM_SMS or gated else 4
-    return Config(parts=parts, stages=max(2, min(stages, steps // parts)))
+    return LinearTileConfig(parts=parts, stages=max(2, min(stages, steps // parts)))
 
 
 def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | None:
@@ -93,7 +95,7 @@ def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
     return rows * (inner // (_with_norm(inner, weights).parts * ROWS)) <= MOST_SUMMED
 
 
-def _with_norm(inner: int, weights: Sequence[Shaped]) -> Config:
+def _with_norm(inner: int, weights: Sequence[Shaped]) -> LinearTileConfig:
     tiles = sum(block_counts(*(each.shape[-2] for each in weights)))
     return choose(tiles=tiles, steps=inner // BLOCK, columns=8, gated=False, normed=True)
 
@@ -107,8 +109,8 @@ def linears_fp8_mosaic(
     affine: tuple[int, int] = (1, 0),
     out_dtypes: Sequence[Any],
     gated: bool = False,
-    norm: Normed | None = None,
-    config: Config | None = None,
+    norm: RmsNormPrologueParams | None = None,
+    config: LinearTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[jax.Array]:
@@ -138,7 +140,7 @@ def linears_fp8_mosaic(
     parts, stages = config.parts, config.stages
     if norm is not None and (why := refusal_of_norm(tokens, 2 * steps, parts)):
         raise Refusal(f"{OP}: {why}")
-    cut = Cut(
+    cut = LinearConfig(
         parts=parts, stages=stages, tokens=tokens, columns=columns, steps=steps,
         sizes=tuple(sizes), affine=affine, gated=gated, heads=1, split=False, behind=0,
         interpret=interpret,
@@ -151,7 +153,7 @@ def linears_fp8_mosaic(
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     norms = None if norm is None else norm.constants
     out = launch(
-        lambda **refs: Fp8Block(cut, None, norms, Refs(**refs)).run(),
+        lambda **refs: Fp8LinearCta(cut, None, norms, LinearRefs(**refs)).run(),
         name=OP,
         grid={"tile": tiles},
         cluster={"part": parts} if parts > 1 else {},
@@ -194,7 +196,7 @@ def linears_fp8_mosaic(
     return [*out["out_refs"], *(out[each] for each in ("total_ref", "normed_ref") if each in out)]
 
 
-class Fp8Block(Block):
+class Fp8LinearCta(LinearCta):
     """`linear_layer`'s block, with steps of 128 of K, whose products have scales."""
 
     depth = BLOCK
@@ -233,7 +235,7 @@ class Fp8Block(Block):
 
             @pl.when(s + cut.stages < self.mine)
             def _reload():
-                meet(interpret=cut.interpret)  # all four warps have read the slot
+                warpgroup_barrier(interpret=cut.interpret)  # all four warps have read the slot
                 self._load(s + cut.stages)
 
             sums = zip(totals, every, factors, strict=True)
@@ -245,7 +247,7 @@ class Fp8Block(Block):
             place, half = divmod(number, HALVES)
             some = pl.ds(half * HALF, HALF)
             target = refs.sums_smem.at[place, pl.ds(0, cut.columns), some]
-            store_turned(target, total, interpret=cut.interpret)
+            store_transposed(target, total, interpret=cut.interpret)
 
     def _scales(self, step: Any) -> list[jax.Array]:
         """Of each 64 rows of each matrix: those of the tile's result, or of gate and up."""
@@ -278,7 +280,10 @@ class Fp8Block(Block):
         tokens = self._tokens(step, slot)
         if cut.interpret:
             row = jnp.concatenate([each[...] for each in tokens], axis=-1)
-            return [plain_product(in_order(tile[...].astype(jnp.float32)), row) for tile in tiles]
+            return [
+                plain_product(deinterleave_columns(tile[...].astype(jnp.float32)), row)
+                for tile in tiles
+            ]
         width = BLOCK // len(tokens)
 
         def products(*accs: Any) -> list[jax.Array]:

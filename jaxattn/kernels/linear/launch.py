@@ -33,10 +33,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper, swizzled
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed, smem
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams, smem
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import refusal as refusal_of_norm
-from jaxattn.kernels.linear.cta import ROWS, STEP, Block, Cut, Refs
-from jaxattn.kernels.linear.rope_epilogue import DIMS, NUMBERS, Turned
+from jaxattn.kernels.linear.cta import ROWS, STEP, LinearConfig, LinearCta, LinearRefs
+from jaxattn.kernels.linear.rope_epilogue import DIMS, NUMBERS, RopeEpilogueParams
 
 type Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -50,7 +50,7 @@ MOST_SUMMED = 32  # numbers that a thread of a block reads of what is summed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class LinearTileConfig:
     """How a launch is cut.
 
     Attributes:
@@ -62,7 +62,9 @@ class Config:
     stages: int
 
 
-def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False) -> Config:
+def choose(
+    *, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False
+) -> LinearTileConfig:
     """The fewest parts with which all multiprocessors have two blocks, if there are as many.
 
     Parts are a power of two, unless a norm of K needs other ones, as that of 2,304 does.
@@ -81,7 +83,7 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool, normed: bool = 
     stages = max(2, min(mine, room // stage))
     if normed and tiles * parts > 3 * NUM_SMS:
         stages = 2  # five blocks share a multiprocessor then, and all run at a time
-    return Config(parts=parts, stages=stages)
+    return LinearTileConfig(parts=parts, stages=stages)
 
 
 def refuse(
@@ -160,10 +162,10 @@ def linears_mosaic(
     out_dtypes: Sequence[Any],
     gated: bool = False,
     heads: int = 1,
-    turned: Turned | None = None,
+    turned: RopeEpilogueParams | None = None,
     split: bool = False,
-    norm: Normed | None = None,
-    config: Config | None = None,
+    norm: RmsNormPrologueParams | None = None,
+    config: LinearTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[jax.Array]:
@@ -201,7 +203,7 @@ def linears_mosaic(
     parts, stages = config.parts, config.stages
     if norm is not None and (why := refusal_of_norm(tokens, steps, parts)):
         raise Refusal(f"{OP}: {why}")
-    cut = Cut(
+    cut = LinearConfig(
         parts=parts,
         stages=stages,
         tokens=tokens,
@@ -229,7 +231,7 @@ def linears_mosaic(
     turns = None if turned is None else turned.constants
     norms = None if norm is None else norm.constants
     out = launch(
-        lambda **refs: Block(cut, turns, norms, Refs(**refs)).run(),
+        lambda **refs: LinearCta(cut, turns, norms, LinearRefs(**refs)).run(),
         name="linear_layer",
         grid={"tile": heads * sum(tiles)},
         cluster={"part": parts} if parts > 1 else {},

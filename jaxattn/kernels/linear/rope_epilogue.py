@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import meet
+from jaxattn.kernels.hopper.device import warpgroup_barrier
 
 DIMS = 64
 WINDOW = 128
@@ -25,7 +25,7 @@ CHANNEL = plgpu.Layout.WG_STRIDED((WINDOW,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Turned:
+class RopeEpilogueParams:
     """How the last 64 dims of each head are rotated.
 
     Attributes:
@@ -37,13 +37,13 @@ class Turned:
     interleaved: bool
 
     @property
-    def constants(self) -> "Turned":
+    def constants(self) -> "RopeEpilogueParams":
         """Without its array: a body that holds no array is one kernel for many launches."""
         return dataclasses.replace(self, angles=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Turn:
+class RopeEpilogue:
     """The code of a block that has a head's last columns.
 
     Attributes:
@@ -68,7 +68,7 @@ class Turn:
         some = self._load(self.x.at[token, window])
         smem.at[pl.ds(WINDOW, WINDOW)][...] = some
         smem.at[pl.ds(3 * WINDOW + DIMS, WINDOW)][...] = self._load(self.angles.at[token])
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         after, before, cosine, sine = (
             self._load(smem.at[pl.ds(first, WINDOW)])
             for first in (WINDOW + shift, WINDOW - shift, 3 * WINDOW, 3 * WINDOW + DIMS)
@@ -76,15 +76,15 @@ class Turn:
         dim = plgpu.broadcasted_iota(jnp.int32, (WINDOW,), 0, layout=CHANNEL)
         of_pair = lax.rem(dim, 2) if self.interleaved else lax.div(dim - DIMS, shift)
         rotated = some * cosine + jnp.where(of_pair == 0, after, before) * sine
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         smem.at[pl.ds(WINDOW + DIMS, WINDOW)][...] = rotated
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         smem.at[pl.ds(WINDOW, WINDOW)][...] = y
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         both = self._load(smem.at[pl.ds(WINDOW + DIMS, WINDOW)])
         to = pl.ds(pl.multiple_of(after_out - WINDOW, DIMS), WINDOW)
         out.at[token, to][...] = both.astype(out.dtype)
-        meet(interpret=self.interpret)  # before the next token's numbers
+        warpgroup_barrier(interpret=self.interpret)  # before the next token's numbers
 
     def _load(self, ref: Any) -> jax.Array:
         return plgpu.load(ref, layout=CHANNEL, optimized=False).astype(jnp.float32)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.kernels.attention.slot_mapping import place
+from jaxattn.kernels.attention.slot_mapping import slot_mapping
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
 
@@ -116,7 +116,7 @@ def mla_append_mosaic(
             some = load_window(kv_ref.at[token, pl.ds(first, WINDOW)])
             some_weight = load_window(weights_ref.at[own, pl.ds(first, WINDOW)])
             angles = load_window(angles_ref.at[token])
-            page, position, known = place(
+            page, position, known = slot_mapping(
                 token, q_len=q_len, page_size=page_size, layer=which, layers=layers,
                 tables_ref=tables_ref, lens_ref=lens_ref, query_lens_ref=query_lens_ref,
             )  # fmt: skip

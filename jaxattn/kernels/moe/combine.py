@@ -15,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Parts
-from jaxattn.kernels.moe.grouped_gemm import Panels
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import WeightedRows
+from jaxattn.kernels.moe.grouped_gemm import PanelMatrix
 
 THREADS = 128
 
 
-class Unsummed:
+class ExpertOutputs:
     """What a token's experts made of it, before they are summed up.
 
     Args: as of `combine`, and its modes.
@@ -32,7 +32,7 @@ class Unsummed:
         y: jax.Array,
         positions: jax.Array,
         weights: jax.Array,
-        panels: Panels,
+        panels: PanelMatrix,
         features: int,
         columns: int,
         modes: dict[str, bool],
@@ -49,10 +49,10 @@ class Unsummed:
         )  # fmt: skip
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> WeightedRows:
         """Of one token, for the launch that norms the sum."""
         panels = self.panels
-        return Parts(
+        return WeightedRows(
             rows=self.y, positions=self.positions, weights=self.weights, first=panels.first,
             height=panels.rows,
         )  # fmt: skip
@@ -63,7 +63,7 @@ def combine(
     positions: jax.Array,
     weights: jax.Array,
     *,
-    results: Panels,
+    results: PanelMatrix,
     features: int,
     columns: int,
     interpret: bool = False,

@@ -19,7 +19,7 @@ memory to gate's warpgroup.
 
 Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 
-Limits: K a multiple of 64, rows of weights of `Product.rows` * parts; bfloat16 or float16. Of FP8
+Limits: K a multiple of 64, rows of weights of `GemmTileConfig.rows` * parts; bfloat16 or float16. Of FP8
 weights K is a multiple of 128.
 Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"), tests/kernels/moe/test_kernel.py.
 """
@@ -37,16 +37,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
-from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, Work
-from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, Product, stages_of
+from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
+from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, GemmTileConfig, stages_of
 
 PRODUCT = plgpu.Layout.WGMMA
 
 
 @dataclasses.dataclass(frozen=True)
-class Panels:
+class PanelMatrix:
     """A matrix [rows, K] in a 2-D array: panels of `width` columns, one below the other.
 
     Attributes:
@@ -65,7 +65,7 @@ class Panels:
         return ref.at[pl.ds(row, rows), pl.ds(pl.multiple_of(inside, columns), columns)]
 
 
-class Item(NamedTuple):
+class GroupedGemmTile(NamedTuple):
     """What a block does next."""
 
     expert: jax.Array
@@ -79,15 +79,15 @@ def grouped_product(
     tokens: jax.Array,
     weights: jax.Array,
     scales: jax.Array | None,
-    work: Work,
+    work: TokenAlignment,
     target: Any,
     *,
     layer: jax.Array,
     affine: tuple[int, int],
-    source: Panels,
-    results: Panels,
+    source: PanelMatrix,
+    results: PanelMatrix,
     columns: int,
-    product: Product,
+    product: GemmTileConfig,
     gated: bool,
     name: str,
     interpret: bool = False,
@@ -110,7 +110,7 @@ def grouped_product(
     stages = stages_of(product, columns, dtype.name, out_dtype.name, weights.dtype.name)
     pieces = height // (product.rows * product.parts)
     blocks = min(product.blocks, work.tiles.shape[1] * pieces)
-    cut = Cut(
+    cut = GroupedGemmConfig(
         product=product,
         columns=columns,
         stages=stages,
@@ -129,7 +129,7 @@ def grouped_product(
     consumers, parts = product.consumers, product.parts
     ring = (stages, parts, consumers, ROWS, product.depth)
     launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: GroupedGemmCta(cut, GroupedGemmRefs(**refs)).run(),
         name=name,
         grid={"block": blocks},
         inputs={
@@ -163,7 +163,7 @@ def grouped_product(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class GroupedGemmConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -174,7 +174,7 @@ class Cut:
         blocks: that walk over the items.
     """
 
-    product: Product
+    product: GemmTileConfig
     columns: int
     stages: int
     steps: int
@@ -183,8 +183,8 @@ class Cut:
     blocks: int
     affine: tuple[int, int]
     gated: bool
-    source: Panels
-    results: Panels
+    source: PanelMatrix
+    results: PanelMatrix
     interpret: bool
 
     @property
@@ -199,7 +199,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class GroupedGemmRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     tokens: Any
@@ -219,10 +219,10 @@ class Refs:
     up_read: Any
 
 
-class Block:
+class GroupedGemmCta:
     """A block's items: its last warpgroup loads, the others multiply and store."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: GroupedGemmConfig, refs: GroupedGemmRefs):
         self.cut, self.refs = cut, refs
         self.layer = refs.layer[0] * cut.affine[0] + cut.affine[1]
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
@@ -234,7 +234,7 @@ class Block:
         pl.when(self.wg == warpgroups)(self.load)
         pl.when(self.wg < warpgroups)(self.multiply)
 
-    def item(self, i: Any) -> Item:
+    def item(self, i: Any) -> GroupedGemmTile:
         """The block's i-th, of which it may have none: then any. How many there are is not waited
         for."""
         tiles, pieces = self.refs.tiles, self.cut.pieces
@@ -243,7 +243,7 @@ class Block:
         # h lies where it was written, and x may have stayed where it was.
         source = tiles[FROM if self.cut.gated else TO, tile]
         expert, target, groups = (tiles[j, tile] for j in (EXPERT, TO, GROUPS))
-        return Item(expert, source, target, groups, number - tile * pieces)
+        return GroupedGemmTile(expert, source, target, groups, number - tile * pieces)
 
     def each(self, function: Any) -> jax.Array:
         """`function(item, steps before it)` for each item, the next one's numbers read ahead; the
@@ -268,7 +268,7 @@ class Block:
         def _drain(s):
             plgpu.barrier_wait(read.at[lax.rem(s, stages)])
 
-    def _load_item(self, now: Item, done: jax.Array) -> None:
+    def _load_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
         cut, refs = self.cut, self.refs
         product, depth = cut.product, cut.product.depth
         of_expert = refs.weights.at[self.layer, now.expert]
@@ -295,11 +295,11 @@ class Block:
         if self.cut.product.split:
             self._multiply_split()
             return
-        sums = self._sums if self.refs.scales is None else ScaledSums(self)
+        sums = self._sums if self.refs.scales is None else ScaledAccumulators(self)
         self.each(partial(self._multiply_item, sums))
         plgpu.wait_smem_to_gmem(0)
 
-    def _multiply_item(self, sums: Any, now: Item, done: jax.Array) -> None:
+    def _multiply_item(self, sums: Any, now: GroupedGemmTile, done: jax.Array) -> None:
         every = sums(now, done)
         if self.cut.gated:
             gate, up = every
@@ -308,16 +308,16 @@ class Block:
 
     def _multiply_split(self) -> None:
         """The warpgroup of gate, or that of up."""
-        refs, sums = self.refs, ScaledSums(self)
+        refs, sums = self.refs, ScaledAccumulators(self)
 
-        def gate(now: Item, done: jax.Array) -> None:
+        def gate(now: GroupedGemmTile, done: jax.Array) -> None:
             (total,) = sums(now, done)
             plgpu.barrier_wait(refs.up_there)
             up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
             plgpu.barrier_arrive(refs.up_read)
             self._store(now, [total / (1.0 + jnp.exp(-total)) * up])
 
-        def up(now: Item, done: jax.Array) -> None:
+        def up(now: GroupedGemmTile, done: jax.Array) -> None:
             (total,) = sums(now, done)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
             store(refs.up_smem, total, interpret=self.cut.interpret)
@@ -333,11 +333,11 @@ class Block:
             done = self.each(up)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
 
-    def _store(self, now: Item, every: list[jax.Array]) -> None:
+    def _store(self, now: GroupedGemmTile, every: list[jax.Array]) -> None:
         cut, out = self.cut, self.refs.out_smem
         for part, result in enumerate(every):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store_turned(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
+            store_transposed(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
             self._write(now, now.place * cut.piece + part * cut.apart + self.wg * ROWS)
 
@@ -352,7 +352,7 @@ class Block:
         shape = (ROWS, self.cut.columns)
         return [plgpu.ACC(shape, jnp.float32)] * self.cut.product.parts
 
-    def _sums(self, now: Item, done: jax.Array) -> list[jax.Array]:
+    def _sums(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
         """Of each part over all of K, of 16-bit weights."""
         del now
         cut, refs = self.cut, self.refs
@@ -375,7 +375,7 @@ class Block:
 
         return pl.run_scoped(accumulate, *self.accumulators)
 
-    def _write(self, now: Item, column: jax.Array) -> None:
+    def _write(self, now: GroupedGemmTile, column: jax.Array) -> None:
         """A tile whose first `now.groups` groups of rows are somebody's."""
         for group in range(self.cut.columns // GROUP):
 
@@ -387,13 +387,13 @@ class Block:
                 plgpu.copy_smem_to_gmem(of_group, to)
 
 
-class ScaledSums:
-    """`Block`'s sums of FP8 weights: each step's product has a scale, read a step ahead."""
+class ScaledAccumulators:
+    """`GroupedGemmCta`'s sums of FP8 weights: each step's product has a scale, read a step ahead."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: GroupedGemmCta):
         self.block = block
 
-    def __call__(self, now: Item, done: jax.Array) -> list[jax.Array]:
+    def __call__(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
         block, cut, refs = self.block, self.block.cut, self.block.refs
         split = cut.product.split
         parts: Any = [block.wg] if split else range(cut.product.parts)

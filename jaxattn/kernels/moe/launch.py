@@ -19,17 +19,17 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.moe.combine import Unsummed
-from jaxattn.kernels.moe.grouped_gemm import Panels, grouped_product
-from jaxattn.kernels.moe.routing.router import Listed
-from jaxattn.kernels.moe.routing.small_batch_alignment import lists, work_of_few
-from jaxattn.kernels.moe.routing.token_alignment import work_list
-from jaxattn.kernels.moe.routing.token_sort import sorts, work_of_several
+from jaxattn.kernels.moe.combine import ExpertOutputs
+from jaxattn.kernels.moe.grouped_gemm import PanelMatrix, grouped_product
+from jaxattn.kernels.moe.routing.router import RoutedToken
+from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch, supports_pairs
+from jaxattn.kernels.moe.routing.token_alignment import align_tokens
+from jaxattn.kernels.moe.routing.token_sort import align_and_sort_tokens, supports_sort
 from jaxattn.kernels.moe.tile_config import (
     BLOCK,
     GROUP,
     ROWS,
-    Config,
+    MoeTileConfig,
     choose,
     padded_rows,
     panel,
@@ -49,7 +49,7 @@ def scratch(
     expert_size: int,
     dtype: Any = jnp.bfloat16,
     fp8: bool = False,
-    config: Config | None = None,
+    config: MoeTileConfig | None = None,
 ) -> ArenaSpec:
     """What `mixture_of_experts` keeps in the arena between and behind the experts' products.
 
@@ -110,15 +110,15 @@ def mixture_of_experts_mosaic(
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     arena: Arena | None = None,
-    listed: Listed | None = None,
+    listed: RoutedToken | None = None,
     apart: bool = False,
-    config: Config | None = None,
+    config: MoeTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> Any:
     """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
 
-    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is a `Unsummed`.
+    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is a `ExpertOutputs`.
     """
     refuse(x, gate_up, interpret=interpret)
     # Without an arena the op has a gradient of its own, and this is never differentiated.
@@ -141,12 +141,12 @@ def mixture_of_experts_mosaic(
     left = None
     if listed is not None and columns == GROUP:
         work, x, left = listed
-    elif lists(tokens, top_k) and columns == GROUP:
-        work, x = work_of_few(ids, x, experts, **modes)
-    elif sorts(tokens, top_k, features):
-        work, x = work_of_several(ids, x, experts, columns, **modes)
+    elif supports_pairs(tokens, top_k) and columns == GROUP:
+        work, x = align_small_batch(ids, x, experts, **modes)
+    elif supports_sort(tokens, top_k, features):
+        work, x = align_and_sort_tokens(ids, x, experts, columns, **modes)
     else:
-        work = work_list(ids, experts, columns)
+        work = align_tokens(ids, experts, columns)
         if work.tokens is None:
             x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
         else:
@@ -159,7 +159,7 @@ def mixture_of_experts_mosaic(
             lane, first = jnp.empty((math.prod(region.shape[:2]), panel(size)), region.dtype), 0
         else:
             lane, first = arena.lane(spec, name, width=panel(size))
-        places[name], lanes[name] = Panels(first, rows, panel(size)), lane
+        places[name], lanes[name] = PanelMatrix(first, rows, panel(size)), lane
 
     number = jnp.asarray(layer, jnp.int32).reshape(1)
     common: dict[str, Any] = {
@@ -170,7 +170,7 @@ def mixture_of_experts_mosaic(
     h_ref, y_ref = jax.new_ref(lanes["h"]), jax.new_ref(lanes["y"])
     grouped_product(
         x, gate_up, gate_up_scale, work if left is None else work._replace(total=left), h_ref,
-        source=Panels(0, x.shape[0], features), results=places["h"], product=config.gate_up,
+        source=PanelMatrix(0, x.shape[0], features), results=places["h"], product=config.gate_up,
         gated=True, name="moe_gate_up", **common,
     )  # fmt: skip
     h = jax.freeze(h_ref)
@@ -180,7 +180,9 @@ def mixture_of_experts_mosaic(
         gated=False, name="moe_down", **common,
     )  # fmt: skip
     y = jax.freeze(y_ref)
-    results = Unsummed(y, work.positions, weights, places["y"], features, config.combine, modes)
+    results = ExpertOutputs(
+        y, work.positions, weights, places["y"], features, config.combine, modes
+    )
     out = results if apart else results.total
     if arena is None:
         return out

@@ -30,16 +30,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import meet, require_hopper, swizzled
-from jaxattn.kernels.hopper.reduce.cluster_reduction import block_of_cluster, meet_in_cluster
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import MOST_PAIRS, Norm, Normed, smem
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
-from jaxattn.kernels.moe.grouped_gemm import Panels
+from jaxattn.kernels.hopper.device import require_hopper, swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
+    MOST_PAIRS,
+    RmsNormPrologue,
+    RmsNormPrologueParams,
+    smem,
+)
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
+from jaxattn.kernels.moe.grouped_gemm import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
-from jaxattn.kernels.moe.routing.router import Listed
-from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, lists
-from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, Work
-from jaxattn.kernels.moe.routing.topk_gating import THREADS, Choice
+from jaxattn.kernels.moe.routing.router import RoutedToken
+from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, supports_pairs
+from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
+from jaxattn.kernels.moe.routing.topk_gating import THREADS, TopkGating
 from jaxattn.kernels.moe.tile_config import GROUP, ROWS, padded_rows, panel
 
 EXPERTS = 64
@@ -53,7 +58,7 @@ ROW = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
 
 def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always: int) -> str | None:
     """Why the kernel does not serve x [T, F], router [L, F, N], gate_up [L, E, 2 I, F], or None."""
-    if x.shape[0] != 1 or not always or not lists(1, top_k + always):
+    if x.shape[0] != 1 or not always or not supports_pairs(1, top_k + always):
         return (
             f"the kernel has one token of at most {PAIRS} experts, some of them shared; got x "
             f"{x.shape} and {always} shared experts"
@@ -71,12 +76,12 @@ def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always:
     return None
 
 
-def norms(features: int) -> bool:
+def supports_norm(features: int) -> bool:
     """Whether the kernel also makes the norm of a token: each block then has all of it."""
     return features % (PARTS * DEPTH) == 0 and features <= MOST_NORMED
 
 
-def opening_mosaic(
+def router_shared_experts_mosaic(
     x: jax.Array,
     router: jax.Array,
     bias: jax.Array | None,
@@ -89,10 +94,10 @@ def opening_mosaic(
     affine: tuple[int, int],
     valid: jax.Array | None,
     arena: Arena,
-    norm: Normed | None = None,
+    norm: RmsNormPrologueParams | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array, Listed, Arena, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, RoutedToken, Arena, jax.Array | None]:
     """(ids, weights [1, K + always], the list of work, the arena with the shared experts' h, and
     with a norm the sum, float32 [1, F]).
 
@@ -110,7 +115,7 @@ def opening_mosaic(
     pairs = choice["top_k"] + always
     if why := refusal(x, router, gate_up, experts, choice["top_k"], always):
         raise Refusal(f"open_experts: {why}")
-    if norm is not None and not norms(x.shape[1]):
+    if norm is not None and not supports_norm(x.shape[1]):
         raise Refusal(f"open_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}")
     x, router, bias, gate_up = without_gradient("open_experts", (x, router, bias, gate_up))
     dtype = router.dtype
@@ -122,13 +127,13 @@ def opening_mosaic(
     )  # fmt: skip
     lane, first = arena.lane(spec, "h", width=panel(width))
     rows = padded_rows(1, pairs, EXPERTS + always, GROUP)
-    cut = Cut(
+    cut = RouterExpertsConfig(
         always=always,
         width=width,
         steps=features // DEPTH,
         affine=affine,
-        results=Panels(first, rows, panel(width)),
-        choice=Choice(**choice, experts=EXPERTS, interpret=interpret),
+        results=PanelMatrix(first, rows, panel(width)),
+        choice=TopkGating(**choice, experts=EXPERTS, interpret=interpret),
         interpret=interpret,
     )
     # The interpreter's copies end with the array; elsewhere zeros come from behind it.
@@ -140,7 +145,7 @@ def opening_mosaic(
     scores = plgpu.SMEM((cut.choice.width,), jnp.float32)
     normed = None if norm is None else norm.constants
     out = launch(
-        lambda **refs: Block(cut, normed, Refs(**refs)).run(),
+        lambda **refs: RouterExpertsCta(cut, normed, RouterExpertsRefs(**refs)).run(),
         name="moe_open",
         grid={"tile": 1 + -(-cut.items // PARTS)},
         cluster={"part": PARTS},
@@ -187,14 +192,14 @@ def opening_mosaic(
         interpret=interpret,
         detect_races=detect_races,
     )
-    work = Work(out["tiles"], out["total"], out["positions"], None)
+    work = TokenAlignment(out["tiles"], out["total"], out["positions"], None)
     arena = arena.with_lane(spec, "h", jax.freeze(h_ref))
     x, total = (x, None) if norm is None else (out["normed"], out["summed"])
-    return out["ids"], out["weights"], Listed(work, x, out["left"]), arena, total
+    return out["ids"], out["weights"], RoutedToken(work, x, out["left"]), arena, total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class RouterExpertsConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -207,8 +212,8 @@ class Cut:
     width: int
     steps: int
     affine: tuple[int, int]
-    results: Panels
-    choice: Choice
+    results: PanelMatrix
+    choice: TopkGating
     interpret: bool
 
     @property
@@ -222,7 +227,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class RouterExpertsRefs:
     """What a block works on: operands and results, then its shared memory and barriers."""
 
     x: Any
@@ -257,16 +262,21 @@ class Refs:
     met: Any
 
 
-class Block:
+class RouterExpertsCta:
     """A block of the cluster that chooses, or of one that multiplies a shared expert."""
 
-    def __init__(self, cut: Cut, normed: Normed | None, refs: Refs):
+    def __init__(
+        self,
+        cut: RouterExpertsConfig,
+        normed: RmsNormPrologueParams | None,
+        refs: RouterExpertsRefs,
+    ):
         self.cut, self.normed, self.refs = cut, normed, refs
         layer = self.number = refs.layer[0]
         self.zero = jnp.minimum(layer, 0)
         self.layer = layer * cut.affine[0] + cut.affine[1]
         self.some = True if refs.valid is None else refs.valid[0] != 0
-        self.part = block_of_cluster(PARTS, interpret=cut.interpret)
+        self.part = cluster_block_index(PARTS, interpret=cut.interpret)
         self.tile = lax.axis_index("tile")
 
     def run(self) -> None:
@@ -309,14 +319,16 @@ class Block:
 
             @pl.when((step > 0) & (step + STAGES - 1 < steps))
             def _reload():
-                meet(interpret=cut.interpret)  # all four warps' products have read the slot
+                warpgroup_barrier(
+                    interpret=cut.interpret
+                )  # all four warps' products have read the slot
                 load(step + STAGES - 1)
 
-    def norm(self, first: Any, pairs: int) -> Norm:
+    def norm(self, first: Any, pairs: int) -> RmsNormPrologue:
         """Of so many pairs of steps from `first` of K."""
         refs, normed = self.refs, self.normed
         assert normed is not None
-        return Norm(
+        return RmsNormPrologue(
             x_ref=refs.x, added_ref=refs.added, weights_ref=refs.norms,
             row=self.number * normed.affine[0] + normed.affine[1], total_ref=refs.summed,
             normed_ref=refs.normed, x_smem=refs.x_smem, first=first, pairs=pairs, eps=normed.eps,
@@ -358,18 +370,18 @@ class Block:
             return acc[...]
 
         products = pl.run_scoped(accumulate, plgpu.ACC((COLUMNS, GROUP), jnp.float32))
-        store_turned(refs.sums_smem, products, interpret=cut.interpret)
+        store_transposed(refs.sums_smem, products, interpret=cut.interpret)
         if norm is not None:
             refs.sums_smem.at[1][...] = squares  # in the place of a next token's sums
         if refs.apart is not None:
             for row in range(1 + (norm is not None)):
                 refs.apart[row, self.part] = refs.sums_smem[row]
-        meet_in_cluster(refs.met, interpret=cut.interpret)
+        cluster_barrier(refs.met, interpret=cut.interpret)
         factor = None if norm is None else norm.factor(self._summed(1))
         pl.when(self.part == 0)(partial(self._choose, factor))
         if norm is not None and factor is not None:
             norm.give(sums, weighted, factor)
-        meet_in_cluster(refs.met, interpret=cut.interpret)  # until the first has read all sums
+        cluster_barrier(refs.met, interpret=cut.interpret)  # until the first has read all sums
 
     def _summed(self, row: int) -> jax.Array:
         """A row of the sums, of all blocks of the cluster."""
@@ -389,7 +401,7 @@ class Block:
         logits = self._summed(0)
         logits = logits if factor is None else logits * factor
         refs.logits_smem.at[pl.ds(0, COLUMNS)][...] = logits
-        meet(interpret=cut.interpret)
+        warpgroup_barrier(interpret=cut.interpret)
         layout = cut.choice.layout
         high, low = (
             plgpu.load(refs.logits_smem.at[pl.ds(first, THREADS)], layout=layout, optimized=False)
@@ -463,7 +475,7 @@ class Block:
         if factor is not None:
             gate, up = gate * factor, up * factor
         y = gate / (1.0 + jnp.exp(-gate)) * up
-        store_turned(refs.out_smem, y.astype(refs.out_smem.dtype), interpret=cut.interpret)
+        store_transposed(refs.out_smem, y.astype(refs.out_smem.dtype), interpret=cut.interpret)
         plgpu.commit_smem()
         row = (cut.choice.top_k + which) * GROUP
         to = cut.results.at(refs.h, row, GROUP, column, ROWS)

@@ -19,7 +19,7 @@ FEW_MORE = NUM_SMS // 8  # items of gate and up that are no reason for a second 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
+class GemmTileConfig:
     """How one of the two grouped products is cut.
 
     Attributes:
@@ -52,7 +52,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class MoeTileConfig:
     """How a mixture of experts is cut.
 
     Attributes:
@@ -62,8 +62,8 @@ class Config:
     """
 
     columns: int
-    gate_up: Product
-    down: Product
+    gate_up: GemmTileConfig
+    down: GemmTileConfig
     combine: int = 512
 
 
@@ -89,7 +89,7 @@ def choose(
     hidden: int,
     expert_size: int,
     quantized: bool = False,
-) -> Config:
+) -> MoeTileConfig:
     """The cut for these sizes; `quantized`: for FP8 weights.
 
     Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
@@ -103,15 +103,15 @@ def choose(
     used = min(experts, pairs)
     columns = token_tile(pairs, experts, tokens, FP8_COLUMNS if quantized else TOKEN_TILES[-1])
 
-    def product(width: int, depth: int, parts: int) -> Product:
+    def product(width: int, depth: int, parts: int) -> GemmTileConfig:
         wide = width % (2 * ROWS * parts) == 0
         items = used * (width // (2 * ROWS * parts))
         consumers = 2 if wide and items >= (0.9 if quantized else 2) * NUM_SMS else 1
         # Scales are of 128 of K. Else small steps leave room for more of them.
         step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
-        return Product(consumers=consumers, parts=parts, depth=step)
+        return GemmTileConfig(consumers=consumers, parts=parts, depth=step)
 
-    def all_at_once(made: Product, width: int, most: int) -> Product:
+    def all_at_once(made: GemmTileConfig, width: int, most: int) -> GemmTileConfig:
         items = used * (width // (made.rows * made.parts))
         together = -(-items // NUM_SMS)
         one = made.consumers == 1 and not quantized  # whose blocks have registers for three
@@ -119,7 +119,7 @@ def choose(
             return made
         return dataclasses.replace(made, blocks=together * NUM_SMS, together=together)
 
-    def in_two(made: Product) -> Product:
+    def in_two(made: GemmTileConfig) -> GemmTileConfig:
         split = quantized and made.consumers == 1 and columns == GROUP
         return dataclasses.replace(made, parts=2, split=split)
 
@@ -128,7 +128,7 @@ def choose(
     if gate_up.consumers == 1 and not quantized:
         gate_up = all_at_once(gate_up, expert_size, NUM_SMS + FEW_MORE)
     down = product(hidden, expert_size, twice)
-    return Config(
+    return MoeTileConfig(
         columns=columns,
         gate_up=in_two(gate_up),
         down=all_at_once(down, hidden, 3 * NUM_SMS),
@@ -154,7 +154,9 @@ def panel(width: int) -> int:
     return math.gcd(width, WIDEST)
 
 
-def stages_of(product: Product, columns: int, dtype: str, of_results: str, weights: str) -> int:
+def stages_of(
+    product: GemmTileConfig, columns: int, dtype: str, of_results: str, weights: str
+) -> int:
     """Of the ring: what is asked for, or all that shared memory has room for."""
     if product.stages is not None:
         return product.stages

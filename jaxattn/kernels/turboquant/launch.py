@@ -19,17 +19,17 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.kernels.gqa.decode.cta import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa.decode.smem import DTYPES, PAGE_SIZES
-from jaxattn.kernels.gqa.decode.split_kv.outputs import Packing, Results
+from jaxattn.kernels.gqa.decode.split_kv.outputs import GqaDecodeOutputs, GqaPacking
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, schedule_of
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.turboquant.mainloop import Body, CodedCut
+from jaxattn.kernels.turboquant.mainloop import TurboDecodeConfig, TurboDecodeMainloop
 from jaxattn.kernels.turboquant.smem import (
     REGISTERS,
-    Memory,
+    TurboDecodeSmem,
     coded_view,
-    room_of,
     scratch_types,
+    turbo_cta_resources,
 )
 
 
@@ -79,7 +79,7 @@ def turbo_decode_mosaic(
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     batch, q_len, num_heads, dim = q.shape
     kv_heads, page_size = kv_cache.shape[2], form.page_size(kv_cache)
-    packing = Packing(batch, q_len, num_heads, dim, kv_heads)
+    packing = GqaPacking(batch, q_len, num_heads, dim, kv_heads)
     schedule = schedule_of(
         "turbo_attention", schedule, seq_lens, q_len=q_len, num_heads=num_heads,
         num_kv_heads=kv_heads, head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size,
@@ -88,10 +88,10 @@ def turbo_decode_mosaic(
     queries, gate = packing.flat(q), packing.flat(gate)
     cache = coded_view(kv_cache, form, page_size, interpret=interpret)
     line = schedule.line
-    results = Results(arena, schedule, packing, q.dtype, interpret=interpret)
+    results = GqaDecodeOutputs(arena, schedule, packing, q.dtype, interpret=interpret)
     columns = packing.columns
-    room = room_of(form, columns, page_size)
-    cut = CodedCut(
+    room = turbo_cta_resources(form, columns, page_size)
+    cut = TurboDecodeConfig(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows, scale=scale,
         window=window, soft_cap=soft_cap, page_size=page_size, consumers=room.consumers,
@@ -99,7 +99,7 @@ def turbo_decode_mosaic(
         batch_invariant=schedule.batch_invariant,
     )  # fmt: skip
     written = launch(
-        lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),
+        lambda **refs: TurboDecodeMainloop(cut, *refs_of(refs, TurboDecodeSmem)).run(),
         name=f"turbo_decode_{form.preset}",
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
         grid={"part": line.parts, "tile": packing.tiles},

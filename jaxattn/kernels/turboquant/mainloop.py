@@ -30,33 +30,44 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.gqa.decode.cta import Block, Cut, Piece, Refs
+from jaxattn.kernels.gqa.decode.cta import (
+    GqaDecodeConfig,
+    GqaDecodeCta,
+    GqaDecodeRefs,
+    GqaDecodeTile,
+)
 from jaxattn.kernels.gqa.decode.fp8_operands import EXPONENT_AT, FLOAT_BIAS
-from jaxattn.kernels.gqa.decode.load.producer import Loader, Ring, place_of
+from jaxattn.kernels.gqa.decode.load.producer import GqaDecodeProducer, LoadPipeline, place_of
 from jaxattn.kernels.gqa.decode.smem import over_out
-from jaxattn.kernels.hopper.device import asked_for, meet
+from jaxattn.kernels.hopper.device import issue_loads, warpgroup_barrier
 from jaxattn.kernels.hopper.ptx import zeros
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E, MASKED
 from jaxattn.kernels.turboquant.fp8_split import store_terms
-from jaxattn.kernels.turboquant.operands import Fragments, joined_terms
-from jaxattn.kernels.turboquant.query_rotation import TurnedQueries
-from jaxattn.kernels.turboquant.smem import FEW, TERMS, Memory, Room, summed_dims
-from jaxattn.kernels.turboquant.work_partition import CodedPairs
+from jaxattn.kernels.turboquant.operands import TurboOperands, joined_terms
+from jaxattn.kernels.turboquant.query_rotation import RotatedQueryGather
+from jaxattn.kernels.turboquant.smem import (
+    FEW,
+    TERMS,
+    TurboCtaResources,
+    TurboDecodeSmem,
+    summed_dims,
+)
+from jaxattn.kernels.turboquant.work_partition import TurboWorkPartition
 
 # s P is less than 2**8 once it is divided by its unit, a power of two. 2**-111 is the least that
 # the largest of s is taken for; numbers of float16 are above it.
 P_EXPONENT, LEAST_EXPONENT = 7, 16
 EXPONENT = 0xFF << EXPONENT_AT
 FEW_COLUMNS = 16  # whose sums of all dims are in registers beside the output
-MINIMA = 2  # in `Memory.units`, behind two units
+MINIMA = 2  # in `TurboDecodeSmem.units`, behind two units
 
 Numbers = list[jax.Array]  # of the tokens of each step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodedCut(Cut):
+class TurboDecodeConfig(GqaDecodeConfig):
     """
     Attributes:
         form: the cache's format.
@@ -64,21 +75,21 @@ class CodedCut(Cut):
     """
 
     form: TurboFormat
-    room: Room
+    room: TurboCtaResources
 
 
-class Body(Block[CodedCut, Memory]):
-    part: CodedPairs
+class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
+    part: TurboWorkPartition
 
-    def __init__(self, cut: CodedCut, refs: Refs, memory: Memory):
+    def __init__(self, cut: TurboDecodeConfig, refs: GqaDecodeRefs, memory: TurboDecodeSmem):
         super().__init__(cut, refs, memory)
-        self.fragments = Fragments(cut.form, cut.room.pitch, interpret=cut.interpret)
+        self.fragments = TurboOperands(cut.form, cut.room.pitch, interpret=cut.interpret)
         self.few = cut.columns * cut.head_dim <= FEW
         self.rescale_smem = memory.stats.at[0, self.wg]
         self.minima_smem = memory.units.at[MINIMA, self.wg]
 
-    def pairs(self) -> CodedPairs:
-        return CodedPairs(**self.of_pairs(), form=self.cut.form, tokens=self.cut.page_size)
+    def pairs(self) -> TurboWorkPartition:
+        return TurboWorkPartition(**self.of_pairs(), form=self.cut.form, tokens=self.cut.page_size)
 
     def load(self) -> None:
         memory, cut = self.memory, self.cut
@@ -86,14 +97,14 @@ class Body(Block[CodedCut, Memory]):
         def copies(pair, numbers, step, wg, slot):
             return self.part.copies(pair, numbers, step, memory.codes.at[wg, slot])
 
-        queries = TurnedQueries(
+        queries = RotatedQueryGather(
             q_ref=self.refs.q_ref, rows=self.rows, part=self.part, memory=memory, scale=cut.scale,
             kv_scale_ref=None, form=cut.form,
         )  # fmt: skip
-        Loader(
+        GqaDecodeProducer(
             part=self.part, queries=queries, memory=memory, consumers=cut.consumers,
             interpret=cut.interpret,
-            rings=(Ring(cut.room.steps, memory.codes_loaded, memory.codes_read, copies),),
+            rings=(LoadPipeline(cut.room.steps, memory.codes_loaded, memory.codes_read, copies),),
         ).run(self.write_empty_rows)  # fmt: skip
 
     def factor(self, pair: jax.Array, queries_at: jax.Array) -> jax.Array:
@@ -112,7 +123,7 @@ class Body(Block[CodedCut, Memory]):
         middles = self._of_columns(self.minima_smem)
         return tuple(acc + middles for acc in accs), top, total
 
-    def steps(self, piece: Piece, taken: jax.Array, state: Any) -> Any:
+    def steps(self, piece: GqaDecodeTile, taken: jax.Array, state: Any) -> Any:
         together = self.cut.room.together
         several = lambda j, state: self._taken(piece, j * together, together, state)  # noqa: E731
         one = lambda i, state: self._taken(piece, i, 1, state)  # noqa: E731
@@ -120,7 +131,7 @@ class Body(Block[CodedCut, Memory]):
         state = lax.fori_loop(0, turns, several, state)
         return state if together == 1 else lax.fori_loop(turns * together, taken, one, state)
 
-    def _taken(self, piece: Piece, i: jax.Array, count: int, state: Any) -> Any:
+    def _taken(self, piece: GqaDecodeTile, i: jax.Array, count: int, state: Any) -> Any:
         """The state after so many steps from this warpgroup's `i`-th on."""
         (top, total, minima, accs), memory, cut = state, self.memory, self.cut
         places = self.iota(0).astype(jnp.float32)
@@ -144,8 +155,8 @@ class Body(Block[CodedCut, Memory]):
             make = functools.partial(self.fragments.values, each)
             product, made = self._beside(self.fragments.keys(each), queries, make)
             values.append(made)
-            store_turned(self._scores(k), product, interpret=cut.interpret)
-        meet(interpret=cut.interpret)
+            store_transposed(self._scores(k), product, interpret=cut.interpret)
+        warpgroup_barrier(interpret=cut.interpret)
         # All four warps have the codes, as they met to exchange their scores.
         for slot in slots:
             plgpu.barrier_arrive(memory.codes_read.at[self.wg, slot])
@@ -172,7 +183,7 @@ class Body(Block[CodedCut, Memory]):
         return top, total, minima, accs
 
     def _all_loaded(
-        self, piece: Piece, i: jax.Array, count: int
+        self, piece: GqaDecodeTile, i: jax.Array, count: int
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """(the places in the ring of the codes of so many of this warpgroup's steps, which are
         there; the steps' first tokens)."""
@@ -190,7 +201,9 @@ class Body(Block[CodedCut, Memory]):
             plgpu.barrier_wait(memory.codes_loaded.at[self.wg, slot])
         return slots, tokens
 
-    def _hidden(self, piece: Piece, tokens: Any, instead: float, kinds: Any) -> list[Numbers]:
+    def _hidden(
+        self, piece: GqaDecodeTile, tokens: Any, instead: float, kinds: Any
+    ) -> list[Numbers]:
         """Numbers of each kind and step, others where a packed row does not see a token."""
         seen = [self.seen(piece, token) for token in tokens]
         return [
@@ -243,9 +256,9 @@ class Body(Block[CodedCut, Memory]):
             for ref, some, place in zip(refs, left, places, strict=True):
                 plgpu.wgmma(ref, some, place.transpose((1, 0)))
             # Between two of these, or ptxas makes it before or after all that the tensor cores do.
-            asked_for(interpret=False)
+            issue_loads(interpret=False)
             made = make()
-            asked_for(interpret=False)
+            issue_loads(interpret=False)
             return [ref[...] for ref in refs], made
 
         products, made = pl.run_scoped(run, *[out_type] * len(left))

@@ -15,15 +15,15 @@ from jaxattn.core.turboquant.slot_layout import GROUP, ungroup, unpack
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm_word,
     f32,
     fragmented,
-    held,
     joined,
     load,
     number,
     plus,
+    register_constant,
     single,
     times,
     word,
@@ -41,11 +41,11 @@ from jaxattn.kernels.turboquant.fp8_split import SECOND_TERM
 from jaxattn.kernels.turboquant.smem import summed_dims
 
 
-class Registers:
+class WordRegisters:
     """`codes.Words` of this thread; `ref` is a step's codes, `low` the constant held, if any is."""
 
     def __init__(self, ref: Any, low: Any = None):
-        place = Thread()
+        place = WarpgroupThread()
         self.low = low
         self.ref, self.warp, self.g, self.t = ref, place.warp, place.g, place.t
 
@@ -83,7 +83,7 @@ class Registers:
         return load(self.ref, at, fixed, count)
 
 
-class Fragments:
+class TurboOperands:
     """Operands out of a step's codes, as `Memory.codes` has them.
 
     Args:
@@ -97,7 +97,8 @@ class Fragments:
         self.middle = middle(form.value_bits)
         key_low = key_table(form.key_bits)[0] if form.rotated else 0
         self.lows = [
-            None if interpret else held(x) for x in (key_low, value_table(form.value_bits)[0])
+            None if interpret else register_constant(x)
+            for x in (key_low, value_table(form.value_bits)[0])
         ]
 
     def keys(self, codes: Any) -> tuple[jax.Array, ...]:
@@ -145,7 +146,7 @@ class Fragments:
     ) -> tuple[jax.Array, ...]:
         def run(ctx: Any, ref: Any, *lows: Any) -> Any:
             four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-            words = made(Registers(ref, *map(single, lows)), self.form, self.pitch)
+            words = made(WordRegisters(ref, *map(single, lows)), self.form, self.pitch)
             registers = [vector.bitcast(four, joined([x])) for x in words]
             size = len(registers) // count
             parts = [registers[i * size : (i + 1) * size] for i in range(count)]

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat, butterfly
-from jaxattn.kernels.gqa.decode.load.query_gather import GatheredQueries
+from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import (
     element,
@@ -33,7 +33,7 @@ OF_THREAD = 4  # neighbouring dims of a thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TurnedQueries(GatheredQueries):
+class RotatedQueryGather(QueryGather):
     """
     Attributes:
         memory: has `queries`, of which both terms are written, their barriers, and `factors`.

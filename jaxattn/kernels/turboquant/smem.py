@@ -30,7 +30,7 @@ MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class TurboCtaResources:
     """
     Attributes:
         consumers: w, warpgroups that compute; one more loads.
@@ -50,7 +50,7 @@ def whole_steps(page_size: int) -> bool:
     return page_size >= PAGE
 
 
-def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
+def turbo_cta_resources(form: TurboFormat, columns: int, page_size: int) -> TurboCtaResources:
     """How a block's memory is divided, of so many packed rows."""
     pitch = GROUP * form.slot_bytes
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
@@ -61,10 +61,10 @@ def room_of(form: TurboFormat, columns: int, page_size: int) -> Room:
     together = 2 if few and not four else 1
     for consumers in range(4 if four else MOST_CONSUMERS, LEAST_CONSUMERS - 1, -1):
         for steps in range(MOST_STEPS, 1, -1):
-            room = Room(consumers, steps, pitch, together)
+            room = TurboCtaResources(consumers, steps, pitch, together)
             if bytes_of(form, columns, room) <= free:
                 return room
-    return Room(LEAST_CONSUMERS, 1, pitch, 1)
+    return TurboCtaResources(LEAST_CONSUMERS, 1, pitch, 1)
 
 
 def summed_dims(form: TurboFormat) -> int:
@@ -76,8 +76,8 @@ def summed_dims(form: TurboFormat) -> int:
     return form.head_dim if form.rotated else PAGE
 
 
-def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:
-    """Shared memory of all arrays of `Memory`, each of which begins at a multiple of ALIGNED."""
+def bytes_of(form: TurboFormat, columns: int, room: TurboCtaResources) -> int:
+    """Shared memory of all arrays of `TurboDecodeSmem`, each of which begins at a multiple of ALIGNED."""
     w, dim = room.consumers, form.head_dim
     sizes = (
         w * room.steps * GROUPS * room.pitch,  # codes
@@ -92,7 +92,7 @@ def bytes_of(form: TurboFormat, columns: int, room: Room) -> int:
     return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
 
 
-def step_shape(room: Room, page_size: int) -> tuple[int, ...]:
+def step_shape(room: TurboCtaResources, page_size: int) -> tuple[int, ...]:
     """Of the bytes of a step's codes: one copy's, or those of one for each group."""
     if whole_steps(page_size):
         return (GROUPS * room.pitch // LINE, LINE)
@@ -115,7 +115,7 @@ def coded_view(
     return jnp.pad(rows, ((0, 0), (0, LINE // ROW), (0, 0))) if interpret else rows
 
 
-class Memory(NamedTuple):
+class TurboDecodeSmem(NamedTuple):
     """A block's shared memory; w is a warpgroup, N its columns.
 
     Attributes:
@@ -148,15 +148,17 @@ class Memory(NamedTuple):
     both_there: Any
 
 
-def scratch_types(form: TurboFormat, columns: int, page_size: int, room: Room) -> Memory:
-    """What `Memory` is made of."""
+def scratch_types(
+    form: TurboFormat, columns: int, page_size: int, room: TurboCtaResources
+) -> TurboDecodeSmem:
+    """What `TurboDecodeSmem` is made of."""
     dim, w, terms = form.head_dim, room.consumers, TERMS * columns
     together, width = w * room.together, min(summed_dims(form), 128)
 
     def barriers(arrivals: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(w, room.steps))
 
-    return Memory(
+    return TurboDecodeSmem(
         codes=plgpu.SMEM((w, room.steps, *step_shape(room, page_size)), jnp.uint8),
         queries=plgpu.SMEM((QUERIES, terms, dim), E4M3, transforms=swizzled(E4M3, width)),
         factors=plgpu.SMEM((QUERIES, columns), jnp.float32),

@@ -10,12 +10,12 @@ from jax.experimental import pallas as pl
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.core.turboquant.slot_layout import GROUP
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import Pairs
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
 from jaxattn.kernels.turboquant.smem import ROW, whole_steps
 
 
 @dataclasses.dataclass(frozen=True)
-class CodedPairs(Pairs):
+class TurboWorkPartition(HeadWorkPartition):
     """
     Attributes:
         form: of the cache.
@@ -36,7 +36,7 @@ class CodedPairs(Pairs):
         """(from, to) of a step's codes, as much as lies together at a time.
 
         Args:
-            numbers: as `Pairs.numbers_of` gives them.
+            numbers: as `HeadWorkPartition.numbers_of` gives them.
             to: a step of `Memory.codes`.
         """
         head = self.row_and_head(pair)[1]

@@ -16,12 +16,12 @@ from jaxtyping import Array, Float
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.fp8_operands import ROWS as FP8_COLUMNS
 from jaxattn.models.caches.layer_cache import Arrays, LayerCache
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
-from jaxattn.nn.linear import InStack
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.nn.linear import StackedWeight
+from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.parallel import Dimension
 
 
@@ -78,7 +78,7 @@ class Mixer(abc.ABC):
 
     Attributes:
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
-        norms: whether the module's `decode` takes tokens as an `Unnormed`.
+        norms: whether the module's `decode` takes tokens as an `PendingNorm`.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
@@ -136,7 +136,7 @@ class Mixer(abc.ABC):
         x: Array,
         arrays: Arrays,
         batch: PrefillBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays]:
         """The chunk's output and the cache's arrays; `x` is normed."""
@@ -145,11 +145,11 @@ class Mixer(abc.ABC):
     def decode(
         self,
         module: Any,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         weights: Array | None,
         shared: Any,
         implementation: Implementation | None,
@@ -177,7 +177,7 @@ class Mixer(abc.ABC):
         the parameters; `leave_beside` tells the module where they are."""
         return None
 
-    def leave_beside(self, module: Any, weights: InStack, scales: InStack) -> None:
+    def leave_beside(self, module: Any, weights: StackedWeight, scales: StackedWeight) -> None:
         raise NotImplementedError(f"{type(self).__name__} has nothing beside its linears")
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
@@ -191,7 +191,7 @@ class FeedForward(abc.ABC):
 
     Attributes:
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
-        norms: whether `step` takes tokens as an `Unnormed`.
+        norms: whether `step` takes tokens as an `PendingNorm`.
         stacked: parameters that a step reads out of the stack of all repeats, which are too many
             bytes to be sliced out of it.
     """
@@ -239,7 +239,7 @@ class FeedForward(abc.ABC):
         x: Array,
         valid: Array,
         stacks: Arrays,
-        layer: LayerOf,
+        layer: StackedLayer,
         arena: Arena | None,
         implementation: Implementation | None,
         apart: bool = False,

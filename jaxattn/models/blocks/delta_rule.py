@@ -12,17 +12,17 @@ from jaxtyping import Array, Float
 from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, in_pairs, two_parts
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, interleave_columns, split_fp8
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.models.blocks.block import Matrix, Mixer, Stream
 from jaxattn.models.caches.cache_layouts import RecurrentState
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.nn import GatedDeltaNet, KimiDeltaAttention
-from jaxattn.nn.fp8_linear import Beside
-from jaxattn.nn.linear import InStack
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.nn.fp8_linear import ExtraFp8Weights
+from jaxattn.nn.linear import StackedWeight
+from jaxattn.ops.linear.norm_linear import PendingNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class DeltaMixer(Mixer):
         x: Array,
         arrays: Arrays,
         batch: PrefillBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays]:
         y, conv_state, ssm_state = module.prefill(
@@ -93,11 +93,11 @@ class DeltaMixer(Mixer):
     def decode(
         self,
         module: GatedDeltaNet | KimiDeltaAttention,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         weights: Array | None,
         shared: object,
         implementation: Implementation | None,
@@ -126,8 +126,8 @@ def _small_weights(params: Any) -> list[Array]:
 
 @jax.jit
 def _two_parts(weights: Float[Array, "repeats K N"]) -> tuple[Array, Array]:
-    numbers, scales = two_parts(weights.swapaxes(1, 2))
-    return in_pairs(numbers), scales
+    numbers, scales = split_fp8(weights.swapaxes(1, 2))
+    return interleave_columns(numbers), scales
 
 
 def _widened_gates(stream: Stream, params: Any, name: str, columns: int) -> dict[str, Array]:
@@ -197,8 +197,8 @@ class GDN(DeltaMixer):
             return None
         return _two_parts(params["in_proj_ba"]["weight"][...])
 
-    def leave_beside(self, module: Any, weights: InStack, scales: InStack) -> None:
-        module.gates_in_stack = Beside(weights, scales, jnp.dtype(jnp.float32))
+    def leave_beside(self, module: Any, weights: StackedWeight, scales: StackedWeight) -> None:
+        module.gates_in_stack = ExtraFp8Weights(weights, scales, jnp.dtype(jnp.float32))
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
         return _widened_gates(stream, params, "in_proj_ba", ROWS)

@@ -11,13 +11,13 @@ from jaxtyping import Array
 from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.cta import STEP
 from jaxattn.models.blocks.block import FeedForward, Matrix, Stream
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.nn import GatedMLP, MixtureOfExperts
-from jaxattn.nn.moe import Share, WeightFormat, experts_of_shared, stacked_names
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.nn.moe import ExpertShare, WeightFormat, experts_of_shared, stacked_names
+from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.router_logits import split_router
 from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank
@@ -130,14 +130,14 @@ class MoE(FeedForward):
     def step(
         self,
         module: MixtureOfExperts,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         valid: Array,
         stacks: Arrays,
-        layer: LayerOf,
+        layer: StackedLayer,
         arena: Arena | None,
         implementation: Implementation | None,
         apart: bool = False,
-        share: Share | None = None,
+        share: ExpertShare | None = None,
     ) -> tuple[Any, Arena | None]:
         return module.step(
             x,
@@ -150,14 +150,14 @@ class MoE(FeedForward):
             implementation=implementation,
         )
 
-    def share(self, tokens: int) -> Share | None:
+    def share(self, tokens: int) -> ExpertShare | None:
         """This GPU's experts, and of the tokens as many as any other's; None where it has all."""
         groups = self.parallel.size("expert")
         if groups == 1:
             return None
         number = rank(self.parallel, "expert")
         own_tokens = jnp.arange(tokens) * groups // tokens == number
-        return Share(number * self.own_experts, own_tokens)
+        return ExpertShare(number * self.own_experts, own_tokens)
 
     def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
         met = self.parallel.data if self.parallel.experts_meet else 1

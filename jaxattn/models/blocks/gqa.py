@@ -13,14 +13,14 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import TURBOQUANT, KVFormat
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer, addressing, attended, spread_of
-from jaxattn.models.caches.cache_layouts import CodedPages, KeyValuePages
+from jaxattn.models.caches.cache_layouts import KeyValuePages, TurboquantPages
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.nn import GroupedQueryAttention, TurboQuantAttention
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.linear.norm_linear import PendingNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,9 +120,9 @@ class GQA(PagedMixer):
             rngs=rngs,
         )
 
-    def cache(self, stream: Stream, layers: int) -> KeyValuePages | CodedPages:
+    def cache(self, stream: Stream, layers: int) -> KeyValuePages | TurboquantPages:
         if self.coded is not None:
-            return CodedPages(
+            return TurboquantPages(
                 name=self.cache_name,
                 layers=layers,
                 heads=self.num_kv_heads,
@@ -161,7 +161,7 @@ class GQA(PagedMixer):
         x: Array,
         arrays: Arrays,
         batch: PrefillBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays]:
         y, kv_cache = module.prefill(
@@ -179,11 +179,11 @@ class GQA(PagedMixer):
     def decode(
         self,
         module: GroupedQueryAttention,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         weights: Array | None,
         shared: dict[str, Any],
         implementation: Implementation | None,

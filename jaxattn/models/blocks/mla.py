@@ -12,15 +12,15 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer, addressing, attended, spread_of
 from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.nn import MultiHeadLatentAttention
-from jaxattn.ops.linear.norm_linear import Unnormed
-from jaxattn.ops.mla.context_parallel_merge import most_room
+from jaxattn.ops.linear.norm_linear import PendingNorm
+from jaxattn.ops.mla.context_parallel_merge import max_mailbox_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class MLA(PagedMixer):
         x: Array,
         arrays: Arrays,
         batch: PrefillBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays]:
         y, kv_cache = module.prefill(
@@ -124,11 +124,11 @@ class MLA(PagedMixer):
     def decode(
         self,
         module: MultiHeadLatentAttention,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
-        layer: LayerOf,
+        layer: StackedLayer,
         weights: Array | None,
         shared: dict[str, Any],
         implementation: Implementation | None,
@@ -153,7 +153,7 @@ class MLA(PagedMixer):
 
     @property
     def meeting(self) -> tuple[int, int] | None:
-        return most_room()
+        return max_mailbox_shape()
 
     def page_size(self, arrays: Arrays) -> int:
         return int(arrays["kv_cache"].shape[2])

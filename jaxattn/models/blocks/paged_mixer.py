@@ -4,15 +4,21 @@ import abc
 import dataclasses
 from typing import Any
 
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
-from jaxattn.core.validation.array_checks import Within
+from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.models.blocks.block import Mixer
 from jaxattn.models.caches.layer_cache import Arrays
-from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, closed, opened, within
+from jaxattn.models.caches.symmetric_memory import (
+    EXCHANGE,
+    MEETING,
+    buffer_arrays,
+    has_buffer,
+    symmetric_buffer,
+)
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.ops.mla.context_parallel_merge import meeting_room
-from jaxattn.parallel import ALONE, Parallel, Spread, gathered_in, pieces_of
+from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, gathered_in, pieces_of
 
 
 def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int, int, int]:
@@ -25,9 +31,11 @@ def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int
     return (rows, q_len, heads) if ways == 1 else (rows * q_len, 1, heads * ways)
 
 
-def spread_of(parallel: Parallel, batch: DecodeBatch, page_size: int) -> Spread | None:
+def spread_of(
+    parallel: Parallel, batch: DecodeBatch, page_size: int
+) -> ContextParallelPages | None:
     """The pages of a step as this GPU sees them; None where it has all of them."""
-    return Spread.of(
+    return ContextParallelPages.of(
         parallel,
         batch.block_tables,
         batch.seq_lens,
@@ -43,7 +51,7 @@ def addressing(
     spread, lens = shared["spread"], batch.seq_lens
     return {
         "block_tables": batch.block_tables if spread is None else spread.places,
-        "seq_lens": lens if most_tokens is None else Within(lens, most_tokens),
+        "seq_lens": lens if most_tokens is None else BoundedLengths(lens, most_tokens),
     }
 
 
@@ -65,26 +73,32 @@ class PagedMixer(Mixer):
     def exchanging(
         self, shared: dict[str, Any], arrays: Arrays, implementation: Implementation | None
     ) -> dict[str, Any]:
-        """`shared` with the mailbox among the arrays, if there is one, in its `Spread`."""
+        """`shared` with the mailbox among the arrays, if there is one, in its `ContextParallelPages`."""
         spread = shared["spread"]
-        if spread is None or not within(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
+        if spread is None or not has_buffer(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
             return shared
-        mailbox = opened(arrays, EXCHANGE)
+        mailbox = symmetric_buffer(arrays, EXCHANGE)
         options: dict[str, Any] = {"pieces": (pieces_of(*self.exchanged) or (1, 0))[0]}
         rows, max_pages = spread.tables.shape
         heads, numbers, _ = self.exchanged
         gathered = gathered_in(heads * numbers)
-        if within(arrays, MEETING) and gathered and rows * gathered[0] <= mailbox.inbox.shape[2]:
+        if (
+            has_buffer(arrays, MEETING)
+            and gathered
+            and rows * gathered[0] <= mailbox.inbox.shape[2]
+        ):
             size: Any = dict(max_pages=max_pages, page_size=self.page_size(arrays))
             if meeting_room(rows, heads * spread.ways, **size):
-                options = {"pieces": gathered[0], "meeting": opened(arrays, MEETING)}
+                options = {"pieces": gathered[0], "meeting": symmetric_buffer(arrays, MEETING)}
         spread = spread.exchanging(mailbox, implementation=implementation, **options)
         return {**shared, "spread": spread}
 
-    def exchanged_by(self, sent: list[Mailbox]) -> Arrays:
+    def exchanged_by(self, sent: list[SymmetricBuffer]) -> Arrays:
         """The arrays of the mailboxes after rows were sent through them, if they were."""
         found = zip(sent, (EXCHANGE, MEETING), strict=False)
-        return {name: array for each, of in found for name, array in closed(each, of).items()}
+        return {
+            name: array for each, of in found for name, array in buffer_arrays(each, of).items()
+        }
 
     @property
     def meeting(self) -> tuple[int, int] | None:

@@ -66,7 +66,7 @@ class KeyValuePages(LayerCache):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodedPages(LayerCache):
+class TurboquantPages(LayerCache):
     """TurboQuant's codes of keys and values: `kv_cache` uint8 [L, N, Hk, C * slot_bytes].
 
     Attributes:

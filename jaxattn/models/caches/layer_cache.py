@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.budget import Item, nbytes
+from jaxattn.memory.budget import PlanItem, nbytes
 from jaxattn.parallel import Parallel
 
 type Arrays = dict[str, Array]
@@ -101,7 +101,7 @@ class LayerCache(abc.ABC):
         """The arrays over several GPUs, once they lie where they stay: what says where is set."""
         return arrays
 
-    def items(self, size: CacheSize) -> tuple[Item, ...]:
+    def items(self, size: CacheSize) -> tuple[PlanItem, ...]:
         """The lines of the plan: one for each array, "kv_cache" as "kv cache"."""
         without = self.shapes(dataclasses.replace(size, checkpoints=0))
 
@@ -114,7 +114,7 @@ class LayerCache(abc.ABC):
             return f"{self.describe(array, shape)}; {of_prefixes}"
 
         return tuple(
-            Item(line_name(array), nbytes(shape), why(array, shape))
+            PlanItem(line_name(array), nbytes(shape), why(array, shape))
             for array, shape in self.shapes(size).items()
         )
 

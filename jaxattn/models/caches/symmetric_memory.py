@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
 from jaxattn.models.caches.layer_cache import Arrays, CacheSize, LayerCache
 
 # For sums; for attention over pages of several GPUs, and for its outputs that meet in one launch.
@@ -31,8 +31,8 @@ def most_tokens(features: int, gpus: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mailboxes(LayerCache):
-    """The `Mailbox` of each GPU: `peer_inbox` [2, N, T, F], `peer_counts` [1, T, 1] and
+class SymmetricMemoryCache(LayerCache):
+    """The `SymmetricBuffer` of each GPU: `peer_inbox` [2, N, T, F], `peer_counts` [1, T, 1] and
     `peer_addresses` [N + 1, 2]; those of an exchange begin with `exchange_`, and those of outputs
     that meet with `meeting_`.
 
@@ -49,12 +49,12 @@ class Mailboxes(LayerCache):
     features: int
 
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
-        made = jax.eval_shape(lambda: Mailbox.empty(self.gpus, self.tokens, self.features))
-        return dict[str, Any](closed(made, self.name))
+        made = jax.eval_shape(lambda: SymmetricBuffer.empty(self.gpus, self.tokens, self.features))
+        return dict[str, Any](buffer_arrays(made, self.name))
 
     def connected(self, arrays: Arrays) -> Arrays:
         """With the addresses of the inboxes, which other GPUs write to."""
-        return closed(addressed(opened(arrays, self.name)), self.name)
+        return buffer_arrays(with_addresses(symmetric_buffer(arrays, self.name)), self.name)
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         what = {NAME: "sums", EXCHANGE: "attention", MEETING: "attention of few rows"}[self.name]
@@ -68,17 +68,19 @@ class Mailboxes(LayerCache):
         )
 
 
-def opened(arrays: Arrays, name: str = NAME) -> Mailbox:
+def symmetric_buffer(arrays: Arrays, name: str = NAME) -> SymmetricBuffer:
     """The mailbox in those arrays."""
-    return Mailbox(*(arrays[f"{BEGINNINGS[name]}_{each}"] for each in (INBOX, COUNTS, ADDRESSES)))
+    return SymmetricBuffer(
+        *(arrays[f"{BEGINNINGS[name]}_{each}"] for each in (INBOX, COUNTS, ADDRESSES))
+    )
 
 
-def closed(mailbox: Mailbox, name: str = NAME) -> Arrays:
-    """The inverse of `opened`."""
+def buffer_arrays(mailbox: SymmetricBuffer, name: str = NAME) -> Arrays:
+    """The inverse of `symmetric_buffer`."""
     found = {INBOX: mailbox.inbox, COUNTS: mailbox.counts, ADDRESSES: mailbox.addresses}
     return {f"{BEGINNINGS[name]}_{each}": array for each, array in found.items()}
 
 
-def within(arrays: Arrays, name: str) -> bool:
+def has_buffer(arrays: Arrays, name: str) -> bool:
     """Whether a mailbox is in those arrays."""
     return f"{BEGINNINGS[name]}_{INBOX}" in arrays

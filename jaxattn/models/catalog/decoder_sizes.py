@@ -20,14 +20,14 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
 from jaxattn.memory.budget import nbytes
 from jaxattn.models.blocks import GQA, MLA, MLP, DeltaMixer, MoE
 from jaxattn.models.caches.layer_cache import LayerCache
-from jaxattn.models.catalog.model_sizes import KnownModel, Sizes, Weights
+from jaxattn.models.catalog.model_sizes import LayerSizes, ModelSizes, WeightGroup
 from jaxattn.models.families.components.quantization import Quantization
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.sharding.partition_rules import divided, part_of
+from jaxattn.models.sharding.partition_rules import param_role, with_local_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BuiltModel(KnownModel):
+class DecoderSizes(ModelSizes):
     """A decoder, for a plan.
 
     Attributes:
@@ -46,7 +46,7 @@ class BuiltModel(KnownModel):
         quantization: Quantization | None = None,
         *,
         unread: str = "",
-    ) -> "BuiltModel":
+    ) -> "DecoderSizes":
         """Of a decoder.
 
         Args:
@@ -73,7 +73,7 @@ class BuiltModel(KnownModel):
         total = 0
         for key, leaf in nnx.to_flat_state(self.model.param_shapes()):
             wide = jnp.dtype(leaf.dtype).itemsize > 1
-            if wide and part_of(self.model.spec, key).published_fp8:
+            if wide and param_role(self.model.spec, key).published_fp8:
                 scales = math.prod((*leaf.shape[:-2], *block_counts(*leaf.shape[-2:])))
                 total += leaf.size + 4 * scales
             else:
@@ -90,7 +90,7 @@ class BuiltModel(KnownModel):
         return self.model.spec.stream.dtype
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> LayerSizes:
         spec = self.model.spec
         found: dict[str, Any] = {"num_heads": 0, "qk_dim": 0, "v_dim": 0}
         for mixer in spec.mixers.values():
@@ -114,7 +114,7 @@ class BuiltModel(KnownModel):
         kinds = {block.feed_forward for block in spec.blocks}
         mlps = [each.intermediate_size for each in kinds if isinstance(each, MLP)]
         moes = [each for each in kinds if isinstance(each, MoE)]
-        return Sizes(
+        return LayerSizes(
             vocab_size=spec.vocab_size,
             hidden_size=spec.stream.hidden_size,
             mlp_size=max([*mlps, *(each.shared_size for each in moes)], default=0),
@@ -125,25 +125,25 @@ class BuiltModel(KnownModel):
             **found,
         )
 
-    def in_cache_format(self, name: str, native_layers: int = 0) -> "BuiltModel":
+    def in_cache_format(self, name: str, native_layers: int = 0) -> "DecoderSizes":
         if name == "auto" and not native_layers:
             return self
         model = self.model.with_cache_format(name, native_layers)
-        return BuiltModel.of(self.name, model, self.quantization, unread=self.unread)
+        return DecoderSizes.of(self.name, model, self.quantization, unread=self.unread)
 
     def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
-        return divided(self.model, ways, cache_dtype).caches
+        return with_local_heads(self.model, ways, cache_dtype).caches
 
     def scratch(
         self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
     ) -> tuple[ArenaSpec, ...]:
-        own = divided(self.model, ways).scratch(rows, q_len=q_len, max_pages=max_pages)
+        own = with_local_heads(self.model, ways).scratch(rows, q_len=q_len, max_pages=max_pages)
         kinds = {block.feed_forward for block in self.model.spec.blocks}
         tokens, stream = rows * q_len * gathered, self.model.spec.stream
         return (*own, *(each.scratch(stream, tokens) for each in kinds if gathered > 1))
 
     def copied_bytes(self, ways: int = 1) -> int:
-        model = divided(self.model, ways)
+        model = with_local_heads(self.model, ways)
         shapes = model.param_shapes()
         return nbytes(jax.eval_shape(model.pack, shapes)) - nbytes(shapes)
 
@@ -184,13 +184,13 @@ def _of_mla(mixer: MLA) -> dict[str, Any]:
     }
 
 
-def weights_of(model: DecoderModel) -> tuple[Weights, ...]:
+def weights_of(model: DecoderModel) -> tuple[WeightGroup, ...]:
     """The lines of a decoder's parameters, in the order of its state."""
     found = []
     for key, leaf in nnx.to_flat_state(model.param_shapes()):
-        part = part_of(model.spec, key)
+        part = param_role(model.spec, key)
         stack, shape = leaf.shape[: part.stacked], leaf.shape[part.stacked :]
-        weights = Weights(
+        weights = WeightGroup(
             kind=part.line,
             shape=shape,
             count=math.prod(stack),

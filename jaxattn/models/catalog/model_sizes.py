@@ -13,7 +13,7 @@ from jaxattn.models.sharding.partition_rules import Split
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class WeightGroup:
     """`count` matrices of one shape.
 
     Attributes:
@@ -39,7 +39,7 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class LayerSizes:
     """What decides the bytes of a layer's activations. What a model does not have is 0.
 
     Attributes:
@@ -73,7 +73,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KnownModel(abc.ABC):
+class ModelSizes(abc.ABC):
     """A model, for a plan.
 
     Attributes:
@@ -81,11 +81,11 @@ class KnownModel(abc.ABC):
         max_position_embeddings: the longest row in tokens.
         stored: how the weights lie in memory, in words.
         unread: tensors of its checkpoint that the loader skips, in words; "" for none.
-        block: side of the squares that share a scale, where `Weights.quantized` decides; else 0.
+        block: side of the squares that share a scale, where `WeightGroup.quantized` decides; else 0.
     """
 
     name: str
-    weights: tuple[Weights, ...]
+    weights: tuple[WeightGroup, ...]
     max_position_embeddings: int
     stored: str
     unread: str = ""
@@ -93,7 +93,7 @@ class KnownModel(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def sizes(self) -> Sizes:
+    def sizes(self) -> LayerSizes:
         """What decides the bytes of activations.
 
         Raises:
@@ -111,7 +111,7 @@ class KnownModel(abc.ABC):
         return "bfloat16"
 
     @abc.abstractmethod
-    def in_cache_format(self, name: str, native_layers: int = 0) -> "KnownModel":
+    def in_cache_format(self, name: str, native_layers: int = 0) -> "ModelSizes":
         """The same model with caches in a format of `CACHE_FORMATS`; see
         `Model.with_cache_format`."""
 
@@ -134,7 +134,7 @@ class KnownModel(abc.ABC):
         """What an engine adds to the weights by packing them, on one of `ways` GPUs."""
         return 0
 
-    def stored_bytes(self, weights: Weights) -> tuple[int, int]:
+    def stored_bytes(self, weights: WeightGroup) -> tuple[int, int]:
         """(bytes of the numbers, bytes of their scales) of one matrix."""
         size = math.prod(weights.shape)
         if not (self.block and weights.quantized):

@@ -11,24 +11,24 @@ Shipped: the fields of `NAMES`, in `models/catalog/known/*.json`, each with its 
 from pathlib import Path
 from typing import Any
 
-from jaxattn.models.catalog.decoder_sizes import BuiltModel
-from jaxattn.models.catalog.model_sizes import KnownModel
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
 from jaxattn.models.registry import WeightsFormat, family_of, read_decoder
 
 DATA = Path(__file__).parent / "known"
 
 
-class KnownModelError(ValueError):
+class CatalogError(ValueError):
     """No such model, or a config.json that is not understood."""
 
 
 NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json")))
 
 
-def config_of(name: str) -> dict[str, Any]:
+def shipped_config(name: str) -> dict[str, Any]:
     """The fields of a shipped configuration; case does not matter.
 
     Raises:
@@ -37,13 +37,13 @@ def config_of(name: str) -> dict[str, Any]:
     for known in NAMES:
         if known.lower() == name.lower():
             return read_json(DATA / f"{known}.json")
-    raise KnownModelError(
+    raise CatalogError(
         f"unknown configuration {name!r}: use one of {', '.join(NAMES)}, or a folder with a "
         "config.json"
     )
 
 
-def load(name: str, dense: WeightsFormat | None = None) -> KnownModel:
+def load(name: str, dense: WeightsFormat | None = None) -> ModelSizes:
     """A shipped model by its name, or a folder's config.json.
 
     Args:
@@ -55,22 +55,22 @@ def load(name: str, dense: WeightsFormat | None = None) -> KnownModel:
     """
     for known in NAMES:
         if known.lower() == name.lower():
-            return from_config(known, config_of(known), known, dense)
+            return from_config(known, shipped_config(known), known, dense)
     folder = Path(name)
     if not folder.is_dir():
-        config_of(name)  # says which names there are
+        shipped_config(name)  # says which names there are
     if not (folder / CONFIG).is_file():
-        raise KnownModelError(f"{folder} is a folder without a {CONFIG}")
+        raise CatalogError(f"{folder} is a folder without a {CONFIG}")
     try:
         config = read_json(folder / CONFIG)
     except CheckpointError as error:
-        raise KnownModelError(str(error)) from error
+        raise CatalogError(str(error)) from error
     return from_config(folder.name, config, str(folder / CONFIG), dense)
 
 
 def from_config(
     name: str, config: dict[str, Any], where: str, dense: WeightsFormat | None = None
-) -> KnownModel:
+) -> ModelSizes:
     """The model of a config.json.
 
     Args:
@@ -81,12 +81,12 @@ def from_config(
         KnownModelError: the model type is unknown, or a field is missing or does not fit.
     """
     try:
-        fields = Fields(config, where)
+        fields = ConfigFields(config, where)
         model, quantization = read_decoder(fields, dense=dense)
         unread = _words(family_of(fields).skipped(fields))
-        return BuiltModel.of(name, model, quantization, unread=unread)
+        return DecoderSizes.of(name, model, quantization, unread=unread)
     except ValueError as error:
-        raise KnownModelError(str(error)) from error
+        raise CatalogError(str(error)) from error
 
 
 def _words(skipped: tuple[str, ...]) -> str:

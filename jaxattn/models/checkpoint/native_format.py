@@ -71,7 +71,7 @@ import safetensors.numpy
 from flax import nnx
 
 from jaxattn.core.package import PACKAGE
-from jaxattn.core.validation.config_fields import shown, some
+from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.checkpoint.safetensors_header import check_layout, parse_object, read_header
 from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid, from_stored, stored_shapes, to_stored
@@ -192,7 +192,7 @@ def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
         return
     kind = values.get("model_type")
     raise CheckpointError(
-        f"{file} is a Hugging Face configuration (model_type {shown(kind)}). This loader reads "
+        f"{file} is a Hugging Face configuration (model_type {short_repr(kind)}). This loader reads "
         "jaxattn's own format, which jaxattn.models.checkpoint describes and its save() writes. "
         f"jaxattn.models.load(folder) reads these types too: {', '.join(FAMILIES)}. `python -m "
         f"jaxattn.plan {file.parent}` plans their memory"
@@ -236,17 +236,17 @@ def _check_names(file: Path, config: HybridConfig, found: dict) -> None:
         if name not in found:
             raise CheckpointError(f"{file}: tensor {name!r} is missing; expected {wanted}")
         if found[name] != (dtype, shape):
-            actual = f"{found[name][0][:100]}{shown(list(found[name][1]))}"
+            actual = f"{found[name][0][:100]}{short_repr(list(found[name][1]))}"
             raise CheckpointError(f"{file}: tensor {name!r} is {actual}; expected {wanted}")
     if unexpected := sorted(found.keys() - expected.keys()):
         names = [repr(name) for name in unexpected]
-        raise CheckpointError(f"{file}: unexpected tensor {some(names, most=1)}")
+        raise CheckpointError(f"{file}: unexpected tensor {short_list(names, most=1)}")
 
 
 def _check_finite(file: Path, finite: Mapping[str, bool]) -> None:
     """Raises with the names of the tensors that are not."""
     if broken := [repr(name) for name, holds in finite.items() if not holds]:
-        raise CheckpointError(f"{file}: NaN or infinity in tensor {some(broken)}")
+        raise CheckpointError(f"{file}: NaN or infinity in tensor {short_list(broken)}")
 
 
 def _scan(data: np.ndarray, dtype: str) -> tuple[str, bool]:

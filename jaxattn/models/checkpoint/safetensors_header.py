@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.core.validation.config_fields import Integer, shown
+from jaxattn.core.validation.config_fields import Integer, short_repr
 
 PREFIX = 8
 MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
@@ -36,7 +36,7 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 _COUNT = Integer(0, 2**63 - 1)
 
 
-class Tensor(NamedTuple):
+class TensorHeader(NamedTuple):
     """One entry of the header.
 
     Attributes:
@@ -51,7 +51,7 @@ class Tensor(NamedTuple):
     end: int
 
 
-class Header(NamedTuple):
+class SafetensorsHeader(NamedTuple):
     """What a file holds.
 
     Attributes:
@@ -60,12 +60,12 @@ class Header(NamedTuple):
         data: the bytes behind the header, uint8 [bytes].
     """
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorHeader]
     metadata: dict[str, str]
     data: np.ndarray
 
 
-def read_header(content: np.ndarray) -> Header:
+def read_header(content: np.ndarray) -> SafetensorsHeader:
     """The header of a file with the bytes `content`, uint8 [bytes].
 
     Raises:
@@ -83,10 +83,10 @@ def read_header(content: np.ndarray) -> Header:
     try:
         raw = parse_object(content[PREFIX : PREFIX + length].tobytes())
         metadata = _metadata(raw.pop("__metadata__", {}))
-        tensors = {name: _tensor(f"tensor {shown(name)}", info) for name, info in raw.items()}
+        tensors = {name: _tensor(f"tensor {short_repr(name)}", info) for name, info in raw.items()}
     except ValueError as error:
         raise ValueError(f"has a damaged header: {error}") from error
-    return Header(tensors, metadata, content[PREFIX + length :])
+    return SafetensorsHeader(tensors, metadata, content[PREFIX + length :])
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(values, dict):
-        raise ValueError(f"it is not a JSON object but {shown(values)}")
+        raise ValueError(f"it is not a JSON object but {short_repr(values)}")
     return values
 
 
@@ -109,36 +109,36 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         [(twice, _)] = counts.most_common(1)
-        raise ValueError(f"{shown(twice)} stands in it twice")
+        raise ValueError(f"{short_repr(twice)} stands in it twice")
     return values
 
 
 def _metadata(values: Any) -> dict[str, str]:
     if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
-        raise ValueError(f"__metadata__ must be an object of texts; got {shown(values)}")
+        raise ValueError(f"__metadata__ must be an object of texts; got {short_repr(values)}")
     return values
 
 
-def _tensor(where: str, info: Any) -> Tensor:
+def _tensor(where: str, info: Any) -> TensorHeader:
     if not isinstance(info, dict) or info.keys() != _KEYS:
         raise ValueError(
-            f"{where} must be an object with dtype, shape and data_offsets; got {shown(info)}"
+            f"{where} must be an object with dtype, shape and data_offsets; got {short_repr(info)}"
         )
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str):
-        raise ValueError(f"{where}: dtype must be a text; got {shown(dtype)}")
+        raise ValueError(f"{where}: dtype must be a text; got {short_repr(dtype)}")
     if not isinstance(shape, list):
-        raise ValueError(f"{where}: shape must be a list; got {shown(shape)}")
+        raise ValueError(f"{where}: shape must be a list; got {short_repr(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"{where}: data_offsets must be two integers; got {shown(offsets)}")
+        raise ValueError(f"{where}: data_offsets must be two integers; got {short_repr(offsets)}")
     sizes = tuple(_COUNT(f"{where}: shape[{i}]", size) for i, size in enumerate(shape))
     begin, end = (_COUNT(f"{where}: data_offsets[{i}]", at) for i, at in enumerate(offsets))
     if begin > end:
         raise ValueError(f"{where}: data_offsets end before they begin; got {offsets}")
-    return Tensor(DTYPES.get(dtype, dtype), sizes, begin, end)
+    return TensorHeader(DTYPES.get(dtype, dtype), sizes, begin, end)
 
 
-def check_layout(header: Header) -> None:
+def check_layout(header: SafetensorsHeader) -> None:
     """Checks that the tensors follow each other and end where the file ends.
 
     Args:
@@ -170,7 +170,7 @@ def check_layout(header: Header) -> None:
         raise ValueError(f"is damaged: {rest:,} bytes after {last} belong to no tensor")
 
 
-def _check_size(name: str, tensor: Tensor) -> None:
+def _check_size(name: str, tensor: TensorHeader) -> None:
     needed = math.prod(tensor.shape) * jnp.dtype(tensor.dtype).itemsize
     if tensor.end - tensor.begin != needed:
         raise ValueError(

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxattn.core.validation.config_fields import shown, some
+from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_header import (
     DTYPES,
-    Header,
+    SafetensorsHeader,
     check_layout,
     parse_object,
     read_header,
@@ -30,7 +30,7 @@ MOST_INDEX_BYTES = 100 * 2**20
 MOST_NUMBERS = 2**40
 
 
-class Found(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a folder.
 
     Attributes:
@@ -46,13 +46,13 @@ class Found(NamedTuple):
     nbytes: int
 
 
-def open_tensors(folder: Path) -> dict[str, Found]:
+def open_tensors(folder: Path) -> dict[str, TensorEntry]:
     """The tensors of all files by name; of the files only the headers are read.
 
     Raises:
         CheckpointError: a file is missing or damaged, or two files hold a tensor of one name.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, TensorEntry] = {}
     for name in _files(folder):
         file = folder / name
         header, size = _header(file)
@@ -61,7 +61,7 @@ def open_tensors(folder: Path) -> dict[str, Found]:
                 raise CheckpointError(
                     f"tensor {tensor!r} is in two files, {found[tensor].file.name} and {file.name}"
                 )
-            found[tensor] = Found(file, dtype, shape, size + begin, end - begin)
+            found[tensor] = TensorEntry(file, dtype, shape, size + begin, end - begin)
     return found
 
 
@@ -95,7 +95,7 @@ def _files(folder: Path) -> list[str]:
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
         pickles = sorted(repr(each.name) for kind in PICKLES for each in folder.glob(kind))
-        hint = f"; no pickle is read, for it can run code: {some(pickles)}" if pickles else ""
+        hint = f"; no pickle is read, for it can run code: {short_list(pickles)}" if pickles else ""
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
     names = shards_of(folder / INDEX)
     for name in names:
@@ -113,13 +113,15 @@ def shards_of(index: Path) -> list[str]:
     tensors = read_json(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(tensors, dict) or not tensors:
         raise CheckpointError(
-            f"{index}: weight_map must be an object with tensors; got {shown(tensors)}"
+            f"{index}: weight_map must be an object with tensors; got {short_repr(tensors)}"
         )
     names = set()
     for name in tensors.values():
         plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
         if not plain or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {shown(name)}, which is no shard of the folder")
+            raise CheckpointError(
+                f"{index} names {short_repr(name)}, which is no shard of the folder"
+            )
         names.add(name)
     return sorted(names)
 
@@ -131,7 +133,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _header(file: Path) -> tuple[Header, int]:
+def _header(file: Path) -> tuple[SafetensorsHeader, int]:
     """A file's header, checked, and where its tensors' bytes begin."""
     try:
         size = file.stat().st_size
@@ -140,9 +142,9 @@ def _header(file: Path) -> tuple[Header, int]:
         for name, tensor in header.tensors.items():
             if tensor.dtype not in DTYPES.values():
                 known = ", ".join(DTYPES)
-                raise ValueError(f"holds {name!r} of {shown(tensor.dtype)}; known are {known}")
+                raise ValueError(f"holds {name!r} of {short_repr(tensor.dtype)}; known are {known}")
             if math.prod(tensor.shape) >= MOST_NUMBERS:
-                raise ValueError(f"holds {name!r} of absurd shape {shown(list(tensor.shape))}")
+                raise ValueError(f"holds {name!r} of absurd shape {short_repr(list(tensor.shape))}")
         check_layout(header)
         return header, size - header.data.size
     except OSError as error:

@@ -11,10 +11,10 @@ from jaxattn.core.validation.arguments import MOST
 from jaxattn.core.validation.config_fields import (
     Flag,
     Integer,
-    Nested,
+    NestedConfig,
+    Nullable,
     Number,
     OneOf,
-    OrNone,
     check_fields,
     from_dict,
 )
@@ -61,12 +61,12 @@ class HybridConfig:
     num_repeats: Annotated[int, Integer(1, MOST_LAYERS)]
     gdn_per_repeat: Annotated[int, Integer(0, MOST_UNROLLED - 1)] = 3
     num_attention_heads: Annotated[int, _SIZE]
-    q_lora_rank: Annotated[int | None, OrNone(_SIZE)] = None
+    q_lora_rank: Annotated[int | None, Nullable(_SIZE)] = None
     kv_lora_rank: Annotated[int, _SIZE] = 512
     qk_nope_head_dim: Annotated[int, _SIZE] = 128
     qk_rope_head_dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
     v_head_dim: Annotated[int, _SIZE] = 128
-    rope: Annotated[RopeConfig, Nested(RopeConfig)] = RopeConfig(dim=64)
+    rope: Annotated[RopeConfig, NestedConfig(RopeConfig)] = RopeConfig(dim=64)
     linear_num_key_heads: Annotated[int, _SIZE] = 1
     linear_num_value_heads: Annotated[int, _SIZE] = 1
     linear_key_head_dim: Annotated[int, _SIZE] = 128
@@ -76,7 +76,7 @@ class HybridConfig:
     max_position_embeddings: Annotated[int, Integer(1, MOST)] = 4096
     tie_embeddings: Annotated[bool, Flag()] = False
     dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
-    cache_dtype: Annotated[str | None, OrNone(OneOf(CACHE_DTYPES))] = None
+    cache_dtype: Annotated[str | None, Nullable(OneOf(CACHE_DTYPES))] = None
     param_dtype: Annotated[str, OneOf(DTYPES)] = "bfloat16"
 
     def __post_init__(self) -> None:

@@ -11,17 +11,17 @@ from collections.abc import Collection
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
 from jaxattn.models.families import deepseek, kda_hybrid
 from jaxattn.models.families.components import decoder, experts, mla
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
+from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 
 MODEL_TYPES = ("bailing_hybrid",)
 
-_NAMES = experts.Names(bias="expert_bias")
+_NAMES = experts.ExpertTensorNames(bias="expert_bias")
 _ATTENTION, _OUT = "attention", "dense"
 
 
-def read_model(fields: Fields) -> DecoderModel:
+def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
 
     Raises:
@@ -48,7 +48,7 @@ def read_model(fields: Fields) -> DecoderModel:
     )
 
 
-def _attends(fields: Fields, count: int) -> list[bool]:
+def _attends(fields: ConfigFields, count: int) -> list[bool]:
     if fields.values.get("layer_types") is not None:
         words = fields.words("layer_types", count, "linear_attention", "full_attention")
         return [word == "full_attention" for word in words]
@@ -56,19 +56,19 @@ def _attends(fields: Fields, count: int) -> list[bool]:
     return [(layer + 1) % group == 0 for layer in range(count)]
 
 
-def _below_zero(fields: Fields, name: str, default: float) -> float:
+def _below_zero(fields: ConfigFields, name: str, default: float) -> float:
     value = fields.values.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e4 < value < 0:
         raise ConfigError(f"{fields.where}: {name} must be from -1e4 to below 0; got {value!r}")
     return float(value)
 
 
-def skipped(fields: Fields) -> tuple[str, ...]:
+def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layers."""
     return deepseek.skipped(fields)
 
 
-def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
     spec = model.spec
     saved = any(name == "model.embed_tokens.weight" for name in names)

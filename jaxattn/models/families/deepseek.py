@@ -11,15 +11,15 @@ from collections.abc import Collection
 
 from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
 from jaxattn.models.families.components import decoder, experts, mla
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
+from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 
 
-def read_model(fields: Fields) -> DecoderModel:
+def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
 
     Raises:
@@ -29,7 +29,7 @@ def read_model(fields: Fields) -> DecoderModel:
     return decoder.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
 
 
-def dense_prefix(fields: Fields) -> list[bool]:
+def dense_prefix(fields: ConfigFields) -> list[bool]:
     """Whether each layer's feed-forward is dense: the first ones are."""
     dense, count = (
         fields.integer("first_k_dense_replace", least=0), fields.integer("num_hidden_layers"),
@@ -42,7 +42,7 @@ def dense_prefix(fields: Fields) -> list[bool]:
     return [layer < dense for layer in range(count)]
 
 
-def read_blocks(fields: Fields, dense: list[bool]) -> tuple[Block, ...]:
+def read_blocks(fields: ConfigFields, dense: list[bool]) -> tuple[Block, ...]:
     """The blocks of a model with MLA, and in each layer a dense feed-forward or experts."""
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
@@ -55,7 +55,7 @@ def read_blocks(fields: Fields, dense: list[bool]) -> tuple[Block, ...]:
     return tuple(Block(attention, kinds[each]) for each in dense)
 
 
-def read_experts(fields: Fields) -> MoE:
+def read_experts(fields: ConfigFields) -> MoE:
     """Routed and shared experts.
 
     Raises:
@@ -66,7 +66,7 @@ def read_experts(fields: Fields) -> MoE:
     return MoE(expert_size=width, router=_router(fields), shared_size=shared * width)
 
 
-def _router(fields: Fields) -> Router:
+def _router(fields: ConfigFields) -> Router:
     experts, top_k = fields.experts("n_routed_experts"), fields.integer("num_experts_per_tok")
     scale = fields.number("routed_scaling_factor", 1.0)
     if fields.values["model_type"] == "deepseek_v2":
@@ -96,7 +96,7 @@ def _router(fields: Fields) -> Router:
     )
 
 
-def skipped(fields: Fields) -> tuple[str, ...]:
+def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layers."""
     last = fields.integer("num_hidden_layers")
     # transformers 5 writes the second name, publishers the first.
@@ -105,7 +105,7 @@ def skipped(fields: Fields) -> tuple[str, ...]:
     return tuple(f"model.layers.{last + number}." for number in range(extra))
 
 
-def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)

@@ -13,7 +13,7 @@ routing than by sigmoid with a correction bias.
 """
 
 from jaxattn.models.families import deepseek
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.families.components.decoder import read_decoder
 from jaxattn.models.network.decoder_model import DecoderModel
 
@@ -22,7 +22,7 @@ MODEL_TYPES = ("glm4_moe_lite",)
 placed, skipped = deepseek.placed, deepseek.skipped
 
 
-def read_model(fields: Fields) -> DecoderModel:
+def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
 
     Raises:
@@ -31,7 +31,7 @@ def read_model(fields: Fields) -> DecoderModel:
     return read_decoder(fields, deepseek.read_blocks(fields, _dense_layers(fields)))
 
 
-def _dense_layers(fields: Fields) -> list[bool]:
+def _dense_layers(fields: ConfigFields) -> list[bool]:
     """Whether each layer's feed-forward is dense; transformers 5 writes a word for each layer."""
     layers = fields.integer("num_hidden_layers")
     if "mlp_layer_types" in fields.values:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from jaxattn.models.blocks import KDA, MLA, MLP, Block, FeedForward
 from jaxattn.models.families import deepseek
 from jaxattn.models.families.components import decoder
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed
+from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
 # Their spelling of DeepSeek's fields.
 SPELLED = {
@@ -21,7 +21,7 @@ SPELLED = {
 
 
 def read_decoder(
-    fields: Fields, attends: Sequence[bool], attention: MLA, delta: KDA, dense: Sequence[bool]
+    fields: ConfigFields, attends: Sequence[bool], attention: MLA, delta: KDA, dense: Sequence[bool]
 ) -> DecoderModel:
     """The decoder whose layers attend or have a delta rule, and are dense or have experts."""
     fields.require("hidden_act", "silu")
@@ -38,7 +38,7 @@ def read_decoder(
     return decoder.read_decoder(fields, blocks)
 
 
-def delta(place: LayerPlace, mixer: KDA, hidden: int, name: str, out: str) -> list[Placed]:
+def delta(place: LayerMapping, mixer: KDA, hidden: int, name: str, out: str) -> list[WeightMapping]:
     """The tensors of a layer's delta rule, all but A_log.
 
     Args:

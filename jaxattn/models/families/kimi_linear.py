@@ -12,19 +12,19 @@ from collections.abc import Collection
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
 from jaxattn.models.families import deepseek, kda_hybrid
 from jaxattn.models.families.components import decoder, experts, mla
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
+from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 
 MODEL_TYPES = ("kimi_linear",)
 
 skipped = deepseek.skipped
 
-_NAMES = experts.Names(layer="block_sparse_moe", expert=("w1", "w3", "w2"))
+_NAMES = experts.ExpertTensorNames(layer="block_sparse_moe", expert=("w1", "w3", "w2"))
 _DELTA = "linear_attn_config"
 
 
-def read_model(fields: Fields) -> DecoderModel:
+def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
 
     Raises:
@@ -36,7 +36,7 @@ def read_model(fields: Fields) -> DecoderModel:
     given = fields.values.get(_DELTA)
     if not isinstance(given, dict):
         raise ConfigError(f"{fields.where}: {_DELTA} must be an object; got {given!r}")
-    of_delta = Fields(given, f"{fields.where}: {_DELTA}")
+    of_delta = ConfigFields(given, f"{fields.where}: {_DELTA}")
     dim = of_delta.integer("head_dim")
     delta = KDA(
         num_heads=of_delta.integer("num_heads"),
@@ -49,7 +49,7 @@ def read_model(fields: Fields) -> DecoderModel:
     return kda_hybrid.read_decoder(fields, attends, attention, delta, deepseek.dense_prefix(fields))
 
 
-def _attends(of_delta: Fields, count: int) -> list[bool]:
+def _attends(of_delta: ConfigFields, count: int) -> list[bool]:
     """Whether each layer attends. The file counts layers from 1, and names those of both kinds."""
     full = of_delta.values.get("full_attn_layers")
     every = set(range(1, count + 1))
@@ -62,7 +62,7 @@ def _attends(of_delta: Fields, count: int) -> list[bool]:
     return [layer not in rest for layer in range(1, count + 1)]
 
 
-def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes.
 
     Args:

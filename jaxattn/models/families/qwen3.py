@@ -7,16 +7,16 @@ YaRN.
 from collections.abc import Collection
 
 from jaxattn.models.blocks import GQA, MLP, Block
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.families.components.decoder import mlp, norms, read_decoder
 from jaxattn.models.families.components.gqa import attention, read_attention
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import Placed, ends, layer_places
+from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 
 MODEL_TYPES = ("qwen3",)
 
 
-def read_model(fields: Fields) -> DecoderModel:
+def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
 
     Raises:
@@ -32,12 +32,12 @@ def read_model(fields: Fields) -> DecoderModel:
     return read_decoder(fields, (block,) * layers)
 
 
-def skipped(fields: Fields) -> tuple[str, ...]:
+def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read."""
     return ()
 
 
-def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)

@@ -15,15 +15,15 @@ from collections.abc import Collection
 
 from jaxattn.models.blocks import GDN, MLP
 from jaxattn.models.families import qwen_hybrid
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed
+from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
 WITH_EXPERTS = ("qwen3_5_moe", "qwen3_5_moe_text")
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", *WITH_EXPERTS)
 
 
-def read_model(fields: Fields) -> DecoderModel:
+def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
 
     Raises:
@@ -35,17 +35,17 @@ def read_model(fields: Fields) -> DecoderModel:
     return qwen_hybrid.read_model(fields, mlp)
 
 
-def skipped(fields: Fields) -> tuple[str, ...]:
+def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: vision tower and prediction layers."""
     return (*qwen_hybrid.VISION, *qwen_hybrid.PREDICTION)
 
 
-def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
     return qwen_hybrid.placed(model, names, _projections)
 
 
-def _projections(place: LayerPlace, mixer: GDN, hidden: int) -> list[Placed]:
+def _projections(place: LayerMapping, mixer: GDN, hidden: int) -> list[WeightMapping]:
     name, heads = "linear_attn.in_proj", mixer.num_v_heads
     values, mixed = heads * mixer.head_v_dim, mixer.conv_dim
     both, gates = ("mixer", "in_proj_qkvz"), ("mixer", "in_proj_ba")

@@ -11,14 +11,14 @@ from collections.abc import Collection
 
 from jaxattn.models.blocks import GDN
 from jaxattn.models.families import qwen_hybrid
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed
+from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
 MODEL_TYPES = ("qwen3_next",)
 
 
-def read_model(fields: Fields) -> DecoderModel:
+def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
 
     Raises:
@@ -27,17 +27,17 @@ def read_model(fields: Fields) -> DecoderModel:
     return qwen_hybrid.read_model(fields, qwen_hybrid.read_experts(fields))
 
 
-def skipped(fields: Fields) -> tuple[str, ...]:
+def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layer."""
     return qwen_hybrid.PREDICTION
 
 
-def placed(model: DecoderModel, names: Collection[str] = ()) -> list[Placed]:
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
     return qwen_hybrid.placed(model, names, _projections)
 
 
-def _projections(place: LayerPlace, mixer: GDN, hidden: int) -> list[Placed]:
+def _projections(place: LayerMapping, mixer: GDN, hidden: int) -> list[WeightMapping]:
     """Of each key head its q and k, and the v and z, b and a of its value heads."""
     groups, each = mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
     keys, values = mixer.head_k_dim, each * mixer.head_v_dim

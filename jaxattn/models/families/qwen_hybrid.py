@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection
 
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, FeedForward, MoE
 from jaxattn.models.families.components import decoder, experts
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.gqa import attention, read_attention
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed, ends, layer_places
-from jaxattn.models.weight_map.transforms import OnePlus
+from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping, ends, layer_places
+from jaxattn.models.weight_map.transforms import AddOne
 from jaxattn.ops.moe.routing import Router
 
 # Of a checkpoint with a vision tower, and of the text model alone.
@@ -22,7 +22,7 @@ PREDICTION, VISION = ("mtp.",), ("model.visual.", "visual.")
 _INTERVAL = "full_attention_interval"
 
 
-def read_model(fields: Fields, feed_forward: FeedForward) -> DecoderModel:
+def read_model(fields: ConfigFields, feed_forward: FeedForward) -> DecoderModel:
     """The decoder of a config.json, with the same feed-forward in every layer.
 
     Raises:
@@ -44,7 +44,7 @@ def read_model(fields: Fields, feed_forward: FeedForward) -> DecoderModel:
     return decoder.read_decoder(fields, blocks, norm_dtype="float32")
 
 
-def _attends(fields: Fields) -> list[bool]:
+def _attends(fields: ConfigFields) -> list[bool]:
     """Whether each layer is attention."""
     count = fields.integer("num_hidden_layers")
     if fields.values.get("layer_types") is not None:
@@ -58,7 +58,7 @@ def _attends(fields: Fields) -> list[bool]:
     return [(layer + 1) % every == 0 for layer in range(count)]
 
 
-def read_experts(fields: Fields) -> MoE:
+def read_experts(fields: ConfigFields) -> MoE:
     """Experts in every layer, and a shared one behind a gate."""
     fields.require("decoder_sparse_step", 1)
     fields.require("mlp_only_layers", [], None)
@@ -80,8 +80,8 @@ def read_experts(fields: Fields) -> MoE:
 def placed(
     model: DecoderModel,
     names: Collection[str],
-    delta: Callable[[LayerPlace, GDN, int], list[Placed]],
-) -> list[Placed]:
+    delta: Callable[[LayerMapping, GDN, int], list[WeightMapping]],
+) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes.
 
     Args:
@@ -89,7 +89,7 @@ def placed(
         delta: the input projections of a gated delta net.
     """
     spec = model.spec
-    hidden, plus = spec.stream.hidden_size, OnePlus()
+    hidden, plus = spec.stream.hidden_size, AddOne()
     prefix = next((p for p in PREFIXES if any(n.startswith(f"{p}.") for n in names)), "model")
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
     found = ends(spec, prefix, plus)
@@ -108,7 +108,7 @@ def placed(
     return found
 
 
-def _behind(place: LayerPlace, mixer: GDN, hidden: int) -> list[Placed]:
+def _behind(place: LayerMapping, mixer: GDN, hidden: int) -> list[WeightMapping]:
     """What follows the input projections of a gated delta net."""
     name, heads = "linear_attn", mixer.num_v_heads
     values = heads * mixer.head_v_dim

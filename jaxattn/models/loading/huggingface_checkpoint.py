@@ -24,18 +24,18 @@ import numpy as np
 from flax import nnx
 
 from jaxattn.core.validation.array_checks import check_sizes
-from jaxattn.core.validation.config_fields import shown, some
+from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.checkpoint.safetensors_index import CONFIG, Found, open_tensors, read_json
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
+from jaxattn.models.checkpoint.safetensors_index import CONFIG, TensorEntry, open_tensors, read_json
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.quantization import Quantization, stored_as
 from jaxattn.models.loading.kv_scales import is_scale, read_scales
-from jaxattn.models.loading.read_plan import Source, Weight
-from jaxattn.models.loading.weight_loader import READERS, OnProgress, fill
+from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
+from jaxattn.models.loading.weight_loader import READERS, OnProgress, load_weights
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.registry import Published, WeightsFormat, read_model
-from jaxattn.models.weight_map.encodings import Part
-from jaxattn.models.weight_map.tensor_mapping import Key, Placed
+from jaxattn.models.registry import PublishedModel, WeightsFormat, read_model
+from jaxattn.models.weight_map.encodings import EncodedTensor
+from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 
 DTYPES = ("bfloat16", "float32")
 
@@ -82,16 +82,18 @@ def read_config(
     dtype: str | None = None,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
-) -> Published:
+) -> PublishedModel:
     """What config.json says, of that file alone; arguments are those of `load`.
 
     Raises:
         CheckpointError: it is missing or damaged, or says what is not supported.
     """
     if dtype not in (None, *DTYPES):
-        raise CheckpointError(f"dtype must be None, 'bfloat16' or 'float32'; got {shown(dtype)}")
+        raise CheckpointError(
+            f"dtype must be None, 'bfloat16' or 'float32'; got {short_repr(dtype)}"
+        )
     try:
-        fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
+        fields = ConfigFields(read_json(folder / CONFIG), str(folder / CONFIG))
         published = read_model(fields, experts, dense)
         model = published.model.with_dtype(dtype) if dtype else published.model
     except (ConfigError, ValueError) as error:
@@ -100,7 +102,7 @@ def read_config(
     return _as_stored(folder, published) if dense is None else published
 
 
-def _as_stored(folder: Path, published: Published) -> Published:
+def _as_stored(folder: Path, published: PublishedModel) -> PublishedModel:
     """What config.json says, but for FP8 matrices beside the experts that the folder has in floats.
 
     It is unchanged where the weights are not there yet, or damaged: loading will say so.
@@ -115,7 +117,9 @@ def _as_stored(folder: Path, published: Published) -> Published:
     return published.as_stored(dtypes)
 
 
-def open_weights(folder: Path, published: Published) -> tuple[list[Weight], dict[Key, np.ndarray]]:
+def open_weights(
+    folder: Path, published: PublishedModel
+) -> tuple[list[PublishedWeight], dict[Key, np.ndarray]]:
     """The tensors of each weight, of which only the headers are read, and the scales of an FP8
     cache.
 
@@ -130,7 +134,7 @@ def open_weights(folder: Path, published: Published) -> tuple[list[Weight], dict
 
 def place(
     model: DecoderModel,
-    weights: Sequence[Weight],
+    weights: Sequence[PublishedWeight],
     scales: Mapping[Key, np.ndarray],
     *,
     readers: int = READERS,
@@ -144,17 +148,17 @@ def place(
         if key not in scales
     }
     arrays = {key: jnp.asarray(scale) for key, scale in scales.items()}
-    arrays |= fill(shapes, weights, readers=readers, on_progress=on_progress)
+    arrays |= load_weights(shapes, weights, readers=readers, on_progress=on_progress)
     return nnx.from_flat_state([(k, leaf.replace(arrays[k])) for k, leaf in flat.items()])
 
 
 def find(
     folder: Path,
-    found: Mapping[str, Found],
-    placed: Sequence[Placed],
+    found: Mapping[str, TensorEntry],
+    placed: Sequence[WeightMapping],
     skipped: tuple[str, ...] = (),
     quantization: Quantization | None = None,
-) -> list[Weight]:
+) -> list[PublishedWeight]:
     """The tensors of each weight.
 
     Args:
@@ -178,11 +182,11 @@ def find(
         others |= dict.fromkeys(
             wrong for part in there for wrong in _differences(part, found[part.name], each.shape)
         )
-        sources = tuple(Source(found[part.name], part.rows) for part in there if part.rows)
-        weights.append(Weight(each, stored, sources))
+        sources = tuple(SourceTensor(found[part.name], part.rows) for part in there if part.rows)
+        weights.append(PublishedWeight(each, stored, sources))
     unknown = [repr(n) for n in found if n not in expected and not _is_skipped(n, skipped)]
     wrong = [
-        f"{what} {some(list(names), width=200)}"
+        f"{what} {short_list(list(names), width=200)}"
         for what, names in (
             ("missing", missing), ("unknown", unknown), ("of another shape or dtype", others)
         )
@@ -198,11 +202,11 @@ def find(
     return weights
 
 
-def _differences(part: Part, tensor: Found, shape: tuple[int, ...]) -> Iterator[str]:
+def _differences(part: EncodedTensor, tensor: TensorEntry, shape: tuple[int, ...]) -> Iterator[str]:
     """In words, how a tensor differs from the part that it should be."""
     if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
         dtypes = "a float" if "bfloat16" in part.dtypes else " or ".join(part.dtypes)
-        found = f"{part.name!r} {tensor.dtype}{shown(list(tensor.shape))}"
+        found = f"{part.name!r} {tensor.dtype}{short_repr(list(tensor.shape))}"
         yield f"{found}, expected {dtypes}{list(part.shape)}"
     elif not part.rows:
         stated = np.fromfile(tensor.file, tensor.dtype, len(shape), offset=tensor.begin).tolist()

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxattn.models.blocks import GQA
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.checkpoint.safetensors_index import Found
+from jaxattn.models.checkpoint.safetensors_index import TensorEntry
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.weight_map.tensor_mapping import Key, layer_places
 
@@ -24,7 +24,7 @@ def is_scale(name: str) -> bool:
     return _SCALE.search(name) is not None
 
 
-def read_scales(found: Mapping[str, Found], spec: DecoderSpec) -> dict[Key, np.ndarray]:
+def read_scales(found: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key, np.ndarray]:
     """The parameters `kv_scale` of a decoder, float32 [repeats, 2, Hk] each.
 
     Args:

@@ -25,16 +25,16 @@ from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid, from_stored
 from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
-from jaxattn.models.loading.sharded_weight_loader import place_over
+from jaxattn.models.loading.sharded_weight_loader import load_sharded_weights
 from jaxattn.models.loading.weight_loader import OnProgress
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.registry import Published, WeightsFormat
-from jaxattn.models.sharding.decoder import OneOfMany, divided
-from jaxattn.parallel import ALONE, Group, Parallel
+from jaxattn.models.registry import PublishedModel, WeightsFormat
+from jaxattn.models.sharding.decoder import ShardedDecoder, divided
+from jaxattn.parallel import ALONE, DeviceGroup, Parallel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Weights:
+class CheckpointWeights:
     """The weights of a folder: checked, and not on the device.
 
     Attributes:
@@ -45,14 +45,14 @@ class Weights:
 
     nbytes: int
     put: Callable[[OnProgress | None], Any]
-    put_over: Callable[[OneOfMany, Group, OnProgress | None], Any] | None = None
+    put_over: Callable[[ShardedDecoder, DeviceGroup, OnProgress | None], Any] | None = None
 
     def place(
         self,
         on_progress: OnProgress | None = None,
         *,
         model: Model | None = None,
-        group: Group | None = None,
+        group: DeviceGroup | None = None,
     ) -> Any:
         """The parameters, on JAX's default device, or each GPU's share on its device.
 
@@ -61,7 +61,7 @@ class Weights:
                 ends the loading.
             model, group: what `divided` made of the folder's model, and the devices of its GPUs.
         """
-        if group is None or not isinstance(model, OneOfMany):
+        if group is None or not isinstance(model, ShardedDecoder):
             return self.put(on_progress)
         if self.put_over is None:
             return model.place_params(self.put(on_progress), group)
@@ -85,7 +85,7 @@ class ModelFolder(abc.ABC):
         return dataclasses.replace(self, model=model)
 
     @abc.abstractmethod
-    def open(self) -> Weights:
+    def open(self) -> CheckpointWeights:
         """The folder's weights; nothing is allocated.
 
         Raises:
@@ -94,36 +94,36 @@ class ModelFolder(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HubFolder(ModelFolder):
+class HuggingFaceFolder(ModelFolder):
     """In the layout of the Hugging Face hub."""
 
-    published: Published
+    published: PublishedModel
 
     def in_cache_format(self, name: str, native_layers: int = 0) -> Self:
         found = super().in_cache_format(name, native_layers)
         published = self.published._replace(model=found.model)
         return dataclasses.replace(found, published=published)
 
-    def open(self) -> Weights:
+    def open(self) -> CheckpointWeights:
         weights, scales = huggingface_checkpoint.open_weights(self.path, self.published)
         put = functools.partial(huggingface_checkpoint.place, self.model, weights, scales)
         nbytes = sum(weight.nbytes for weight in weights)
-        return Weights(
+        return CheckpointWeights(
             nbytes=nbytes,
             put=lambda on_progress: put(on_progress=on_progress),
-            put_over=lambda model, group, on_progress: place_over(
+            put_over=lambda model, group, on_progress: load_sharded_weights(
                 model, weights, scales, group, on_progress=on_progress
             ),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnFolder(ModelFolder):
+class NativeFolder(ModelFolder):
     """In the package's own format, whose checksums `open` compares."""
 
     config: HybridConfig
 
-    def open(self) -> Weights:
+    def open(self) -> CheckpointWeights:
         tensors = native_format.read_tensors(self.path, self.config)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
 
@@ -133,7 +133,7 @@ class OwnFolder(ModelFolder):
                 on_progress(nbytes, nbytes)
             return params
 
-        return Weights(nbytes=nbytes, put=put)
+        return CheckpointWeights(nbytes=nbytes, put=put)
 
 
 def read_folder(
@@ -159,12 +159,12 @@ def read_folder(
     folder = Path(path)
     if "model_type" in read_json(folder / CONFIG):
         published = huggingface_checkpoint.read_config(folder, dtype, experts, dense)
-        return HubFolder(path=folder, model=published.model, published=published)
+        return HuggingFaceFolder(path=folder, model=published.model, published=published)
     for name, value in (("dtype", dtype), ("experts", experts), ("dense", dense)):
         if value is not None:
             raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
     config = native_format.read_config(folder)
-    return OwnFolder(path=folder, model=Hybrid(config), config=config)
+    return NativeFolder(path=folder, model=Hybrid(config), config=config)
 
 
 def load(
@@ -206,6 +206,6 @@ def load(
     found = found.in_cache_format(cache_format, native_layers)
     if parallel.gpus == 1:
         return found.model, found.open().place()
-    group = Group(parallel, tuple(jax.devices()[: parallel.gpus]))
+    group = DeviceGroup(parallel, tuple(jax.devices()[: parallel.gpus]))
     own = divided(found.model, parallel)
     return found.model, found.open().place(model=own, group=group)

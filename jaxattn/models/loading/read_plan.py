@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import jax
 
-from jaxattn.models.checkpoint.safetensors_index import Found
-from jaxattn.models.weight_map.encodings import Stored
-from jaxattn.models.weight_map.tensor_mapping import Key, Placed
-from jaxattn.models.weight_map.transforms import Change
+from jaxattn.models.checkpoint.safetensors_index import TensorEntry
+from jaxattn.models.weight_map.encodings import WeightEncoding
+from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
+from jaxattn.models.weight_map.transforms import WeightTransform
 
 BLOCK_BYTES = 4 * 2**20
 ALIGNMENT = 64  # of an array in a buffer
@@ -22,26 +22,26 @@ ALIGNMENT = 64  # of an array in a buffer
 type Shapes = Mapping[Key, jax.ShapeDtypeStruct]
 
 
-class Source(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor of a weight; so many of the weight's rows lie in one of its rows."""
 
-    tensor: Found
+    tensor: TensorEntry
     rows: int
 
 
-class Weight(NamedTuple):
+class PublishedWeight(NamedTuple):
     """A published weight: where it goes, and the tensors that hold its numbers."""
 
-    placed: Placed
-    stored: Stored
-    sources: tuple[Source, ...]
+    placed: WeightMapping
+    stored: WeightEncoding
+    sources: tuple[SourceTensor, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(source.tensor.nbytes for source in self.sources)
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """Consecutive bytes of a file."""
 
     file: Path
@@ -49,7 +49,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """An array of a block: the same source of each weight, one after another.
 
     Attributes:
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[ByteRange, ...]
     offset: int
 
     @property
@@ -68,7 +68,7 @@ class Piece(NamedTuple):
         return sum(span.nbytes for span in self.spans)
 
 
-class Block(NamedTuple):
+class ReadBlock(NamedTuple):
     """What is read, sent and placed at once.
 
     Attributes:
@@ -80,9 +80,9 @@ class Block(NamedTuple):
     key: Key
     start: tuple[int, ...]
     stacked: bool
-    stored: Stored
-    change: Change
-    pieces: tuple[Piece, ...]
+    stored: WeightEncoding
+    change: WeightTransform
+    pieces: tuple[TensorSlice, ...]
 
     @property
     def nbytes(self) -> int:
@@ -96,27 +96,29 @@ class Block(NamedTuple):
         return self.stacked, self.stored, self.change, sizes
 
 
-def cut(weights: Sequence[Weight], shapes: Shapes, block_bytes: int = BLOCK_BYTES) -> list[Block]:
+def plan_reads(
+    weights: Sequence[PublishedWeight], shapes: Shapes, block_bytes: int = BLOCK_BYTES
+) -> list[ReadBlock]:
     """The blocks of all weights, in the order of the files.
 
     Args:
         shapes: of the parameters that the weights go to.
         block_bytes: a block has at most so many, but at least the rows that belong together.
     """
-    alike: dict[object, list[Weight]] = {}
+    alike: dict[object, list[PublishedWeight]] = {}
     for weight in weights:
         place, first = weight.placed, weight.sources[0].tensor
         dtypes = tuple(source.tensor.dtype for source in weight.sources)
         key = first.file, place.key, place.index[:-1], place.change, weight.stored, dtypes
         alike.setdefault(key, []).append(weight)
-    blocks: list[Block] = []
+    blocks: list[ReadBlock] = []
     for group in alike.values():
         for run in _runs(group, block_bytes):
             blocks += _blocks(run, len(shapes[run[0].placed.key].shape), block_bytes)
     return sorted(blocks, key=lambda block: block.pieces[0].spans[0])
 
 
-def _runs(group: list[Weight], block_bytes: int) -> Iterator[list[Weight]]:
+def _runs(group: list[PublishedWeight], block_bytes: int) -> Iterator[list[PublishedWeight]]:
     """Weights that follow each other in their stack: a power of two of them, a block's at most.
 
     Few lengths occur then, and each needs a program of its own.
@@ -133,12 +135,12 @@ def _runs(group: list[Weight], block_bytes: int) -> Iterator[list[Weight]]:
         begin = end
 
 
-def _follows(before: Weight, after: Weight) -> bool:
+def _follows(before: PublishedWeight, after: PublishedWeight) -> bool:
     index = before.placed.index
     return index != () and after.placed.index[-1] == index[-1] + 1
 
 
-def _blocks(run: list[Weight], dims: int, block_bytes: int) -> Iterator[Block]:
+def _blocks(run: list[PublishedWeight], dims: int, block_bytes: int) -> Iterator[ReadBlock]:
     """One block of several weights, or those of one: its rows may be too many for a block."""
     place, stored = run[0].placed, run[0].stored
     rows = place.shape[0]
@@ -154,7 +156,7 @@ def _blocks(run: list[Weight], dims: int, block_bytes: int) -> Iterator[Block]:
             offset += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
         start = (*place.index, *place.change.start(begin, dims - len(place.index)))
         stacked = place.index != ()
-        yield Block(place.key, start, stacked, stored, place.change.anywhere, tuple(pieces))
+        yield ReadBlock(place.key, start, stacked, stored, place.change.anywhere, tuple(pieces))
 
 
 def _rows_of_block(rows: int, most: int, together: int) -> int:
@@ -167,11 +169,12 @@ def _rows_of_block(rows: int, most: int, together: int) -> int:
     return most * together
 
 
-def _piece(sources: Sequence[Source], begin: int, end: int, offset: int) -> Piece:
+def _piece(sources: Sequence[SourceTensor], begin: int, end: int, offset: int) -> TensorSlice:
     tensor, each = sources[0]
     first, last = begin // each, -(-end // each)
     row_bytes = tensor.nbytes // tensor.shape[0]
     spans = tuple(
-        Span(t.file, t.begin + first * row_bytes, (last - first) * row_bytes) for t, _ in sources
+        ByteRange(t.file, t.begin + first * row_bytes, (last - first) * row_bytes)
+        for t, _ in sources
     )
-    return Piece(tensor.dtype, (len(sources), last - first, *tensor.shape[1:]), spans, offset)
+    return TensorSlice(tensor.dtype, (len(sources), last - first, *tensor.shape[1:]), spans, offset)

@@ -21,17 +21,24 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxattn.models.loading import read_plan
-from jaxattn.models.loading.read_plan import Block, Weight, cut
-from jaxattn.models.loading.weight_loader import READERS, Buffers, OnProgress, opened, read, sent_as
+from jaxattn.models.loading.read_plan import PublishedWeight, ReadBlock, plan_reads
+from jaxattn.models.loading.weight_loader import (
+    READERS,
+    HostBufferPool,
+    OnProgress,
+    open_files,
+    read,
+    wire_dtype,
+)
 from jaxattn.models.sharding.axis_sharding import Cuts, own
-from jaxattn.models.sharding.decoder import OneOfMany
-from jaxattn.models.weight_map.encodings import Stored
+from jaxattn.models.sharding.decoder import ShardedDecoder
+from jaxattn.models.weight_map.encodings import WeightEncoding
 from jaxattn.models.weight_map.tensor_mapping import Key
-from jaxattn.models.weight_map.transforms import Change
-from jaxattn.parallel import Group, Parallel
+from jaxattn.models.weight_map.transforms import WeightTransform
+from jaxattn.parallel import DeviceGroup, Parallel
 
 
-class Piece(NamedTuple):
+class ShardSlice(NamedTuple):
     """A part of a block that one GPU has.
 
     Attributes:
@@ -45,11 +52,11 @@ class Piece(NamedTuple):
     start: tuple[int, ...]
 
 
-def place_over(
-    model: OneOfMany,
-    weights: Sequence[Weight],
+def load_sharded_weights(
+    model: ShardedDecoder,
+    weights: Sequence[PublishedWeight],
     scales: Mapping[Key, np.ndarray],
-    group: Group,
+    group: DeviceGroup,
     *,
     readers: int = READERS,
     on_progress: OnProgress | None = None,
@@ -70,13 +77,13 @@ def place_over(
             share = own(scale, cuts, model.parallel, group.number(device))
             zeros[key] = jax.device_put(share, device)
         filled.append(zeros)
-    blocks = cut(weights, whole, read_plan.BLOCK_BYTES)
+    blocks = plan_reads(weights, whole, read_plan.BLOCK_BYTES)
     total, done = sum(_bytes(block) for block in blocks), 0
     for block, arrays in _read_ahead(blocks, readers):
         cuts, part = model.cuts_of(block.key), _part_shape(block, len(whole[block.key].shape))
         for device, targets in zip(group.local_devices, filled, strict=True):
             gpu = group.number(device)
-            pieces = pieces_of(block.start, part, cuts, model.parallel, gpu)
+            pieces = shard_slices(block.start, part, cuts, model.parallel, gpu)
             if not pieces:
                 continue
             sent = jax.device_put(arrays, device)
@@ -104,9 +111,9 @@ def place_over(
     return group.join([_like(model, state) for state in states], model.param_specs())
 
 
-def pieces_of(
+def shard_slices(
     start: Sequence[int], shape: Sequence[int], cuts: Cuts, parallel: Parallel, gpu: int
-) -> list[Piece]:
+) -> list[ShardSlice]:
     """What GPU number `gpu` has of a block that fills `shape` of a parameter from `start` on."""
     axes: list[list[tuple[int, int, int]]] = [
         [(0, size, first)] for first, size in zip(start, shape, strict=True)
@@ -121,7 +128,7 @@ def pieces_of(
                 found.append((low - first, high - low, before + low - begin))
             before += end - begin
         axes[axis] = found
-    return [Piece(*zip(*places, strict=True)) for places in itertools.product(*axes)]
+    return [ShardSlice(*zip(*places, strict=True)) for places in itertools.product(*axes)]
 
 
 @functools.partial(
@@ -134,8 +141,8 @@ def _place(
     start: Int[Array, "dims"],
     *,
     size: tuple[int, ...],
-    stored: Stored,
-    change: Change,
+    stored: WeightEncoding,
+    change: WeightTransform,
     stacked: bool,
 ) -> Array:
     """The GPU's parameter with a piece of a block in its place."""
@@ -150,7 +157,11 @@ def _place(
 
 
 def _changed(
-    parts: tuple[Array, ...], dims: int, stored: Stored, change: Change, stacked: bool
+    parts: tuple[Array, ...],
+    dims: int,
+    stored: WeightEncoding,
+    change: WeightTransform,
+    stacked: bool,
 ) -> Array:
     """What a block becomes: a part of a parameter of so many dimensions."""
     part = jax.vmap(change.block)(stored.decode(parts))
@@ -161,21 +172,24 @@ def _changed(
 @functools.lru_cache(maxsize=4096)
 def _shape_of(kind: Any, dims: int) -> tuple[int, ...]:
     stacked, stored, change, sizes = kind
-    parts = tuple(jax.ShapeDtypeStruct(shape, sent_as(dtype)) for dtype, shape in sizes)
+    parts = tuple(jax.ShapeDtypeStruct(shape, wire_dtype(dtype)) for dtype, shape in sizes)
     changed = functools.partial(_changed, dims=dims, stored=stored, change=change, stacked=stacked)
     return jax.eval_shape(changed, parts).shape
 
 
-def _part_shape(block: Block, dims: int) -> tuple[int, ...]:
+def _part_shape(block: ReadBlock, dims: int) -> tuple[int, ...]:
     return _shape_of(block.kind, dims)
 
 
 def _read_ahead(
-    blocks: Sequence[Block], readers: int
-) -> Iterator[tuple[Block, tuple[np.ndarray, ...]]]:
+    blocks: Sequence[ReadBlock], readers: int
+) -> Iterator[tuple[ReadBlock, tuple[np.ndarray, ...]]]:
     """The blocks in order, on the host; `readers` of them are read ahead."""
     with ExitStack() as stack:
-        files, buffers = opened(blocks, stack), Buffers(max(block.nbytes for block in blocks))
+        files, buffers = (
+            open_files(blocks, stack),
+            HostBufferPool(max(block.nbytes for block in blocks)),
+        )
         pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
         stack.callback(pool.shutdown, cancel_futures=True)
         waiting = iter(blocks)
@@ -188,7 +202,7 @@ def _read_ahead(
                 ahead.append((following, pool.submit(read, following, files, buffers)))
 
 
-def _bytes(block: Block) -> int:
+def _bytes(block: ReadBlock) -> int:
     return sum(piece.nbytes for piece in block.pieces)
 
 
@@ -199,6 +213,6 @@ def _shapes(model: Any) -> dict[Any, jax.ShapeDtypeStruct]:
     }
 
 
-def _like(model: OneOfMany, state: Any) -> Any:
+def _like(model: ShardedDecoder, state: Any) -> Any:
     """The state in the structure of the model's parameters."""
     return jax.tree.unflatten(jax.tree.structure(model.param_shapes()), jax.tree.leaves(state))

@@ -30,25 +30,31 @@ from jaxtyping import Array, Int
 
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.loading import read_plan
-from jaxattn.models.loading.read_plan import Block, Shapes, Span, Weight, cut
-from jaxattn.models.weight_map.encodings import Stored
+from jaxattn.models.loading.read_plan import (
+    ByteRange,
+    PublishedWeight,
+    ReadBlock,
+    Shapes,
+    plan_reads,
+)
+from jaxattn.models.weight_map.encodings import WeightEncoding
 from jaxattn.models.weight_map.tensor_mapping import Key
-from jaxattn.models.weight_map.transforms import Change
+from jaxattn.models.weight_map.transforms import WeightTransform
 
 READERS = 8
 PART_BYTES = 24 * 2**20  # of host memory, for each reader
 MOST_COMPILERS = 4
 # XLA tries out other forms of a program on the device, and compiles each. These programs only copy.
 UNTUNED = {"xla_gpu_autotune_level": 0}
-# Bytes for which JAX has no dtype on every device travel as integers; `Stored.decode` knows them.
+# Bytes for which JAX has no dtype on every device travel as integers; `WeightEncoding.decode` knows them.
 SENT_AS = {"float8_e8m0fnu": "uint8"}
 
 OnProgress = Callable[[int, int], None]
 
 
-def fill(
+def load_weights(
     shapes: Shapes,
-    weights: Sequence[Weight],
+    weights: Sequence[PublishedWeight],
     *,
     readers: int = READERS,
     on_progress: OnProgress | None = None,
@@ -65,7 +71,7 @@ def fill(
     Raises:
         CheckpointError: a file cannot be read, or ends before its header said.
     """
-    blocks = cut(weights, shapes, read_plan.BLOCK_BYTES)
+    blocks = plan_reads(weights, shapes, read_plan.BLOCK_BYTES)
     arrays = jax.jit(lambda: {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()})()
     # Threads are told the device: `jax.default_device` holds for the thread that sets it.
     where = next(iter(arrays.values())).sharding
@@ -84,14 +90,14 @@ def fill(
     return arrays
 
 
-def _data_bytes(block: Block) -> int:
+def _data_bytes(block: ReadBlock) -> int:
     return sum(piece.nbytes for piece in block.pieces)
 
 
 # --- placing
 
 
-def _program(block: Block, shapes: Shapes) -> tuple[object, ...]:
+def _program(block: ReadBlock, shapes: Shapes) -> tuple[object, ...]:
     """Blocks with equal ones are placed by one program."""
     target = shapes[block.key]
     return target.shape, target.dtype, *block.kind
@@ -103,8 +109,8 @@ def _place(
     parts: tuple[Array, ...],
     start: Int[Array, "dims"],
     *,
-    stored: Stored,
-    change: Change,
+    stored: WeightEncoding,
+    change: WeightTransform,
     stacked: bool,
 ) -> Array:
     """The parameter with a block in its place."""
@@ -121,15 +127,15 @@ def _place(
 
 @contextmanager
 def _programs(
-    blocks: Sequence[Block], shapes: Shapes, where: Sharding, compilers: int
+    blocks: Sequence[ReadBlock], shapes: Shapes, where: Sharding, compilers: int
 ) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
     """What places each kind of block, compiled by threads in the order of the blocks.
 
     Compiling takes host memory too, so that few readers have few `compilers`.
     """
 
-    def compiled(block: Block) -> Callable[..., Array]:
-        parts = tuple(argument(piece.shape, sent_as(piece.dtype)) for piece in block.pieces)
+    def compiled(block: ReadBlock) -> Callable[..., Array]:
+        parts = tuple(argument(piece.shape, wire_dtype(piece.dtype)) for piece in block.pieces)
         target, start = shapes[block.key], argument((len(block.start),), jnp.dtype(jnp.int32))
         options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
         target = argument(target.shape, target.dtype)
@@ -150,13 +156,16 @@ def _programs(
 
 
 def _sent(
-    blocks: Sequence[Block], readers: int, where: Sharding
-) -> Generator[tuple[Block, tuple[Array, ...]], None, None]:
+    blocks: Sequence[ReadBlock], readers: int, where: Sharding
+) -> Generator[tuple[ReadBlock, tuple[Array, ...]], None, None]:
     """The blocks in order, on the device; `readers` of them are read ahead."""
     with ExitStack() as stack:
-        files, buffers = opened(blocks, stack), Buffers(max(block.nbytes for block in blocks))
+        files, buffers = (
+            open_files(blocks, stack),
+            HostBufferPool(max(block.nbytes for block in blocks)),
+        )
 
-        def send(block: Block) -> tuple[Array, ...]:
+        def send(block: ReadBlock) -> tuple[Array, ...]:
             return jax.block_until_ready(jax.device_put(read(block, files, buffers), where))
 
         pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
@@ -170,7 +179,7 @@ def _sent(
                 ahead.append((following, pool.submit(send, following)))
 
 
-def opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
+def open_files(blocks: Sequence[ReadBlock], stack: ExitStack) -> dict[Path, int]:
     """A descriptor of each file; the stack closes them."""
     names = {span.file for block in blocks for piece in block.pieces for span in piece.spans}
     files = {}
@@ -183,7 +192,7 @@ def opened(blocks: Sequence[Block], stack: ExitStack) -> dict[Path, int]:
     return files
 
 
-class Buffers:
+class HostBufferPool:
     """Host memory for blocks. A buffer is used again when no array refers to it any more.
 
     On the CPU JAX's array may be the buffer itself. The memory does not come from malloc,
@@ -206,7 +215,9 @@ class Buffers:
         return buffer
 
 
-def read(block: Block, files: Mapping[Path, int], buffers: Buffers) -> tuple[np.ndarray, ...]:
+def read(
+    block: ReadBlock, files: Mapping[Path, int], buffers: HostBufferPool
+) -> tuple[np.ndarray, ...]:
     """A block's arrays, views of one buffer."""
     arrays, buffer = [], buffers.new(block.nbytes)
     for piece in block.pieces:
@@ -214,12 +225,12 @@ def read(block: Block, files: Mapping[Path, int], buffers: Buffers) -> tuple[np.
         for span in piece.spans:
             _read_span(span, files[span.file], buffer[begin : begin + span.nbytes])
             begin += span.nbytes
-        numbers = buffer[piece.offset : begin].view(sent_as(piece.dtype))
+        numbers = buffer[piece.offset : begin].view(wire_dtype(piece.dtype))
         arrays.append(numbers.reshape(piece.shape))
     return tuple(arrays)
 
 
-def _read_span(span: Span, file: int, into: np.ndarray) -> None:
+def _read_span(span: ByteRange, file: int, into: np.ndarray) -> None:
     done = 0
     while done < span.nbytes:
         try:
@@ -231,6 +242,6 @@ def _read_span(span: Span, file: int, into: np.ndarray) -> None:
         done += count
 
 
-def sent_as(dtype: str) -> np.dtype:
+def wire_dtype(dtype: str) -> np.dtype:
     """As what numbers of this dtype travel."""
     return jnp.dtype(SENT_AS.get(dtype, dtype))

@@ -12,23 +12,23 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.rms_norm import norms_features
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
 from jaxattn.models.interface import DecodeBatch
-from jaxattn.models.network.decoder_layers import Layer
+from jaxattn.models.network.decoder_layers import DecoderLayer
 from jaxattn.models.network.layer_scan import (
     add_norm_in_stack,
-    apart,
+    add_then_norm,
+    defer_norm,
     kept,
-    left_unnormed,
     sum_add_norm,
     summed,
 )
-from jaxattn.models.network.layer_segments import Segment
-from jaxattn.models.network.residual_collectives import Meeting, Tokens
+from jaxattn.models.network.layer_segments import LayerSegment
+from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
 from jaxattn.ops.collectives.all_reduce_norm import (
     all_reduce_norm_layer,
     norm_gather_layer,
@@ -36,10 +36,10 @@ from jaxattn.ops.collectives.all_reduce_norm import (
 )
 
 
-class Place(NamedTuple):
+class LayerPosition(NamedTuple):
     """Where a layer is: in the pattern of a segment, in the repeat before `following`."""
 
-    segment: Segment[Block]
+    segment: LayerSegment[Block]
     number: int
     following: Array
 
@@ -61,9 +61,9 @@ class DecodeStep:
         fused: what a layer adds is one GPU's part, which the next norm sums.
     """
 
-    meeting: Meeting
+    meeting: ResidualCollectives
     batch: DecodeBatch
-    tokens: Tokens
+    tokens: StepTokens
     shared: dict[str, Any]
     packed: dict[str, Array]
     norms: Array | None
@@ -72,8 +72,8 @@ class DecodeStep:
 
     def layer(
         self,
-        layer: Layer,
-        place: Place,
+        layer: DecoderLayer,
+        place: LayerPosition,
         stacks: dict[str, Array],
         carry: tuple[Any, Any, DecodeState],
         unrolled: bool,
@@ -118,14 +118,14 @@ class DecodeStep:
         )
         return summed(x, normed), y, kept(state, name, arrays, after)
 
-    def norms_of(self, layer: Layer, place: Place) -> tuple[Callable, Callable]:
+    def norms_of(self, layer: DecoderLayer, place: LayerPosition) -> tuple[Callable, Callable]:
         """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
 
         They are from the stack of all layers' norms if there is one. Of one token the product
         after a norm may make it.
         """
         if self.norms is None:
-            return apart(layer.norm), apart(layer.mlp_norm)
+            return add_then_norm(layer.norm), add_then_norm(layer.mlp_norm)
         spec, block, implementation = self.meeting.spec, place.block, self.implementation
         stream = spec.stream
         of_all: dict[str, Any] = dict(
@@ -135,7 +135,7 @@ class DecodeStep:
         norm: Callable = partial(add_norm_in_stack, implementation=chosen, **of_all)
         mlp_norm = norm
         if self.tokens.valid.size == 1 == spec.parallel.gpus and chosen == implementation:
-            later: Callable = partial(left_unnormed, implementation=chosen, **of_all)
+            later: Callable = partial(defer_norm, implementation=chosen, **of_all)
             norm = later if block.mixer.norms else norm
             mlp_norm = later if block.feed_forward.norms else mlp_norm
         if self.fused:
@@ -143,8 +143,8 @@ class DecodeStep:
             mlp_norm = summing or mlp_norm
         step, first = 2 * len(place.segment.pattern), 2 * (place.segment.first + place.number)
         return (
-            partial(norm, layer=LayerOf(place.following, step, first - step)),
-            partial(mlp_norm, layer=LayerOf(place.following, step, first + 1 - step)),
+            partial(norm, layer=StackedLayer(place.following, step, first - step)),
+            partial(mlp_norm, layer=StackedLayer(place.following, step, first + 1 - step)),
         )
 
     def _summing_norms(

@@ -7,7 +7,7 @@ from jaxattn.models.blocks import Block, Stream
 from jaxattn.nn import RMSNorm
 
 
-class Layer(nnx.Module):
+class DecoderLayer(nnx.Module):
     """A block with its parameters."""
 
     def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
@@ -21,11 +21,11 @@ class Layer(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Pattern(nnx.Module):
+class LayerGroup(nnx.Module):
     """One repeat of a segment: the body of its scan."""
 
     def __init__(self, pattern: tuple[Block, ...], stream: Stream, *, rngs: nnx.Rngs):
-        self.layers = nnx.List([Layer(block, stream, rngs=rngs) for block in pattern])
+        self.layers = nnx.List([DecoderLayer(block, stream, rngs=rngs) for block in pattern])
 
     def __call__(self, x: Array) -> Array:
         for layer in self.layers:

@@ -15,15 +15,15 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks.cache_format import reformatted
 from jaxattn.models.caches.layer_cache import DecodeState, LayerCache
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
-from jaxattn.models.network.decoder_network import Decoder, abstract
+from jaxattn.models.network.decoder_network import DecoderNetwork, abstract
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.packed_params import PackedParams, pack_params
-from jaxattn.parallel import Parallel, Vocabulary
+from jaxattn.parallel import Parallel, ShardedVocabulary
 
 
 @partial(jax.jit, static_argnums=0)
 def _init_params(spec: DecoderSpec, key: Array) -> nnx.State:
-    return nnx.state(Decoder(spec, rngs=nnx.Rngs(params=key)))
+    return nnx.state(DecoderNetwork(spec, rngs=nnx.Rngs(params=key)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class DecoderModel(Model):
         return self.spec.parallel
 
     @property
-    def vocabulary(self) -> Vocabulary:
+    def vocabulary(self) -> ShardedVocabulary:
         columns = self.vocab_size if self.parallel.tensor == 1 else self.spec.head_columns
-        return Vocabulary.of(columns, self.parallel)
+        return ShardedVocabulary.of(columns, self.parallel)
 
     @property
     def max_position_embeddings(self) -> int:
@@ -126,7 +126,7 @@ class DecoderModel(Model):
         """Random parameters."""
         return _init_params(self.spec, key)
 
-    def bind(self, params: nnx.State) -> Decoder:
+    def bind(self, params: nnx.State) -> DecoderNetwork:
         """The module with these parameters, for training: `model.bind(params)(tokens)`."""
         return nnx.merge(abstract(self.spec)[0], params)
 
@@ -203,5 +203,5 @@ class DecoderModel(Model):
         parallel = self.spec.parallel
         if parallel.tensor == 1:
             return logits if self.tokens is None else logits[..., : self.tokens]
-        ids = Vocabulary.of(self.spec.head_columns, parallel).ids
+        ids = ShardedVocabulary.of(self.spec.head_columns, parallel).ids
         return jnp.where(ids < self.vocab_size, logits, -jnp.inf)

@@ -23,16 +23,21 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
-from jaxattn.models.network.decode_step import DecodeStep, Place
-from jaxattn.models.network.decoder_layers import Pattern, norm_of
+from jaxattn.models.network.decode_step import DecodeStep, LayerPosition
+from jaxattn.models.network.decoder_layers import LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
-from jaxattn.models.network.layer_scan import in_repeat, leave_in_stacks, linear_stacks_of, loop
-from jaxattn.models.network.layer_segments import Segment
+from jaxattn.models.network.layer_scan import (
+    in_repeat,
+    leave_in_stacks,
+    linear_stacks_of,
+    scan_layers,
+)
+from jaxattn.models.network.layer_segments import LayerSegment
 from jaxattn.models.network.packed_params import vectors_of
-from jaxattn.models.network.residual_collectives import Meeting, Tokens
-from jaxattn.nn.linear import InStack, Linear, matmul, normal
+from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
+from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
 from jaxattn.ops.linear.norm_linear import array_of
-from jaxattn.parallel import rank, total
+from jaxattn.parallel import all_reduce, rank
 
 LEAST_ROWS = 8  # of the head's product
 # Repeats that a step of one token has without a loop: many, which gain the most by it, or few of
@@ -43,7 +48,7 @@ MANY_REPEATS, MOST_UNROLLED, FEW_LAYERS = 16, 128, 32
 MOST_TOGETHER = 13
 
 
-class Decoder(nnx.Module):
+class DecoderNetwork(nnx.Module):
     """Token ids to logits. The parameters of a segment are stacked, [repeats, ...] each."""
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
@@ -67,13 +72,13 @@ class Decoder(nnx.Module):
             )
 
     @property
-    def meeting(self) -> Meeting:
-        return Meeting(self.spec)
+    def meeting(self) -> ResidualCollectives:
+        return ResidualCollectives(self.spec)
 
-    def _stack(self, segment: Segment[Block], rngs: nnx.Rngs) -> Pattern:
+    def _stack(self, segment: LayerSegment[Block], rngs: nnx.Rngs) -> LayerGroup:
         keys = jax.random.split(rngs.params(), segment.repeats)
         stream = self.spec.stream
-        build = nnx.vmap(lambda key: Pattern(segment.pattern, stream, rngs=nnx.Rngs(params=key)))
+        build = nnx.vmap(lambda key: LayerGroup(segment.pattern, stream, rngs=nnx.Rngs(params=key)))
         return build(keys)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
@@ -98,7 +103,7 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
-        tokens = Tokens.of(self.meeting, valid)
+        tokens = StepTokens.of(self.meeting, valid)
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
@@ -132,7 +137,7 @@ class Decoder(nnx.Module):
                 return x, state
 
             packed = None if vectors is None else vectors[number]
-            x, state = loop(segment.repeats, body, (x, state), (params, packed))
+            x, state = scan_layers(segment.repeats, body, (x, state), (params, packed))
         last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
         return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
 
@@ -156,7 +161,7 @@ class Decoder(nnx.Module):
         step = DecodeStep(
             meeting=self.meeting,
             batch=batch,
-            tokens=Tokens.of(self.meeting, valid),
+            tokens=StepTokens.of(self.meeting, valid),
             shared=shared,
             packed=weights or {},
             norms=norms,
@@ -171,7 +176,7 @@ class Decoder(nnx.Module):
         for number in range(len(self.spec.segments)):
             carry = self._decode_segment(number, step, beside or {}, carry, added)
         x, y, state = carry
-        return self._head(x + (self.meeting.own_total(y) if fused else y)), state
+        return self._head(x + (self.meeting.local_total(y) if fused else y)), state
 
     def _decode_segment(
         self,
@@ -200,10 +205,10 @@ class Decoder(nnx.Module):
             pattern = nnx.merge(graphdef, params)
             leave_in_stacks(pattern, linear_stacks, following, implementation)
             for place, own in others.items():
-                places = (InStack(each, in_repeat(following), implementation) for each in own)
+                places = (StackedWeight(each, in_repeat(following), implementation) for each in own)
                 segment.pattern[place].mixer.leave_beside(pattern.layers[place].mixer, *places)
             for place, layer in enumerate(pattern.layers):
-                where = Place(segment, place, following)
+                where = LayerPosition(segment, place, following)
                 carry = step.layer(layer, where, stacks[place], carry, unrolled)
             x, y, state = carry
             return x, y if unrolled else y.astype(added), state
@@ -211,7 +216,9 @@ class Decoder(nnx.Module):
         x, y, state = carry
         y = y if unrolled else array_of(y, x.shape).astype(added)
         together = self._together(segment, step.fused)
-        x, y, state = loop(segment.repeats, body, (x, y, state), (params,), unrolled, together)
+        x, y, state = scan_layers(
+            segment.repeats, body, (x, y, state), (params,), unrolled, together
+        )
         return x, array_of(y, x.shape).astype(added), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
@@ -263,7 +270,7 @@ class Decoder(nnx.Module):
         return fits and jax.process_count() == 1  # as the kernel has it
 
     def _unrolled(
-        self, segment: Segment[Block], tokens: int, implementation: Implementation | None
+        self, segment: LayerSegment[Block], tokens: int, implementation: Implementation | None
     ) -> bool:
         """Whether a step's repeats follow one another without a loop: those of one token on one
         GPU, where launches that only count take 3 to 6% of the step.
@@ -277,7 +284,7 @@ class Decoder(nnx.Module):
         many = MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
         return one and by_kernels and (few or many)
 
-    def _together(self, segment: Segment[Block], fused: bool) -> int:
+    def _together(self, segment: LayerSegment[Block], fused: bool) -> int:
         """The repeats in a turn of a step's loop.
 
         Steps of several GPUs without XLA's sums have several, and so a CUDA graph of more layers:
@@ -316,7 +323,7 @@ class Decoder(nnx.Module):
         place = tokens - rank(parallel, "tensor") * len(rows)
         own = (place >= 0) & (place < len(rows))
         found = jnp.where(own[..., None], rows[jnp.where(own, place, 0)], 0)
-        return total(found, parallel, "tensor", found.dtype)
+        return all_reduce(found, parallel, "tensor", found.dtype)
 
     def _head(self, x: Array) -> Array:
         with jax.named_scope("lm_head"):
@@ -335,4 +342,4 @@ class Decoder(nnx.Module):
 @cache
 def abstract(spec: DecoderSpec) -> tuple[nnx.GraphDef, nnx.State]:
     """The decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(spec, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: DecoderNetwork(spec, rngs=nnx.Rngs(0))))

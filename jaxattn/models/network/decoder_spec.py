@@ -6,13 +6,18 @@ from functools import cached_property
 
 from jaxtyping import Array
 
-from jaxattn.core.stacked_layer import LayerOf
-from jaxattn.kernels.collectives.all_reduce_norm import meets
+from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.kernels.collectives.all_reduce_norm import supports_all_reduce
 from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer
 from jaxattn.models.caches.layer_cache import LayerCache, check_caches
-from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, Mailboxes, most_tokens
-from jaxattn.models.network.layer_segments import Segment, derive
+from jaxattn.models.caches.symmetric_memory import (
+    EXCHANGE,
+    MEETING,
+    SymmetricMemoryCache,
+    most_tokens,
+)
+from jaxattn.models.network.layer_segments import LayerSegment, derive
 from jaxattn.parallel import ALONE, Parallel, pieces_of
 
 
@@ -64,7 +69,7 @@ class DecoderSpec:
         return -(-self.vocab_size // self.parallel.tensor)
 
     @cached_property
-    def segments(self) -> tuple[Segment[Block], ...]:
+    def segments(self) -> tuple[LayerSegment[Block], ...]:
         return derive(self.blocks)
 
     @cached_property
@@ -78,15 +83,21 @@ class DecoderSpec:
         caches = [mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items()]
         if self.sums_fused:
             features, gpus = self.stream.hidden_size, self.parallel.gpus
-            caches.append(Mailboxes(gpus=gpus, tokens=self.summed_tokens, features=features))
+            caches.append(
+                SymmetricMemoryCache(gpus=gpus, tokens=self.summed_tokens, features=features)
+            )
         if pieces := self.exchanged_in:
             number, widest = pieces
             tokens = self.summed_tokens * number
-            caches.append(Mailboxes(name=EXCHANGE, gpus=gpus, tokens=tokens, features=widest))
+            caches.append(
+                SymmetricMemoryCache(name=EXCHANGE, gpus=gpus, tokens=tokens, features=widest)
+            )
             room = {each.meeting for each in self.paged}
             if len(room) == 1 and (most := room.pop()):
                 tokens, features = most
-                caches.append(Mailboxes(name=MEETING, gpus=gpus, tokens=tokens, features=features))
+                caches.append(
+                    SymmetricMemoryCache(name=MEETING, gpus=gpus, tokens=tokens, features=features)
+                )
         return tuple(caches)
 
     @property
@@ -101,7 +112,7 @@ class DecoderSpec:
         """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and the GPUs
         are one tensor group, or data groups of one GPU each whose tokens meet at experts."""
         parallel, stream = self.parallel, self.stream
-        fits = stream.dtype == "bfloat16" and meets(stream.hidden_size, parallel.gpus)
+        fits = stream.dtype == "bfloat16" and supports_all_reduce(stream.hidden_size, parallel.gpus)
         divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
         return bool(self.summed_tokens) and divided and fits
 
@@ -124,7 +135,7 @@ class DecoderSpec:
         parallel = self.parallel
         return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus
 
-    def layer_of(self, segment: Segment[Block], place: int, following: Array) -> LayerOf:
+    def layer_of(self, segment: LayerSegment[Block], place: int, following: Array) -> StackedLayer:
         """The number, within its cache, of the layer at a place of a segment's pattern, in the
         repeat before `following`."""
         name = segment.pattern[place].mixer.cache_name
@@ -134,4 +145,4 @@ class DecoderSpec:
 
         before = count(self.blocks[: segment.first]) + count(segment.pattern[:place])
         per_repeat = count(segment.pattern)
-        return LayerOf(following, per_repeat, before - per_repeat)
+        return StackedLayer(following, per_repeat, before - per_repeat)

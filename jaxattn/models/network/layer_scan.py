@@ -15,17 +15,23 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.caches.layer_cache import Arrays, DecodeState
-from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, NAME, closed, opened
+from jaxattn.models.caches.symmetric_memory import (
+    EXCHANGE,
+    MEETING,
+    NAME,
+    buffer_arrays,
+    symmetric_buffer,
+)
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.linear import InStack
-from jaxattn.ops.linear.norm_linear import Unnormed, array_of
+from jaxattn.nn.linear import StackedWeight
+from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer
 from jaxattn.parallel.hlo_all_reduces import SCOPE
 
 
-def loop[Carry](
+def scan_layers[Carry](
     repeats: int,
     body: Callable[[Carry, Any], Carry],
     carry: Carry,
@@ -67,12 +73,12 @@ def loop[Carry](
     return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
 
 
-def in_repeat(following: Array) -> LayerOf:
+def in_repeat(following: Array) -> StackedLayer:
     """A layer's number in the stacks of its place in the pattern."""
-    return LayerOf(following, 1, -1)
+    return StackedLayer(following, 1, -1)
 
 
-def apart(norm: RMSNorm) -> Callable:
+def add_then_norm(norm: RMSNorm) -> Callable:
     """A norm as a function that adds first: (x, added, state) -> (sum, its norm, state)."""
 
     def add_norm(x: Array, added: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
@@ -85,20 +91,20 @@ def apart(norm: RMSNorm) -> Callable:
 def add_norm_in_stack(
     x: Array, added: Any, state: DecodeState, **options: Any
 ) -> tuple[Array, Array, DecodeState]:
-    """As `apart`'s, by a norm in the stack of all layers' norms."""
+    """As `add_then_norm`'s, by a norm in the stack of all layers' norms."""
     return *add_rms_norm_layer(x, array_of(added, x.shape), **options), state
 
 
-def left_unnormed(
+def defer_norm(
     x: Array, added: Any, state: DecodeState, *, weights: Array, **options: Any
-) -> tuple[Array, Unnormed, DecodeState]:
-    """As `apart`, but the product that reads the norm makes norm and sum; see `summed`."""
-    return x, Unnormed(x, added, weights, **options), state
+) -> tuple[Array, PendingNorm, DecodeState]:
+    """As `add_then_norm`, but the product that reads the norm makes norm and sum; see `summed`."""
+    return x, PendingNorm(x, added, weights, **options), state
 
 
-def summed(x: Array, normed: Array | Unnormed) -> Array:
+def summed(x: Array, normed: Array | PendingNorm) -> Array:
     """The stream x after what was added before `normed` was made."""
-    return normed.total if isinstance(normed, Unnormed) else x
+    return normed.total if isinstance(normed, PendingNorm) else x
 
 
 def sum_add_norm(
@@ -111,10 +117,10 @@ def sum_add_norm(
         total, normed, mailbox = meet(
             x.reshape(-1, features),
             part.reshape(-1, features),
-            mailbox=opened(state.caches[NAME]),
+            mailbox=symmetric_buffer(state.caches[NAME]),
             **options,
         )
-    state = state.replace(NAME, closed(mailbox))
+    state = state.replace(NAME, buffer_arrays(mailbox))
     return total.reshape(x.shape), normed.reshape(-1, *x.shape[1:]), state
 
 
@@ -146,5 +152,5 @@ def leave_in_stacks(
     """Tells the modules of the repeat before `following` where the weights of all of them lie."""
     for path, module in nnx.iter_modules(pattern):
         for name, place in getattr(module, "stacked", {}).items():
-            found = InStack(stacks[path, name], in_repeat(following), implementation)
+            found = StackedWeight(stacks[path, name], in_repeat(following), implementation)
             setattr(module, place, found)

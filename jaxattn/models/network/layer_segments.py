@@ -15,7 +15,7 @@ MOST_LAYERS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Segment[Kind]:
+class LayerSegment[Kind]:
     """`repeats` times the layers of `pattern`; `first` is the number of the first of them."""
 
     first: int
@@ -27,7 +27,7 @@ class Segment[Kind]:
         return len(self.pattern) * self.repeats
 
 
-def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[Segment[Kind], ...]:
+def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[LayerSegment[Kind], ...]:
     """The segments of a list of layer kinds, in order.
 
     Each layer of a pattern is compiled once, however often the pattern repeats. So the patterns
@@ -41,7 +41,7 @@ def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[Segment[Kind], ...]:
     names: dict[Kind, int] = {}
     numbers = tuple(names.setdefault(kind, len(names)) for kind in kinds)
     return tuple(
-        Segment(first, tuple(kinds[first : first + period]), repeats)
+        LayerSegment(first, tuple(kinds[first : first + period]), repeats)
         for first, period, repeats in _shortest(numbers)
     )
 

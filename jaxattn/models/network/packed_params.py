@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn.models.blocks import Block, Mixer, Stream
-from jaxattn.models.network.layer_segments import Segment
+from jaxattn.models.network.layer_segments import LayerSegment
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +43,7 @@ class PackedParams:
 
 
 def pack_params(
-    params: nnx.State | PackedParams, segments: Sequence[Segment[Block]], stream: Stream
+    params: nnx.State | PackedParams, segments: Sequence[LayerSegment[Block]], stream: Stream
 ) -> PackedParams:
     """Puts the vectors of the layers (norms, gates) together. Do it once, on loading.
 
@@ -72,7 +72,7 @@ def pack_params(
     return PackedParams(rest, vectors, weights, norms, beside)
 
 
-def _small(stacks: Any, segments: Sequence[Segment[Block]]) -> tuple[Any, list[list[Array]]]:
+def _small(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> tuple[Any, list[list[Array]]]:
     """What is packed of the layers, and what is left of each segment's vectors.
 
     Returns:
@@ -86,7 +86,7 @@ def _small(stacks: Any, segments: Sequence[Segment[Block]]) -> tuple[Any, list[l
     return packed, [[x[:, :0] for x in each] for each in found]
 
 
-def _without_vectors(stack: Any, segment: Segment[Block], left: Sequence[Array]) -> Any:
+def _without_vectors(stack: Any, segment: LayerSegment[Block], left: Sequence[Array]) -> Any:
     """A segment's parameters, with what is left in the place of its vectors."""
     each = iter(left)
     return jax.tree.map_with_path(
@@ -102,7 +102,7 @@ def _replace(module: Any, packed: Mapping[str, Array]) -> None:
         holder[last] = holder[last].replace(array)
 
 
-def is_vector(path: Any, leaf: Any, segment: Segment[Block]) -> bool:
+def is_vector(path: Any, leaf: Any, segment: LayerSegment[Block]) -> bool:
     """Whether a stacked parameter [repeats, n] is packed: of a block's norms, or of a mixer whose
     `pack` gives decoding what it reads. The steps read all others where they are.
     """
@@ -115,13 +115,13 @@ def is_vector(path: Any, leaf: Any, segment: Segment[Block]) -> bool:
     return part in ("norm", "mlp_norm")
 
 
-def vectors_of(stack: Any, segment: Segment[Block]) -> list[Any]:
+def vectors_of(stack: Any, segment: LayerSegment[Block]) -> list[Any]:
     """The packed parameters of a segment, in order."""
     leaves = jax.tree.leaves_with_path(stack)
     return [leaf for path, leaf in leaves if is_vector(path, leaf, segment)]
 
 
-def _mixer_weights(stacks: Any, segments: Sequence[Segment[Block]]) -> dict[str, Array]:
+def _mixer_weights(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> dict[str, Array]:
     """Those of each cache in the order of its layers, segment after segment."""
     found: dict[str, list[Array]] = {}
     for s, segment in enumerate(segments):
@@ -136,7 +136,7 @@ def _mixer_weights(stacks: Any, segments: Sequence[Segment[Block]]) -> dict[str,
     return {name: _joined(rows) for name, rows in found.items()}
 
 
-def _norms(stacks: Any, segments: Sequence[Segment[Block]]) -> Array:
+def _norms(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> Array:
     found = []
     for s, segment in enumerate(segments):
         layers = [stacks[s]["layers"][place] for place in range(len(segment.pattern))]

@@ -16,12 +16,19 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks import Block
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import in_repeat
-from jaxattn.ops.linear.norm_linear import Unsummed
-from jaxattn.parallel import Dimension, gathered, met, own_part, rank, total
+from jaxattn.ops.linear.norm_linear import ExpertOutputs
+from jaxattn.parallel import (
+    Dimension,
+    all_gather,
+    all_gather_via_all_reduce,
+    all_reduce,
+    local_shard,
+    rank,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
+class StepTokens:
     """The tokens of a step, padding included.
 
     Attributes:
@@ -35,9 +42,11 @@ class Tokens:
     shares: dict[Any, Any]
 
     @classmethod
-    def of(cls, meeting: "Meeting", valid: Array) -> Self:
+    def of(cls, meeting: "ResidualCollectives", valid: Array) -> Self:
         spec = meeting.spec
-        everyones = gathered(valid, spec.parallel, "data") if spec.parallel.experts_meet else valid
+        everyones = (
+            all_gather(valid, spec.parallel, "data") if spec.parallel.experts_meet else valid
+        )
         shares = {
             block.feed_forward: block.feed_forward.share(
                 everyones.size if meeting.meets(block) else valid.size
@@ -48,14 +57,14 @@ class Tokens:
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class ResidualCollectives:
     """The sums, gathers and shares of a decoder over its GPUs."""
 
     spec: DecoderSpec
 
     def total(self, y: Array, over: Dimension = "tensor") -> Array:
         """The sum of what the GPUs have of a layer's output."""
-        return total(y, self.spec.parallel, over, self.spec.stream.dtype)
+        return all_reduce(y, self.spec.parallel, over, self.spec.stream.dtype)
 
     def added_dtype(self, x: Array) -> DTypeLike:
         """Of what a layer adds to the stream x: as GPUs sent it, where those of all layers do."""
@@ -75,16 +84,16 @@ class Meeting:
         first = jnp.asarray(rank(parallel, "data"), jnp.int32) * len(y)
         return lax.dynamic_update_slice_in_dim(whole, y, first, axis=0)
 
-    def own_total(self, y: Array) -> Array:
+    def local_total(self, y: Array) -> Array:
         """The sum of the GPUs' parts of this GPU's tokens."""
-        return own_part(self.total(y, "all"), self.spec.parallel, "data")
+        return local_shard(self.total(y, "all"), self.spec.parallel, "data")
 
     def feed_forward(
         self,
         block: Block,
         module: Any,
         x: Any,
-        tokens: Tokens,
+        tokens: StepTokens,
         stacks: dict[str, Array],
         following: Array,
         arena: Arena | None,
@@ -98,19 +107,22 @@ class Meeting:
             stacks: the weights that it reads where they lie, of all repeats.
             following: the repeat after the layer's.
             fused: the tokens have met, and the output is one GPU's part, see `part`.
-            apart: whether the output may be an `Unsummed`.
+            apart: whether the output may be an `ExpertOutputs`.
         """
         parallel, over = self.spec.parallel, block.feed_forward.summed_over
         meets, valid = self.meets(block), tokens.valid
         if meets:
-            x, valid = x if fused else met(x, parallel, "data"), tokens.everyones
+            x, valid = (
+                x if fused else all_gather_via_all_reduce(x, parallel, "data"),
+                tokens.everyones,
+            )
         share = tokens.shares[block.feed_forward]
         y, arena = block.feed_forward.step(
             module, x, valid, stacks, in_repeat(following), arena, implementation, apart, share
         )
-        if isinstance(y, Unsummed):
+        if isinstance(y, ExpertOutputs):
             return y, arena
         if fused:
             return (y if meets else self.part(y, fused)), arena
         y = self.total(y, over)
-        return (own_part(y, parallel, "data") if meets else y), arena
+        return (local_shard(y, parallel, "data") if meets else y), arena

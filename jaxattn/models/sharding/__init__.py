@@ -8,7 +8,7 @@ Each family of layers has one file, which says both for its layers.
 
 from jaxattn.models.sharding.attention import divided_gqa as divided_gqa
 from jaxattn.models.sharding.attention import divided_mla as divided_mla
-from jaxattn.models.sharding.axis_sharding import Cut as Cut
+from jaxattn.models.sharding.axis_sharding import AxisSharding as AxisSharding
 from jaxattn.models.sharding.decoder import cuts_of as cuts_of
 from jaxattn.models.sharding.decoder import divided as divided
 from jaxattn.models.sharding.decoder import layouts as layouts

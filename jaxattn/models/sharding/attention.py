@@ -11,9 +11,9 @@ from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.gqa import GQA
 from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.sharding.axis_sharding import (
-    CannotDivide,
-    Cut,
-    Divided,
+    AxisSharding,
+    ShardedLayer,
+    ShardingError,
     divided_layer,
     divides,
     refuse,
@@ -22,29 +22,29 @@ from jaxattn.parallel import Parallel
 
 
 @divided_layer.register
-def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> Divided[MLA]:
+def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[MLA]:
     """MLA by heads; what makes the latents is whole on every GPU."""
     heads, ways = mixer.num_heads, parallel.tensor
     if heads % ways:
         raise refuse("attention heads", heads, "tensor", ways)
     queries = (heads, mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
-    by_columns = (Cut(-1, "tensor", (queries,)),)
-    by_heads = (Cut(-3, "tensor", ((heads, 1),)),)
-    return Divided(
+    by_columns = (AxisSharding(-1, "tensor", (queries,)),)
+    by_heads = (AxisSharding(-3, "tensor", ((heads, 1),)),)
+    return ShardedLayer(
         dataclasses.replace(mixer, num_heads=heads // ways, parallel=parallel),
         {
             "q_proj": by_columns,
             "q_b_proj": by_columns,
-            "g_proj": (Cut(-1, "tensor", ((heads, 1),)),),
+            "g_proj": (AxisSharding(-1, "tensor", ((heads, 1),)),),
             "w_uk": by_heads,
             "w_uv": by_heads,
-            "o_proj": (Cut(-2, "tensor", ((heads, mixer.v_head_dim),)),),
+            "o_proj": (AxisSharding(-2, "tensor", ((heads, mixer.v_head_dim),)),),
         },
     )
 
 
 @divided_layer.register
-def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
+def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[GQA]:
     """Grouped-query attention by heads."""
     heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     ways, kv_ways = parallel.tensor, parallel.size("heads")
@@ -54,12 +54,12 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
         raise refuse("key-value heads", kv_heads, "tensor / context", kv_ways)
     if parallel.context > 1 and (mixer.window is not None or mixer.sinks):
         what = "a window" if mixer.window is not None else "sinks"
-        raise CannotDivide(
+        raise ShardingError(
             f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
             "read so; use context=1"
         )
     if parallel.context > 1 and mixer.coded is not None:
-        raise CannotDivide(
+        raise ShardingError(
             f"context={parallel.context} spreads a row's pages, and those of "
             f"{mixer.coded.preset} lie on one GPU; use context=1 or another cache_format"
         )
@@ -69,14 +69,14 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
             "key-value heads of GPUs that share pages", shared, "context", parallel.context
         )
     if heads // ways % shared:
-        raise CannotDivide(
+        raise ShardingError(
             f"context={parallel.context} with tensor={ways} leaves a GPU {heads // ways} query "
             f"heads and the {shared} key-value heads of the GPUs that share its pages; use a "
             "smaller context"
         )
     queries = (heads, dim * (2 if mixer.gated else 1))
-    of_keys = (Cut(-1, "heads", ((kv_heads, dim),)),)
-    return Divided(
+    of_keys = (AxisSharding(-1, "heads", ((kv_heads, dim),)),)
+    return ShardedLayer(
         dataclasses.replace(
             mixer,
             num_heads=heads // ways,
@@ -84,11 +84,11 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> Divided[GQA]:
             parallel=parallel,
         ),
         {
-            "q_proj": (Cut(-1, "tensor", (queries,)),),
+            "q_proj": (AxisSharding(-1, "tensor", (queries,)),),
             "k_proj": of_keys,
             "v_proj": of_keys,
-            "kv_scale": (Cut(-1, "heads", ((kv_heads, 1),)),),
-            "sinks": (Cut(-1, "tensor", ((heads, 1),)),),
-            "o_proj": (Cut(-2, "tensor", ((heads, dim),)),),
+            "kv_scale": (AxisSharding(-1, "heads", ((kv_heads, 1),)),),
+            "sinks": (AxisSharding(-1, "tensor", ((heads, 1),)),),
+            "o_proj": (AxisSharding(-2, "tensor", ((heads, dim),)),),
         },
     )

@@ -23,7 +23,7 @@ from jaxattn.parallel import Dimension, Parallel
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class AxisSharding:
     """How one axis of a parameter is divided.
 
     Attributes:
@@ -55,7 +55,7 @@ class Cut:
 
 
 # Of a parameter that every GPU has all of.
-type Cuts = tuple[Cut, ...]
+type Cuts = tuple[AxisSharding, ...]
 WHOLE: Cuts = ()
 
 
@@ -100,7 +100,7 @@ def _ranges_of(x: Any, axis: int, ranges: tuple[tuple[int, int], ...]) -> Any:
     return pieces[0] if len(pieces) == 1 else numbers.concatenate(pieces, axis=axis)
 
 
-def of_fp8(cut: Cut, parts: int, name: str, scales: bool) -> Cut:
+def of_fp8(cut: AxisSharding, parts: int, name: str, scales: bool) -> AxisSharding:
     """The cut of a linear as its FP8 weight has it, [out, in], or the scales of its blocks.
 
     Args:
@@ -119,7 +119,7 @@ def of_fp8(cut: Cut, parts: int, name: str, scales: bool) -> Cut:
         each = own_heads(count, 0, parts)[1]
         whole, size = (parts, each * width) if count >= parts else (count, width)
         if size % BLOCK:
-            raise CannotDivide(
+            raise ShardingError(
                 f"{name} in FP8 over {parts} GPUs has parts of {size}, no whole blocks of {BLOCK} "
                 "that share a scale; use fewer, or dense='bfloat16' (--dense bfloat16)"
             )
@@ -128,7 +128,7 @@ def of_fp8(cut: Cut, parts: int, name: str, scales: bool) -> Cut:
 
 
 @dataclasses.dataclass(frozen=True)
-class Divided[Layer]:
+class ShardedLayer[Layer]:
     """A mixer or a feed-forward as one GPU has it.
 
     Attributes:
@@ -141,26 +141,26 @@ class Divided[Layer]:
     cuts: Mapping[str, Cuts]
 
 
-class CannotDivide(ValueError):
+class ShardingError(ValueError):
     """A model has no such layout; the message says which it has."""
 
 
-def refuse(what: str, count: int, flag: str, given: int, most: int = 64) -> CannotDivide:
+def refuse(what: str, count: int, flag: str, given: int, most: int = 64) -> ShardingError:
     """The error of heads or columns that so many GPUs cannot divide."""
     possible = ", ".join(str(n) for n in range(1, most + 1) if divides(count, n) and n <= count)
-    return CannotDivide(
+    return ShardingError(
         f"{flag}={given} does not divide the {count} {what}; possible are {possible}"
     )
 
 
 @functools.singledispatch
-def divided_layer(layer: Any, stream: Any, parallel: Parallel) -> Divided[Any]:
+def divided_layer(layer: Any, stream: Any, parallel: Parallel) -> ShardedLayer[Any]:
     """A mixer or a feed-forward as one GPU has it, and how its parameters are cut.
 
     Raises:
         CannotDivide: it has no such layout, or none is known.
     """
-    raise CannotDivide(
+    raise ShardingError(
         f"nothing says how GPUs divide a {type(layer).__name__}; register it with "
         "jaxattn.models.sharding.axis_sharding.divided_layer"
     )

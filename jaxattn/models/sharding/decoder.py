@@ -20,24 +20,24 @@ from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.packed_params import PackedParams
 from jaxattn.models.sharding.axis_sharding import (
     WHOLE,
-    CannotDivide,
-    Cut,
+    AxisSharding,
     Cuts,
+    ShardingError,
     divided_layer,
     of_fp8,
     own,
     partition_spec,
 )
 from jaxattn.models.weight_map.fp8_linears import linear_of
-from jaxattn.parallel import Group, Parallel
+from jaxattn.parallel import DeviceGroup, Parallel
 
 
 @dataclasses.dataclass(frozen=True)
-class OneOfMany(DecoderModel):
+class ShardedDecoder(DecoderModel):
     """The model that each GPU of a layout runs, with fewer heads, columns or experts.
 
     Its parameters, caches and scratch are those of one GPU. Its steps run inside `jax.shard_map`
-    over the mesh of a `Group`, and return logits of one part of the vocabulary.
+    over the mesh of a `DeviceGroup`, and return logits of one part of the vocabulary.
 
     Attributes:
         undivided: the model that the GPUs divide.
@@ -63,7 +63,7 @@ class OneOfMany(DecoderModel):
             beside=jax.tree.map(lambda _: each, packed.beside),
         )
 
-    def place_params(self, params: Any, group: Group) -> Any:
+    def place_params(self, params: Any, group: DeviceGroup) -> Any:
         placed = []
         for device in group.local_devices:
             own = self.own_params(params, group.number(device))
@@ -84,7 +84,7 @@ class OneOfMany(DecoderModel):
 
 
 def divided(model: Model, parallel: Parallel) -> Model:
-    """The model that one GPU of the layout runs, a `OneOfMany`; on one GPU, the model itself.
+    """The model that one GPU of the layout runs, a `ShardedDecoder`; on one GPU, the model itself.
 
     Raises:
         CannotDivide: the model has no such layout; the message says what it has.
@@ -92,7 +92,7 @@ def divided(model: Model, parallel: Parallel) -> Model:
     if parallel.gpus == 1:
         return model
     if not isinstance(model, DecoderModel):
-        raise CannotDivide(
+        raise ShardingError(
             f"several GPUs divide a jaxattn.models.DecoderModel; {type(model).__name__} runs on one"
         )
     spec = model.spec
@@ -100,7 +100,7 @@ def divided(model: Model, parallel: Parallel) -> Model:
     local = dataclasses.replace(
         spec, blocks=tuple(blocks[block] for block in spec.blocks), parallel=parallel
     )
-    made = OneOfMany(local, model.tokens, undivided=model)
+    made = ShardedDecoder(local, model.tokens, undivided=model)
     for key, _ in nnx.to_flat_state(model.param_shapes()):
         if key[-1] == "scale":
             made.cuts_of(key)  # refuses cuts within blocks of FP8
@@ -119,9 +119,9 @@ def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cu
     by_vocabulary = ((spec.vocab_size, 1),)
     match key:
         case ("embedding",):
-            return (Cut(-2, "tensor", by_vocabulary),) if spec.tie_embeddings else WHOLE
+            return (AxisSharding(-2, "tensor", by_vocabulary),) if spec.tie_embeddings else WHOLE
         case ("lm_head", "weight"):
-            return (Cut(-1, "tensor", by_vocabulary),)
+            return (AxisSharding(-1, "tensor", by_vocabulary),)
         case ("segments", int(number), "layers", int(place), ("mixer" | "mlp") as part, *names):
             block = spec.segments[number].pattern[place]
             layer = block.mixer if part == "mixer" else block.feed_forward
@@ -135,7 +135,7 @@ def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cu
     return WHOLE
 
 
-def _with_specs(model: OneOfMany, state: nnx.State) -> nnx.State:
+def _with_specs(model: ShardedDecoder, state: nnx.State) -> nnx.State:
     """The state with a PartitionSpec in place of each parameter."""
 
     def spec(path: Any, leaf: Any) -> Any:

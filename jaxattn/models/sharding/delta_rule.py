@@ -8,12 +8,18 @@ import dataclasses
 
 from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.delta_rule import GDN, KDA
-from jaxattn.models.sharding.axis_sharding import Cut, Divided, divided_layer, divides, refuse
+from jaxattn.models.sharding.axis_sharding import (
+    AxisSharding,
+    ShardedLayer,
+    divided_layer,
+    divides,
+    refuse,
+)
 from jaxattn.parallel import Parallel
 
 
 @divided_layer.register
-def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> Divided[GDN]:
+def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> ShardedLayer[GDN]:
     """A gated delta net by heads; the columns q | k | v | z of a GPU are again q | k | v | z."""
     ways = parallel.tensor
     if mixer.num_v_heads % ways:
@@ -23,43 +29,43 @@ def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> Divided[GDN]:
     keys = (mixer.num_k_heads, mixer.head_k_dim)
     values = (mixer.num_v_heads, mixer.head_v_dim)
     each = (mixer.num_v_heads, 1)
-    per_head = (Cut(-1, "tensor", (each,)),)
-    return Divided(
+    per_head = (AxisSharding(-1, "tensor", (each,)),)
+    return ShardedLayer(
         dataclasses.replace(
             mixer,
             num_k_heads=-(-mixer.num_k_heads // ways),
             num_v_heads=mixer.num_v_heads // ways,
         ),
         {
-            "in_proj_qkvz": (Cut(-1, "tensor", (keys, keys, values, values)),),
-            "in_proj_ba": (Cut(-1, "tensor", (each, each)),),
-            "conv1d": (Cut(-2, "tensor", (keys, keys, values)),),
+            "in_proj_qkvz": (AxisSharding(-1, "tensor", (keys, keys, values, values)),),
+            "in_proj_ba": (AxisSharding(-1, "tensor", (each, each)),),
+            "conv1d": (AxisSharding(-2, "tensor", (keys, keys, values)),),
             "A_log": per_head,
             "dt_bias": per_head,
-            "out_proj": (Cut(-2, "tensor", (values,)),),
+            "out_proj": (AxisSharding(-2, "tensor", (values,)),),
         },
     )
 
 
 @divided_layer.register
-def divided_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> Divided[KDA]:
+def divided_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> ShardedLayer[KDA]:
     """Kimi Delta Attention by heads; the narrow side of its low-rank gates is whole everywhere."""
     ways, heads = parallel.tensor, mixer.num_heads
     if heads % ways:
         raise refuse("heads", heads, "tensor", ways)
     wide, each = (heads, mixer.head_dim), (heads, 1)
-    columns = (Cut(-1, "tensor", (wide,)),)
-    return Divided(
+    columns = (AxisSharding(-1, "tensor", (wide,)),)
+    return ShardedLayer(
         dataclasses.replace(mixer, num_heads=heads // ways),
         {
-            "in_proj_qkv": (Cut(-1, "tensor", (wide, wide, wide)),),
-            "in_proj_b": (Cut(-1, "tensor", (each,)),),
-            "in_proj_fg": (Cut(-1, "tensor", (wide, wide)),),
+            "in_proj_qkv": (AxisSharding(-1, "tensor", (wide, wide, wide)),),
+            "in_proj_b": (AxisSharding(-1, "tensor", (each,)),),
+            "in_proj_fg": (AxisSharding(-1, "tensor", (wide, wide)),),
             "f_b_proj": columns,
             "g_b_proj": columns,
-            "conv1d": (Cut(-2, "tensor", (wide, wide, wide)),),
-            "A_log": (Cut(-1, "tensor", (each,)),),
+            "conv1d": (AxisSharding(-2, "tensor", (wide, wide, wide)),),
+            "A_log": (AxisSharding(-1, "tensor", (each,)),),
             "dt_bias": columns,
-            "out_proj": (Cut(-2, "tensor", (wide,)),),
+            "out_proj": (AxisSharding(-2, "tensor", (wide,)),),
         },
     )

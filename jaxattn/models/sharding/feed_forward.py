@@ -10,10 +10,10 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
 from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.feed_forward import MLP, MoE
 from jaxattn.models.sharding.axis_sharding import (
-    CannotDivide,
-    Cut,
+    AxisSharding,
     Cuts,
-    Divided,
+    ShardedLayer,
+    ShardingError,
     divided_layer,
     refuse,
 )
@@ -21,17 +21,17 @@ from jaxattn.parallel import Dimension, Parallel
 
 
 @divided_layer.register
-def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> Divided[MLP]:
+def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> ShardedLayer[MLP]:
     """A gated MLP: columns of the first two products, rows of the last."""
     size, ways = layer.intermediate_size, parallel.tensor
     if size % ways:
         raise refuse("columns of an MLP", size, "tensor", ways)
     local = dataclasses.replace(layer, intermediate_size=size // ways)
-    return Divided(local, _cuts_of_mlp(size, "tensor"))
+    return ShardedLayer(local, _cuts_of_mlp(size, "tensor"))
 
 
 @divided_layer.register
-def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> Divided[MoE]:
+def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[MoE]:
     """A mixture of experts; the router is whole on every GPU, so that all choose alike."""
     experts, size = layer.router.experts, layer.expert_size
     groups, columns = parallel.size("expert"), parallel.size("columns")
@@ -42,7 +42,7 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> Divided[MoE]:
         raise refuse("columns of an expert", size, "tensor / expert", columns)
     fp8 = layer.weight_format == "fp8"
     if fp8 and columns > 1 and size // columns % BLOCK:
-        raise CannotDivide(
+        raise ShardingError(
             f"{size} columns of an FP8 expert over {columns} GPUs are {size // columns} each, no "
             f"whole blocks of {BLOCK} that share a scale; use expert={parallel.size('experts')}, "
             "which divides no expert"
@@ -62,8 +62,8 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> Divided[MoE]:
 
     def of_experts(axis: int, columns_axis: int, runs_of_columns: tuple) -> Cuts:
         return (
-            Cut(axis, "expert", runs, whole),
-            Cut(columns_axis, "columns", runs_of_columns),
+            AxisSharding(axis, "expert", runs, whole),
+            AxisSharding(columns_axis, "columns", runs_of_columns),
         )
 
     (blocks,) = block_counts(size)
@@ -76,9 +76,9 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> Divided[MoE]:
     if layer.shared_size and not layer.always:
         of_mlp = _cuts_of_mlp(layer.shared_size, "experts")
         cuts |= {f"shared.{name}": cut for name, cut in of_mlp.items()}
-    return Divided(local, cuts)
+    return ShardedLayer(local, cuts)
 
 
 def _cuts_of_mlp(size: int, over: Dimension) -> dict[str, Cuts]:
-    columns, rows = (Cut(-1, over, ((size, 1),)),), (Cut(-2, over, ((size, 1),)),)
+    columns, rows = (AxisSharding(-1, over, ((size, 1),)),), (AxisSharding(-2, over, ((size, 1),)),)
     return {"gate_proj": columns, "up_proj": columns, "down_proj": rows}

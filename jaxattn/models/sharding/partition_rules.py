@@ -22,7 +22,7 @@ type Split = Literal["experts", "attention", "dense", "all"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class ParamRole:
     """What a parameter is.
 
     Attributes:
@@ -74,7 +74,7 @@ _SCALES = ("gate_up_scale", "down_scale")
 _SCALE = "scale"  # of a linear's FP8 weight
 
 
-def part_of(spec: DecoderSpec, key: Path) -> Part:
+def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
     """What the parameter at `key` of a decoder's state is.
 
     Raises:
@@ -82,13 +82,13 @@ def part_of(spec: DecoderSpec, key: Path) -> Part:
     """
     match key:
         case ("embedding",):
-            return Part(line="embedding", split="dense")
+            return ParamRole(line="embedding", split="dense")
         case ("lm_head", "weight"):
-            return Part(line="head", split="dense")
+            return ParamRole(line="head", split="dense")
         case ("norm", "weight"):
-            return Part(line="norms", split="all")
+            return ParamRole(line="norms", split="all")
         case ("segments", int(), "layers", int(), "norm" | "mlp_norm", "weight"):
-            return Part(line="norms", split="all", stacked=1)
+            return ParamRole(line="norms", split="all", stacked=1)
         case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):
             line = type(spec.segments[number].pattern[place].mixer).__name__
             scales = key[-1] == _SCALE
@@ -96,7 +96,9 @@ def part_of(spec: DecoderSpec, key: Path) -> Part:
             split: Split | None = "attention" if name in _BY_HEADS else None
             split = "all" if name in _WHOLE else split
             if split is not None:
-                return Part(line=line, split=split, stacked=1, published_fp8=fp8, scales=scales)
+                return ParamRole(
+                    line=line, split=split, stacked=1, published_fp8=fp8, scales=scales
+                )
         case ("segments", int(number), "layers", int(place), "mlp", *rest):
             kind = spec.segments[number].pattern[place].feed_forward
             if isinstance(kind, MoE):
@@ -111,22 +113,24 @@ def part_of(spec: DecoderSpec, key: Path) -> Part:
     )
 
 
-def _of_mlp(path: Path, line: str) -> Part | None:
+def _of_mlp(path: Path, line: str) -> ParamRole | None:
     if path[0] in _MLP:
         scales = path[-1] == _SCALE
-        return Part(line=line, split="dense", stacked=1, published_fp8=not scales, scales=scales)
+        return ParamRole(
+            line=line, split="dense", stacked=1, published_fp8=not scales, scales=scales
+        )
     return None
 
 
-def _of_experts(path: Path, always: int) -> Part | None:
+def _of_experts(path: Path, always: int) -> ParamRole | None:
     match path:
         case ("shared", *rest):
             return _of_mlp(tuple(rest), "shared experts")
         case ("router" | "correction_bias" | "shared_gate",):
-            return Part(line="router", split="all", stacked=1)
+            return ParamRole(line="router", split="all", stacked=1)
         case (str(name),) if name in (*_EXPERTS, *_SCALES):
             scales = name in _SCALES
-            return Part(
+            return ParamRole(
                 line="experts",
                 split="experts",
                 stacked=2,
@@ -137,7 +141,9 @@ def _of_experts(path: Path, always: int) -> Part | None:
     return None
 
 
-def divided(model: DecoderModel, ways: int, cache_dtype: str | None = None) -> DecoderModel:
+def with_local_heads(
+    model: DecoderModel, ways: int, cache_dtype: str | None = None
+) -> DecoderModel:
     """The model with the mixers that one of `ways` GPUs has: fewer heads, each whole.
 
     Caches and scratch of the result are those of one GPU.

@@ -29,7 +29,7 @@ type Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class EncodedTensor:
     """A tensor that a weight is stored in, or one of several.
 
     Attributes:
@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored(abc.ABC):
+class WeightEncoding(abc.ABC):
     """How a weight is stored. Equal objects decode alike."""
 
     @property
@@ -55,7 +55,7 @@ class Stored(abc.ABC):
         return 1
 
     @abc.abstractmethod
-    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         """The tensors of a weight with this name and shape.
 
         Raises:
@@ -68,42 +68,42 @@ class Stored(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Floats(Stored):
-    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
-        return (Part(name, shape, FLOATS),)
+class FloatEncoding(WeightEncoding):
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        return (EncodedTensor(name, shape, FLOATS),)
 
     def decode(self, parts: Sequence[Array]) -> Array:
         return parts[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers(Floats):
-    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
-        return (Part(name, shape, (FP8,)),)
+class Fp8NumberEncoding(FloatEncoding):
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        return (EncodedTensor(name, shape, (FP8,)),)
 
 
 @dataclasses.dataclass(frozen=True)
-class Scales(Stored):
+class ScaleEncoding(WeightEncoding):
     """Float32, or powers of two in E8M0."""
 
-    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
-        return (Part(name, shape, SCALES),)
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        return (EncodedTensor(name, shape, SCALES),)
 
     def decode(self, parts: Sequence[Array]) -> Array:
         return _scales(parts[0])
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8Blocks(Stored):
+class Fp8BlockEncoding(WeightEncoding):
     @property
     def rows_together(self) -> int:
         return BLOCK
 
-    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 2:
             raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
-        scale = Part(f"{name}_scale_inv", block_counts(*shape), SCALES, rows=BLOCK)
-        return Part(name, shape, (FP8,)), scale
+        scale = EncodedTensor(f"{name}_scale_inv", block_counts(*shape), SCALES, rows=BLOCK)
+        return EncodedTensor(name, shape, (FP8,)), scale
 
     def decode(self, parts: Sequence[Array]) -> Array:
         numbers, scales = parts
@@ -111,10 +111,10 @@ class Fp8Blocks(Stored):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4Groups(Stored):
+class Int4GroupEncoding(WeightEncoding):
     """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8."""
 
-    def parts(self, name: str, shape: Shape) -> tuple[Part, ...]:
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 2 or shape[1] % INT4_GROUP:
             raise ValueError(
                 f"{name!r} is stored in INT4, and {list(shape)} is no matrix of whole groups of "
@@ -122,9 +122,9 @@ class Int4Groups(Stored):
             )
         rows, columns = shape
         return (
-            Part(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
-            Part(f"{name}_scale", (rows, columns // INT4_GROUP), FLOATS),
-            Part(f"{name}_shape", (2,), ("int32",), rows=0),
+            EncodedTensor(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
+            EncodedTensor(f"{name}_scale", (rows, columns // INT4_GROUP), FLOATS),
+            EncodedTensor(f"{name}_shape", (2,), ("int32",), rows=0),
         )
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:

@@ -14,15 +14,15 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
 from jaxattn.models.blocks import Block
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
-from jaxattn.models.weight_map.encodings import Numbers, Scales
-from jaxattn.models.weight_map.tensor_mapping import Key, Placed
+from jaxattn.models.weight_map.encodings import Fp8NumberEncoding, ScaleEncoding
+from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 from jaxattn.models.weight_map.transforms import (
-    Below,
-    Change,
-    GroupColumns,
-    GroupRows,
-    Paired,
-    Transposed,
+    PairColumns,
+    SplitGroupColumns,
+    SplitGroupRows,
+    Transpose,
+    WeightTransform,
+    WriteRowsAt,
 )
 
 
@@ -55,7 +55,9 @@ def linear_of(spec: DecoderSpec, key: Key) -> str | None:
     return None
 
 
-def in_floats(spec: DecoderSpec, placed: Iterable[Placed], dtypes: Mapping[str, str]) -> set[str]:
+def in_floats(
+    spec: DecoderSpec, placed: Iterable[WeightMapping], dtypes: Mapping[str, str]
+) -> set[str]:
     """The FP8 linears of which a folder has a weight in floats.
 
     Args:
@@ -71,7 +73,7 @@ def in_floats(spec: DecoderSpec, placed: Iterable[Placed], dtypes: Mapping[str, 
     }
 
 
-def listed(spec: DecoderSpec, placed: Iterable[Placed], modules: Iterable[str]) -> set[str]:
+def listed(spec: DecoderSpec, placed: Iterable[WeightMapping], modules: Iterable[str]) -> set[str]:
     """The FP8 linears of which a list has a module.
 
     Args:
@@ -89,29 +91,29 @@ def listed(spec: DecoderSpec, placed: Iterable[Placed], modules: Iterable[str]) 
     return {name for name, own in found if name and any(each in own for each in wanted)}
 
 
-def kept(spec: DecoderSpec, placed: Iterable[Placed]) -> Iterator[Placed]:
+def kept(spec: DecoderSpec, placed: Iterable[WeightMapping]) -> Iterator[WeightMapping]:
     """The tensors of a checkpoint, of FP8 linears the numbers and their scales."""
     for each in placed:
         if linear_of(spec, each.key) is None:
             yield each
             continue
-        rows = Paired(_rows(each.change, 1))
-        yield dataclasses.replace(each, change=rows, stored=Numbers())
+        rows = PairColumns(_rows(each.change, 1))
+        yield dataclasses.replace(each, change=rows, stored=Fp8NumberEncoding())
         yield dataclasses.replace(
             each,
             name=f"{each.name}_scale_inv",
             shape=block_counts(*each.shape),
             key=(*each.key[:-1], "scale"),
             change=_rows(each.change, BLOCK),
-            stored=Scales(),
+            stored=ScaleEncoding(),
         )
 
 
-def _rows(change: Change, block: int) -> Change:
+def _rows(change: WeightTransform, block: int) -> WeightTransform:
     """The change of a tensor that is not transposed, whose rows are of `block` rows each."""
     match change:
-        case Transposed(first):
-            return Below(first // block)
-        case GroupColumns(group, begin, size, first):
-            return GroupRows(group // block, begin // block, size // block, first // block)
+        case Transpose(first):
+            return WriteRowsAt(first // block)
+        case SplitGroupColumns(group, begin, size, first):
+            return SplitGroupRows(group // block, begin // block, size // block, first // block)
     raise ValueError(f"no FP8 linear is made by {change}")

@@ -6,11 +6,11 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxattn.core.numerics.fp8_block_scaling import in_pairs
+from jaxattn.core.numerics.fp8_block_scaling import interleave_columns
 
 
 @dataclasses.dataclass(frozen=True)
-class Change(abc.ABC):
+class WeightTransform(abc.ABC):
     """What is done to a tensor's rows.
 
     Attributes:
@@ -18,7 +18,7 @@ class Change(abc.ABC):
     """
 
     @property
-    def anywhere(self) -> "Change":
+    def anywhere(self) -> "WeightTransform":
         return self
 
     @property
@@ -36,7 +36,7 @@ class Change(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class AsItIs(Change):
+class Identity(WeightTransform):
     def block(self, rows: Array) -> Array:
         return rows
 
@@ -45,14 +45,14 @@ class AsItIs(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class Below(Change):
+class WriteRowsAt(WeightTransform):
     """As it is, below the first `first` rows of the parameter."""
 
     first: int
 
     @property
-    def anywhere(self) -> Change:
-        return AsItIs()
+    def anywhere(self) -> WeightTransform:
+        return Identity()
 
     def block(self, rows: Array) -> Array:
         return rows
@@ -62,14 +62,14 @@ class Below(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class Nth(Change):
+class WriteIndex(WeightTransform):
     """As it is, number `number` along an axis that the parameter has before the tensor's."""
 
     number: int
 
     @property
-    def anywhere(self) -> Change:
-        return Nth(0)
+    def anywhere(self) -> WeightTransform:
+        return WriteIndex(0)
 
     def block(self, rows: Array) -> Array:
         return rows[None]
@@ -79,7 +79,7 @@ class Nth(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertRows(Change):
+class SplitExpertRows(WeightTransform):
     """Of a matrix as wide as several experts, `width` rows for each: experts `first` and on, and
     in each of them the place `within`."""
 
@@ -88,8 +88,8 @@ class ExpertRows(Change):
     within: tuple[int, ...]
 
     @property
-    def anywhere(self) -> Change:
-        return ExpertRows(self.width, 0, (0,) * len(self.within))
+    def anywhere(self) -> WeightTransform:
+        return SplitExpertRows(self.width, 0, (0,) * len(self.within))
 
     @property
     def rows_together(self) -> int:
@@ -104,7 +104,7 @@ class ExpertRows(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpertColumns(Change):
+class SplitExpertColumns(WeightTransform):
     """Of a matrix as wide as several experts, `width` columns for each: experts `first` and on."""
 
     width: int
@@ -118,14 +118,14 @@ class ExpertColumns(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class Transposed(Change):
+class Transpose(WeightTransform):
     """[out, in] becomes [in, out], of a wider parameter the columns from `first` on."""
 
     first: int = 0
 
     @property
-    def anywhere(self) -> Change:
-        return Transposed()
+    def anywhere(self) -> WeightTransform:
+        return Transpose()
 
     def block(self, rows: Array) -> Array:
         return rows.T
@@ -135,7 +135,7 @@ class Transposed(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupRows(Change):
+class SplitGroupRows(WeightTransform):
     """Of each group of `group` rows the `size` rows from `begin` on. Those of all groups become the
     rows from `first` on."""
 
@@ -145,7 +145,7 @@ class GroupRows(Change):
     first: int
 
     @property
-    def anywhere(self) -> Change:
+    def anywhere(self) -> WeightTransform:
         return dataclasses.replace(self, first=0)
 
     @property
@@ -161,8 +161,8 @@ class GroupRows(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupColumns(GroupRows):
-    """The rows of `GroupRows`, transposed: they become the columns from `first` on."""
+class SplitGroupColumns(SplitGroupRows):
+    """The rows of `SplitGroupRows`, transposed: they become the columns from `first` on."""
 
     def block(self, rows: Array) -> Array:
         return super().block(rows).T
@@ -172,28 +172,28 @@ class GroupColumns(GroupRows):
 
 
 @dataclasses.dataclass(frozen=True)
-class Paired(Change):
+class PairColumns(WeightTransform):
     """Another change of FP8 numbers, whose columns are then put in pairs."""
 
-    of: Change
+    of: WeightTransform
 
     @property
-    def anywhere(self) -> Change:
-        return Paired(self.of.anywhere)
+    def anywhere(self) -> WeightTransform:
+        return PairColumns(self.of.anywhere)
 
     @property
     def rows_together(self) -> int:
         return self.of.rows_together
 
     def block(self, rows: Array) -> Array:
-        return in_pairs(self.of.block(rows))
+        return interleave_columns(self.of.block(rows))
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         return self.of.start(row, dims)
 
 
 @dataclasses.dataclass(frozen=True)
-class OnePlus(Change):
+class AddOne(WeightTransform):
     """1 + w, added in float32."""
 
     def block(self, rows: Array) -> Array:
@@ -204,14 +204,14 @@ class OnePlus(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class Taps(Change):
+class SqueezeConvTaps(WeightTransform):
     """[channels, 1, taps] becomes [channels, taps], below the parameter's first `first` rows."""
 
     first: int = 0
 
     @property
-    def anywhere(self) -> Change:
-        return Taps()
+    def anywhere(self) -> WeightTransform:
+        return SqueezeConvTaps()
 
     def block(self, rows: Array) -> Array:
         return rows[:, 0]
@@ -221,7 +221,7 @@ class Taps(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class Flat(Change):
+class Flatten(WeightTransform):
     """A tensor with one leading row becomes a vector."""
 
     def block(self, rows: Array) -> Array:
@@ -232,7 +232,7 @@ class Flat(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadKeys(Change):
+class SplitKeyHeads(WeightTransform):
     """Of `kv_b_proj` [H * (U + V), R] the keys, [H, U, R]."""
 
     keys: int
@@ -250,7 +250,7 @@ class HeadKeys(Change):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadValues(HeadKeys):
+class SplitValueHeads(SplitKeyHeads):
     """Of `kv_b_proj` [H * (U + V), R] the values, [H, R, V]."""
 
     def block(self, rows: Array) -> Array:

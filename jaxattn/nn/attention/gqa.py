@@ -18,21 +18,21 @@ from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
-from jaxattn.core.stacked_layer import LayerOf
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
-from jaxattn.nn.attention.paged_attention import Paged
+from jaxattn.nn.attention.paged_attention import PagedAttention
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
 from jaxattn.nn.fp8_linear import new_linear
 from jaxattn.nn.linear import linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gqa.cache import check_cache
-from jaxattn.ops.linear.norm_linear import Unnormed
-from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.ops.linear.norm_linear import PendingNorm
+from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 from jaxattn.parallel.context_parallel import own_of_shared, prefix_of, written_places
 
 
-class GroupedQueryAttention(Paged):
+class GroupedQueryAttention(PagedAttention):
     """The causal self-attention of Qwen3, Qwen3-Next, Llama and gpt-oss, without its pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -141,7 +141,7 @@ class GroupedQueryAttention(Paged):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | LayerOf | None = None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
@@ -209,17 +209,17 @@ class GroupedQueryAttention(Paged):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"] | Unnormed,
+        x: Float[Array, "B S hidden"] | PendingNorm,
         kv_cache: Float[Array, "..."],
         *,
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"] | None = None,
-        layer: int | Int[Array, ""] | LayerOf | None = None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
-        spread: Spread | None = None,
+        spread: ContextParallelPages | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
@@ -331,7 +331,7 @@ class GroupedQueryAttention(Paged):
         return {"window": self.window, "sinks": self.sinks[...] if self.has_sinks else None}
 
     def _check_cache(
-        self, arguments: Arguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+        self, arguments: OpArguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
     ) -> None:
         sizes = {"Hk": self.num_kv_heads, "D": self.head_dim}
         arguments.sizes |= {name: (size, "this module") for name, size in sizes.items()}
@@ -353,7 +353,7 @@ class GroupedQueryAttention(Paged):
             q, k = self._rotated(q, positions), self._rotated(k, positions)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
-    def _projected(self, x: Array | Unnormed) -> tuple[Array, Array, Array]:
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, Array, Array]:
         """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
         with jax.named_scope("gqa_qkv_proj"):
             q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)

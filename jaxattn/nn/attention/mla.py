@@ -20,18 +20,18 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope, softmax_scale
 from jaxattn.core.validation.array_checks import FLOATS, check_sizes
-from jaxattn.nn.attention.paged_attention import Paged
+from jaxattn.nn.attention.paged_attention import PagedAttention
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
 from jaxattn.nn.fp8_linear import new_linear
-from jaxattn.nn.linear import InStack, linears, matmul, normal
+from jaxattn.nn.linear import StackedWeight, linears, matmul, normal
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
+from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
-from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 from jaxattn.parallel.context_parallel import prefix_of, written_places
 
 
-class MultiHeadLatentAttention(Paged):
+class MultiHeadLatentAttention(PagedAttention):
     """MLA with RoPE; the causal self-attention of a DeepSeek-V2/V3 layer, without its pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -98,8 +98,8 @@ class MultiHeadLatentAttention(Paged):
         self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
         self.q_lora_rank = q_lora_rank
         self.dtype = jnp.dtype(dtype)
-        self.w_uk_in_stack: InStack | None = None
-        self.w_uv_in_stack: InStack | None = None
+        self.w_uk_in_stack: StackedWeight | None = None
+        self.w_uv_in_stack: StackedWeight | None = None
         qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.scale = softmax_scale(qk_head_dim, self.rope)
 
@@ -212,7 +212,7 @@ class MultiHeadLatentAttention(Paged):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"] | Unnormed,
+        x: Float[Array, "B S hidden"] | PendingNorm,
         kv_cache: Float[Array, "..."],
         *,
         block_tables: Int[Array, "B M"],
@@ -223,7 +223,7 @@ class MultiHeadLatentAttention(Paged):
         schedule: mla.Schedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
-        spread: Spread | None = None,
+        spread: ContextParallelPages | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
@@ -323,7 +323,9 @@ class MultiHeadLatentAttention(Paged):
         y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, rest[0] if rest else None, *sent
 
-    def _latent_queries(self, x: Array | Unnormed, given: Array, rotation: Rotation) -> list[Array]:
+    def _latent_queries(
+        self, x: Array | PendingNorm, given: Array, rotation: Rotation
+    ) -> list[Array]:
         """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
         array of both where a kernel makes it.
 
@@ -339,7 +341,7 @@ class MultiHeadLatentAttention(Paged):
     def _absorbed(
         self,
         x: Array,
-        place: InStack | None,
+        place: StackedWeight | None,
         turned: tuple[Rotation, RopeConfig] | None = None,
     ) -> Array | None:
         """A product of each head out of the stack of all layers, where a kernel has it."""
@@ -366,7 +368,7 @@ class MultiHeadLatentAttention(Paged):
         """
         return self._turned(self._heads(x, given), positions)
 
-    def _heads(self, x: Array | Unnormed, given: Array | None) -> Array:
+    def _heads(self, x: Array | PendingNorm, given: Array | None) -> Array:
         """The heads' queries before rotation, [B, T, H, nope + P]."""
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
@@ -394,7 +396,7 @@ class MultiHeadLatentAttention(Paged):
 
     def _output(
         self,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         out: Array,
         kv_cache: Array,
         block_tables: Any,
@@ -406,7 +408,7 @@ class MultiHeadLatentAttention(Paged):
         most = block_tables.shape[1] * kv_cache.shape[-2]
         return nan_beyond_table(y, seq_lens, most, query_lens)
 
-    def _project_out(self, x: Array | Unnormed, out: Array) -> Array:
+    def _project_out(self, x: Array | PendingNorm, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):
             if self.g_proj is not None:
                 # A select: whatever a padding token's gate is, its output stays 0.

@@ -7,11 +7,11 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
-from jaxattn.core.validation.arguments import Arguments
-from jaxattn.core.validation.array_checks import as_given
+from jaxattn.core.validation.arguments import OpArguments
+from jaxattn.core.validation.array_checks import keep_concrete
 
 
-class Paged(nnx.Module):
+class PagedAttention(nnx.Module):
     """Attention with RoPE whose tokens' keys and values lie in pages.
 
     Attributes:
@@ -26,24 +26,24 @@ class Paged(nnx.Module):
     ) -> Rotation:
         """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
         layers of a model share them."""
-        arguments = Arguments(f"{type(self).__name__}.decode_rotation")
+        arguments = OpArguments(f"{type(self).__name__}.decode_rotation")
         seq_lens = arguments.integers("seq_lens", seq_lens, "B")[1]
         if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
         positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
 
-    def _check_tokens(self, op: str, x: Any, axes: str) -> Arguments:
+    def _check_tokens(self, op: str, x: Any, axes: str) -> OpArguments:
         """The checks of a call's further arguments, after that of `x`."""
         name, shape = self.reads
         hidden = getattr(self, name).in_features
-        arguments = Arguments(op, {"hidden": (hidden, f"{name} {shape}")})
+        arguments = OpArguments(op, {"hidden": (hidden, f"{name} {shape}")})
         arguments.check_shape("x", x, axes)
         return arguments
 
     def _as_given(
         self,
-        arguments: Arguments,
+        arguments: OpArguments,
         x: Any,
         block_tables: Any,
         seq_lens: Any,
@@ -56,5 +56,5 @@ class Paged(nnx.Module):
         `jax.numpy` arrays is not, under jit."""
         if query_lens is not None or not optional:
             arguments.check_query_lens(query_lens, "x", x)
-            query_lens = as_given(query_lens)
-        return as_given(block_tables), as_given(seq_lens), query_lens
+            query_lens = keep_concrete(query_lens)
+        return keep_concrete(block_tables), keep_concrete(seq_lens), query_lens

@@ -9,12 +9,12 @@ from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import Rotation
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn.attention.gqa import GroupedQueryAttention
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.turboquant.cache import check_turbo_cache
-from jaxattn.parallel import ALONE, Parallel, Spread
+from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 
 
 class TurboQuantAttention(GroupedQueryAttention):
@@ -43,7 +43,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | LayerOf | None = None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
@@ -65,17 +65,17 @@ class TurboQuantAttention(GroupedQueryAttention):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"] | Unnormed,
+        x: Float[Array, "B S hidden"] | PendingNorm,
         kv_cache: UInt8[Array, "..."],
         *,
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"] | None = None,
-        layer: int | Int[Array, ""] | LayerOf | None = None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
-        spread: Spread | None = None,
+        spread: ContextParallelPages | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
@@ -95,7 +95,7 @@ class TurboQuantAttention(GroupedQueryAttention):
     def _paged(
         self,
         op: str,
-        x: Array | Unnormed,
+        x: Array | PendingNorm,
         kv_cache: Array,
         block_tables: Any,
         seq_lens: Any,

@@ -15,13 +15,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.cache.slots import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import number_to_check
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.stacked_layer import checkable_layer
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_array,
     check_features,
     check_integers,
+    keep_concrete,
 )
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
@@ -29,7 +29,7 @@ from jaxattn.ops.gdn.causal_conv1d import causal_conv1d
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 
 
-class Projected(NamedTuple):
+class DeltaProjections(NamedTuple):
     """What a layer makes of its input. Dc are the channels of its convolution."""
 
     mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution, in the compute dtype
@@ -60,14 +60,14 @@ class DeltaLayer(nnx.Module):
         """What a slot of either pool holds, `conv_shape` and `state_shape`."""
 
     @abc.abstractmethod
-    def _project(self, x: Float[Array, "B T hidden"]) -> Projected: ...
+    def _project(self, x: Float[Array, "B T hidden"]) -> DeltaProjections: ...
 
     @abc.abstractmethod
     def _split_heads(self, mixed: Float[Array, "B T Dc"]) -> tuple[Array, Array, Array]:
         """q and k [B, T, Hk, Dk], v [B, T, Hv, Dv]."""
 
     @abc.abstractmethod
-    def _gates(self, made: Projected) -> tuple[Array, Array]:
+    def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         """The log decays and beta, float32."""
 
     def prefill(
@@ -136,17 +136,17 @@ class DeltaLayer(nnx.Module):
 
     def _check_chunk(
         self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, lens: tuple[Any, Any], layer: Any
-    ) -> "Chunk":
+    ) -> "DeltaChunk":
         """The chunk of x; `pools` are those of inputs and states, `lens` seq_lens and query_lens.
 
         Raises:
             TypeError, ValueError: they do not fit; the argument is named.
         """
         self._check_tokens(op, x)
-        slots, seq_lens, query_lens = map(as_given, (slots, *lens))
+        slots, seq_lens, query_lens = map(keep_concrete, (slots, *lens))
         check_pools(op, x, *pools, slots, layer, **self._of_slot)
         check_lengths(op, x, slots, seq_lens, query_lens)
-        return Chunk.of(x.shape[1], slots, seq_lens, query_lens, layer)
+        return DeltaChunk.of(x.shape[1], slots, seq_lens, query_lens, layer)
 
     def _check_decode(self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, layer: Any) -> Any:
         """The slots of x's rows.
@@ -157,17 +157,17 @@ class DeltaLayer(nnx.Module):
         self._check_tokens(op, x)
         if x.shape[1] == 0:
             raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
-        slots = as_given(slots)
+        slots = keep_concrete(slots)
         check_pools(op, x, *pools, slots, layer, **self._of_slot)
         return slots
 
 
-def new_taps(rngs: nnx.Rngs, channels: int, width: int, dtype: DTypeLike) -> nnx.Param:
+def init_conv_taps(rngs: nnx.Rngs, channels: int, width: int, dtype: DTypeLike) -> nnx.Param:
     """Of a convolution over so many tokens."""
     return nnx.Param(normal(rngs, (channels, width), width**-0.5, dtype))
 
 
-def new_rates(rngs: nnx.Rngs, num_heads: int) -> nnx.Param:
+def init_decay_rates(rngs: nnx.Rngs, num_heads: int) -> nnx.Param:
     """A_log of the paper's decay rates: uniform in (0, 16). The lower end is kept off 0, whose
     logarithm is -inf."""
     rates = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=1e-3, maxval=16.0)
@@ -175,7 +175,7 @@ def new_rates(rngs: nnx.Rngs, num_heads: int) -> nnx.Param:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
+class DeltaChunk:
     """A chunk of each row's prompt, left-aligned.
 
     Attributes:
@@ -242,7 +242,7 @@ def check_pools(
         check_array(op, name, pool)
         if not jnp.issubdtype(pool.dtype, jnp.floating):
             raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
-        check_pool(op, name, pool, slots, number_to_check(layer), shape, x.shape[0])
+        check_pool(op, name, pool, slots, checkable_layer(layer), shape, x.shape[0])
     if conv_state.shape[:-2] != ssm_state.shape[:-3]:
         raise ValueError(
             f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "
@@ -266,7 +266,7 @@ def check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any)
         new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
     described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
     but = f"x {tuple(x.shape)} has {tokens} tokens per row"
-    Arguments(op).check_most(described, new, tokens, but)
+    OpArguments(op).check_most(described, new, tokens, but)
     if traced[1]:
         return
     ends = np.asarray(seq_lens)

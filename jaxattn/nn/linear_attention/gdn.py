@@ -13,16 +13,21 @@ from jaxattn import gdn
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_sizes
-from jaxattn.nn.fp8_linear import Beside, new_linear, with_beside
+from jaxattn.nn.fp8_linear import ExtraFp8Weights, linears_with_extra, new_linear
 from jaxattn.nn.linear import linears
-from jaxattn.nn.linear_attention.delta_rule import DeltaLayer, Projected, new_rates, new_taps
+from jaxattn.nn.linear_attention.delta_rule import (
+    DeltaLayer,
+    DeltaProjections,
+    init_conv_taps,
+    init_decay_rates,
+)
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn import causal_conv1d
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.linear.norm_linear import PendingNorm
 
 
 class GatedDeltaNet(DeltaLayer):
@@ -88,15 +93,15 @@ class GatedDeltaNet(DeltaLayer):
         self.conv_width = conv_width
         self.dtype = jnp.dtype(dtype)
         # in_proj_ba in two parts, where a decode step has them.
-        self.gates_in_stack: Beside | None = None
+        self.gates_in_stack: ExtraFp8Weights | None = None
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         value_dim = num_v_heads * head_v_dim
         width = self.conv_dim + value_dim
         self.in_proj_qkvz = linear("in_proj_qkvz", hidden_size, width, out_dtype=dtype)
         self.in_proj_ba = linear("in_proj_ba", hidden_size, 2 * num_v_heads)
-        self.conv1d = new_taps(rngs, self.conv_dim, conv_width, param_dtype)
-        self.A_log = new_rates(rngs, num_v_heads)
+        self.conv1d = init_conv_taps(rngs, self.conv_dim, conv_width, param_dtype)
+        self.A_log = init_decay_rates(rngs, num_v_heads)
         self.dt_bias = nnx.Param(jnp.ones((num_v_heads,), jnp.float32))
         self.norm = RMSNorm(head_v_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear("out_proj", value_dim, hidden_size, init_scale=out_init_scale)
@@ -114,13 +119,13 @@ class GatedDeltaNet(DeltaLayer):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"] | Unnormed,
+        x: Float[Array, "B S hidden"] | PendingNorm,
         conv_state: Float[Array, "..."],
         ssm_state: Float[Array, "..."],
         *,
         state_indices: Int[Array, "B"],
         write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | LayerOf | None = None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
         weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -144,7 +149,7 @@ class GatedDeltaNet(DeltaLayer):
         pools = conv_state, ssm_state
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
-            both = with_beside(x, self.in_proj_qkvz, self.gates_in_stack)
+            both = linears_with_extra(x, self.in_proj_qkvz, self.gates_in_stack)
             qkvz, ba = both or linears(x, self.in_proj_qkvz, self.in_proj_ba)
         y, conv_state, ssm_state, *rest = gated_delta_net_decode(
             qkvz,
@@ -169,13 +174,13 @@ class GatedDeltaNet(DeltaLayer):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _project(self, x: Array) -> Projected:
+    def _project(self, x: Array) -> DeltaProjections:
         with jax.named_scope("gdn_in_proj"):
             b, a = jnp.split(self.in_proj_ba(x)[..., : 2 * self.num_v_heads], 2, axis=-1)
             qkvz = self.in_proj_qkvz(x).astype(self.dtype)
-            return Projected(qkvz[..., : self.conv_dim], a, b, qkvz)
+            return DeltaProjections(qkvz[..., : self.conv_dim], a, b, qkvz)
 
-    def _gates(self, made: Projected) -> tuple[Array, Array]:
+    def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         return gdn.gdn_gates(made.decays, made.beta, self.A_log[...], self.dt_bias[...])
 
     def _split_heads(self, mixed: Array) -> tuple[Array, Array, Array]:

@@ -12,12 +12,17 @@ from jaxattn import kda
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.linear import Linear, linears
-from jaxattn.nn.linear_attention.delta_rule import DeltaLayer, Projected, new_rates, new_taps
+from jaxattn.nn.linear_attention.delta_rule import (
+    DeltaLayer,
+    DeltaProjections,
+    init_conv_taps,
+    init_decay_rates,
+)
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.ops.linear.norm_linear import PendingNorm
 
 
 class KimiDeltaAttention(DeltaLayer):
@@ -86,8 +91,8 @@ class KimiDeltaAttention(DeltaLayer):
             self.in_proj_fg_a = linear(hidden_size, 2 * gate_rank, out_dtype=dtype)
             self.f_b_proj = linear(gate_rank, width)
             self.g_b_proj = linear(gate_rank, width, out_dtype=dtype)
-        self.conv1d = new_taps(rngs, self.conv_dim, conv_width, param_dtype)
-        self.A_log = new_rates(rngs, num_heads)
+        self.conv1d = init_conv_taps(rngs, self.conv_dim, conv_width, param_dtype)
+        self.A_log = init_decay_rates(rngs, num_heads)
         self.dt_bias = nnx.Param(jnp.ones((width,), jnp.float32))
         self.norm = RMSNorm(head_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear(width, hidden_size, init_scale=out_init_scale)
@@ -105,13 +110,13 @@ class KimiDeltaAttention(DeltaLayer):
 
     def decode(
         self,
-        x: Float[Array, "B S hidden"] | Unnormed,
+        x: Float[Array, "B S hidden"] | PendingNorm,
         conv_state: Float[Array, "..."],
         ssm_state: Float[Array, "..."],
         *,
         state_indices: Int[Array, "B"],
         write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | LayerOf | None = None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
         weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -157,7 +162,7 @@ class KimiDeltaAttention(DeltaLayer):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _project(self, x: Array | Unnormed) -> Projected:
+    def _project(self, x: Array | PendingNorm) -> DeltaProjections:
         with jax.named_scope("kda_in_proj"):
             of_gates = self.in_proj_fg if self.gate_rank is None else self.in_proj_fg_a
             qkv, fg, b = linears(x, self.in_proj_qkv, of_gates, self.in_proj_b)
@@ -165,9 +170,9 @@ class KimiDeltaAttention(DeltaLayer):
                 f, gate = jnp.split(fg, 2, axis=-1)
             else:
                 f, gate = linears(fg, self.f_b_proj, self.g_b_proj, split=True)
-            return Projected(qkv.astype(self.dtype), f, b, gate.astype(self.dtype))
+            return DeltaProjections(qkv.astype(self.dtype), f, b, gate.astype(self.dtype))
 
-    def _gates(self, made: Projected) -> tuple[Array, Array]:
+    def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         beta = made.beta[..., : self.num_heads]  # zeros of packed parameters may follow
         return kda.kda_gates(
             made.decays.reshape(*beta.shape, self.head_dim),

@@ -17,11 +17,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_layer, finite
 from jaxattn.kernels.collectives.all_reduce_norm import Meeting, all_reduce_norm_mosaic
 
@@ -30,14 +30,14 @@ def all_reduce_norm_layer(
     x: Float[Array, "T F"],
     part: Float[Array, "T F"],
     weights: Float[Array, "L F"],
-    mailbox: Mailbox,
+    mailbox: SymmetricBuffer,
     *,
     axes: Sequence[str],
-    layer: int | Int[Array, ""] | LayerOf,
+    layer: int | Int[Array, ""] | StackedLayer,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Mailbox]:
+) -> tuple[Float[Array, "T F"], Float[Array, "T F"], SymmetricBuffer]:
     """(x + the sum of all GPUs' `part`, float32; its RMS norm by `weights[layer]`; the mailbox).
 
     Parts are sent in bfloat16. The kernel adds them in float32, in the order of the GPUs; XLA's
@@ -65,14 +65,14 @@ def norm_gather_layer(
     x: Float[Array, "T F"],
     added: Float[Array, "T F"],
     weights: Float[Array, "L F"],
-    mailbox: Mailbox,
+    mailbox: SymmetricBuffer,
     *,
     axes: Sequence[str],
-    layer: int | Int[Array, ""] | LayerOf,
+    layer: int | Int[Array, ""] | StackedLayer,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "T F"], Float[Array, "NT F"], Mailbox]:
+) -> tuple[Float[Array, "T F"], Float[Array, "NT F"], SymmetricBuffer]:
     """(x + added, float32; the RMS norms of all tokens, one GPU's after another; the mailbox).
 
     Each of N GPUs has T tokens of its own. Norms are sent in bfloat16.
@@ -89,14 +89,14 @@ def own_sum_norm_layer(
     x: Float[Array, "T F"],
     part: Float[Array, "NT F"],
     weights: Float[Array, "L F"],
-    mailbox: Mailbox,
+    mailbox: SymmetricBuffer,
     *,
     axes: Sequence[str],
-    layer: int | Int[Array, ""] | LayerOf,
+    layer: int | Int[Array, ""] | StackedLayer,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "T F"], Float[Array, "T F"], Mailbox]:
+) -> tuple[Float[Array, "T F"], Float[Array, "T F"], SymmetricBuffer]:
     """(x + the sum of all GPUs' parts of its tokens; its RMS norm; the mailbox).
 
     Each of N GPUs has T tokens of its own, and a part of what is added to the tokens of all.
@@ -114,19 +114,19 @@ def _met(
     x: Array,
     part: Array,
     weights: Array,
-    mailbox: Mailbox,
+    mailbox: SymmetricBuffer,
     axes: Sequence[str],
-    layer: int | Array | LayerOf,
+    layer: int | Array | StackedLayer,
     eps: float,
     dtype: DTypeLike | None,
     implementation: Implementation | None,
-) -> tuple[Array, Array, Mailbox]:
+) -> tuple[Array, Array, SymmetricBuffer]:
     op = {
         "sum": "all_reduce_norm_layer",
         "norm": "norm_gather_layer",
         "own": "own_sum_norm_layer",
     }[meeting]
-    arguments, names = Arguments(op), tuple(axes)
+    arguments, names = OpArguments(op), tuple(axes)
     gpus = lax.axis_size(names)
     x = arguments.check("x", x, "T F", ("float32",))
     part = arguments.check("part", part, "NT F" if meeting == "own" else "T F", FLOATS)
@@ -144,18 +144,18 @@ def _met(
             f"{tuple(x.shape)} on {gpus} GPUs needs one of its own size"
         )
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    first, affine, number = taken_apart(layer)
+    first, affine, number = split_layer_index(layer)
     check_layer(op, "weights", weights.shape, number)
 
-    def mosaic(interpret: bool) -> tuple[Array, Array, Mailbox]:
+    def mosaic(interpret: bool) -> tuple[Array, Array, SymmetricBuffer]:
         total, normed, *kept = all_reduce_norm_mosaic(
             x, part, weights, mailbox.inbox, mailbox.counts, mailbox.addresses,
             axes=names, layer=first, affine=affine, eps=eps, dtype=out_dtype, meeting=meeting,
             interpret=interpret,
         )  # fmt: skip
-        return total, normed, Mailbox(kept[0], kept[1], mailbox.addresses)
+        return total, normed, SymmetricBuffer(kept[0], kept[1], mailbox.addresses)
 
-    def xla() -> tuple[Array, Array, Mailbox]:
+    def xla() -> tuple[Array, Array, SymmetricBuffer]:
         sent = part.astype(jnp.bfloat16)
         match meeting:
             case "sum":

@@ -11,20 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.kernels.collectives.peer_exchange import peer_exchange_mosaic
 
 
 def peer_exchange(
     part: Float[Array, "T M P F"],
-    mailbox: Mailbox,
+    mailbox: SymmetricBuffer,
     *,
     axes: Sequence[str],
     room: int = 0,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "T N_room P F"], Mailbox]:
+) -> tuple[Float[Array, "T N_room P F"], SymmetricBuffer]:
     """(what each of N GPUs sent here, the mailbox). Nothing is computed: bits stay as they are.
 
     Args:
@@ -43,7 +43,7 @@ def peer_exchange(
     """
     op, names = "peer_exchange", tuple(axes)
     gpus = lax.axis_size(names)
-    part = Arguments(op).check("part", part, "T M P F", ("bfloat16", "float16"))
+    part = OpArguments(op).check("part", part, "T M P F", ("bfloat16", "float16"))
     rows, of_each, pieces, features = part.shape
     if of_each not in (1, gpus):
         raise ValueError(f"{op}: part {part.shape} must have M = 1 or {gpus}, the number of GPUs")
@@ -54,16 +54,16 @@ def peer_exchange(
             f"{part.shape} on {gpus} GPUs needs {gpus}, {rows * pieces} and {features}"
         )
 
-    def mosaic(interpret: bool) -> tuple[Array, Mailbox]:
+    def mosaic(interpret: bool) -> tuple[Array, SymmetricBuffer]:
         bits = lax.bitcast_convert_type(part, jnp.bfloat16)
         met, inbox, counts = peer_exchange_mosaic(
             bits, mailbox.inbox, mailbox.counts, mailbox.addresses,
             axes=names, room=room, interpret=interpret,
         )  # fmt: skip
         met = lax.bitcast_convert_type(met, part.dtype)
-        return met, Mailbox(inbox, counts, mailbox.addresses)
+        return met, SymmetricBuffer(inbox, counts, mailbox.addresses)
 
-    def xla() -> tuple[Array, Mailbox]:
+    def xla() -> tuple[Array, SymmetricBuffer]:
         bits = lax.bitcast_convert_type(part, jnp.uint16)
         if of_each == 1:
             met = lax.all_gather(bits[:, 0], names, axis=1)

@@ -21,7 +21,7 @@ from jaxattn.core.cache.slots import (
     state_write,
     write_slots,
 )
-from jaxattn.core.validation.array_checks import as_given, floats, maybe_floats
+from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 
 
@@ -69,7 +69,7 @@ def causal_conv1d(
     _check_conv(op, x, weight, bias, activation)
     batch, length, channels = x.shape
     width = weight.shape[1]
-    cu_seqlens = as_given(cu_seqlens)
+    cu_seqlens = keep_concrete(cu_seqlens)
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, batch, length)
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -125,7 +125,7 @@ def causal_conv1d_update(
     bias = maybe_floats(op, "bias", bias)
     _check_conv(op, x, weight, bias, activation)
     slot_shape = (weight.shape[1] - 1, x.shape[2])
-    reads, writes = as_given(state_indices), as_given(write_indices)
+    reads, writes = keep_concrete(state_indices), keep_concrete(write_indices)
     check_pool(op, "conv_state", conv_state, reads, layer, slot_shape, x.shape[0])
     writes = write_slots(op, conv_state, reads, writes, layer, x.shape[1])
     state_indices, writes = jnp.asarray(reads), jnp.asarray(writes)

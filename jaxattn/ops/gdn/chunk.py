@@ -8,16 +8,16 @@ from jaxattn.core.cache.slots import (
 )
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_integer,
     floats,
+    keep_concrete,
     maybe_floats,
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
-from jaxattn.ops.gdn.delta_rule import GATED, Rule
+from jaxattn.ops.gdn.delta_rule import GATED, DeltaRule
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
 
 
@@ -103,7 +103,7 @@ def chunk_gated_delta_rule(
 
 def chunk_rule(
     op: str,
-    rule: Rule,
+    rule: DeltaRule,
     q: Array,
     k: Array,
     v: Array,
@@ -122,7 +122,7 @@ def chunk_rule(
     """`chunk_gated_delta_rule` of either rule; `op` is the public name, for messages."""
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
     initial_state = maybe_floats(op, "initial_state", initial_state)
-    ends = as_given(cu_seqlens)
+    ends = keep_concrete(cu_seqlens)
     check_sequence(op, q, k, v, g, beta, initial_state, ends, channels=rule.channels)
     cu_seqlens = as_offsets(ends)
     check_chunks(op, chunk_size, split_tokens)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.slots import checkpoint_slots, state_write
 from jaxattn.core.numerics.matmul import matmul, summed
-from jaxattn.core.validation.shard_map_axes import vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes
 from jaxattn.ops.gdn.triangular_inverse import unit_lower_inverse
 
 # exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
@@ -43,7 +43,7 @@ UNROLLED_CHUNKS = 16
 UNROLL = 4
 
 
-class Operands(NamedTuple):
+class ChunkOperands(NamedTuple):
     """What the state meets in the scan, by chunk, and the scores for the output behind it.
 
     A state takes `decay S + (to_end * U)^T k_written`, and gives `from_start * (k_read S^T)` to U.
@@ -62,10 +62,10 @@ class Operands(NamedTuple):
     p: Callable[[], Float[Array, "N B H C C"]]
 
 
-type MakeOperands = Callable[[Array, Array, Array, Array, jnp.dtype], Operands]
+type MakeOperands = Callable[[Array, Array, Array, Array, jnp.dtype], ChunkOperands]
 
 
-def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -> Operands:
+def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -> ChunkOperands:
     """The operands where a value head has one decay, g [N, B, H, C]."""
     size = g.shape[-1]
     with jax.named_scope("decay"):
@@ -85,10 +85,10 @@ def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -
     def p() -> Array:
         return matmul("nbhid,nbhjd->nbhij", q, k, dtype) * decay
 
-    return Operands(q, k, k, x, from_start, to_end, from_start[..., -1:, :], p)
+    return ChunkOperands(q, k, k, x, from_start, to_end, from_start[..., -1:, :], p)
 
 
-class Packing(NamedTuple):
+class ChunkPacking(NamedTuple):
     """How tokens of packed sequences map to chunks; a chunk belongs to one sequence."""
 
     token: Int[Array, " N*C"]  # the token of each chunk row; past the end where there is none
@@ -99,7 +99,7 @@ class Packing(NamedTuple):
     last: Array  # [N] bool: the sequence ends here
 
 
-def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> Packing:
+def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> ChunkPacking:
     """Chunk table of static size: sum(ceil(len / C)) <= (T + n (C - 1)) / C."""
     count = cu_seqlens.shape[0] - 1
     chunks = (length + count * (chunk_size - 1)) // chunk_size
@@ -130,7 +130,7 @@ def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> Packin
     owner = jnp.minimum(owner, count - 1)
     row = chunk_starts[owner] * chunk_size + index - starts[owner]
     row = jnp.where(index < ends[-1], row, rows + index)
-    return Packing(token, row, sequence, jnp.where(used, done, 0), first, last)
+    return ChunkPacking(token, row, sequence, jnp.where(used, done, 0), first, last)
 
 
 class PoolCheckpoints(NamedTuple):
@@ -167,7 +167,7 @@ def gated_delta_rule_chunks(
     batch, length, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
     dtype = q.dtype
-    q, k, v, g, beta, initial_state = vary_alike(
+    q, k, v, g, beta, initial_state = match_varying_axes(
         (q, k, v, g, beta, initial_state), cu_seqlens, checkpoints
     )
     # A short sequence does not pay for a full chunk.
@@ -209,13 +209,15 @@ def gated_delta_rule_chunks(
     if initial_state is not None:
         start = initial_state
     else:
-        start = vary_alike(jnp.zeros((batch, value_heads, value_dim, key_dim), jnp.float32), q)
+        start = match_varying_axes(
+            jnp.zeros((batch, value_heads, value_dim, key_dim), jnp.float32), q
+        )
 
     # A pool is carried through the scan, which stores to it in place: states of all chunks at once
     # would be T / 64 x Dv x Dk a head.
     pool = targets = None
     if checkpoints is not None:
-        pool = vary_alike(checkpoints.pool, q)
+        pool = match_varying_axes(checkpoints.pool, q)
         if packing is None:
             sequence = jnp.arange(batch, dtype=jnp.int32)
             done = size * jnp.arange(1, len(q) + 1, dtype=jnp.int32)[:, None]
@@ -258,7 +260,7 @@ def _scan_packed(
     start: Array,
     pool: Array | None,
     chunks: Any,
-    packing: Packing,
+    packing: ChunkPacking,
 ) -> tuple[tuple[Array, Array | None], Any]:
     """The scan over chunks of packed sequences: the state restarts where a sequence does."""
 

@@ -19,10 +19,10 @@ from jaxattn.core.cache.slots import (
 )
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_arena,
     check_dtype,
     floats,
+    keep_concrete,
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
@@ -119,7 +119,7 @@ def gated_delta_rule_decode(
         )  # fmt: skip
     refuse_filled(op, filled)
 
-    def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
+    def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
         return gdn_decode_mosaic(
             op,
             *operands(),
@@ -163,7 +163,7 @@ def refuse_filled(op: str, filled: Any) -> None:
         raise ValueError(f"{op}: filled says how much of recent is filled; give recent as well")
 
 
-class Slots(NamedTuple):
+class StateSlots(NamedTuple):
     """Where the states of a step's rows are read, [B], and written, [B] or [B, S]."""
 
     reads: Array
@@ -178,7 +178,7 @@ def decode_rule(
     gates: Callable[[], tuple[Array, Array]],
     state: Array,
     state_indices: Array,
-    kernel: Callable[[Array, Slots, float, bool], tuple[Any, ...]],
+    kernel: Callable[[Array, StateSlots, float, bool], tuple[Any, ...]],
     *,
     write_indices: Array | None,
     layer: int | Array | None,
@@ -197,13 +197,13 @@ def decode_rule(
     """
     (state,) = floats(op, state=state)
     check_arena(op, arena)
-    reads, writes = as_given(state_indices), as_given(write_indices)
+    reads, writes = keep_concrete(state_indices), keep_concrete(write_indices)
     batch, tokens, value_heads, value_dim = v.shape
     slot_shape = (value_heads, value_dim, k.shape[-1])
     check_pool(op, "state", state, reads, layer, slot_shape, batch)
     check_dtype(op, "state", state, "float32", "bfloat16")
     writes = write_slots(op, state, reads, writes, layer, tokens)
-    slots = Slots(jnp.asarray(reads), jnp.asarray(writes))
+    slots = StateSlots(jnp.asarray(reads), jnp.asarray(writes))
     factor = output_scale(op, scale, k.shape[-1])
     refuse_explicit_axes(op, q, k, v, state, *slots)
 

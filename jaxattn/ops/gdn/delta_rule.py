@@ -6,7 +6,7 @@ from jaxattn.ops.gdn.chunk_xla import MakeOperands, head_operands
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class DeltaRule:
     """A delta rule.
 
     Attributes:
@@ -20,4 +20,4 @@ class Rule:
     sigmoid: bool = False
 
 
-GATED = Rule(head_operands)
+GATED = DeltaRule(head_operands)

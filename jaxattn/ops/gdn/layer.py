@@ -18,19 +18,19 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.slots import check_pool, rows_in_use, write_slots
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_arena,
     check_dtype,
     finite,
     floats,
+    keep_concrete,
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update
-from jaxattn.ops.gdn.decode import Slots, gated_delta_rule_decode
+from jaxattn.ops.gdn.decode import StateSlots, gated_delta_rule_decode
 
 
 def pack_gdn_weights(
@@ -84,7 +84,7 @@ def gated_delta_net_decode(
     state_indices: Int[Array, " B"],
     *,
     write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
-    layer: int | Int[Array, ""] | LayerOf | None = None,
+    layer: int | Int[Array, ""] | StackedLayer | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
     halves: bool = False,
@@ -139,11 +139,11 @@ def gated_delta_net_decode(
         op, qkvz=qkvz, ba=ba, weights=weights, conv_state=conv_state, state=state
     )
     check_arena(op, arena)
-    reads, writes = as_given(state_indices), as_given(write_indices)
+    reads, writes = keep_concrete(state_indices), keep_concrete(write_indices)
     key_heads = _check(op, qkvz, ba, weights, conv_state, state, halves)
     batch, tokens, _ = qkvz.shape
     value_heads, value_dim, key_dim = state.shape[-3:]
-    first, affine, number = taken_apart(layer)
+    first, affine, number = split_layer_index(layer)
     check_pool(op, "state", state, reads, number, state.shape[-3:], batch)
     check_pool(op, "conv_state", conv_state, reads, number, conv_state.shape[-2:], batch)
     writes = write_slots(op, state, reads, writes, number, tokens)
@@ -203,7 +203,7 @@ def gated_delta_net_decode(
             taps,
             conv_state,
             state,
-            Slots(state_indices, writes),
+            StateSlots(state_indices, writes),
             rule,
             lambda o: gated_rms_norm(o, qkvz, norm, eps),
             layer=number,
@@ -218,7 +218,7 @@ def layer_in_xla(
     taps: Array,
     conv_state: Array,
     state: Array,
-    slots: Slots,
+    slots: StateSlots,
     rule: Callable[[Array, Array, Array], tuple[Any, ...]],
     gated_norm: Callable[[Array], Array],
     *,

@@ -19,20 +19,20 @@ from jaxattn.core.cache.slots import (
     state_read,
     state_write,
 )
-from jaxattn.core.deprecation import Group, with_older_keywords
+from jaxattn.core.deprecation import KeywordGroup, with_older_keywords
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_dtype,
     floats,
+    keep_concrete,
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
-from jaxattn.kernels.gdn.prefill.launch import Pool, gdn_prefill_mosaic, refuse_prefill
+from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk import check_chunks
 from jaxattn.ops.gdn.chunk_xla import PoolCheckpoints, gated_delta_rule_chunks
-from jaxattn.ops.gdn.delta_rule import GATED, Rule
+from jaxattn.ops.gdn.delta_rule import GATED, DeltaRule
 from jaxattn.ops.gdn.prefill_options import (
     Checkpoints,
     OutputNorm,
@@ -44,8 +44,12 @@ from jaxattn.ops.gdn.recurrent import check_sequence
 
 
 @with_older_keywords(
-    checkpoints=Group(Checkpoints, {"checkpoint_indices": "slots", "checkpoint_tokens": "tokens"}),
-    output_norm=Group(OutputNorm, {"gate": "gate", "norm_weight": "weight", "norm_eps": "eps"}),
+    checkpoints=KeywordGroup(
+        Checkpoints, {"checkpoint_indices": "slots", "checkpoint_tokens": "tokens"}
+    ),
+    output_norm=KeywordGroup(
+        OutputNorm, {"gate": "gate", "norm_weight": "weight", "norm_eps": "eps"}
+    ),
 )
 def gated_delta_rule_prefill(
     q: Float[Array, "B T Hk Dk"],
@@ -129,7 +133,7 @@ def gated_delta_rule_prefill(
 
 def prefill_rule(
     op: str,
-    rule: Rule,
+    rule: DeltaRule,
     q: Array,
     k: Array,
     v: Array,
@@ -153,7 +157,7 @@ def prefill_rule(
     """`gated_delta_rule_prefill` of either rule; `op` is the public name, for messages."""
     q, k, v, g, beta, state = floats(op, q=q, k=k, v=v, g=g, beta=beta, state=state)
     initial = None if has_initial_state is None else jnp.asarray(has_initial_state)
-    ends, reads, writes = map(as_given, (cu_seqlens, state_indices, write_indices))
+    ends, reads, writes = map(keep_concrete, (cu_seqlens, state_indices, write_indices))
     check_sequence(op, q, k, v, g, beta, None, ends, channels=rule.channels)
     check_chunks(op, chunk_size, split_tokens)
     count = v.shape[0] if ends is None else ends.shape[0] - 1
@@ -195,7 +199,7 @@ def prefill_rule(
         tokens, held, normed = without_gradient(op, ((q, k, v, g, beta), state, norm))
         stack = held.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
-        pool = Pool(stack, index, live, reads, writes, kept, every)
+        pool = PrefillStatePool(stack, index, live, reads, writes, kept, every)
         with jax.named_scope(op):
             o, stack = gdn_prefill_mosaic(
                 *tokens,

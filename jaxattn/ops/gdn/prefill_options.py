@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.slots import write_slots
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_integer,
     check_integers,
     finite,
     floats,
+    keep_concrete,
 )
-from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import Norm
+from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpilogueParams
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +60,7 @@ class OutputNorm:
     eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
 
 
-def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> Norm | None:
+def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> NormEpilogueParams | None:
     """What the kernel takes of an `OutputNorm`; raises unless it fits v, [B, T, Hv, Dv]."""
     if norm is None:
         return None
@@ -78,11 +78,11 @@ def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> Norm | 
         raise ValueError(f"{op}: output_norm.weight must be [{width}], got {list(weight.shape)}")
     eps = finite(op, "output_norm.eps", norm.eps)
     gate = gate.reshape(v.shape[0] * v.shape[1], gate.shape[2])
-    return Norm(gate, weight.astype(jnp.float32), eps, sigmoid)
+    return NormEpilogueParams(gate, weight.astype(jnp.float32), eps, sigmoid)
 
 
 def check_checkpoints(op: str, checkpoints: Any, count: int, chunk_size: int) -> Any:
-    """Those of `count` sequences with slots as `as_given` has them, None where none are kept.
+    """Those of `count` sequences with slots as `keep_concrete` has them, None where none are kept.
 
     Raises:
         TypeError, ValueError: it is another thing, or a field does not fit; it is named.
@@ -99,7 +99,7 @@ def check_checkpoints(op: str, checkpoints: Any, count: int, chunk_size: int) ->
         raise ValueError(
             f"{op}: checkpoints.tokens must be a positive multiple of {chunk_size=}, got {tokens}"
         )
-    slots = as_given(checkpoints.slots)
+    slots = keep_concrete(checkpoints.slots)
     fits = slots.ndim == 2 and slots.shape[0] == count
     check_integers(op, "checkpoints.slots", slots, f"[{count}, M]", fits=fits)
     return Checkpoints(slots=slots, tokens=tokens) if slots.shape[1] else None

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.cache.slots import check_pool, rows_in_use, state_read, state_write
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_array,
     check_dtype,
     check_integers,
     floats,
+    keep_concrete,
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
@@ -74,7 +74,7 @@ def fold_recent(
         raise ValueError(
             f"{FOLD}: state must be [Z, Hv, Dv, Dk] or [L, Z, Hv, Dv, Dk], got {list(state.shape)}"
         )
-    reads, counts = as_given(state_indices), as_given(filled)
+    reads, counts = keep_concrete(state_indices), keep_concrete(filled)
     if reads is None:
         raise TypeError(f"{FOLD}: state_indices must be integers of shape [B], got None")
     batch = reads.shape[0] if reads.ndim else 1
@@ -133,7 +133,7 @@ def decode_recent(
     batch, tokens, value_heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
     (state,) = floats(op, state=state)
-    reads, counts = as_given(state_indices), as_given(filled)
+    reads, counts = keep_concrete(state_indices), keep_concrete(filled)
     check_pool(op, "state", state, reads, layer, (value_heads, value_dim, key_dim), batch)
     check_dtype(op, "state", state, "float32", "bfloat16")
     if tokens != 1:

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 from jaxattn.core.cache.slots import as_offsets, check_cu_seqlens
 from jaxattn.core.dispatch import Implementation, dispatch_xla
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_dtype,
     floats,
+    keep_concrete,
     maybe_floats,
     output_scale,
 )
-from jaxattn.core.validation.shard_map_axes import vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes
 from jaxattn.ops.gdn.chunk_xla import l2norm
 
 
@@ -112,7 +112,7 @@ def recurrent_rule(
     """
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
     initial_state = maybe_floats(op, "initial_state", initial_state)
-    ends = as_given(cu_seqlens)
+    ends = keep_concrete(cu_seqlens)
     check_sequence(op, q, k, v, g, beta, initial_state, ends, channels=channels)
     cu_seqlens = as_offsets(ends)
     factor: Any = scale  # traced, only a kernel could not take it
@@ -142,7 +142,9 @@ def _recurrent(
 ) -> tuple[Array, Array]:
     batch, length, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
-    q, k, v, g, beta, initial_state = vary_alike((q, k, v, g, beta, initial_state), cu_seqlens)
+    q, k, v, g, beta, initial_state = match_varying_axes(
+        (q, k, v, g, beta, initial_state), cu_seqlens
+    )
     if cu_seqlens is not None:
         index = jnp.arange(length, dtype=cu_seqlens.dtype)
         real = (index < cu_seqlens[-1])[:, None, None]
@@ -170,7 +172,9 @@ def _recurrent(
     if initial_state is not None:
         start = initial_state
     else:
-        start = vary_alike(jnp.zeros((count, value_heads, value_dim, key_dim), jnp.float32), q)
+        start = match_varying_axes(
+            jnp.zeros((count, value_heads, value_dim, key_dim), jnp.float32), q
+        )
     if cu_seqlens is None:
         final, out = lax.scan(step, start, tokens)
     else:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_out_dtype, finite
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gqa.append import gqa_append_mosaic, heads_together, line_width
@@ -36,7 +36,7 @@ def pack_gqa_weights(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
     """
-    arguments = Arguments("pack_gqa_weights")
+    arguments = OpArguments("pack_gqa_weights")
     axes = " ".join("LMNK"[: max(getattr(q_norm, "ndim", 1) - 1, 0)]) + " D"
     norms = [
         arguments.check(name, x, axes).astype(jnp.float32)
@@ -49,7 +49,7 @@ def pack_gqa_weights(
 
 
 def check_new_heads(
-    arguments: Arguments,
+    arguments: OpArguments,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -58,7 +58,7 @@ def check_new_heads(
     rotation: Rotation,
     config: RopeConfig,
     eps: float,
-    layer: Array | int | LayerOf | None,
+    layer: Array | int | StackedLayer | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, float]:
     """New tokens' heads q [B, S, H, E], k and v [B, S, Hk, D], the packed weights and eps.
 
@@ -132,7 +132,7 @@ def gqa_append(
     dtype: DTypeLike | None = None,
     query_lens: Int[Array, "B"] | None = None,
     kv_scale: Array | float | None = None,
-    layer: Array | int | LayerOf | None = None,
+    layer: Array | int | StackedLayer | None = None,
     gates: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Array, ...]:
@@ -156,7 +156,7 @@ def gqa_append(
         dtype: of the queries that are returned; q's, if None.
         query_lens: int32 new tokens of each row, the first of its S; S, if None.
         kv_scale: for a float8_e4m3fn cache, as for `gqa_cache_write`.
-        layer: index into the stacks, a Python int, a traced scalar or a `LayerOf`.
+        layer: index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
         gates: whether the heads' gates are returned too, in one array of their own. E is 2 D.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
             has D 64, 128 and 256 and a cache of bfloat16, float16 or FP8.
@@ -172,7 +172,7 @@ def gqa_append(
         Refusal: the named implementation refuses, and says why.
     """
     op = "gqa_append"
-    arguments = Arguments(op)
+    arguments = OpArguments(op)
     q, k, v, weights, eps = check_new_heads(
         arguments, q, k, v, weights, rotation=rotation, config=config, eps=eps, layer=layer
     )
@@ -192,7 +192,7 @@ def gqa_append(
         op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens, kv_scale
     )
     out_dtype = check_out_dtype(op, dtype, q.dtype)
-    number = taken_apart(layer)[2]
+    number = split_layer_index(layer)[2]
 
     def mosaic(interpret: bool) -> tuple[Array, ...]:
         return gqa_append_mosaic(

@@ -16,25 +16,25 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.formats import FP8, KVFormat
-from jaxattn.core.cache.pages import new_places
-from jaxattn.core.stacked_layer import LayerOf, number_to_check, taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.cache.pages import slot_mapping
+from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, LEAST_FLOAT32, MOST_FLOAT32, check_positive
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 
 
 def check_cache(
-    arguments: Arguments,
+    arguments: OpArguments,
     kv_cache: Any,
     block_tables: Any,
     seq_lens: Any,
-    layer: Array | int | LayerOf | None,
+    layer: Array | int | StackedLayer | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A cache and its addressing: tables and lengths are checked where they are known.
 
     A traced row of more tokens than its table has places comes back as one of 0, padding.
     """
-    arguments.check_layer(kv_cache, number_to_check(layer), "N 2 C Hk D")
+    arguments.check_layer(kv_cache, checkable_layer(layer), "N 2 C Hk D")
     axes = "N two C Hk D" if layer is None else "L N two C Hk D"
     cache = arguments.check("kv_cache", kv_cache, axes, (*FLOATS, FP8.name))
     num_pages, two, page = cache.shape[-5:-2]
@@ -94,7 +94,7 @@ def gqa_cache_write(
     seq_lens: Int[Array, "B"],
     *,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | LayerOf | None = None,
+    layer: Array | int | StackedLayer | None = None,
     kv_scale: Array | float | None = None,
 ) -> Array:
     """The cache with the new tokens' keys and values written; in place, where it is donated.
@@ -114,7 +114,7 @@ def gqa_cache_write(
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int, a traced scalar or a `LayerOf`.
+        layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
         kv_scale: for a float8_e4m3fn cache, and needed there: positive, a Python number, float32
             [2] or [2, Hk]. k / kv_scale[0] and v / kv_scale[1] are stored.
 
@@ -122,7 +122,7 @@ def gqa_cache_write(
         TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
             page, or two tokens are written to one place; it is named.
     """
-    arguments = Arguments("gqa_cache_write")
+    arguments = OpArguments("gqa_cache_write")
     k = arguments.check("k", k, "B S Hk D")
     v = arguments.check("v", v, "B S Hk D")
     given = block_tables, seq_lens, query_lens
@@ -133,7 +133,7 @@ def gqa_cache_write(
     kv_scale = check_kv_scale(arguments.op, kv_cache, kv_scale)
     refuse_explicit_axes(arguments.op, kv_cache, k, v, block_tables, seq_lens, query_lens, kv_scale)
     format = KVFormat.of(kv_cache.dtype, k.shape[-1])
-    addressing = (block_tables, seq_lens, query_lens, taken_apart(layer)[2])
+    addressing = (block_tables, seq_lens, query_lens, split_layer_index(layer)[2])
     return _write(kv_cache, k, v, *addressing, kv_scale, format=format)
 
 
@@ -150,7 +150,7 @@ def _write(
     *,
     format: KVFormat,
 ) -> jax.Array:
-    pages, inside = new_places(
+    pages, inside = slot_mapping(
         block_tables, seq_lens, query_lens, tokens=k.shape[1], page=kv_cache.shape[-3],
         num_pages=kv_cache.shape[-5],
     )  # fmt: skip

@@ -11,16 +11,16 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.core.cache.pages import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.numerics.online_softmax import Softmax
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.numerics.online_softmax import OnlineSoftmax
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, check_schedule
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
-    Scores,
+    AttentionScoring,
     check_heads,
     check_sinks,
     finish,
@@ -43,7 +43,7 @@ def gqa_decode(
     scale: float | None = ...,
     kv_scale: Array | float | None = ...,
     query_lens: Array | None = ...,
-    layer: Array | int | LayerOf | None = ...,
+    layer: Array | int | StackedLayer | None = ...,
     window: int | None = ...,
     sinks: Array | None = ...,
     soft_cap: float | None = ...,
@@ -64,7 +64,7 @@ def gqa_decode(
     scale: float | None = ...,
     kv_scale: Array | float | None = ...,
     query_lens: Array | None = ...,
-    layer: Array | int | LayerOf | None = ...,
+    layer: Array | int | StackedLayer | None = ...,
     window: int | None = ...,
     sinks: Array | None = ...,
     soft_cap: float | None = ...,
@@ -84,7 +84,7 @@ def gqa_decode(
     scale: float | None = None,
     kv_scale: Array | float | None = None,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | LayerOf | None = None,
+    layer: Array | int | StackedLayer | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
@@ -117,7 +117,7 @@ def gqa_decode(
         kv_scale: for a float8_e4m3fn cache, and needed there: positive, a Python number, float32
             [2] (keys, values) or [2, Hk]. The stored numbers times it are keys and values.
         query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int, a traced scalar or a `LayerOf`.
+        layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
         window: keys that a token sees, its own included, as Hugging Face counts them; None is all.
         sinks: float32, a logit of each head that takes part in the softmax once and has no value
             (gpt-oss); neither `scale` nor `soft_cap` changes it.
@@ -144,7 +144,7 @@ def gqa_decode(
             that is concrete; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    arguments = Arguments("gqa_decode")
+    arguments = OpArguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")
     # The kernel itself knows rows of more tokens than their table has places.
     as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
@@ -152,7 +152,7 @@ def gqa_decode(
         arguments, kv_cache, block_tables, seq_lens, layer
     )
     check_heads(arguments, q, kv_cache.shape[-2], "kv_cache", kv_cache.shape)
-    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    scores = AttentionScoring.checked(arguments, q.shape[-1], scale, window, soft_cap)
     sinks = check_sinks(arguments, sinks)
     kv_scale = check_kv_scale(arguments.op, kv_cache, kv_scale)
     if query_lens is not None:
@@ -168,7 +168,7 @@ def gqa_decode(
         "gqa_decode", q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate, kv_scale
     )
 
-    number = taken_apart(layer)[2]
+    number = split_layer_index(layer)[2]
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         return gqa_decode_mosaic(
@@ -210,9 +210,9 @@ def _decode_xla(
     gate: jax.Array | None,
     kv_scale: jax.Array | None,
     *,
-    scores: Scores,
+    scores: AttentionScoring,
 ) -> tuple[jax.Array, jax.Array]:
-    q, kv_cache, sinks, gate, kv_scale = vary_alike(
+    q, kv_cache, sinks, gate, kv_scale = match_varying_axes(
         (q, kv_cache, sinks, gate, kv_scale), block_tables, seq_lens, query_lens, layer
     )
     (_, q_len, heads, dim), kv_heads = q.shape, kv_cache.shape[-2]
@@ -231,7 +231,7 @@ def _decode_xla(
     queries = grouped(jnp.where(real[..., None, None], q, 0).astype(narrow), kv_heads)
     row_position = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
 
-    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+    def add_block(state: OnlineSoftmax, kv: jax.Array, positions: jax.Array) -> OnlineSoftmax:
         keys, values = kv[:, :, 0].astype(narrow), kv[:, :, 1].astype(wide)
         return state.add(
             scores.of(queries, keys), scores.visible(row_position, positions), weigh(values)
@@ -239,7 +239,7 @@ def _decode_xla(
 
     lengths = jnp.where(jnp.any(real, axis=1), jnp.maximum(seq_lens, 0), 0)
     state = attend_pages(
-        vary_alike(Softmax.empty(queries.shape[:3], dim, wide), q),
+        match_varying_axes(OnlineSoftmax.empty(queries.shape[:3], dim, wide), q),
         add_block,
         kv_cache,
         block_tables,

@@ -17,15 +17,15 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.core.cache.pages import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
-from jaxattn.core.numerics.online_softmax import Softmax
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.core.validation.arguments import Arguments
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.core.numerics.online_softmax import OnlineSoftmax
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
+from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.prefill.launch import refuse
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
-    Scores,
+    AttentionScoring,
     check_heads,
     check_sinks,
     finish,
@@ -72,9 +72,9 @@ def gqa_attention(
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    arguments = Arguments("gqa_attention")
+    arguments = OpArguments("gqa_attention")
     q, k, v = _check_new(arguments, q, k, v)
-    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    scores = AttentionScoring.checked(arguments, q.shape[-1], scale, window, soft_cap)
     sinks = check_sinks(arguments, sinks)
     if gate is not None:
         gate = arguments.check("gate", gate, "B T H D")
@@ -101,7 +101,7 @@ def gqa_prefill(
     *,
     scale: float | None = None,
     kv_scale: Array | float | None = None,
-    layer: Array | int | LayerOf | None = None,
+    layer: Array | int | StackedLayer | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
@@ -146,13 +146,13 @@ def gqa_prefill(
             that is concrete; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    arguments = Arguments("gqa_prefill")
+    arguments = OpArguments("gqa_prefill")
     q, k, v = _check_new(arguments, q, k, v)
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
     )
     query_lens = arguments.check_query_lens(query_lens, "q", q)
-    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    scores = AttentionScoring.checked(arguments, q.shape[-1], scale, window, soft_cap)
     kv_scale = check_kv_scale(arguments.op, kv_cache, kv_scale)
     sinks = check_sinks(arguments, sinks)
     if gate is not None:
@@ -161,13 +161,13 @@ def gqa_prefill(
         arguments.op, q, k, v, kv_cache, block_tables, seq_lens, query_lens, sinks, gate, kv_scale
     )
 
-    addressing = block_tables, seq_lens, query_lens, taken_apart(layer)[2]
+    addressing = block_tables, seq_lens, query_lens, split_layer_index(layer)[2]
     operands = q, k, v, kv_cache, *addressing, sinks, gate, kv_scale
     return _dispatch(arguments.op, implementation, scores, *operands)
 
 
 def _dispatch(
-    op: str, implementation: Implementation | None, scores: Scores, *operands: Any
+    op: str, implementation: Implementation | None, scores: AttentionScoring, *operands: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Runs what `_attend` takes by the implementation."""
     xla = functools.partial(_attend, scores=scores)
@@ -180,7 +180,7 @@ def _dispatch(
     return dispatch_kernel(op, implementation, mosaic, lambda: xla(*operands))
 
 
-def _check_new(arguments: Arguments, q: Any, k: Any, v: Any) -> tuple[jax.Array, ...]:
+def _check_new(arguments: OpArguments, q: Any, k: Any, v: Any) -> tuple[jax.Array, ...]:
     q = arguments.check("q", q, "B T H D")
     k = arguments.check("k", k, "B T Hk D")
     v = arguments.check("v", v, "B T Hk D")
@@ -207,10 +207,10 @@ def _attend(
     gate: jax.Array | None,
     kv_scale: jax.Array | None = None,
     *,
-    scores: Scores,
+    scores: AttentionScoring,
 ) -> tuple[jax.Array, jax.Array]:
     """Queries in blocks, one after another; without a cache no row has a prefix."""
-    q, k, v, kv_cache, sinks, gate, kv_scale = vary_alike(
+    q, k, v, kv_cache, sinks, gate, kv_scale = match_varying_axes(
         (q, k, v, kv_cache, sinks, gate, kv_scale), block_tables, seq_lens, query_lens, layer
     )
     tokens = q.shape[1]
@@ -240,8 +240,10 @@ def _attend(
     def attend(xs: Any) -> tuple[jax.Array, jax.Array]:
         queries, sees, gates, first = xs
         rows = grouped(queries, k.shape[2])
-        state = Softmax.empty(rows.shape[:3], q.shape[-1], jnp.promote_types(q.dtype, jnp.float32))
-        state = vary_alike(state, q)
+        state = OnlineSoftmax.empty(
+            rows.shape[:3], q.shape[-1], jnp.promote_types(q.dtype, jnp.float32)
+        )
+        state = match_varying_axes(state, q)
         own = jnp.repeat(first + jnp.arange(block), q.shape[2] // k.shape[2])
         if kv_cache is not None:
             assert block_tables is not None
@@ -273,7 +275,7 @@ def _attend(
 
 
 def _add_prefix(
-    state: Softmax,
+    state: OnlineSoftmax,
     rows: Float[Array, "B Hk R D"],
     own: Int[Array, "R"],
     first: jax.Array,
@@ -282,13 +284,13 @@ def _add_prefix(
     prefix: Int[Array, "B"],
     layer: jax.Array | int | None,
     kv_scale: jax.Array | None,
-    scores: Scores,
-) -> Softmax:
+    scores: AttentionScoring,
+) -> OnlineSoftmax:
     """Adds the cached tokens before the new ones, to queries that are the `own`-th new tokens."""
     position = prefix[:, None] + own
     format = KVFormat.of(kv_cache.dtype, kv_cache.shape[-1])
 
-    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+    def add_block(state: OnlineSoftmax, kv: jax.Array, positions: jax.Array) -> OnlineSoftmax:
         keys, values = kv[:, :, 0].astype(rows.dtype), kv[:, :, 1].astype(rows.dtype)
         visible = scores.visible(position[..., None], positions)
         visible &= positions < prefix[:, None, None]
@@ -308,24 +310,24 @@ def _add_prefix(
 
 
 def _add_new(
-    state: Softmax,
+    state: OnlineSoftmax,
     rows: Float[Array, "B Hk R D"],
     own: Int[Array, "R"],
     first: jax.Array,
     keys: tuple[Any, ...],
-    scores: Scores,
-) -> Softmax:
+    scores: AttentionScoring,
+) -> OnlineSoftmax:
     """Adds the new tokens, a block at a time; blocks that no query sees are not computed."""
     size = keys[0].shape[2]
 
     @jax.checkpoint
-    def add(state: Softmax, block: tuple[jax.Array, ...]) -> Softmax:
+    def add(state: OnlineSoftmax, block: tuple[jax.Array, ...]) -> OnlineSoftmax:
         k, v, valid, start = block
         visible: Bool[Array, "B R K"] = scores.visible(own[:, None], start + jnp.arange(size))
         visible = visible & valid[:, None]
         return state.add(scores.of(rows, k), visible[:, None], weigh(v))
 
-    def step(state: Softmax, block: tuple[jax.Array, ...]) -> tuple[Softmax, None]:
+    def step(state: OnlineSoftmax, block: tuple[jax.Array, ...]) -> tuple[OnlineSoftmax, None]:
         start = block[-1]
         seen = (start <= first) & (start + size > scores.first_seen(first))
         return lax.cond(seen, add, lambda state, _: state, state, block), None

@@ -13,8 +13,8 @@ from jax import lax
 
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.core.cache.pages import page_blocks
-from jaxattn.kernels.gqa.prefill.launch import Paged, gqa_prefill_mosaic, reads_pages
-from jaxattn.ops.gqa.scores import Scores, window_begins
+from jaxattn.kernels.gqa.prefill.launch import PagedPrefix, gqa_prefill_mosaic, reads_pages
+from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 
 # Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
 # values of all rows, and at least PREFIX_BLOCK.
@@ -46,7 +46,7 @@ def prefill_mosaic(
     gate: jax.Array | None,
     kv_scale: jax.Array | None,
     *,
-    scores: Scores,
+    scores: AttentionScoring,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`jaxattn.gqa.gqa_prefill`, or without a cache `gqa_attention`, by the kernel."""
@@ -69,7 +69,7 @@ def prefill_mosaic(
     if reads_pages(q, kv_cache):
         cache = kv_cache if layer is not None else kv_cache[None]
         number = jnp.asarray(0 if layer is None else layer, jnp.int32)
-        paged = Paged(cache=cache, table=block_tables, layer=number)
+        paged = PagedPrefix(cache=cache, table=block_tables, layer=number)
         bounds = first, query_lens, prefix, query_lens, zero
         return attend(k, v, bounds, paged, sinks, gate)
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.numerics.matmul import dot
-from jaxattn.core.numerics.online_softmax import Softmax
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.numerics.online_softmax import OnlineSoftmax
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import LEAST_FLOAT32, check_window, finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
+class AttentionScoring:
     """How a query scores a key, and which keys it sees.
 
     Attributes:
@@ -34,8 +34,8 @@ class Scores:
 
     @classmethod
     def checked(
-        cls, arguments: Arguments, head_dim: int, scale: Any, window: Any, soft_cap: Any
-    ) -> "Scores":
+        cls, arguments: OpArguments, head_dim: int, scale: Any, window: Any, soft_cap: Any
+    ) -> "AttentionScoring":
         """Of an op's arguments; it raises in the op's name."""
         op = arguments.op
         scale = head_dim**-0.5 if scale is None else arguments.check_scale(scale)
@@ -67,7 +67,7 @@ class Scores:
 
 
 def check_heads(
-    arguments: Arguments, q: Any, kv_heads: int, source: str, shape: tuple[int, ...]
+    arguments: OpArguments, q: Any, kv_heads: int, source: str, shape: tuple[int, ...]
 ) -> None:
     """Raises unless every key-value head has equally many query heads."""
     if q.shape[-2] % kv_heads:
@@ -77,7 +77,7 @@ def check_heads(
         )
 
 
-def check_sinks(arguments: Arguments, sinks: Any) -> jax.Array | None:
+def check_sinks(arguments: OpArguments, sinks: Any) -> jax.Array | None:
     return None if sinks is None else arguments.check("sinks", sinks, "H", ("float32",))
 
 
@@ -101,7 +101,7 @@ def weigh(values: Float[Array, "B K Hk D"]) -> Callable[[jax.Array], jax.Array]:
 
 
 def finish(
-    state: Softmax,
+    state: OnlineSoftmax,
     sees: Bool[Array, "B Q"],
     sinks: Float[Array, "H"] | None,
     gate: Float[Array, "B Q H D"] | None,
@@ -126,7 +126,7 @@ def finish(
 
 
 def window_begins(
-    scores: Scores, first_query: Int[Array, "B"], lengths: Int[Array, "B"]
+    scores: AttentionScoring, first_query: Int[Array, "B"], lengths: Int[Array, "B"]
 ) -> Int[Array, "B"] | None:
     """Where each row begins to read its cached tokens; None where all rows begin at 0."""
     if scores.window is None:

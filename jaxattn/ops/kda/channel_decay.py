@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxattn.core.numerics.matmul import matmul
-from jaxattn.ops.gdn.chunk_xla import Operands
+from jaxattn.ops.gdn.chunk_xla import ChunkOperands
 from jaxattn.ops.gdn.triangular_inverse import lower_pairs, unit_lower_inverse
 
 MATMUL_COLUMNS = 16  # of a block from which on it is multiplied as a matrix
@@ -35,7 +35,7 @@ def channel_operands(
     g: Float[Array, "N B H C Dk"],
     beta: Float[Array, "N B H C"],
     dtype: jnp.dtype,
-) -> Operands:
+) -> ChunkOperands:
     """The operands of the scan over chunks; C is a power of two."""
     # From the start of a token's block up to it, and from behind it to the block's end.
     up_to, behind = g, jnp.zeros_like(g)
@@ -59,7 +59,7 @@ def channel_operands(
     with jax.named_scope("invert"):
         x = unit_lower_inverse(a[..., 0, :, :] * beta[..., :, None]) * beta[..., None, :]
     q_read, k_read = ((row * from_start).astype(dtype) for row in rows)
-    return Operands(
+    return ChunkOperands(
         q_read=q_read,
         k_read=k_read,
         k_written=(rows[1] * to_end).astype(dtype),

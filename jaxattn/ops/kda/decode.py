@@ -12,7 +12,7 @@ from jaxattn.core.validation.array_checks import floats
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.kernels.gdn_decode.recent import Recent
 from jaxattn.ops.gdn.decode import (
-    Slots,
+    StateSlots,
     check_gate_shapes,
     decode_rule,
     refuse_beside_recent,
@@ -107,7 +107,7 @@ def kda_decode(
         )  # fmt: skip
     refuse_filled(op, filled)
 
-    def kernel(state: Array, slots: Slots, factor: float, interpret: bool) -> tuple[Any, ...]:
+    def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
         return gdn_decode_mosaic(
             op,
             *operands(),

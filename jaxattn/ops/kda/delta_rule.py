@@ -1,6 +1,6 @@
 """Kimi's delta rule among the delta rules (`jaxattn.ops.gdn.delta_rule`)."""
 
-from jaxattn.ops.gdn.delta_rule import Rule
+from jaxattn.ops.gdn.delta_rule import DeltaRule
 from jaxattn.ops.kda.channel_decay import channel_operands
 
-KIMI = Rule(channel_operands, channels=True, sigmoid=True)
+KIMI = DeltaRule(channel_operands, channels=True, sigmoid=True)

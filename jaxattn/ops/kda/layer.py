@@ -16,18 +16,18 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.slots import check_pool, write_slots
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.array_checks import (
-    as_given,
     check_arena,
     check_dtype,
     finite,
     floats,
+    keep_concrete,
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
-from jaxattn.ops.gdn.decode import Slots, check_gate_shapes
+from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes
 from jaxattn.ops.gdn.layer import layer_in_xla
 from jaxattn.ops.kda.decode import kda_decode
 from jaxattn.ops.kda.gates import check_lower_bound
@@ -80,7 +80,7 @@ def kimi_delta_attention_decode(
     *,
     lower_bound: float | None = None,
     write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
-    layer: int | Int[Array, ""] | LayerOf | None = None,
+    layer: int | Int[Array, ""] | StackedLayer | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
     arena: Arena | None = None,
@@ -117,15 +117,15 @@ def kimi_delta_attention_decode(
     qkv, f, b, gate = floats(op, qkv=qkv, f=f, b=b, gate=gate)
     weights, conv_state, state = floats(op, weights=weights, conv_state=conv_state, state=state)
     check_arena(op, arena)
-    reads, writes = as_given(state_indices), as_given(write_indices)
+    reads, writes = keep_concrete(state_indices), keep_concrete(write_indices)
     _check(op, qkv, f, b, gate, weights, conv_state, state)
     check_lower_bound(op, lower_bound)
     batch, tokens, _ = qkv.shape
-    first, affine, number = taken_apart(layer)
+    first, affine, number = split_layer_index(layer)
     check_pool(op, "state", state, reads, number, state.shape[-3:], batch)
     check_pool(op, "conv_state", conv_state, reads, number, conv_state.shape[-2:], batch)
     writes = write_slots(op, state, reads, writes, number, tokens)
-    slots = Slots(jnp.asarray(reads), jnp.asarray(writes))
+    slots = StateSlots(jnp.asarray(reads), jnp.asarray(writes))
     refuse_explicit_axes(op, qkv, f, b, gate, conv_state, state, *slots)
     heads, dim = state.shape[-3:-1]
     factor, eps = output_scale(op, scale, dim), finite(op, "eps", eps)

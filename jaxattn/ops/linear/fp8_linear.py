@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
-from jaxattn.core.numerics.fp8_block_scaling import block_counts, dequantize, in_order
-from jaxattn.core.stacked_layer import taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.numerics.fp8_block_scaling import block_counts, deinterleave_columns, dequantize
+from jaxattn.core.stacked_layer import split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_features, check_layer
 from jaxattn.kernels.linear import fp8_batched_linear, fp8_linear
 from jaxattn.kernels.linear.fp8_batched_linear import many_linears_fp8_mosaic
@@ -97,7 +97,7 @@ def _linears(
     implementation: Implementation | None,
 ) -> list[Array]:
     _check(x, weights, scales)
-    first, affine, number = taken_apart(layer)
+    first, affine, number = split_layer_index(layer)
     check_layer(OP, "weights[0]", weights[0].shape, number)
 
     def kernel(
@@ -130,7 +130,7 @@ def _linears(
 
 
 def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
-    arguments = Arguments(OP)
+    arguments = OpArguments(OP)
     if len(weights) != len(scales):
         raise ValueError(f"{OP}: {len(weights)} weights have {len(scales)} scales; give one each")
     for place, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
@@ -155,5 +155,5 @@ def _product(x: Array, weights: Array, scales: Array, layer: Array) -> Array:
     )
     # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    wide = dequantize(in_order(weight), scale, x.dtype)
+    wide = dequantize(deinterleave_columns(weight), scale, x.dtype)
     return jnp.matmul(x, wide.T, precision=exact, preferred_element_type=jnp.float32)

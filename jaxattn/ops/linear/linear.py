@@ -27,17 +27,17 @@ from jaxattn.core.dispatch import (
 )
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_features, check_layer
 from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.kernels.linear.launch import OP, linears_mosaic, refusal
-from jaxattn.kernels.linear.rope_epilogue import DIMS, Turned
+from jaxattn.kernels.linear.rope_epilogue import DIMS, RopeEpilogueParams
 
 # Of a product of heads: XLA pads fewer to so many, and is the faster with more.
 FEW_TOKENS = 8
 
-type Layer = int | Int[Array, ""] | LayerOf
+type Layer = int | Int[Array, ""] | StackedLayer
 
 
 def linear_layer(
@@ -108,7 +108,7 @@ def heads_layer(
     Other arguments, limits and errors are those of `linear_layer`, with K and N of a head. The
     kernel has P 64 and N a multiple of 128 where it rotates.
     """
-    arguments = Arguments("heads_layer")
+    arguments = OpArguments("heads_layer")
     arguments.check("weights", weights, "L H K N", FLOATS)
     heads, inner, size = weights.shape[1:]
     behind = 0 if turned is None else turned[1].dim
@@ -117,7 +117,7 @@ def heads_layer(
             f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with H and K of weights "
             f"{tuple(weights.shape)} and P {behind}"
         )
-    first, affine, number = taken_apart(layer)
+    first, affine, number = split_layer_index(layer)
     check_layer(arguments.op, "weights", weights.shape, number)
 
     angles = None if turned is None else turned[0].angles
@@ -142,7 +142,7 @@ def heads_layer(
             )
         turn = None
         if turned is not None and angles is not None:
-            turn = Turned(angles.astype(jnp.float32), turned[1].interleaved)
+            turn = RopeEpilogueParams(angles.astype(jnp.float32), turned[1].interleaved)
         return linears_mosaic(
             tokens, [weights.reshape(-1, inner, size)], layer=first, affine=affine,
             out_dtypes=[x.dtype], heads=heads, turned=turn, interpret=interpret,
@@ -170,7 +170,7 @@ def _linears(
     gated: bool = False,
     split: bool = False,
 ) -> list[Array]:
-    arguments, pieces = Arguments(OP), len(weights) if split else 1
+    arguments, pieces = OpArguments(OP), len(weights) if split else 1
     for place, weight in enumerate(weights):
         arguments.check(f"weights[{place}]", weight, f"L K N{place}", FLOATS)
         if split and x.shape[-1:] != (pieces * weight.shape[1],):
@@ -182,7 +182,7 @@ def _linears(
             check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
         if weight.dtype != weights[0].dtype:
             raise TypeError(f"{OP}: weights have {weights[0].dtype} and {weight.dtype}")
-    first, affine, number = taken_apart(layer)
+    first, affine, number = split_layer_index(layer)
     check_layer(OP, "weights[0]", weights[0].shape, number)
     tokens = x.reshape(-1, x.shape[-1]).astype(weights[0].dtype)
 

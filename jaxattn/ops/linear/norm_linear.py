@@ -21,17 +21,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
-from jaxattn.core.numerics.fp8_block_scaling import dequantize, in_order
+from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns, dequantize
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.launch import OP, linears_mosaic, refusal_with_norm, sums_parts
-from jaxattn.kernels.moe.combine import Unsummed
+from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer
 
 
-class Unnormed:
+class PendingNorm:
     """Tokens before their norm. The first product that reads them may make the norm.
 
     `jnp.asarray` gives the normed tokens, of `dtype`: one launch makes them, for all that ask.
@@ -39,7 +39,7 @@ class Unnormed:
 
     Args:
         x: a residual stream, float32 [*T, F].
-        added: what is added to it, in x's shape; or the `Unsummed` of one token's experts.
+        added: what is added to it, in x's shape; or the `ExpertOutputs` of one token's experts.
         norms: the norms' weights of all layers, [N, F].
         layer: the norm's place in `norms`.
         eps: epsilon of the norm.
@@ -50,10 +50,10 @@ class Unnormed:
     def __init__(
         self,
         x: Float[Array, "*T F"],
-        added: Float[Array, "*T F"] | Unsummed,
+        added: Float[Array, "*T F"] | ExpertOutputs,
         norms: Float[Array, "N F"],
         *,
-        layer: LayerOf,
+        layer: StackedLayer,
         eps: float,
         dtype: DTypeLike,
         implementation: Implementation | None = None,
@@ -77,22 +77,22 @@ class Unnormed:
         return array_of(self._added, self.shape)
 
     def before(
-        self, layer: LayerOf, give: bool = True, parts: bool = False
-    ) -> tuple[Array, Normed] | None:
-        """(x [1, F], its `Normed`) for a kernel that is given the number of `layer`, or None where
+        self, layer: StackedLayer, give: bool = True, parts: bool = False
+    ) -> tuple[Array, RmsNormPrologueParams] | None:
+        """(x [1, F], its `RmsNormPrologueParams`) for a kernel that is given the number of `layer`, or None where
         no kernel makes this norm. Such a kernel has no gradient.
 
         Args:
             give: whether the kernel also gives the normed token.
-            parts: whether it sums up `Unsummed`.
+            parts: whether it sums up `ExpertOutputs`.
         """
         fits = self._x.dtype == jnp.float32 and self.dtype == jnp.bfloat16
         same = layer.repeat is self._layer.repeat
         if not fits or not same or self.size != self.shape[-1] or self._implementation == "xla":
             return None
-        shape, (_, affine, _) = (1, self.shape[-1]), taken_apart(self._layer)
+        shape, (_, affine, _) = (1, self.shape[-1]), split_layer_index(self._layer)
         added: Any = None
-        if parts and isinstance(self._added, Unsummed):
+        if parts and isinstance(self._added, ExpertOutputs):
             added = self._added.parts
             operands = added.rows, added.positions, added.weights
             rows, positions, weights = without_gradient(OP, operands)
@@ -100,16 +100,18 @@ class Unnormed:
         else:
             added = without_gradient(OP, self._sum.reshape(shape))
         x, norms = without_gradient(OP, (self._x.reshape(shape), self._norms))
-        return x, Normed(added=added, weights=norms, affine=affine, eps=self._eps, gives=give)
+        return x, RmsNormPrologueParams(
+            added=added, weights=norms, affine=affine, eps=self._eps, gives=give
+        )
 
-    def was_made(self, total: Array, normed: Array | None = None) -> None:
+    def set_normed(self, total: Array, normed: Array | None = None) -> None:
         """Takes the sum, and the normed token, that a kernel made of what `before` gave."""
         self._total = total.reshape(self.shape)
         if normed is not None:
             self._normed = self._total, normed.reshape(self.shape)
 
     def serves(
-        self, weights: Sequence[Array], layer: LayerOf, scales: Sequence[Array] | None = None
+        self, weights: Sequence[Array], layer: StackedLayer, scales: Sequence[Array] | None = None
     ) -> bool:
         """Whether one launch makes the norm and the products with those stacks of weights."""
         if self.before(layer, parts=True) is None:
@@ -123,7 +125,7 @@ class Unnormed:
         self,
         weights: Sequence[Float[Array, "L F N"]] | Sequence[Float[Array, "L N F"]],
         *,
-        layer: LayerOf,
+        layer: StackedLayer,
         out_dtypes: Sequence[DTypeLike],
         give: bool = False,
         scales: Sequence[Float[Array, "L N/128 F/128"]] | None = None,
@@ -133,10 +135,10 @@ class Unnormed:
         With `scales` it is `linear_fp8_layer`, of float8_e4m3fn weights [L, N, F]. Kernels other
         than XLA's have no gradient.
         """
-        first, affine, _ = taken_apart(layer)
+        first, affine, _ = split_layer_index(layer)
         dtypes = [jnp.dtype(each) for each in out_dtypes]
         added, sums = self._added, sums_parts if scales is None else fp8_linear.sums_parts
-        parts = isinstance(added, Unsummed) and sums(weights, added.weights.shape[1])
+        parts = isinstance(added, ExpertOutputs) and sums(weights, added.weights.shape[1])
         before = self.before(layer, give, parts=parts)
         assert before is not None  # it serves
         x, norm = before
@@ -161,14 +163,16 @@ class Unnormed:
             wide = [here(each) for each in weights]
             if scales is not None:
                 pairs = zip(wide, scales, strict=True)
-                wide = [dequantize(in_order(w), here(s), self.dtype).T for w, s in pairs]
+                wide = [
+                    dequantize(deinterleave_columns(w), here(s), self.dtype).T for w, s in pairs
+                ]
             ys = (product(w).astype(d) for w, d in zip(wide, dtypes, strict=True))
             return [*ys, total, normed]
 
         with jax.named_scope("norm_linear_layer"):
             found = dispatch_kernel(OP, self._implementation, kernel, xla)
         *products, total = found[: len(weights) + 1]
-        self.was_made(total, found[-1] if give else None)
+        self.set_normed(total, found[-1] if give else None)
         return tuple(y.reshape(*self.shape[:-1], y.shape[-1]) for y in products)
 
     @cached_property
@@ -180,10 +184,10 @@ class Unnormed:
 
 
 def array_of(added: Any, shape: tuple[int, ...]) -> Array:
-    """`Unsummed`, summed up by a launch of their own in this shape, or the array that it is."""
-    return added.total.reshape(shape) if isinstance(added, Unsummed) else added
+    """`ExpertOutputs`, summed up by a launch of their own in this shape, or the array that it is."""
+    return added.total.reshape(shape) if isinstance(added, ExpertOutputs) else added
 
 
 def tokens_of(x: Any) -> Array:
-    """The normed tokens of an `Unnormed`, or the array that x is."""
-    return x.__jax_array__() if isinstance(x, Unnormed) else x
+    """The normed tokens of an `PendingNorm`, or the array that x is."""
+    return x.__jax_array__() if isinstance(x, PendingNorm) else x

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     FLOATS,
     check_array,
@@ -23,7 +23,7 @@ def rms_norm_layer(
     x: Float[Array, "*T F"],
     weights: Float[Array, "L F"],
     *,
-    layer: int | Int[Array, ""] | LayerOf,
+    layer: int | Int[Array, ""] | StackedLayer,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -51,7 +51,7 @@ def add_rms_norm_layer(
     added: Float[Array, "*T F"],
     weights: Float[Array, "L F"],
     *,
-    layer: int | Int[Array, ""] | LayerOf,
+    layer: int | Int[Array, ""] | StackedLayer,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -77,18 +77,18 @@ def _normed(
     x: Array,
     added: Array | None,
     weights: Array,
-    layer: int | Array | LayerOf,
+    layer: int | Array | StackedLayer,
     eps: float,
     dtype: DTypeLike | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
     """(the sum, or x where nothing is added, and its norm)."""
     op = "rms_norm_layer"
-    weights = Arguments(op).check("weights", weights, "L F", FLOATS)
+    weights = OpArguments(op).check("weights", weights, "L F", FLOATS)
     check_features(op, x, "F", "weights", weights.shape, -1)
     eps = finite(op, "eps", eps)
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)
-    first, affine, number = taken_apart(layer)
+    first, affine, number = split_layer_index(layer)
     check_layer(op, "weights", weights.shape, number)
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:

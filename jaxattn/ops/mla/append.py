@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_out_dtype, finite, is_integer
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.mla.append import mla_append_mosaic, norms_queries
@@ -31,7 +31,7 @@ def pack_mla_weights(
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
     """
-    arguments = Arguments("pack_mla_weights")
+    arguments = OpArguments("pack_mla_weights")
     stack = " ".join("LMNK"[: max(getattr(kv_norm, "ndim", 1) - 1, 0)])
     kv_norm = arguments.check("kv_norm", kv_norm, f"{stack} R")
     if q_norm is not None:
@@ -96,7 +96,7 @@ def mla_append(
         Refusal: the named implementation refuses, and says why.
     """
     op = "mla_append"
-    arguments = Arguments(op)
+    arguments = OpArguments(op)
     kv = arguments.check("kv", kv, "B S D")
     if q is not None:
         q = arguments.check("q", q, "B S Q")

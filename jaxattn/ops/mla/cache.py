@@ -24,15 +24,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.cache.formats import BLOCK, BYTES, FP8, LatentFormat
-from jaxattn.core.cache.pages import new_places
+from jaxattn.core.cache.pages import slot_mapping
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_positive
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 
 
 def check_format(
-    arguments: Arguments,
+    arguments: OpArguments,
     kv_cache: jax.Array,
     kv_scale: Any,
     *,
@@ -80,7 +80,7 @@ def _check_kv_scale(
 
 
 def _written_format(
-    arguments: Arguments, kv_cache: jax.Array, latent: jax.Array, kv_scale: Any
+    arguments: OpArguments, kv_cache: jax.Array, latent: jax.Array, kv_scale: Any
 ) -> tuple[LatentFormat, jax.Array | None]:
     """The format of what is written: the two widths alone say a block-scaled cache's R."""
     dim, shape = latent.shape[-1], tuple(kv_cache.shape)
@@ -144,7 +144,7 @@ def mla_cache_write(
         TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
             page, or two tokens are written to one place; it is named.
     """
-    arguments = Arguments("mla_cache_write")
+    arguments = OpArguments("mla_cache_write")
     latent = arguments.check("latent", latent, "B S D")
     given = block_tables, seq_lens, query_lens
     kv_cache, block_tables, seq_lens = arguments.check_paged(
@@ -196,7 +196,7 @@ def _write(
     format: LatentFormat,
 ) -> jax.Array:
     num_pages, page = kv_cache.shape[-3:-1]
-    pages, inside = new_places(
+    pages, inside = slot_mapping(
         block_tables, seq_lens, query_lens, tokens=latent.shape[1], page=page, num_pages=num_pages
     )
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)

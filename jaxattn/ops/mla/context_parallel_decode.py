@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.ops.mla.context_parallel_merge import Meeting
@@ -26,7 +26,7 @@ def mla_decode_met(
     schedule: Schedule | None = None,
     arena: Arena | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "B 1 h R"], Arena | None, Mailbox]:
+) -> tuple[Float[Array, "B 1 h R"], Arena | None, SymmetricBuffer]:
     """`mla_decode` of one token of each row, by N GPUs with some of its pages each.
 
     It is called inside of `jax.shard_map`. Each GPU attends with all heads to its own pages, and is

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.kernels.attention.tile_scheduler import (
     TILE,
     few_rows,
@@ -17,7 +17,7 @@ from jaxattn.kernels.attention.tile_scheduler import (
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.mla.decode.combine import SHARED_ROWS
-from jaxattn.kernels.mla.decode.distributed_combine import places_of
+from jaxattn.kernels.mla.decode.distributed_combine import mailbox_shape
 from jaxattn.ops.mla.state_merge import merge_attention_states
 
 
@@ -32,7 +32,7 @@ class Meeting:
             tile of the kernel. None: all.
     """
 
-    mailbox: Mailbox
+    mailbox: SymmetricBuffer
     axes: tuple[str, ...]
     heads: int | None = None
 
@@ -51,20 +51,20 @@ def meeting_room(
     parts = num_parts(rows, 1, num_heads, num_steps(max_pages, page_size), NUM_SMS)
     if rows * num_heads > SHARED_ROWS or not may_split(rows, parts):
         return None
-    return places_of(rows, num_heads)
+    return mailbox_shape(rows, num_heads)
 
 
-def filled(num_heads: int) -> int:
+def padded_heads(num_heads: int) -> int:
     """The heads that queries have with zeros, so that the kernel need not copy them."""
     return num_heads if few_rows(1, num_heads) else num_tiles(1, num_heads) * TILE
 
 
-def most_room() -> tuple[int, int]:
+def max_mailbox_shape() -> tuple[int, int]:
     """`meeting_room` of as many rows as there may be."""
-    return places_of(1, SHARED_ROWS)
+    return mailbox_shape(1, SHARED_ROWS)
 
 
-def met_by_xla(
+def merge_by_all_to_all(
     out: Float[Array, "B 1 H R"], lse: Float[Array, "B 1 H"], axes: tuple[str, ...]
 ) -> Float[Array, "B 1 h R"]:
     """The merged output of this GPU's heads, by an exchange in float32 at least."""

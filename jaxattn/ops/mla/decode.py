@@ -11,19 +11,19 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.cache.pages import attend_pages
-from jaxattn.core.cache.symmetric_memory import Mailbox
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.matmul import dot
-from jaxattn.core.numerics.online_softmax import Softmax
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.numerics.online_softmax import OnlineSoftmax
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena, is_integer
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import Schedule, num_steps
-from jaxattn.kernels.mla.decode.distributed_combine import Met
-from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, reads_apart
+from jaxattn.kernels.mla.decode.distributed_combine import DistributedCombineArgs
+from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, takes_split_queries
 from jaxattn.kernels.mla.decode.workspace import scratch
 from jaxattn.ops.mla.cache import check_format
-from jaxattn.ops.mla.context_parallel_merge import Meeting, met_by_xla
+from jaxattn.ops.mla.context_parallel_merge import Meeting, merge_by_all_to_all
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
@@ -161,7 +161,7 @@ def decoded(
     meeting: Meeting | None = None,
 ) -> tuple[Any, ...]:
     """`mla_decode`, or with `meeting` `mla_decode_met`."""
-    arguments = Arguments("mla_decode")
+    arguments = OpArguments("mla_decode")
     parts = q if isinstance(q, tuple) else None
     q = _check_queries(arguments, q)
     kv_cache, block_tables, seq_lens = arguments.check_paged(
@@ -204,11 +204,11 @@ def decoded(
             )
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        apart = reads_apart(heads)
+        apart = takes_split_queries(heads)
         met = None
         if meeting is not None:
             box = meeting.mailbox
-            met = Met(box.inbox, box.counts, box.addresses, meeting.axes, heads)
+            met = DistributedCombineArgs(box.inbox, box.counts, box.addresses, meeting.axes, heads)
         found = mla_decode_mosaic(
             parts if parts is not None and apart else q,
             kv_cache,
@@ -227,20 +227,20 @@ def decoded(
         if meeting is None:
             return found
         out, after, inbox, counts = found
-        return out, after, Mailbox(inbox, counts, meeting.mailbox.addresses)
+        return out, after, SymmetricBuffer(inbox, counts, meeting.mailbox.addresses)
 
     def xla() -> tuple[Any, ...]:
         args = (q[:, :, :heads], kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
         out, lse = _decode_xla(*args, scale=scale, format=format)
         if meeting is not None:
-            return met_by_xla(out, lse, meeting.axes), arena, meeting.mailbox
+            return merge_by_all_to_all(out, lse, meeting.axes), arena, meeting.mailbox
         return (out, lse) if arena is None else _into_arena(out, lse, arena)
 
     with jax.named_scope("mla_decode"):
         return dispatch_kernel("mla_decode", implementation, mosaic, xla)
 
 
-def _check_queries(arguments: Arguments, q: Any) -> jax.Array:
+def _check_queries(arguments: OpArguments, q: Any) -> jax.Array:
     """The queries in one array [B, S, H, D]; what nobody reads is never computed."""
     if not isinstance(q, tuple):
         return arguments.check("q", q, "B S H D")
@@ -267,7 +267,7 @@ def _decode_xla(
     scale: float,
     format: LatentFormat,
 ) -> tuple[jax.Array, jax.Array]:
-    q, kv_cache, kv_scale = vary_alike(
+    q, kv_cache, kv_scale = match_varying_axes(
         (q, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
     )
     (batch, q_len, heads, dim), rank = q.shape, format.kv_lora_rank
@@ -284,7 +284,7 @@ def _decode_xla(
     queries = q.reshape(batch, q_len * heads, dim).astype(wide)
     queries = jnp.where((limit > 0)[..., None], queries, 0)
 
-    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+    def add_block(state: OnlineSoftmax, kv: jax.Array, positions: jax.Array) -> OnlineSoftmax:
         kv = kv.astype(wide)
         scores = dot("bqd,bkd->bqk", queries, kv) * scale
         values = kv[..., :rank]
@@ -293,7 +293,7 @@ def _decode_xla(
         )
 
     out, lse = attend_pages(
-        vary_alike(Softmax.empty((batch, q_len * heads), rank, wide), q),
+        match_varying_axes(OnlineSoftmax.empty((batch, q_len * heads), rank, wide), q),
         add_block,
         kv_cache,
         block_tables,

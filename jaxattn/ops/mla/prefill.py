@@ -19,10 +19,10 @@ from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.cache.pages import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.numerics.matmul import dot
-from jaxattn.core.numerics.online_softmax import Softmax
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.numerics.online_softmax import OnlineSoftmax
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import is_integer
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.prefill_mosaic import (
     PREFIX_BLOCK,
@@ -60,7 +60,7 @@ def _causal(
         keys, values = k[:, :stop], v[:, :stop]
         scores = dot("bqhd,bkhd->bhqk", q[:, first:stop], keys) * scale
         causal = jnp.arange(stop) <= jnp.arange(first, stop)[:, None]
-        state = Softmax.empty((batch, heads, stop - first), v.shape[-1], scores.dtype)
+        state = OnlineSoftmax.empty((batch, heads, stop - first), v.shape[-1], scores.dtype)
         return state.add(
             scores,
             causal & valid[:, None, None, :stop],
@@ -106,7 +106,7 @@ def causal_attention(
         TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    arguments = Arguments("causal_attention")
+    arguments = OpArguments("causal_attention")
     q = arguments.check("q", q, "B T H Dqk")
     k = arguments.check("k", k, "B T H Dqk" if k_pe is None else "B T H nope")
     v = arguments.check("v", v, "B T H Dv")
@@ -213,7 +213,7 @@ def mla_prefill(
             that is concrete; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    arguments = Arguments("mla_prefill")
+    arguments = OpArguments("mla_prefill")
     q = arguments.check("q", q, "B T H Dqk")
     latent = arguments.check("latent", latent, "B T D")
     w_uk = arguments.check("w_uk", w_uk, "H nope R")
@@ -272,7 +272,7 @@ def _prefill(
     block: int,
     format: LatentFormat,
 ) -> tuple[jax.Array, jax.Array]:
-    q, latent, w_uk, w_uv, kv_cache, kv_scale = vary_alike(
+    q, latent, w_uk, w_uv, kv_cache, kv_scale = match_varying_axes(
         (q, latent, w_uk, w_uv, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
     )
     (batch, tokens, heads, _), rank = q.shape, w_uk.shape[2]
@@ -296,16 +296,16 @@ def _prefill(
 
     queries = jnp.where(valid[..., None, None], q, 0)
 
-    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+    def add_block(state: OnlineSoftmax, kv: jax.Array, positions: jax.Array) -> OnlineSoftmax:
         k, v = expand(kv)
         scores = dot("bqhd,bkhd->bhqk", queries, k) * scale
         visible = (positions < prefix[:, None])[:, None, None, :]
         return state.add(scores, visible, lambda p: dot("bhqk,bkhv->bhqv", p.astype(v.dtype), v))
 
     with jax.named_scope("cached_prefix"):
-        state = Softmax.empty((batch, heads, tokens), w_uv.shape[-1], new[1].dtype)
+        state = OnlineSoftmax.empty((batch, heads, tokens), w_uv.shape[-1], new[1].dtype)
         state = attend_pages(
-            vary_alike(state, q),
+            match_varying_axes(state, q),
             add_block,
             kv_cache,
             block_tables,

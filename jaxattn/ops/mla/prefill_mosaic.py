@@ -55,7 +55,7 @@ def attend(
     as long as they look.
     """
     if v.shape[-1] != WIDE[2]:
-        config = launch.Config.resident() if whole else launch.Config()
+        config = launch.MlaPrefillTileConfig.resident() if whole else launch.MlaPrefillTileConfig()
         return launch.attend_mosaic(
             q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
         )

@@ -17,12 +17,12 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, dequantize
-from jaxattn.core.stacked_layer import LayerOf, number_to_check, taken_apart
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
-from jaxattn.kernels.moe.routing.router import Listed
+from jaxattn.kernels.moe.routing.router import RoutedToken
 
 
 def mixture_of_experts(
@@ -34,9 +34,9 @@ def mixture_of_experts(
     *,
     gate_up_scale: Float[Array, "*L E 2 I/128 F/128"] | None = None,
     down_scale: Float[Array, "*L E F/128 I/128"] | None = None,
-    layer: int | Int[Array, ""] | LayerOf | None = None,
+    layer: int | Int[Array, ""] | StackedLayer | None = None,
     arena: Arena | None = None,
-    listed: Listed | None = None,
+    listed: RoutedToken | None = None,
     apart: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -80,7 +80,7 @@ def mixture_of_experts(
     """
     op = "mixture_of_experts"
     check_arena(op, arena)
-    if not isinstance(listed, Listed | None):
+    if not isinstance(listed, RoutedToken | None):
         raise TypeError(
             f"{op}: listed must be what choose_experts returns, got {type(listed).__name__}"
         )
@@ -89,8 +89,8 @@ def mixture_of_experts(
     if layer is None:
         gate_up, down = gate_up[None], down[None]
         scales = tuple(None if scale is None else scale[None] for scale in scales)
-    first, affine, number = taken_apart(0 if layer is None else layer)
-    check_layer(op, "gate_up", gate_up.shape, number_to_check(0 if layer is None else layer))
+    first, affine, number = split_layer_index(0 if layer is None else layer)
+    check_layer(op, "gate_up", gate_up.shape, checkable_layer(0 if layer is None else layer))
     operands = (x, ids, weights, gate_up, down, *scales, jnp.asarray(first, jnp.int32))
     refuse_explicit_axes(op, *operands)
 
@@ -119,7 +119,7 @@ def mixture_of_experts(
 def _checked(
     op: str, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, layer: Any
 ) -> tuple[Array, ...]:
-    arguments = Arguments(op)
+    arguments = OpArguments(op)
     x = arguments.check("x", x, "T F")
     _, ids = arguments.integers("ids", ids, "T K")
     weights = arguments.check("weights", weights, "T K")

@@ -20,9 +20,9 @@ from jaxattn.core.dispatch import (
     without_gradient,
 )
 from jaxattn.core.numerics.rounding import rounded
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.kernels.moe.routing.router import Listed, route_mosaic
-from jaxattn.kernels.moe.routing.small_batch_alignment import copies, lists
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.kernels.moe.routing.router import RoutedToken, route_mosaic
+from jaxattn.kernels.moe.routing.small_batch_alignment import copies, supports_pairs
 from jaxattn.ops.linear.linear import kernel_serves, linear_layer
 from jaxattn.ops.moe.routing import Router, route
 
@@ -52,7 +52,7 @@ def split_router(
 def router_products(
     x: Float[Array, "*T F"],
     routers: Float[Array, "L F E"],
-    layer: LayerOf,
+    layer: StackedLayer,
     implementation: Implementation | None = None,
     *,
     gates: Float[Array, "L F 1"] | None = None,
@@ -74,7 +74,7 @@ def router_products(
     return both
 
 
-def added_up(products: Float[Array, "T 2N"]) -> Float[Array, "T N"]:
+def sum_split_logits(products: Float[Array, "T 2N"]) -> Float[Array, "T N"]:
     """The logits of `router_products`."""
     high, low = jnp.split(products, 2, axis=-1)
     return high + low
@@ -85,14 +85,14 @@ def choose_experts(
     bias: Float[Array, "*L E"] | None,
     router: Router,
     *,
-    layer: LayerOf | None = None,
+    layer: StackedLayer | None = None,
     halves: bool = False,
     always: int = 0,
     gated: bool = False,
     valid: Int[Array, "T"] | Bool[Array, "T"] | None = None,
     x: Float[Array, "T F"] | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Int[Array, "T K"], Float[Array, "T K"], Listed | None]:
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"], RoutedToken | None]:
     """The experts of each token and their weights, `route`'s and those that every token takes.
 
     Args:
@@ -110,12 +110,12 @@ def choose_experts(
     """
     count = router.experts
     valid = None if valid is None else valid.astype(jnp.int32)
-    first, affine, _ = (None, (1, 0), None) if layer is None else taken_apart(layer)
+    first, affine, _ = (None, (1, 0), None) if layer is None else split_layer_index(layer)
 
     def reference(
         logits: Array, bias: Array | None, first: Array | None, valid: Array | None
     ) -> tuple[Array, Array]:
-        columns = added_up(logits) if halves else logits
+        columns = sum_split_logits(logits) if halves else logits
         own = bias if bias is None or first is None else bias[affine[0] * first + affine[1]]
         ids, weights = route(columns[:, :count], own, router, implementation="xla")
         shape = len(ids), always
@@ -125,12 +125,12 @@ def choose_experts(
         ids = jnp.concatenate([ids, last], axis=1)
         return (ids if valid is None else jnp.where(valid[:, None] != 0, ids, -1)), weights
 
-    def mosaic(interpret: bool) -> tuple[Array, Array, Listed | None]:
+    def mosaic(interpret: bool) -> tuple[Array, Array, RoutedToken | None]:
         options: dict[str, Any] = {
             **router.choice, "experts": count, "halves": halves, "always": always, "gated": gated,
             "affine": affine, "interpret": interpret,
         }  # fmt: skip
-        if x is not None and lists(1, router.top_k + always) and copies(x.shape[1]):
+        if x is not None and supports_pairs(1, router.top_k + always) and copies(x.shape[1]):
             operands = without_gradient("route", (logits, bias, x))
             return route_mosaic(*operands[:2], layer=first, valid=valid, x=operands[2], **options)
 

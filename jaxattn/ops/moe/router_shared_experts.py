@@ -13,37 +13,43 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
-from jaxattn.kernels.moe.router_shared_experts import norms, opening_mosaic, refusal
-from jaxattn.kernels.moe.routing.router import Listed
-from jaxattn.ops.linear.norm_linear import Unnormed, tokens_of
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.kernels.moe.router_shared_experts import (
+    refusal,
+    router_shared_experts_mosaic,
+    supports_norm,
+)
+from jaxattn.kernels.moe.routing.router import RoutedToken
+from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 from jaxattn.ops.moe.router_logits import choose_experts, router_products
 from jaxattn.ops.moe.routing import Router
 
 
-def opens(x: Array, router: Array, gate_up: Array, config: Router, always: int) -> bool:
+def supports_fused_router(
+    x: Array, router: Array, gate_up: Array, config: Router, always: int
+) -> bool:
     """Whether shapes and dtypes are the kernel's."""
     return refusal(x, router, gate_up, config.experts, config.top_k, always) is None
 
 
 @jax.named_scope("open_experts")
-def open_experts(
-    x: Float[Array, "1 F"] | Unnormed,
+def router_shared_experts(
+    x: Float[Array, "1 F"] | PendingNorm,
     router: Float[Array, "L F 2E"],
     bias: Float[Array, "L E"] | None,
     gate_up: Float[Array, "L X J F"],
     config: Router,
     *,
-    layer: LayerOf,
+    layer: StackedLayer,
     always: int,
     valid: Int[Array, "1"] | Bool[Array, "1"] | None,
     arena: Arena,
     implementation: Implementation | None = None,
-) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], Listed | None, Arena]:
+) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], RoutedToken | None, Arena]:
     """(ids, weights, the list of work, the arena) for `mixture_of_experts`.
 
     Args:
-        x: a token; it is rounded to the router's dtype. If x is an `Unnormed` [*T, F], the kernel
+        x: a token; it is rounded to the router's dtype. If x is an `PendingNorm` [*T, F], the kernel
             makes the norm too, where it can.
         router: of all layers, what `split_router` makes of it, without a gate.
         bias: of all layers, as `route` has it.
@@ -59,22 +65,24 @@ def open_experts(
     Raises:
         Refusal: the named implementation refuses, and says why.
     """
-    first, affine, _ = taken_apart(layer)
+    first, affine, _ = split_layer_index(layer)
     valid = None if valid is None else valid.astype(jnp.int32)
 
-    def mosaic(interpret: bool) -> tuple[Array, Array, Listed | None, Arena]:
-        before = x.before(layer) if isinstance(x, Unnormed) and norms(x.shape[-1]) else None
+    def mosaic(interpret: bool) -> tuple[Array, Array, RoutedToken | None, Arena]:
+        before = (
+            x.before(layer) if isinstance(x, PendingNorm) and supports_norm(x.shape[-1]) else None
+        )
         token, norm = before or (tokens_of(x).reshape(1, x.shape[-1]), None)
-        ids, weights, listed, after, total = opening_mosaic(
+        ids, weights, listed, after, total = router_shared_experts_mosaic(
             token, router, bias, gate_up, experts=config.experts, choice=config.choice,
             always=always, layer=first, affine=affine, valid=valid, arena=arena, norm=norm,
             interpret=interpret,
         )  # fmt: skip
-        if isinstance(x, Unnormed) and total is not None:
-            x.was_made(total, listed.rows[:1])
+        if isinstance(x, PendingNorm) and total is not None:
+            x.set_normed(total, listed.rows[:1])
         return ids, weights, listed, after
 
-    def xla() -> tuple[Array, Array, Listed | None, Arena]:
+    def xla() -> tuple[Array, Array, RoutedToken | None, Arena]:
         logits = router_products(tokens_of(x), router, layer, "xla")
         chosen = choose_experts(
             logits, bias, config, layer=None if bias is None else layer, halves=True,

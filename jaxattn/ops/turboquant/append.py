@@ -6,9 +6,9 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_out_dtype
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.turboquant.cache.append import turbo_append_mosaic
@@ -31,7 +31,7 @@ def turbo_append(
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | LayerOf | None = None,
+    layer: Array | int | StackedLayer | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B S H D"], Array]:
     """Norms and rotates each row's new queries and keys, and caches codes of keys and values.
@@ -55,7 +55,7 @@ def turbo_append(
         Refusal: the named implementation refuses, and says why.
     """
     op = "turbo_append"
-    arguments = Arguments(op)
+    arguments = OpArguments(op)
     q, k, v, weights, eps = check_new_heads(
         arguments, q, k, v, weights, rotation=rotation, config=config, eps=eps, layer=layer
     )
@@ -67,7 +67,7 @@ def turbo_append(
     query_lens = arguments.check_written(given, "k", k, form.page_size(kv_cache))
     refuse_explicit_axes(op, q, k, v, weights, kv_cache, block_tables, seq_lens, query_lens)
     out_dtype = check_out_dtype(arguments.op, dtype, q.dtype)
-    number = taken_apart(layer)[2]
+    number = split_layer_index(layer)[2]
 
     def xla() -> tuple[jax.Array, jax.Array]:
         queries, keys = normed_and_rotated(

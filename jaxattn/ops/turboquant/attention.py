@@ -16,19 +16,19 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.pages import Unfold, attend_pages
+from jaxattn.core.cache.pages import PageUnpacker, attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.numerics.online_softmax import Softmax
-from jaxattn.core.stacked_layer import LayerOf, taken_apart
+from jaxattn.core.numerics.online_softmax import OnlineSoftmax
+from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat, dequantize, rotate
 from jaxattn.core.turboquant.slot_layout import page_slots, unpack
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes, vary_alike
+from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, check_schedule
 from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
 from jaxattn.ops.gqa.scores import (
-    Scores,
+    AttentionScoring,
     check_heads,
     check_sinks,
     finish,
@@ -56,7 +56,7 @@ def turbo_attention(
     form: TurboFormat,
     scale: float | None = None,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | LayerOf | None = None,
+    layer: Array | int | StackedLayer | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
@@ -94,7 +94,7 @@ def turbo_attention(
             that is concrete; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    arguments = Arguments("turbo_attention")
+    arguments = OpArguments("turbo_attention")
     q = arguments.check("q", q, "B S H D")
     # The decode kernel itself knows rows of more tokens than their table has places.
     as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
@@ -103,7 +103,7 @@ def turbo_attention(
     )
     check_head_dim(arguments, "q", q, form)
     check_heads(arguments, q, kv_cache.shape[-2], "kv_cache", kv_cache.shape)
-    scores = Scores.checked(arguments, q.shape[-1], scale, window, soft_cap)
+    scores = AttentionScoring.checked(arguments, q.shape[-1], scale, window, soft_cap)
     sinks = check_sinks(arguments, sinks)
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "q", q)
@@ -116,7 +116,7 @@ def turbo_attention(
     )  # fmt: skip
     refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
     check_arena(arguments.op, arena)
-    number = taken_apart(layer)[2]
+    number = split_layer_index(layer)[2]
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         if q.shape[1] > MOST_NEW:
@@ -163,11 +163,11 @@ def _attend(
     sinks: jax.Array | None,
     gate: jax.Array | None,
     *,
-    scores: Scores,
+    scores: AttentionScoring,
     form: TurboFormat,
 ) -> tuple[jax.Array, jax.Array]:
     """Query tokens in blocks, one after another."""
-    q, kv_cache, sinks, gate = vary_alike(
+    q, kv_cache, sinks, gate = match_varying_axes(
         (q, kv_cache, sinks, gate), block_tables, seq_lens, query_lens, layer
     )
     q_len = q.shape[1]
@@ -212,9 +212,9 @@ def _over_cache(
     block_tables: jax.Array,
     layer: jax.Array | int | None,
     *,
-    scores: Scores,
+    scores: AttentionScoring,
     form: TurboFormat,
-) -> Softmax:
+) -> OnlineSoftmax:
     """The softmax of tokens at these positions over their row's cache; at -1 there is none."""
     batch, _, heads, dim = q.shape
     kv_heads, page = kv_cache.shape[-2], form.page_size(kv_cache)
@@ -229,14 +229,14 @@ def _over_cache(
         both = jnp.stack(dequantize(form, unpack(form, slots)), axis=3)
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, dim)
 
-    def add_block(state: Softmax, kv: jax.Array, positions: jax.Array) -> Softmax:
+    def add_block(state: OnlineSoftmax, kv: jax.Array, positions: jax.Array) -> OnlineSoftmax:
         visible = scores.visible(row_position, positions)
         return state.add(scores.of(queries, kv[:, :, 0]), visible, weigh(kv[:, :, 1]))
 
     lengths = jnp.max(position, axis=1) + 1
     first = jnp.min(jnp.where(real, position, lengths[:, None]), axis=1)
     return attend_pages(
-        vary_alike(Softmax.empty(queries.shape[:3], dim, jnp.dtype(jnp.float32)), q),
+        match_varying_axes(OnlineSoftmax.empty(queries.shape[:3], dim, jnp.dtype(jnp.float32)), q),
         add_block,
         kv_cache,
         block_tables,
@@ -244,5 +244,5 @@ def _over_cache(
         layer=layer,
         block=CACHED_BLOCK,
         begins=window_begins(scores, first, lengths),
-        unfold=Unfold(page, tokens),
+        unfold=PageUnpacker(page, tokens),
     )

@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxattn.core.cache.pages import new_places
+from jaxattn.core.cache.pages import slot_mapping
 from jaxattn.core.dispatch import Implementation, dispatch_xla
-from jaxattn.core.stacked_layer import LayerOf, number_to_check, taken_apart
+from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat, quantize
 from jaxattn.core.turboquant.slot_layout import GROUP, pack, places
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 
 
 def check_turbo_cache(
-    arguments: Arguments,
+    arguments: OpArguments,
     kv_cache: Any,
     block_tables: Any,
     seq_lens: Any,
-    layer: Array | int | LayerOf | None,
+    layer: Array | int | StackedLayer | None,
     form: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A cache and its addressing: tables and lengths are checked where they are known.
@@ -33,7 +33,7 @@ def check_turbo_cache(
     """
     if not isinstance(form, TurboFormat):
         raise TypeError(f"{arguments.op}: form must be a TurboFormat, got {type(form).__name__}")
-    arguments.check_layer(kv_cache, number_to_check(layer), "N Hk bytes")
+    arguments.check_layer(kv_cache, checkable_layer(layer), "N Hk bytes")
     axes = "N Hk bytes" if layer is None else "L N Hk bytes"
     cache = arguments.check("kv_cache", kv_cache, axes, ("uint8",))
     num_pages, size = cache.shape[-3], cache.shape[-1]
@@ -46,7 +46,7 @@ def check_turbo_cache(
     return cache, *arguments.check_tables(block_tables, seq_lens, num_pages, page)
 
 
-def check_head_dim(arguments: Arguments, name: str, x: jax.Array, form: TurboFormat) -> None:
+def check_head_dim(arguments: OpArguments, name: str, x: jax.Array, form: TurboFormat) -> None:
     if x.shape[-1] != form.head_dim:
         raise ValueError(
             f"{arguments.op}: {name} {x.shape} has head_dim {x.shape[-1]}, and the cache's format "
@@ -64,7 +64,7 @@ def turbo_cache_write(
     *,
     form: TurboFormat,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | LayerOf | None = None,
+    layer: Array | int | StackedLayer | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
     """The cache with the new tokens quantized and written; in place, where it is donated.
@@ -80,14 +80,14 @@ def turbo_cache_write(
         seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         form: the cache's format.
         query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int, a traced scalar or a `LayerOf`.
+        layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
         implementation: "xla", or None for the best.
 
     Raises:
         TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
             page, or two tokens are written to one place; it is named.
     """
-    arguments = Arguments("turbo_cache_write")
+    arguments = OpArguments("turbo_cache_write")
     k = arguments.check("k", k, "B S Hk D")
     v = arguments.check("v", v, "B S Hk D")
     given = block_tables, seq_lens, query_lens
@@ -97,7 +97,7 @@ def turbo_cache_write(
     check_head_dim(arguments, "k", k, form)
     query_lens = arguments.check_new(given, seq_lens, "k", k, form.page_size(kv_cache))
     refuse_explicit_axes(arguments.op, kv_cache, k, v, block_tables, seq_lens, query_lens)
-    number = taken_apart(layer)[2]
+    number = split_layer_index(layer)[2]
 
     def xla() -> jax.Array:
         return _write(kv_cache, k, v, block_tables, seq_lens, query_lens, number, form=form)
@@ -118,7 +118,7 @@ def _write(
     form: TurboFormat,
 ) -> jax.Array:
     num_pages, kv_heads = kv_cache.shape[-3:-1]
-    pages, inside = new_places(
+    pages, inside = slot_mapping(
         block_tables, seq_lens, query_lens, tokens=k.shape[1], page=form.page_size(kv_cache),
         num_pages=num_pages,
     )  # fmt: skip

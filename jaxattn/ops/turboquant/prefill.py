@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxattn.core.cache.pages import Unfold, page_blocks
+from jaxattn.core.cache.pages import PageUnpacker, page_blocks
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.turboquant.code_gather import page_codes
 from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, dequantize, hadamard, plain_keys
@@ -25,7 +25,7 @@ from jaxattn.kernels.gqa.prefill.launch import gqa_prefill_mosaic, refuse
 from jaxattn.kernels.turboquant.cache.dequantization import takes, turbo_unpack_mosaic
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
 from jaxattn.ops.gqa.prefill_mosaic import merged
-from jaxattn.ops.gqa.scores import Scores, window_begins
+from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 from jaxattn.ops.turboquant.key_mean import MOST, SAMPLES, common_key
 
 # Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
@@ -46,7 +46,7 @@ def turbo_prefill_mosaic(
     sinks: jax.Array | None,
     gate: jax.Array | None,
     *,
-    scores: Scores,
+    scores: AttentionScoring,
     form: TurboFormat,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -85,7 +85,7 @@ def turbo_prefill_mosaic(
     pages, firsts, read = page_blocks(
         kv_cache, block_tables, lengths, layer=layer,
         block=max(LEAST_BLOCK, UNPACKED_BYTES // of_token), begins=begins,
-        unfold=Unfold(page, tokens),
+        unfold=PageUnpacker(page, tokens),
     )  # fmt: skip
     size = pages.shape[-1] * page
     shift = None if scores.soft_cap is None else lacks

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, UInt8
 
-from jaxattn.core.turboquant.codec import LARGEST_F16, Codes, TurboFormat, level_length
+from jaxattn.core.turboquant.codec import LARGEST_F16, TurboCodes, TurboFormat, level_length
 from jaxattn.core.turboquant.slot_layout import GROUP, pack, slot_pages
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 
 
 def import_vllm_slots(
@@ -38,7 +38,7 @@ def import_vllm_slots(
     Raises:
         TypeError, ValueError: the cache's dtype or shape does not fit; it is named.
     """
-    arguments = Arguments("import_vllm_slots")
+    arguments = OpArguments("import_vllm_slots")
     cache = arguments.check("cache", cache, "N C Hk slot", ("uint8",))
     if cache.shape[1] % GROUP or cache.shape[-1] != form.slot_bytes:
         raise ValueError(
@@ -53,7 +53,7 @@ def import_vllm_slots(
     return slot_pages(form, pack(form, codes).swapaxes(1, 2))
 
 
-def stored_codes(cache: UInt8[Array, "*t slot"], form: TurboFormat) -> Codes:
+def stored_codes(cache: UInt8[Array, "*t slot"], form: TurboFormat) -> TurboCodes:
     """What vLLM's slots say; a norm is the key's own length."""
     sizes: list[Any] = [form.key_bytes, 2 if form.rotated else 0, form.value_bytes]
     at, parts = 0, []
@@ -64,7 +64,7 @@ def stored_codes(cache: UInt8[Array, "*t slot"], form: TurboFormat) -> Codes:
     norm = _halves(norm_bytes)[..., 0] if form.rotated else None
     both = _halves(numbers)
     keys = _codes(stored, form.key_bits)
-    return Codes(keys, _codes(values, form.value_bits), norm, both[..., 0], both[..., 1])
+    return TurboCodes(keys, _codes(values, form.value_bits), norm, both[..., 0], both[..., 1])
 
 
 def _codes(stored: jax.Array, bits: int) -> jax.Array:

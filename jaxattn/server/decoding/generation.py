@@ -14,7 +14,7 @@ from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, Fini
 from jaxattn.engine.requests.request import Request
 from jaxattn.server.decoding.logprobs import Chance
 from jaxattn.server.decoding.stop_strings import StopStrings
-from jaxattn.server.decoding.structured_outputs import Matcher
+from jaxattn.server.decoding.structured_outputs import GrammarMatcher
 from jaxattn.server.http.errors import ApiError
 from jaxattn.text import TokenStream
 
@@ -23,7 +23,7 @@ ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
+class OutputChunk:
     """What came of a choice.
 
     Attributes:
@@ -42,7 +42,7 @@ class Piece:
     chances: tuple[Chance, ...] = ()
 
 
-class Choice:
+class ChoiceDetokenizer:
     """One row's text.
 
     Attributes:
@@ -55,15 +55,15 @@ class Choice:
         self.done = False
         self._stream, self._stops = stream, stops
 
-    def push(self, event: TokenEvent) -> Piece:
+    def push(self, event: TokenEvent) -> OutputChunk:
         """The piece of a token; the last one if it completes a stop string."""
         self.tokens += 1
         text, stop = self._stops.push(self._stream.push(event.token))
         chances = () if event.logprobs is None else ((event.token, event.logprobs),)
         self.done = stop is not None
-        return Piece(self.number, text, 1, "stop" if self.done else None, stop, chances)
+        return OutputChunk(self.number, text, 1, "stop" if self.done else None, stop, chances)
 
-    def end(self, completion: Completion) -> Piece:
+    def end(self, completion: Completion) -> OutputChunk:
         """The last piece of a row that ended.
 
         Raises:
@@ -75,16 +75,16 @@ class Choice:
             raise failure(completion)
         text, stop = self._stops.push(self._stream.end())
         if stop is not None:
-            return Piece(self.number, text, 0, "stop", stop)
+            return OutputChunk(self.number, text, 0, "stop", stop)
         text += self._stops.end()
         found = completion.detail if finish == "stop" else None
-        return Piece(self.number, text, 0, finish, found)
+        return OutputChunk(self.number, text, 0, finish, found)
 
 
 def failure(completion: Completion) -> ApiError:
     """The error of a row that was not served to its end."""
     grammar = completion.request.grammar
-    if isinstance(grammar, Matcher) and (error := grammar.error):
+    if isinstance(grammar, GrammarMatcher) and (error := grammar.error):
         return error
     match completion.finish_reason:
         case FinishReason.REFUSED:
@@ -104,9 +104,9 @@ class Generation:
         choices: their texts.
     """
 
-    def __init__(self, requests: Sequence[Request], choices: Sequence[Choice]):
+    def __init__(self, requests: Sequence[Request], choices: Sequence[ChoiceDetokenizer]):
         self.requests = requests
-        self._choices: Mapping[int | None, Choice] = {
+        self._choices: Mapping[int | None, ChoiceDetokenizer] = {
             request.id: choice for request, choice in zip(requests, choices, strict=True)
         }
         self._given: list[Sequence[Event]] = []
@@ -123,7 +123,7 @@ class Generation:
     ) -> Self:
         """A generation whose choices have streams and stop strings of their own."""
         choices = [
-            Choice(number, stream(), StopStrings(stops, included=stop_included))
+            ChoiceDetokenizer(number, stream(), StopStrings(stops, included=stop_included))
             for number in range(len(requests))
         ]
         return cls(requests, choices)
@@ -147,7 +147,7 @@ class Generation:
         """The ids of rows whose end has not been read."""
         return [id for id, choice in self._choices.items() if id is not None and not choice.done]
 
-    async def pieces(self, seconds: float | None) -> list[Piece]:
+    async def pieces(self, seconds: float | None) -> list[OutputChunk]:
         """What has come since the last call, a piece of each choice for each step; none after
         `seconds`.
 
@@ -169,7 +169,7 @@ class Generation:
             return found
         return _joined(found)
 
-    def _piece(self, event: Event) -> Piece | None:
+    def _piece(self, event: Event) -> OutputChunk | None:
         request = event.completion.request if isinstance(event, FinishEvent) else event.request
         choice = self._choices[request.id]
         if choice.done:  # at a stop string, and then its row ended
@@ -179,9 +179,9 @@ class Generation:
         return choice.push(event)
 
 
-def _joined(pieces: Iterable[Piece | None]) -> list[Piece]:
+def _joined(pieces: Iterable[OutputChunk | None]) -> list[OutputChunk]:
     """One piece of each choice."""
-    found: dict[int, Piece] = {}
+    found: dict[int, OutputChunk] = {}
     for piece in pieces:
         if piece is None:
             continue
@@ -189,6 +189,6 @@ def _joined(pieces: Iterable[Piece | None]) -> list[Piece]:
         if before is not None:
             text, tokens = before.text + piece.text, before.tokens + piece.tokens
             chances = before.chances + piece.chances
-            piece = Piece(piece.choice, text, tokens, piece.finish, piece.stop, chances)
+            piece = OutputChunk(piece.choice, text, tokens, piece.finish, piece.stop, chances)
         found[piece.choice] = piece
     return list(found.values())

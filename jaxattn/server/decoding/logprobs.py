@@ -12,7 +12,7 @@ type Chance = tuple[int, Logprobs]
 type Spell = Callable[[int], bytes]
 
 
-def of_chat(chances: Sequence[Chance], spell: Spell) -> dict[str, Any]:
+def chat_logprobs(chances: Sequence[Chance], spell: Spell) -> dict[str, Any]:
     """`logprobs` of a chat's choice: each token, and the likely ones in its place."""
     return {
         "content": [
@@ -25,7 +25,7 @@ def of_chat(chances: Sequence[Chance], spell: Spell) -> dict[str, Any]:
     }
 
 
-def of_completion(chances: Sequence[Chance], spell: Spell, offset: int) -> dict[str, Any]:
+def completion_logprobs(chances: Sequence[Chance], spell: Spell, offset: int) -> dict[str, Any]:
     """`logprobs` of a completion's choice, whose first token stands at `offset` of the text."""
     texts = [_text(token, spell) for token, _ in chances]
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxattn.engine.requests.request import Request
 from jaxattn.server.http.errors import bad
-from jaxattn.server.http.json_fields import Fields
+from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.settings import (
     MOST_CHOICES,
     MOST_STOP_CHARACTERS,
@@ -33,7 +33,7 @@ PENALTIES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How to continue a prompt.
 
     Attributes:
@@ -97,13 +97,13 @@ class Sampling:
 
 
 def read_sampling(
-    fields: Fields,
+    fields: JsonFields,
     defaults: SamplingDefaults,
     max_tokens: int | None,
     logprobs: int | None = None,
     *,
     vocab_size: int,
-) -> Sampling:
+) -> SamplingParams:
     """The sampling fields of a request.
 
     Args:
@@ -122,7 +122,7 @@ def read_sampling(
             "min_tokens",
             "min_tokens needs ignore_eos: true; add ignore_eos, or leave min_tokens out",
         )
-    return Sampling(
+    return SamplingParams(
         max_tokens=max_tokens,
         choices=_or(fields.integer("n", 1, MOST_CHOICES), None, 1),
         temperature=temperature if temperature >= GREEDY else 0.0,
@@ -145,7 +145,7 @@ def _folded(seed: int) -> int:
     return (low ^ high * GOLDEN) % 2**32
 
 
-def _more(fields: Fields, logprobs: int | None, vocab_size: int) -> dict[str, Any]:
+def _more(fields: JsonFields, logprobs: int | None, vocab_size: int) -> dict[str, Any]:
     """Penalties, biases, priority, salt and log-probabilities, where they change something."""
     found: dict[str, Any] = {}
     if logprobs is not None:
@@ -167,7 +167,7 @@ def _more(fields: Fields, logprobs: int | None, vocab_size: int) -> dict[str, An
     return found
 
 
-def _bias(fields: Fields, vocab_size: int) -> dict[int, float]:
+def _bias(fields: JsonFields, vocab_size: int) -> dict[int, float]:
     given = fields.object("logit_bias")
     if len(given.values) > MOST_BIASES:
         raise bad(

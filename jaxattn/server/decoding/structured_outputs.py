@@ -1,6 +1,6 @@
 """What an answer must look like: JSON, JSON of a schema, a regular expression, or calls of tools.
 
-llguidance says before each token which ones may come. The engine asks a `Matcher` in the device
+llguidance says before each token which ones may come. The engine asks a `GrammarMatcher` in the device
 thread; compiling a grammar happens in a thread of texts, within the limits below.
 """
 
@@ -14,7 +14,7 @@ import orjson
 
 from jaxattn.server.decoding.sampling_params import ABLE
 from jaxattn.server.http.errors import ApiError, bad
-from jaxattn.server.http.json_fields import Fields
+from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.text import Tokenizer
 
 MOST_CHARACTERS = 2**16
@@ -29,7 +29,7 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """A tokenizer's tokens, as llguidance knows them.
 
     Args:
@@ -43,10 +43,10 @@ class Vocabulary:
     def known(self) -> llguidance.LLTokenizer:
         """Made when the first grammar comes: a vocabulary takes a second."""
         ends = list(self._tokenizer.stop_tokens)
-        wrapper = llguidance.TokenizerWrapper(_Tokens(self._tokenizer))
+        wrapper = llguidance.TokenizerWrapper(_LLGuidanceTokens(self._tokenizer))
         return llguidance.LLTokenizer(wrapper, eos_token=ends)
 
-    def matchers(self, grammar: str, param: str, count: int) -> list["Matcher"]:
+    def matchers(self, grammar: str, param: str, count: int) -> list["GrammarMatcher"]:
         """The states of new texts, of a grammar that is compiled once.
 
         Raises:
@@ -58,10 +58,10 @@ class Vocabulary:
             matcher.compute_bitmask()  # finds what compiling does not: no first token
         if matcher.is_error():
             raise _unfollowed(param, matcher)
-        return [Matcher(matcher.deep_copy(), param) for _ in range(count)]
+        return [GrammarMatcher(matcher.deep_copy(), param) for _ in range(count)]
 
 
-class _Tokens:
+class _LLGuidanceTokens:
     """What `llguidance.TokenizerWrapper` reads."""
 
     def __init__(self, tokenizer: Tokenizer):
@@ -75,7 +75,7 @@ class _Tokens:
         return self._encode(text)
 
 
-class Matcher:
+class GrammarMatcher:
     """One row's state; the engine's `Grammar`.
 
     Args:
@@ -116,7 +116,7 @@ def _unfollowed(param: str, matcher: llguidance.LLMatcher) -> ApiError:
     return bad(param, f"{param} cannot be followed: {said}; change or simplify it")
 
 
-def read_grammar(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+def read_grammar(fields: JsonFields, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
     """(the grammar that the answer has to follow, the field that asks for it), or None.
 
     `response_format` and `tool_choice` ask for one.
@@ -141,7 +141,7 @@ def read_grammar(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> tuple[st
     return grammar, param
 
 
-def _of_format(fields: Fields, kind: str) -> str:
+def _of_format(fields: JsonFields, kind: str) -> str:
     if kind == "regex":
         pattern = fields.text("pattern", MOST_CHARACTERS)
         if not pattern:
@@ -156,7 +156,7 @@ def _of_format(fields: Fields, kind: str) -> str:
     return _of_schema(schema, fields.where)
 
 
-def _of_calls(fields: Fields, tools: Sequence[Mapping[str, Any]]) -> str:
+def _of_calls(fields: JsonFields, tools: Sequence[Mapping[str, Any]]) -> str:
     """One call of a tool, written as Hermes has it: any tool, or the one that is named."""
     choice = fields.values["tool_choice"]
     names = [tool["function"]["name"] for tool in tools]

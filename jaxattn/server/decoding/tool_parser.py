@@ -25,7 +25,7 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One call.
 
     Attributes:
@@ -43,7 +43,7 @@ class Call:
         return {"id": self.id, "type": "function", "function": function}
 
 
-class ToolReader:
+class ToolParser:
     """Divides one choice's text into content and calls.
 
     Args:
@@ -57,9 +57,9 @@ class ToolReader:
         self._tools = tools
         self._held = ""
         self._inside = False
-        self.calls: list[Call] = []
+        self.calls: list[ToolCall] = []
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """(content that is final, calls that ended with this text)."""
         self._held += text
         content, calls = "", []
@@ -94,13 +94,13 @@ class ToolReader:
         self._held = held[len(known) :]
         return known
 
-    def _read(self, text: str) -> Call | None:
+    def _read(self, text: str) -> ToolCall | None:
         found = _hermes(text) or self._tagged(text)
         if found is None:
             return None
         name, arguments = found
         spelled = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        return Call(name, spelled, f"call_{secrets.token_hex(12)}")
+        return ToolCall(name, spelled, f"call_{secrets.token_hex(12)}")
 
     def _tagged(self, text: str) -> tuple[str, dict[str, Any]] | None:
         if match := _FUNCTION.match(text):

@@ -15,7 +15,7 @@ from jaxattn.server.http.errors import ApiError
 from jaxattn.server.settings import LOOPBACK
 
 
-class SiteGate:
+class AllowedOrigins:
     """Refuses requests of other sites' pages.
 
     Args:

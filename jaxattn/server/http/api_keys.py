@@ -36,7 +36,7 @@ def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) ->
     return tuple(keys)
 
 
-class KeyGate:
+class ApiKeyAuth:
     """Lets requests with a key through, and all to `OPEN` paths.
 
     Args:

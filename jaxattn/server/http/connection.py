@@ -14,10 +14,10 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxattn.server.settings import Settings
+from jaxattn.server.settings import ServerSettings
 
 
-class Config(uvicorn.Config):
+class UvicornConfig(uvicorn.Config):
     """uvicorn's settings.
 
     Args:
@@ -27,10 +27,10 @@ class Config(uvicorn.Config):
         head_seconds: for a request's head to arrive.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, close_seconds: int):
+    def __init__(self, app: ASGIApp, settings: ServerSettings, close_seconds: int):
         super().__init__(
             app,
-            http=Connection,
+            http=HttpConnection,
             ws="none",
             access_log=False,
             log_config=None,
@@ -42,10 +42,10 @@ class Config(uvicorn.Config):
         self.head_seconds = settings.body_seconds
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """Closes itself where a head, or a body's rest behind its answer, does not arrive in time."""
 
-    config: Config
+    config: UvicornConfig
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)

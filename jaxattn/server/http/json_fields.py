@@ -8,7 +8,7 @@ from typing import Any
 from jaxattn.server.http.errors import ApiError, bad
 
 
-class Fields:
+class JsonFields:
     """The fields of a request, or of an object in it.
 
     Every reader raises ApiError 400 with the field's name where a value does not fit.
@@ -98,12 +98,12 @@ class Fields:
             raise self.wrong(field, f"a list of at most {most:,} integers from 0 to {largest:,}")
         return tuple(value)
 
-    def object(self, field: str) -> "Fields":
+    def object(self, field: str) -> "JsonFields":
         """The fields of an object; of none where it is missing."""
         value = self.values.get(field)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(field, "an object")
-        return Fields(value or {}, self.name(field))
+        return JsonFields(value or {}, self.name(field))
 
     def objects(self, field: str, most: int) -> list[dict[str, Any]]:
         """A list of at most `most` objects."""

@@ -1,7 +1,7 @@
 """One HTTP request and its answer: the body within limits, JSON or a stream of events.
 
 The client may leave at any time, or read so slowly that nothing more can be written. Both end the
-work for it: `Exchange.attended` cancels it, and the work's own `finally` aborts the rows.
+work for it: `HttpRequest.attended` cancels it, and the work's own `finally` aborts the rows.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from jaxattn.server.http.errors import ApiError
-from jaxattn.server.http.json_fields import Fields
-from jaxattn.server.settings import Settings
+from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.server.settings import ServerSettings
 
 LOG = logging.getLogger("jaxattn.server")
 JSON = "application/json"
@@ -29,11 +29,11 @@ PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientLeft(Exception):
+class ClientClosed(Exception):
     """Nobody reads the answer any more."""
 
 
-class Exchange:
+class HttpRequest:
     """A request, and what is sent for it.
 
     Attributes:
@@ -42,13 +42,13 @@ class Exchange:
         log: what the access log says beside method, path and status.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: Settings):
+    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings):
         self.request = Request(scope, receive)
         self.begun = self.complete = False
         self.log: dict[str, Any] = scope.setdefault("state", {}).setdefault("log", {})
         self._receive, self._send, self._settings = receive, send, settings
 
-    async def fields(self) -> Fields:
+    async def fields(self) -> JsonFields:
         """The body, an object of JSON.
 
         Raises:
@@ -62,7 +62,7 @@ class Exchange:
             raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
         if not isinstance(values, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-        return Fields(values)
+        return JsonFields(values)
 
     async def _body(self) -> bytes:
         most, data = self._settings.max_body_bytes, bytearray()
@@ -80,7 +80,7 @@ class Exchange:
             seconds = self._settings.body_seconds
             raise ApiError(408, f"the body did not arrive within {seconds:g} s") from None
         except ClientDisconnect:
-            raise ClientLeft from None
+            raise ClientClosed from None
         return bytes(data)
 
     async def attended(self, work: Coroutine[Any, Any, None]) -> None:
@@ -95,7 +95,7 @@ class Exchange:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() or self.complete:
                 return await task
-            raise ClientLeft
+            raise ClientClosed
         finally:
             for each in (task, gone):
                 each.cancel()
@@ -152,11 +152,11 @@ class Exchange:
             async with asyncio.timeout(self._settings.write_seconds):
                 await self._send(message)
         except (TimeoutError, OSError):
-            raise ClientLeft from None
+            raise ClientClosed from None
         self.complete = not more
 
 
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpRequest], Awaitable[None]]
 
 
 class Endpoint:
@@ -167,20 +167,20 @@ class Endpoint:
     """
 
     def __init__(
-        self, handler: Handler, settings: Settings, refused: Callable[[int], None]
+        self, handler: Handler, settings: ServerSettings, refused: Callable[[int], None]
     ) -> None:
         self._handler, self._settings, self._refused = handler, settings, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._settings)
-        with contextlib.suppress(ClientLeft):
+        exchange = HttpRequest(scope, receive, send, self._settings)
+        with contextlib.suppress(ClientClosed):
             try:
                 await self._handler(exchange)
             except ApiError as error:
                 exchange.log["error"] = error.code or error.param
                 self._refused(error.status)
                 await exchange.refuse(error)
-            except ClientLeft:
+            except ClientClosed:
                 exchange.log["left"] = True
             except Exception:  # of a bug: the client learns no details, and others are served
                 LOG.exception("a request failed")

@@ -5,16 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS
-from jaxattn.server.decoding.generation import Piece
-from jaxattn.server.decoding.logprobs import Chance, Spell, of_chat
+from jaxattn.server.decoding.generation import OutputChunk
+from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
 from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
-from jaxattn.server.decoding.tool_parser import Call, ToolReader
+from jaxattn.server.decoding.tool_parser import ToolCall, ToolParser
 from jaxattn.server.http.errors import ApiError, bad
-from jaxattn.server.http.json_fields import Fields
-from jaxattn.server.http.request import Exchange
-from jaxattn.server.openai.response_builder import Form, Text, read_streaming
-from jaxattn.server.openai.response_writer import Answer
+from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.server.http.request import HttpRequest
+from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
+from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
 from jaxattn.text import TextError
@@ -28,7 +28,7 @@ OWN_VARIABLES = frozenset(
 )
 
 
-async def chat_completions(service: Service, exchange: Exchange) -> None:
+async def chat_completions(service: Service, exchange: HttpRequest) -> None:
     """Answers one request."""
     arrived = time.perf_counter()
     with service.entered() as ticket:
@@ -50,14 +50,14 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         grammar = read_grammar(fields, tools)
         prompt = await encoded(service, fields, tools)
         rooms = [service.room(prompt, "messages")]
-        await Answer(
+        await ResponseWriter(
             service=service,
             exchange=exchange,
             ticket=ticket,
             generation=await service.generation(
                 [prompt], rooms, sampling, continues=False, grammar=grammar
             ),
-            form=ChatForm(
+            form=ChatResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
                 len(prompt),
@@ -70,7 +70,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 
 async def encoded(
-    service: Service, fields: Fields, tools: Sequence[Mapping[str, Any]]
+    service: Service, fields: JsonFields, tools: Sequence[Mapping[str, Any]]
 ) -> list[int]:
     """The conversation as tokens, up to where the answer begins.
 
@@ -106,7 +106,7 @@ async def encoded(
         raise bad("messages", " ".join(str(error).split())) from error
 
 
-def read_tools(fields: Fields) -> list[dict[str, Any]]:
+def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
     """The tools that the model may call; none where `tool_choice` is "none".
 
     Raises:
@@ -114,7 +114,7 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     """
     tools = fields.objects("tools", MOST_TOOLS)
     for place, tool in enumerate(tools):
-        function = Fields(tool, f"tools[{place}]").object("function")
+        function = JsonFields(tool, f"tools[{place}]").object("function")
         if tool.get("type", "function") != "function" or not function.text("name", 128):
             raise bad("tools", f"tools[{place}] must be a function with a name")
         function.object("parameters")
@@ -128,7 +128,7 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     return tools
 
 
-class ChatForm(Form):
+class ChatResponseBuilder(ResponseBuilder):
     """`chat.completion` and its chunks.
 
     Args:
@@ -147,13 +147,13 @@ class ChatForm(Form):
     ):
         super().__init__(model, fingerprint, prompt_tokens, spell)
         self._tools = tools
-        self._readers: dict[int, ToolReader] = {}
+        self._readers: dict[int, ToolParser] = {}
         self._begun: set[int] = set()
 
-    def whole_choice(self, number: int, text: Text) -> dict[str, Any]:
+    def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text.text}
         if self._tools:
-            reader = ToolReader(self._tools)
+            reader = ToolParser(self._tools)
             content, calls = reader.push(text.text)
             content += reader.end()
             message["content"] = content or None if calls else content
@@ -167,18 +167,18 @@ class ChatForm(Form):
             "stop_reason": text.stop,
         }
 
-    def choices(self, piece: Piece) -> Iterable[dict[str, Any]]:
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
         number = piece.choice
         if number not in self._begun:
             self._begun.add(number)
-            self._readers[number] = ToolReader(self._tools)
+            self._readers[number] = ToolParser(self._tools)
             # The role comes with the first token, so that its time can be measured.
             yield from self._deltas(piece, {"role": "assistant", "content": ""})
         else:
             yield from self._deltas(piece, {})
 
-    def _deltas(self, piece: Piece, first: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        reader, content, calls = self._readers[piece.choice], piece.text, list[Call]()
+    def _deltas(self, piece: OutputChunk, first: dict[str, Any]) -> Iterable[dict[str, Any]]:
+        reader, content, calls = self._readers[piece.choice], piece.text, list[ToolCall]()
         if self._tools:
             content, calls = reader.push(piece.text)
             content += reader.end() if piece.finish else ""
@@ -197,7 +197,7 @@ class ChatForm(Form):
             }
 
     def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
-        return None if self._spell is None else of_chat(chances, self._spell)
+        return None if self._spell is None else chat_logprobs(chances, self._spell)
 
 
 def _finish(finish: str | None, called: bool) -> str | None:

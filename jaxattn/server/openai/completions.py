@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS
-from jaxattn.server.decoding.generation import Piece
-from jaxattn.server.decoding.logprobs import Chance, Spell, of_completion
+from jaxattn.server.decoding.generation import OutputChunk
+from jaxattn.server.decoding.logprobs import Chance, Spell, completion_logprobs
 from jaxattn.server.decoding.sampling_params import read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad
-from jaxattn.server.http.json_fields import Fields, is_integer
-from jaxattn.server.http.request import Exchange
-from jaxattn.server.openai.response_builder import Form, Text, read_streaming
-from jaxattn.server.openai.response_writer import Answer
+from jaxattn.server.http.json_fields import JsonFields, is_integer
+from jaxattn.server.http.request import HttpRequest
+from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
+from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
 from jaxattn.server.settings import MOST_CHOICES
@@ -24,7 +24,7 @@ MAX_TOKENS = 16  # OpenAI's default
 MOST_ID = 2**31 - 1
 
 
-async def completions(service: Service, exchange: Exchange) -> None:
+async def completions(service: Service, exchange: HttpRequest) -> None:
     """Answers one request."""
     arrived = time.perf_counter()
     with service.entered() as ticket:
@@ -53,14 +53,14 @@ async def completions(service: Service, exchange: Exchange) -> None:
         echoes = [""] * len(prompts)
         if fields.flag("echo"):
             echoes = [_text(service, each) for each in given]
-        await Answer(
+        await ResponseWriter(
             service=service,
             exchange=exchange,
             ticket=ticket,
             generation=await service.generation(
                 prompts, rooms, sampling, continues=True, grammar=grammar
             ),
-            form=CompletionForm(
+            form=CompletionResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
                 sum(map(len, prompts)),
@@ -72,7 +72,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         ).give()
 
 
-def read_prompts(fields: Fields) -> Sequence[str | list[int]]:
+def read_prompts(fields: JsonFields) -> Sequence[str | list[int]]:
     """The field `prompt`: a text, a list of tokens, or a list of either."""
     prompt = fields.values.get("prompt")
     wanted = "a text, a list of texts, a list of tokens or a list of lists of tokens"
@@ -115,7 +115,7 @@ def _text(service: Service, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
 
 
-class CompletionForm(Form):
+class CompletionResponseBuilder(ResponseBuilder):
     """`text_completion`, for the whole and for chunks.
 
     Args:
@@ -137,13 +137,13 @@ class CompletionForm(Form):
         self._echoes, self._begun = echoes, set[int]()
         self._offsets: dict[int, int] = {}
 
-    def whole_choice(self, number: int, text: Text) -> dict[str, Any]:
+    def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         echoed = dataclasses.replace(text, text=self._echoes[number] + text.text)
         return self._choice(number, echoed.text, text.finish, text.chances) | {
             "stop_reason": text.stop
         }
 
-    def choices(self, piece: Piece) -> Iterable[dict[str, Any]]:
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
         text, first = piece.text, piece.choice not in self._begun
         if first:
             self._begun.add(piece.choice)
@@ -157,6 +157,6 @@ class CompletionForm(Form):
         logprobs = None
         if self._spell is not None:
             offset = self._offsets.setdefault(number, len(self._echoes[number]))
-            logprobs = of_completion(chances, self._spell, offset)
+            logprobs = completion_logprobs(chances, self._spell, offset)
             self._offsets[number] += sum(map(len, logprobs["tokens"]))
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish}

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxattn.server.decoding.generation import Piece
+from jaxattn.server.decoding.generation import OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell
-from jaxattn.server.http.json_fields import Fields
+from jaxattn.server.http.json_fields import JsonFields
 
 
 @dataclasses.dataclass
-class Text:
+class ChoiceText:
     """A choice's text when it is whole."""
 
     text: str = ""
@@ -21,7 +21,7 @@ class Text:
     stop: str | int | None = None
     chances: list[Chance] = dataclasses.field(default_factory=list)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputChunk) -> None:
         self.text += piece.text
         self.chances += piece.chances
         if piece.finish is not None:
@@ -29,7 +29,7 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Streaming:
+class StreamOptions:
     """How a client wants its answer.
 
     Attributes:
@@ -43,17 +43,17 @@ class Streaming:
     each_usage: bool
 
 
-def read_streaming(fields: Fields) -> Streaming:
+def read_streaming(fields: JsonFields) -> StreamOptions:
     """The fields `stream` and `stream_options`."""
     stream = fields.flag("stream")
     options = fields.object("stream_options")
     if options.values and not stream:
         raise fields.wrong("stream_options", "left out where stream is false")
     each = options.flag("continuous_usage_stats")
-    return Streaming(stream=stream, usage=options.flag("include_usage"), each_usage=each)
+    return StreamOptions(stream=stream, usage=options.flag("include_usage"), each_usage=each)
 
 
-class Form(abc.ABC):
+class ResponseBuilder(abc.ABC):
     """Writes answers of one kind.
 
     Args:
@@ -79,20 +79,20 @@ class Form(abc.ABC):
         }
 
     @abc.abstractmethod
-    def whole_choice(self, number: int, text: Text) -> dict[str, Any]:
+    def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         """A choice of an answer in one piece."""
 
     @abc.abstractmethod
-    def choices(self, piece: Piece) -> Iterable[dict[str, Any]]:
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
         """The choices of the chunks that a piece becomes; of none, where nothing is to say."""
 
-    def whole(self, texts: Sequence[Text], tokens: int) -> dict[str, Any]:
+    def whole(self, texts: Sequence[ChoiceText], tokens: int) -> dict[str, Any]:
         """An answer in one piece, for which so many tokens were generated."""
         choices = [self.whole_choice(number, text) for number, text in enumerate(texts)]
         return self._with(self.whole_object, choices) | {"usage": self._usage(tokens)}
 
     def chunks(
-        self, pieces: Iterable[Piece], streaming: Streaming, tokens: int
+        self, pieces: Iterable[OutputChunk], streaming: StreamOptions, tokens: int
     ) -> list[dict[str, Any]]:
         """The chunks that pieces become."""
         more: dict[str, Any] = {}

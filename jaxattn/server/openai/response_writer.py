@@ -8,16 +8,16 @@ import dataclasses
 import math
 import time
 
-from jaxattn.server.decoding.generation import Generation, Piece
+from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.http.errors import ApiError
-from jaxattn.server.http.request import ClientLeft, Exchange
-from jaxattn.server.openai.response_builder import Form, Streaming, Text
-from jaxattn.server.runtime.admission import Ticket
+from jaxattn.server.http.request import ClientClosed, HttpRequest
+from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, StreamOptions
+from jaxattn.server.runtime.admission import AdmissionToken
 from jaxattn.server.runtime.service import Service
 
 
 @dataclasses.dataclass(kw_only=True)
-class Answer:
+class ResponseWriter:
     """One answer in the making.
 
     Attributes:
@@ -26,11 +26,11 @@ class Answer:
     """
 
     service: Service
-    exchange: Exchange
-    ticket: Ticket
+    exchange: HttpRequest
+    ticket: AdmissionToken
     generation: Generation
-    form: Form
-    streaming: Streaming
+    form: ResponseBuilder
+    streaming: StreamOptions
     arrived: float
     begun: float | None = None
 
@@ -48,7 +48,7 @@ class Answer:
             with self.service.running(generation, self.arrived):
                 await self.exchange.attended(work)
             self.service.admission.answered(time.perf_counter() - self.arrived)
-        except ClientLeft:
+        except ClientClosed:
             self.service.metrics.left()
             raise
         finally:
@@ -60,7 +60,7 @@ class Answer:
         return sum(len(request.prompt) for request in self.generation.requests)
 
     async def _whole(self) -> None:
-        texts = [Text() for _ in self.generation.requests]
+        texts = [ChoiceText() for _ in self.generation.requests]
         while not self.generation.done:
             for piece in await self._pieces():
                 texts[piece.choice].add(piece)
@@ -82,7 +82,7 @@ class Answer:
             await self.exchange.events([self.form.usage_chunk(self.generation.tokens)])
         await self.exchange.end_events()
 
-    async def _pieces(self) -> list[Piece]:
+    async def _pieces(self) -> list[OutputChunk]:
         """The next pieces, or none when it is time for a comment."""
         limit, waits = self._limit(), self.service.settings.ping_seconds
         left = self.arrived + limit - time.perf_counter()

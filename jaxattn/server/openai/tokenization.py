@@ -4,7 +4,7 @@ Such a request takes a place as others do: its text may be as long as theirs.
 """
 
 from jaxattn.server.decoding.sampling_params import MOST_ID
-from jaxattn.server.http.request import Exchange
+from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.chat_completions import encoded, read_tools
 from jaxattn.server.openai.completions import tokens_of
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
@@ -13,7 +13,7 @@ from jaxattn.server.runtime.service import Service
 MOST_TOKENS = 2**20
 
 
-async def tokenize(service: Service, exchange: Exchange) -> None:
+async def tokenize(service: Service, exchange: HttpRequest) -> None:
     """Answers with the tokens of `prompt`, or of `messages` in the model's template."""
     with service.entered():
         fields = await exchange.fields()
@@ -31,7 +31,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         await exchange.json(found)
 
 
-async def detokenize(service: Service, exchange: Exchange) -> None:
+async def detokenize(service: Service, exchange: HttpRequest) -> None:
     """Answers with the text of `tokens`, special ones included."""
     with service.entered():
         fields = await exchange.fields()

@@ -5,7 +5,7 @@ would not be what was asked for. Fields that nobody knows are ignored.
 """
 
 from jaxattn.server.http.errors import bad
-from jaxattn.server.http.json_fields import Fields
+from jaxattn.server.http.json_fields import JsonFields
 
 # Field -> the values that change nothing, beside null.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -32,7 +32,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def refuse_unsupported(fields: Fields) -> None:
+def refuse_unsupported(fields: JsonFields) -> None:
     """Raises ApiError 400 for a field whose value asks for what is not there."""
     for name, neutral in NEUTRAL.items():
         value = fields.values.get(name)

@@ -15,7 +15,7 @@ MEMORY = 0.9  # of the older answers in the mean time of an answer
 
 
 @dataclasses.dataclass(eq=False)
-class Ticket:
+class AdmissionToken:
     """One request's place.
 
     Attributes:
@@ -23,7 +23,7 @@ class Ticket:
         tokens: of its prompts, until the first token of the answer.
     """
 
-    admission: "Admission"
+    admission: "AdmissionControl"
     choices: int = 1
     tokens: int = 0
 
@@ -47,7 +47,7 @@ class Ticket:
         self.tokens = 0
 
 
-class Admission:
+class AdmissionControl:
     """Counts what is open.
 
     Args:
@@ -61,7 +61,7 @@ class Admission:
 
     def __init__(self, rows: int, most_waiting: int, most_tokens: int | None):
         self.most, self._rows, self._most_tokens = rows + most_waiting, rows, most_tokens
-        self._tickets: set[Ticket] = set()
+        self._tickets: set[AdmissionToken] = set()
         self._mean_seconds = 1.0
 
     @property
@@ -78,14 +78,14 @@ class Admission:
         return sum(ticket.tokens for ticket in self._tickets)
 
     @contextlib.contextmanager
-    def enter(self) -> Iterator[Ticket]:
+    def enter(self) -> Iterator[AdmissionToken]:
         """A place for one request, until it is answered.
 
         Raises:
             ApiError: 429, there is none.
         """
         self.check(1, 0)
-        ticket = Ticket(self)
+        ticket = AdmissionToken(self)
         self._tickets.add(ticket)
         try:
             yield ticket

@@ -22,7 +22,7 @@ LOG = logging.getLogger("jaxattn.server")
 MOST_FAILURES = 3
 
 
-class Pool(Protocol):
+class PoolProtocol(Protocol):
     """Pages or slots."""
 
     @property
@@ -31,20 +31,20 @@ class Pool(Protocol):
     def in_use(self) -> int: ...
 
 
-class Scheduler(Protocol):
+class SchedulerProtocol(Protocol):
     """What the gauges read of the engine's scheduler."""
 
     @property
-    def pages(self) -> Pool: ...
+    def pages(self) -> PoolProtocol: ...
     @property
-    def slots(self) -> Pool: ...
+    def slots(self) -> PoolProtocol: ...
     @property
     def rows(self) -> Mapping[int, object]: ...
     @property
     def preemptions(self) -> int: ...
 
 
-class Prefixes(Protocol):
+class PrefixCacheStatsProtocol(Protocol):
     """Tokens of prompts that were looked up in the cache of prefixes."""
 
     @property
@@ -55,12 +55,12 @@ class Prefixes(Protocol):
     def states_missed(self) -> int: ...
 
 
-class Seal(Protocol):
+class RecompilationGuardProtocol(Protocol):
     @property
     def counts(self) -> Mapping[str, int]: ...
 
 
-class Engine(Protocol):
+class EngineProtocol(Protocol):
     """What a server uses of `jaxattn.Engine`."""
 
     @property
@@ -70,11 +70,11 @@ class Engine(Protocol):
     @property
     def busy(self) -> bool: ...
     @property
-    def scheduler(self) -> Scheduler: ...
+    def scheduler(self) -> SchedulerProtocol: ...
     @property
-    def seal(self) -> Seal: ...
+    def seal(self) -> RecompilationGuardProtocol: ...
     @property
-    def prefixes(self) -> Prefixes: ...
+    def prefixes(self) -> PrefixCacheStatsProtocol: ...
     def add(self, request: Request) -> int: ...
     def abort(self, id: int) -> bool: ...
     def step(self) -> list[Event]: ...
@@ -82,7 +82,7 @@ class Engine(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class EngineSnapshot:
     """What the engine held when a step had ended.
 
     Attributes:
@@ -106,7 +106,7 @@ class Snapshot:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class StepReport:
     """What one step gave.
 
     Attributes:
@@ -115,7 +115,7 @@ class Report:
     """
 
     events: Sequence[Event]
-    snapshot: Snapshot
+    snapshot: EngineSnapshot
     now: float
     seconds: float
 
@@ -134,7 +134,7 @@ class _Stop:
     """Ends the thread. What runs is dropped."""
 
 
-class Worker:
+class EngineWorker:
     """Runs the engine in a thread of its own.
 
     Args:
@@ -149,13 +149,13 @@ class Worker:
 
     def __init__(
         self,
-        make: Callable[[], Engine],
+        make: Callable[[], EngineProtocol],
         *,
         on_ready: Callable[[], None],
-        on_report: Callable[[Report], None],
+        on_report: Callable[[StepReport], None],
         on_end: Callable[[BaseException | None], None],
     ):
-        self.engine: Engine | None = None
+        self.engine: EngineProtocol | None = None
         self._make, self._on_ready = make, on_ready
         self._on_report, self._on_end = on_report, on_end
         self._commands: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
@@ -199,7 +199,7 @@ class Worker:
             ended = error
         self._on_end(ended)
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, engine: EngineProtocol) -> None:
         failures = 0
         while True:
             refused = self._take(engine)
@@ -207,7 +207,7 @@ class Worker:
                 return
             if refused:
                 now = time.perf_counter()
-                self._on_report(Report(refused, _snapshot(engine), now, 0.0))
+                self._on_report(StepReport(refused, _snapshot(engine), now, 0.0))
             if not engine.busy:
                 continue
             try:
@@ -219,16 +219,16 @@ class Worker:
                 if failures == MOST_FAILURES:
                     raise
 
-    def _step(self, engine: Engine) -> Report:
+    def _step(self, engine: EngineProtocol) -> StepReport:
         began = self._step_began = time.perf_counter()
         try:
             events = engine.step()
         finally:
             self._step_began = None
         now = time.perf_counter()
-        return Report(events, _snapshot(engine), now, now - began)
+        return StepReport(events, _snapshot(engine), now, now - began)
 
-    def _take(self, engine: Engine) -> list[Event] | None:
+    def _take(self, engine: EngineProtocol) -> list[Event] | None:
         """Obeys the commands that wait, and waits for one while the engine has nothing to do.
 
         Returns:
@@ -257,9 +257,9 @@ class Worker:
                             refused.append(FinishEvent(done))
 
 
-def _snapshot(engine: Engine) -> Snapshot:
+def _snapshot(engine: EngineProtocol) -> EngineSnapshot:
     scheduler, prefixes = engine.scheduler, engine.prefixes
-    return Snapshot(
+    return EngineSnapshot(
         rows=len(scheduler.rows),
         pages=scheduler.pages.in_use,
         slots=scheduler.slots.in_use,

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
-from jaxattn.server.runtime.engine_worker import Report, Snapshot
+from jaxattn.server.runtime.engine_worker import EngineSnapshot, StepReport
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper bounds of buckets, in seconds.
@@ -41,7 +41,7 @@ REASONS = {
 
 
 @dataclasses.dataclass(slots=True)
-class Times:
+class RequestTimestamps:
     """Of one row: when its request came, and its first and its latest token."""
 
     arrived: float
@@ -51,7 +51,7 @@ class Times:
 
 
 @dataclasses.dataclass
-class Totals:
+class MetricTotals:
     """Sums since the start, for the page."""
 
     prompt_tokens: int = 0
@@ -62,7 +62,7 @@ class Totals:
     later_token_seconds: float = 0.0
 
 
-class Metrics:
+class ServerMetrics:
     """Counters and histograms of one server.
 
     Args:
@@ -75,10 +75,10 @@ class Metrics:
 
     def __init__(self, model: str):
         self.model, self.registry = model, CollectorRegistry()
-        self.snapshot, self.totals = Snapshot(), Totals()
+        self.snapshot, self.totals = EngineSnapshot(), MetricTotals()
         self._limits: Limits | None = None
         self._plan: MemoryPlan | None = None
-        self._rows: dict[int, Times] = {}
+        self._rows: dict[int, RequestTimestamps] = {}
         self.registry.register(_Gauges(self))
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens that were read.")
         self._generated = self._counter("vllm:generation_tokens", "Tokens that were generated.")
@@ -168,9 +168,9 @@ class Metrics:
         self._n.observe(len(ids))
         self._most.observe(most)
         for id, prompt in zip(ids, prompts, strict=True):
-            self._rows[id] = Times(arrived, prompt)
+            self._rows[id] = RequestTimestamps(arrived, prompt)
 
-    def stepped(self, report: Report, tokens: int) -> None:
+    def stepped(self, report: StepReport, tokens: int) -> None:
         """A step gave so many tokens."""
         self.snapshot = report.snapshot
         self.totals.generated_tokens += tokens
@@ -226,7 +226,7 @@ class Metrics:
 class _Gauges(Collector):
     """What is read at a scrape."""
 
-    def __init__(self, metrics: Metrics):
+    def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from jaxattn.server.http.errors import ApiError
 START_RETRY_SECONDS = 5
 
 
-class Phase(enum.StrEnum):
+class ServerState(enum.StrEnum):
     """Of a server's life, in this order."""
 
     STARTING = "starting"
@@ -17,15 +17,15 @@ class Phase(enum.StrEnum):
 
 
 _SAID = {
-    Phase.STARTING: "the model is being loaded and compiled; try again later",
-    Phase.DRAINING: "the server is shutting down; another one may take the request",
-    Phase.FAILED: "the engine has failed; the server ends",
+    ServerState.STARTING: "the model is being loaded and compiled; try again later",
+    ServerState.DRAINING: "the server is shutting down; another one may take the request",
+    ServerState.FAILED: "the engine has failed; the server ends",
 }
 
 
-def unavailable(phase: Phase) -> ApiError:
+def unavailable(phase: ServerState) -> ApiError:
     """Status 503 for a phase in which nothing is taken in."""
     headers = {"Retry-After": str(START_RETRY_SECONDS)}
-    if phase is not Phase.STARTING:
+    if phase is not ServerState.STARTING:
         headers = {"Connection": "close", "Retry-After": "1"}
     return ApiError(503, _SAID[phase], code=str(phase), headers=headers)

@@ -17,16 +17,16 @@ from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.memory.limits import Limits
 from jaxattn.server.decoding.generation import Generation
-from jaxattn.server.decoding.sampling_params import Sampling
+from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
-from jaxattn.server.decoding.structured_outputs import Matcher, Vocabulary
+from jaxattn.server.decoding.structured_outputs import GrammarMatcher, GrammarVocabulary
 from jaxattn.server.http.errors import ApiError, bad
-from jaxattn.server.http.json_fields import Fields
-from jaxattn.server.runtime.admission import Admission, Ticket
-from jaxattn.server.runtime.engine_worker import Engine, Report, Worker
-from jaxattn.server.runtime.metrics import Metrics
-from jaxattn.server.runtime.server_state import Phase, unavailable
-from jaxattn.server.settings import Settings
+from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.server.runtime.admission import AdmissionControl, AdmissionToken
+from jaxattn.server.runtime.engine_worker import EngineProtocol, EngineWorker, StepReport
+from jaxattn.server.runtime.metrics import ServerMetrics
+from jaxattn.server.runtime.server_state import ServerState, unavailable
+from jaxattn.server.settings import ServerSettings
 from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 
 LOG = logging.getLogger("jaxattn.server")
@@ -36,7 +36,7 @@ CUT_SECONDS = 5.0  # for the errors of answers that are cut to reach their clien
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
+class ServedModel:
     """A model that is served.
 
     Attributes:
@@ -46,7 +46,7 @@ class Served:
         defaults: of requests that do not say how to sample.
     """
 
-    make: Callable[[], Engine]
+    make: Callable[[], EngineProtocol]
     tokenizer: Tokenizer
     limits: Limits
     vocab_size: int
@@ -67,24 +67,26 @@ class Service:
 
     def __init__(
         self,
-        served: Served,
-        settings: Settings,
+        served: ServedModel,
+        settings: ServerSettings,
         *,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ):
         limits = served.limits
         self.served, self.tokenizer, self.limits = served, served.tokenizer, limits
-        self.settings, self.phase, self.started = settings, Phase.STARTING, int(time.time())
-        self.metrics = Metrics(settings.names[0])
-        self.admission = Admission(limits.batch, settings.max_waiting, settings.max_waiting_tokens)
+        self.settings, self.phase, self.started = settings, ServerState.STARTING, int(time.time())
+        self.metrics = ServerMetrics(settings.names[0])
+        self.admission = AdmissionControl(
+            limits.batch, settings.max_waiting, settings.max_waiting_tokens
+        )
         self.fingerprint = _fingerprint(settings, limits)
-        self.vocabulary = Vocabulary(served.tokenizer)
+        self.vocabulary = GrammarVocabulary(served.tokenizer)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
         self._numbers, self._cut = itertools.count(), False
         self._loop = asyncio.get_running_loop()
         self._texts = ThreadPoolExecutor(TEXT_THREADS, "text")
-        self.worker = Worker(
+        self.worker = EngineWorker(
             served.make,
             on_ready=lambda: self._from_thread(self._be_ready),
             on_report=lambda report: self._from_thread(self._deliver, report),
@@ -107,8 +109,8 @@ class Service:
         Returns:
             Whether all of it ended by itself.
         """
-        if self.phase is not Phase.FAILED:
-            self.phase = Phase.DRAINING
+        if self.phase is not ServerState.FAILED:
+            self.phase = ServerState.DRAINING
         whole = await self._emptied(seconds)
         if not whole:
             self._cut = True
@@ -143,13 +145,13 @@ class Service:
         self.limits = engine.limits
         self.fingerprint = _fingerprint(self.settings, engine.limits)
         self.metrics.ready(engine.limits, engine.plan)
-        if self.phase is Phase.STARTING:
-            self.phase = Phase.READY
+        if self.phase is ServerState.STARTING:
+            self.phase = ServerState.READY
         self._ready.set()
 
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
-            self.phase = Phase.FAILED
+            self.phase = ServerState.FAILED
         now = time.perf_counter()
         for id, generation in list(self._generations.items()):
             request = next(each for each in generation.requests if each.id == id)
@@ -161,13 +163,13 @@ class Service:
     # --- requests
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[Ticket]:
+    def entered(self) -> Iterator[AdmissionToken]:
         """A place for one request.
 
         Raises:
             ApiError: 503 if nothing is taken in now, 429 if there is no place.
         """
-        if self.phase is not Phase.READY:
+        if self.phase is not ServerState.READY:
             raise unavailable(self.phase)
         try:
             with self.admission.enter() as ticket:
@@ -179,7 +181,7 @@ class Service:
         """What takes time and needs no device: a tokenizer's or a template's work."""
         return await self._loop.run_in_executor(self._texts, call)
 
-    def check_model(self, fields: Fields) -> None:
+    def check_model(self, fields: JsonFields) -> None:
         """Raises ApiError 404 if a request names another model."""
         name = fields.text("model")
         if name is not None and name not in self.settings.names:
@@ -215,7 +217,7 @@ class Service:
         self,
         prompts: Sequence[Sequence[int]],
         rooms: Sequence[int],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         continues: bool,
         grammar: tuple[str, str] | None = None,
@@ -230,7 +232,7 @@ class Service:
         Raises:
             ApiError: 400, the grammar cannot be followed.
         """
-        more: list[dict[str, Matcher]] = [{}] * (len(prompts) * sampling.choices)
+        more: list[dict[str, GrammarMatcher]] = [{}] * (len(prompts) * sampling.choices)
         if grammar is not None:
             text, param = grammar
             matchers = await self.in_thread(
@@ -266,7 +268,7 @@ class Service:
         Raises:
             ApiError: 503, what ran was cut meanwhile, or the engine has failed.
         """
-        if self._cut or self.phase is Phase.FAILED:
+        if self._cut or self.phase is ServerState.FAILED:
             raise unavailable(self.phase)
         requests = generation.requests
         ids = [request.id for request in requests if request.id is not None]
@@ -284,7 +286,7 @@ class Service:
         """A number that no row has, as long as there are fewer than two thousand million."""
         return next(id for n in self._numbers if (id := n % MOST_IDS) not in self._generations)
 
-    def _deliver(self, report: Report) -> None:
+    def _deliver(self, report: StepReport) -> None:
         tokens = self._route(report.events, report.now)
         self.metrics.stepped(report, tokens)
 
@@ -313,6 +315,6 @@ class Service:
         return tokens
 
 
-def _fingerprint(settings: Settings, limits: Limits) -> str:
+def _fingerprint(settings: ServerSettings, limits: Limits) -> str:
     decides = (settings.names[0], limits, jax.__version__, __version__)
     return f"fp_{hashlib.sha256(repr(decides).encode()).hexdigest()[:12]}"

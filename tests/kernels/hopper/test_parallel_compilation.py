@@ -11,8 +11,8 @@ import pytest
 
 from jaxattn.kernels.hopper import device
 from jaxattn.kernels.hopper.build import parallel_compilation
-from jaxattn.kernels.hopper.build.parallel_compilation import Beside, kernels_of
-from jaxattn.kernels.hopper.build.trace_cache import launches_shared
+from jaxattn.kernels.hopper.build.parallel_compilation import ParallelCompiler, kernels_of
+from jaxattn.kernels.hopper.build.trace_cache import share_launches
 from jaxattn.kernels.linear import rms_norm
 from jaxattn.ops.linear.rms_norm import rms_norm_layer
 
@@ -37,7 +37,7 @@ def lowered(*all_eps):
             x = norm(x, weights, eps)
         return x
 
-    with launches_shared():
+    with share_launches():
         return jax.jit(step).trace(X, WEIGHTS).lower(lowering_platforms=("cuda",))
 
 
@@ -54,7 +54,7 @@ class Pool(concurrent.futures.Executor):
 
 def test_a_kernel_of_two_programs_is_compiled_once():
     pool, text = Pool(), lowered(1e-6, 1e-5)
-    each = Beside(pool, jax.devices()[0])
+    each = ParallelCompiler(pool, jax.devices()[0])
     first, second, other = each.compile(text), each.compile(text), each.compile(lowered(1e-4))
     assert len(first) == 2 and first == second and other[0] not in first
     hashes = {kernel["kernel_hash"] for [kernel] in pool.given}
@@ -70,12 +70,12 @@ def test_what_decides_a_kernel_is_found():
 
 def test_a_program_without_kernels_has_none():
     text = jax.jit(jnp.sin).lower(jnp.zeros(2))
-    assert kernels_of(text) == [] and Beside(Pool(), jax.devices()[0]).compile(text) == []
+    assert kernels_of(text) == [] and ParallelCompiler(Pool(), jax.devices()[0]).compile(text) == []
 
 
 def test_a_kernel_that_cannot_be_compiled_says_so_where_it_is_waited_for():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # for a CPU: nothing there knows it
-        [kernel] = Beside(pool, jax.devices("cpu")[0]).compile(lowered(1e-6))
+        [kernel] = ParallelCompiler(pool, jax.devices("cpu")[0]).compile(lowered(1e-6))
         assert kernel.exception() is not None
 
 
@@ -84,7 +84,7 @@ def test_the_assembler_is_asked_for_its_version_once(monkeypatch):
     extension = types.SimpleNamespace(_get_ptxas_isa_version=lambda: asked.append(1) or 90)
     there = types.SimpleNamespace(_mosaic_gpu_ext=extension)
     monkeypatch.setitem(sys.modules, "jax._src.lib.mosaic_gpu", there)
-    device.ask_assembler_once.__wrapped__()
+    device.cache_ptxas_version.__wrapped__()
     assert [extension._get_ptxas_isa_version() for _ in range(3)] == [90] * 3
     assert len(asked) == 1
 
@@ -95,7 +95,7 @@ def test_a_program_whose_kernels_were_compiled_before_gives_the_same():
     weights = jnp.ones(WEIGHTS.shape, WEIGHTS.dtype)
     text = jax.jit(lambda x, weights: norm(x, weights, 3e-6)).lower(x, weights)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for kernel in Beside(pool, jax.devices()[0]).compile(text):
+        for kernel in ParallelCompiler(pool, jax.devices()[0]).compile(text):
             kernel.result()
     wanted = rms_norm_layer(x, weights, layer=0, eps=3e-6, dtype=x.dtype, implementation="xla")
     np.testing.assert_allclose(

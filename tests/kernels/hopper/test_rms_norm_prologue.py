@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxattn.arena import Arena
-from jaxattn.core.stacked_layer import LayerOf
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
-from jaxattn.kernels.linear.launch import Config, linears_mosaic, sums_parts
-from jaxattn.kernels.moe.combine import Unsummed
-from jaxattn.kernels.moe.grouped_gemm import Panels
+from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
+from jaxattn.kernels.linear.launch import LinearTileConfig, linears_mosaic, sums_parts
+from jaxattn.kernels.moe.combine import ExpertOutputs
+from jaxattn.kernels.moe.grouped_gemm import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.moe import mixture_of_experts
-from jaxattn.ops.linear.norm_linear import Unnormed, array_of
+from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
 from tests.helpers.moe_cases import expected, moe_case
 
 EPS = 1e-5
@@ -33,9 +33,9 @@ def results(features, positions, *, height=16, first=8, seed=0, **modes):
     weights = jax.random.uniform(keys[1], (1, len(positions)))
     there = np.asarray(positions) >= 0
     total = (np.asarray(weights[0], np.float64) * there) @ np.where(there[:, None], rows, 0)
-    found = Unsummed(
+    found = ExpertOutputs(
         jnp.asarray(y), jnp.asarray([*positions, -1, -1], jnp.int32), weights,
-        Panels(first, height, int(width)), features, 512, modes,
+        PanelMatrix(first, height, int(width)), features, 512, modes,
     )  # fmt: skip
     return found, total
 
@@ -65,8 +65,8 @@ def check(
         )  # fmt: skip
 
     of_norm = dict(weights=norms, affine=(2, 1), eps=EPS, gives=True)
-    found = run(Normed(added=unsummed.parts, **of_norm))
-    apart = run(Normed(added=unsummed.total, **of_norm))
+    found = run(RmsNormPrologueParams(added=unsummed.parts, **of_norm))
+    apart = run(RmsNormPrologueParams(added=unsummed.total, **of_norm))
     for one, other in zip(found, apart, strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
     *products, summed, _ = found
@@ -80,11 +80,11 @@ def check(
 
 @pytest.mark.parametrize("positions", [(8, 0, 3), (0, -1, 5), (-1, -1)])
 def test_the_sum_has_the_bits_of_a_launch_of_its_own(positions):
-    check(512, (128, 64), positions, config=Config(parts=2, stages=2), interpret=True)
+    check(512, (128, 64), positions, config=LinearTileConfig(parts=2, stages=2), interpret=True)
 
 
 def test_no_race_and_panels_below_one_another():
-    config = Config(parts=4, stages=2)
+    config = LinearTileConfig(parts=4, stages=2)
     check(2048, (128,), (8, 1, 0, 7), config=config, interpret=True, detect_races=True)
 
 
@@ -111,7 +111,7 @@ def test_experts_left_unsummed_go_into_the_next_products(implementation):
     ids = ids.at[0, 1].set(-1)
     sizes = dict(tokens=1, top_k=2, experts=4, hidden=256, expert_size=64)
     token, norms, products = stream(256, (128,))
-    layer = LayerOf(jnp.int32(1), 1, 0)
+    layer = StackedLayer(jnp.int32(1), 1, 0)
 
     def step(apart, arena):
         y, arena = mixture_of_experts(
@@ -119,8 +119,8 @@ def test_experts_left_unsummed_go_into_the_next_products(implementation):
             implementation=implementation,
         )  # fmt: skip
         kernels = implementation != "xla"
-        assert isinstance(y, Unsummed) == (apart and kernels)
-        unnormed = Unnormed(
+        assert isinstance(y, ExpertOutputs) == (apart and kernels)
+        unnormed = PendingNorm(
             token, y, norms, layer=layer, eps=EPS, dtype=jnp.bfloat16,
             implementation=implementation,
         )  # fmt: skip

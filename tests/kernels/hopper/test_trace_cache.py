@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.build.trace_cache import launches_shared, told
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.kernels.hopper.build.trace_cache import cache_key, share_launches
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import launch as linear
 from jaxattn.kernels.linear import rms_norm
 from jaxattn.ops.linear.rms_norm import rms_norm_layer
@@ -42,13 +42,13 @@ def twice(x, weights, second=1e-6):
 
 
 def test_launches_of_one_kernel_are_one_within_it_alone():
-    with launches_shared():
+    with share_launches():
         assert kernels(twice) == 1
     assert kernels(twice) == 2
 
 
 def test_another_constant_in_the_body_is_another_kernel():
-    with launches_shared():
+    with share_launches():
         assert kernels(functools.partial(twice, second=1e-5)) == 2
 
 
@@ -60,7 +60,7 @@ def test_a_norm_within_a_product_is_no_other_kernel_for_another_layer(monkeypatc
     def step(x, added, norms, weights):
         found = []
         for layer in range(2):
-            normed = Normed(added=added, weights=norms, affine=(1, 0), eps=1e-6)
+            normed = RmsNormPrologueParams(added=added, weights=norms, affine=(1, 0), eps=1e-6)
             y, x = linear.linears_mosaic(
                 x, [weights], layer=layer, out_dtypes=[jnp.float32], norm=normed
             )
@@ -73,7 +73,7 @@ def test_a_norm_within_a_product_is_no_other_kernel_for_another_layer(monkeypatc
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         return len(re.findall("custom_call @mosaic_gpu", text))
 
-    with launches_shared():
+    with share_launches():
         assert count() == 1
     assert count() == 2
 
@@ -81,7 +81,7 @@ def test_a_norm_within_a_product_is_no_other_kernel_for_another_layer(monkeypatc
 def test_steps_that_share_have_one_kernel_in_common():
     found, shared = set(), {}
     for step in (twice, lambda x, weights: norm(x, weights, 2)):
-        with launches_shared(shared):
+        with share_launches(shared):
             found |= {str(jax.make_jaxpr(step)(X, WEIGHTS).eqns[-1].params["jaxpr"])}
     assert len(shared) == 1 and len(found) == 1
 
@@ -94,7 +94,7 @@ def test_each_launch_has_its_own_operands():
         named = functools.partial(rms_norm_layer, implementation="mosaic_gpu_interpret", eps=1e-6)
         return [named(x, weights, layer=layer) for layer in (2, 0)]
 
-    with launches_shared():
+    with share_launches():
         got = jax.jit(step)(x, weights)
     for one, wanted in zip(got, jax.jit(step)(x, weights), strict=True):
         np.testing.assert_array_equal(one, wanted)
@@ -155,7 +155,7 @@ def signed(zero):
     ],
 )
 def test_each_launch_does_what_its_own_body_says(step, wanted):
-    with launches_shared():
+    with share_launches():
         assert tuple(map(float, jax.jit(lambda: step())())) == wanted
 
 
@@ -209,23 +209,25 @@ def elsewhere(function):
     ],
 )
 def test_what_differs_is_told_apart(one, other):
-    assert told(one) != told(other)
-    assert told(one) == told(one)
+    assert cache_key(one) != cache_key(other)
+    assert cache_key(one) == cache_key(one)
 
 
 def test_what_is_made_anew_of_the_same_is_the_same():
-    assert told(body(Cut(1))) == told(body(Cut(1)))
-    assert told(Cut(1).run) == told(Cut(1).run)
-    assert told(Cut) == told(Cut)
-    assert told([Cut(1), {"a": X}]) == told([Cut(1), {"a": jax.ShapeDtypeStruct(X.shape, X.dtype)}])
+    assert cache_key(body(Cut(1))) == cache_key(body(Cut(1)))
+    assert cache_key(Cut(1).run) == cache_key(Cut(1).run)
+    assert cache_key(Cut) == cache_key(Cut)
+    assert cache_key([Cut(1), {"a": X}]) == cache_key(
+        [Cut(1), {"a": jax.ShapeDtypeStruct(X.shape, X.dtype)}]
+    )
 
 
 def test_an_object_is_the_same_until_it_changes():
     one, other = Changing(), Changing()
-    before = told(one)
-    assert told(one) == before != told(other)
+    before = cache_key(one)
+    assert cache_key(one) == before != cache_key(other)
     one.scale = 2.0
-    assert told(one) != before
+    assert cache_key(one) != before
 
 
 def recursive():
@@ -251,4 +253,4 @@ def early():
 )
 def test_what_cannot_be_told_is_not_shared(value):
     with pytest.raises(TypeError):
-        told(value)
+        cache_key(value)

@@ -15,7 +15,7 @@ from jaxattn.kernels.linear.fp8_batched_linear import (
     many_linears_fp8_mosaic,
     sums_bytes,
 )
-from jaxattn.kernels.linear.launch import Config
+from jaxattn.kernels.linear.launch import LinearTileConfig
 from jaxattn.ops.linear.fp8_linear import linear_fp8_layer
 from tests.helpers.kernel_cases import no_races, slow
 from tests.kernels.linear.test_fp8_linear import (
@@ -31,11 +31,25 @@ from tests.kernels.linear.test_fp8_linear import (
 @pytest.mark.parametrize(
     "tokens, inner, sizes, gated, config",
     [
-        (33, 384, (128, 192), False, Config(parts=2, stages=2)),  # unequal shares, a tail of N
-        (136, 512, (128, 128), True, Config(parts=2, stages=2)),  # two blocks of the same rows
-        slow(64, 384, (256,), False, Config(parts=1, stages=2)),
-        slow(40, 256, (128, 128), True, Config(parts=1, stages=2)),
-        slow(72, 512, (256,), False, Config(parts=3, stages=2)),  # tokens that parts do not divide
+        (
+            33,
+            384,
+            (128, 192),
+            False,
+            LinearTileConfig(parts=2, stages=2),
+        ),  # unequal shares, a tail of N
+        (
+            136,
+            512,
+            (128, 128),
+            True,
+            LinearTileConfig(parts=2, stages=2),
+        ),  # two blocks of the same rows
+        slow(64, 384, (256,), False, LinearTileConfig(parts=1, stages=2)),
+        slow(40, 256, (128, 128), True, LinearTileConfig(parts=1, stages=2)),
+        slow(
+            72, 512, (256,), False, LinearTileConfig(parts=3, stages=2)
+        ),  # tokens that parts do not divide
         slow(256, 256, (128,), False, None),
     ],
 )

@@ -7,12 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, in_order, in_pairs, quantize
-from jaxattn.core.stacked_layer import LayerOf
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.core.numerics.fp8_block_scaling import (
+    BLOCK,
+    deinterleave_columns,
+    interleave_columns,
+    quantize,
+)
+from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.fp8_linear import choose, linears_fp8_mosaic
-from jaxattn.kernels.linear.launch import Config
+from jaxattn.kernels.linear.launch import LinearTileConfig
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
 from tests.helpers.kernel_cases import no_races
 
@@ -25,7 +30,7 @@ def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
     for size in sizes:
         plain = jax.random.normal(next(keys), (layers, size, inner)) * inner**-0.5
         numbers, scale = quantize(plain)
-        weights.append(in_pairs(numbers))
+        weights.append(interleave_columns(numbers))
         scales.append(scale * jnp.exp(jax.random.normal(next(keys), scale.shape)))
     return x, weights, scales
 
@@ -45,7 +50,7 @@ def scanned(x, weights, scales, gated, implementation="mosaic_gpu"):
 def wanted(x, weights, scales, layer, gated=False):
     x, products = np.asarray(x, np.float64), []
     for weight, scale in zip(weights, scales, strict=True):
-        numbers = np.asarray(in_order(weight[layer]).astype(jnp.float32), np.float64)
+        numbers = np.asarray(deinterleave_columns(weight[layer]).astype(jnp.float32), np.float64)
         wide = np.kron(np.asarray(scale[layer], np.float64), np.ones((BLOCK, BLOCK)))
         products.append(x @ (numbers * wide[: numbers.shape[0], : numbers.shape[1]]).T)
     if gated:
@@ -64,11 +69,16 @@ def close(found, expected, limit):
 @pytest.mark.parametrize(
     "tokens, inner, sizes, config",
     [
-        (1, 512, (256,), Config(parts=4, stages=1)),
-        (3, 640, (128, 192), Config(parts=2, stages=2)),  # parts of unequal shares, a tail of N
-        (9, 384, (256, 128), Config(parts=1, stages=2)),
-        (17, 1024, (128,), Config(parts=8, stages=1)),
-        (32, 1024, (128, 128), Config(parts=2, stages=2)),  # as of more than 8 tokens
+        (1, 512, (256,), LinearTileConfig(parts=4, stages=1)),
+        (
+            3,
+            640,
+            (128, 192),
+            LinearTileConfig(parts=2, stages=2),
+        ),  # parts of unequal shares, a tail of N
+        (9, 384, (256, 128), LinearTileConfig(parts=1, stages=2)),
+        (17, 1024, (128,), LinearTileConfig(parts=8, stages=1)),
+        (32, 1024, (128, 128), LinearTileConfig(parts=2, stages=2)),  # as of more than 8 tokens
         (2, 256, (320,), None),
     ],
 )
@@ -88,7 +98,7 @@ def test_gate_and_up_are_one_launch():
     with no_races():
         found = linears_fp8_mosaic(
             x, weights, scales, layer=1, gated=True, out_dtypes=[jnp.bfloat16], interpret=True,
-            config=Config(parts=2, stages=1), detect_races=True,
+            config=LinearTileConfig(parts=2, stages=1), detect_races=True,
         )  # fmt: skip
         jax.block_until_ready(found)
     close(found, wanted(x, weights, scales, 1, gated=True), 3e-3)
@@ -97,7 +107,7 @@ def test_gate_and_up_are_one_launch():
 @pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-3)])
 def test_the_reference_is_the_layers_product(dtype, limit):
     x, weights, scales = case(6, 208, 24, 264, dtype=dtype)  # blocks cut off by both edges
-    found = linear_fp8_layer(x, weights, scales, layer=LayerOf(jnp.int32(1), 1, 0))
+    found = linear_fp8_layer(x, weights, scales, layer=StackedLayer(jnp.int32(1), 1, 0))
     close(found, wanted(x, weights, scales, 1), limit)
     x, weights, scales = case(3, 256, 128, 128, dtype=dtype)
     found = gated_fp8_layer(x, weights, scales, layer=0, out_dtype=jnp.float32)
@@ -223,7 +233,7 @@ def test_every_number_of_fp8_is_exact_on_a_gpu(dtype):
     codes = np.add.outer(np.arange(256), np.arange(128)).astype(np.uint8)
     codes[codes % 128 == 127] = 0  # NaN
     numbers = jax.lax.bitcast_convert_type(jnp.asarray(codes), jnp.float8_e4m3fn)
-    weights, scales = [in_pairs(numbers)[None]], [jnp.ones((1, 2, 1))]
+    weights, scales = [interleave_columns(numbers)[None]], [jnp.ones((1, 2, 1))]
     for first in range(0, 128, 32):
         x = jnp.eye(32, 128, first, dtype=dtype)
         [found] = linear_fp8_layer(x, weights, scales, layer=0, implementation="mosaic_gpu")
@@ -250,15 +260,15 @@ def check_normed(found, x, added, norms, weights, scales, layer, gated=False):
 @pytest.mark.parametrize(
     "inner, sizes, gated, config",
     [
-        (512, (256, 128), False, Config(parts=2, stages=2)),
-        (512, (128, 128), True, Config(parts=1, stages=2)),
+        (512, (256, 128), False, LinearTileConfig(parts=2, stages=2)),
+        (512, (128, 128), True, LinearTileConfig(parts=1, stages=2)),
         (768, (192,), False, None),  # a tail of N
-        (2048, (128,), False, Config(parts=4, stages=2)),
+        (2048, (128,), False, LinearTileConfig(parts=4, stages=2)),
     ],
 )
 def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
     x, added, norms, weights, scales = normed_case(inner, *sizes)
-    norm = Normed(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
+    norm = RmsNormPrologueParams(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
     with no_races():
         found = linears_fp8_mosaic(
             x, weights, scales, layer=jnp.int32(0), affine=(1, 1), norm=norm, config=config,
@@ -292,7 +302,9 @@ def test_a_norm_comes_before_a_product_on_a_gpu(inner, sizes):
             scales,
             layer=layer,
             out_dtypes=[jnp.float32] * len(sizes),
-            norm=Normed(added=added, weights=norms, affine=(2, 1), eps=1e-5, gives=True),
+            norm=RmsNormPrologueParams(
+                added=added, weights=norms, affine=(2, 1), eps=1e-5, gives=True
+            ),
         )
     )
     for layer in range(3):
@@ -307,7 +319,9 @@ def test_a_norm_comes_before_a_product_on_a_gpu(inner, sizes):
 )
 def test_a_norm_that_the_kernel_has_not_is_refused(tokens, inner, message):
     x, added = jnp.zeros((2, tokens, inner))
-    norm = Normed(added=added, weights=jnp.zeros((2, inner)), affine=(1, 0), eps=1e-6)
+    norm = RmsNormPrologueParams(
+        added=added, weights=jnp.zeros((2, inner)), affine=(1, 0), eps=1e-6
+    )
     _, weights, scales = case(1, inner, 128)
     with pytest.raises(NotImplementedError, match=message):
         linears_fp8_mosaic(

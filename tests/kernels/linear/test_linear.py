@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxattn.core.numerics.rope import RopeConfig, rope, rotation
-from jaxattn.core.stacked_layer import LayerOf
-from jaxattn.kernels.hopper.reduce.rms_norm_prologue import Normed
+from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import launch
-from jaxattn.kernels.linear.launch import Config, choose, linears_mosaic
-from jaxattn.kernels.linear.rope_epilogue import Turned
+from jaxattn.kernels.linear.launch import LinearTileConfig, choose, linears_mosaic
+from jaxattn.kernels.linear.rope_epilogue import RopeEpilogueParams
 from jaxattn.ops.linear.linear import gated_layer, heads_layer, linear_layer
 from tests.helpers.kernel_cases import no_races
 
@@ -46,11 +46,16 @@ def close(found, expected, limit=2e-3):
 @pytest.mark.parametrize(
     "tokens, inner, sizes, config",
     [
-        (1, 256, (256,), Config(parts=4, stages=2)),
-        (3, 320, (128, 192), Config(parts=2, stages=2)),  # parts of unequal shares, a tail of N
-        (9, 128, (256, 128), Config(parts=1, stages=2)),
-        (17, 512, (128,), Config(parts=8, stages=1)),
-        (2, 128, (256, 64), Config(parts=2, stages=1)),  # less than a tile
+        (1, 256, (256,), LinearTileConfig(parts=4, stages=2)),
+        (
+            3,
+            320,
+            (128, 192),
+            LinearTileConfig(parts=2, stages=2),
+        ),  # parts of unequal shares, a tail of N
+        (9, 128, (256, 128), LinearTileConfig(parts=1, stages=2)),
+        (17, 512, (128,), LinearTileConfig(parts=8, stages=1)),
+        (2, 128, (256, 64), LinearTileConfig(parts=2, stages=1)),  # less than a tile
     ],
 )
 def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
@@ -62,7 +67,9 @@ def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
     close(found, wanted(x, weights, 1))
 
 
-@pytest.mark.parametrize("config", [Config(parts=1, stages=2), Config(parts=2, stages=1)])
+@pytest.mark.parametrize(
+    "config", [LinearTileConfig(parts=1, stages=2), LinearTileConfig(parts=2, stages=1)]
+)
 def test_heads_have_matrices_of_their_own(config):
     x, (weights,) = case(3, 128, 192, layers=6)  # two layers of three heads
     x = jnp.concatenate([x, 2 * x, 3 * x], axis=-1)
@@ -93,7 +100,9 @@ def split_case(tokens, inner, *sizes):
     return x, weights, [wanted(p, [w], 1)[0] for p, w in zip(pieces, weights, strict=True)]
 
 
-@pytest.mark.parametrize("config", [Config(parts=1, stages=2), Config(parts=2, stages=1)])
+@pytest.mark.parametrize(
+    "config", [LinearTileConfig(parts=1, stages=2), LinearTileConfig(parts=2, stages=1)]
+)
 def test_matrices_have_numbers_of_x_of_their_own(config):
     x, weights, expected = split_case(3, 128, 256, 128, 384)
     found = linears_mosaic(
@@ -168,7 +177,7 @@ def test_no_race_between_a_product_and_what_is_rotated():
     with no_races():
         (found,) = linears_mosaic(
             x.reshape(3, -1), [weights.reshape(-1, 128, 128)], layer=jnp.int32(1), heads=2,
-            turned=Turned(angles.angles, config.interleaved), config=Config(parts=2, stages=2),
+            turned=RopeEpilogueParams(angles.angles, config.interleaved), config=LinearTileConfig(parts=2, stages=2),
             out_dtypes=[jnp.bfloat16], interpret=True, detect_races=True,
         )  # fmt: skip
         jax.block_until_ready(found)
@@ -178,7 +187,7 @@ def test_gate_and_up_are_one_launch():
     x, weights = case(5, 256, 256, 256)
     run = partial(
         linears_mosaic, layer=1, gated=True, out_dtypes=[jnp.bfloat16], interpret=True,
-        config=Config(parts=2, stages=2), detect_races=True,
+        config=LinearTileConfig(parts=2, stages=2), detect_races=True,
     )  # fmt: skip
     close(run(x, weights), wanted(x, weights, 1, gated=True), 4e-3)
 
@@ -194,7 +203,7 @@ def test_a_nan_in_a_token_or_in_another_layer_stays_there():
 
 def test_the_reference_is_the_layers_product():
     x, weights = case(6, 48, 24, 40, dtype=jnp.float32)
-    place = LayerOf(jnp.int32(1), 1, 0)
+    place = StackedLayer(jnp.int32(1), 1, 0)
     close(linear_layer(x, weights, layer=place), wanted(x, weights, 1), 1e-6)
     weights = weights[:1] * 2
     close([gated_layer(x, *weights, layer=0)], wanted(x, weights, 0, gated=True), 5e-3)
@@ -356,15 +365,15 @@ def check_normed(found, x, added, norms, weights, layer, limit=4e-3, gated=False
 @pytest.mark.parametrize(
     "inner, sizes, gated, config",
     [
-        (256, (256, 64), False, Config(parts=2, stages=2)),
-        (512, (128, 128), True, Config(parts=1, stages=2)),
-        (1024, (192,), False, Config(parts=4, stages=3)),
+        (256, (256, 64), False, LinearTileConfig(parts=2, stages=2)),
+        (512, (128, 128), True, LinearTileConfig(parts=1, stages=2)),
+        (1024, (192,), False, LinearTileConfig(parts=4, stages=3)),
         (768, (192,), False, None),  # six blocks
     ],
 )
 def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
     x, added, norms, weights = normed_case(inner, *sizes)
-    norm = Normed(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
+    norm = RmsNormPrologueParams(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
     found = linears_mosaic(
         x, weights, layer=jnp.int32(0), affine=(1, 1), norm=norm, config=config, gated=gated,
         out_dtypes=[jnp.float32] * (1 if gated else len(sizes)), interpret=True,
@@ -389,7 +398,9 @@ def test_a_norm_comes_before_a_product_on_a_gpu(inner, sizes):
             weights,
             layer=layer,
             out_dtypes=[jnp.float32] * len(sizes),
-            norm=Normed(added=added, weights=norms, affine=(2, 1), eps=1e-5, gives=True),
+            norm=RmsNormPrologueParams(
+                added=added, weights=norms, affine=(2, 1), eps=1e-5, gives=True
+            ),
         )  # fmt: skip
     )
     for layer in range(3):
@@ -417,7 +428,9 @@ def test_blocks_that_norm_have_room_for_the_token(inner, sizes):
 )
 def test_a_norm_that_the_kernel_has_not_is_refused(tokens, inner, message):
     x, added = jnp.zeros((2, tokens, inner))
-    norm = Normed(added=added, weights=jnp.zeros((2, inner)), affine=(1, 0), eps=1e-6)
+    norm = RmsNormPrologueParams(
+        added=added, weights=jnp.zeros((2, inner)), affine=(1, 0), eps=1e-6
+    )
     weights = [jnp.zeros((1, inner, 128), jnp.bfloat16)]
     with pytest.raises(NotImplementedError, match=message):
         linears_mosaic(x, weights, layer=0, out_dtypes=[jnp.float32], norm=norm, interpret=True)

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxattn.arena import Arena
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
-from jaxattn.kernels.moe.tile_config import Config, Product, choose
+from jaxattn.kernels.moe.tile_config import GemmTileConfig, MoeTileConfig, choose
 from jaxattn.ops.moe.experts import mixture_of_experts
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 from tests.helpers.moe_cases import expected, moe_case
@@ -91,10 +91,10 @@ def test_matches_float64_and_reads_no_other_weights(name, implementation, reques
 
 def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False):
     common = dict(consumers=consumers, depth=depth, stages=stages, blocks=blocks)
-    return Config(
+    return MoeTileConfig(
         columns=columns,
-        gate_up=Product(parts=2, split=split, **common),
-        down=Product(parts=parts, **common),
+        gate_up=GemmTileConfig(parts=2, split=split, **common),
+        down=GemmTileConfig(parts=parts, **common),
         combine=128,
     )
 

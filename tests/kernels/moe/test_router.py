@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.moe.routing.router import route_mosaic
-from jaxattn.kernels.moe.routing.small_batch_alignment import work_of_few
+from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.ops.moe import router_logits as router_ops
 from jaxattn.ops.moe import routing
 from jaxattn.ops.moe.routing import Router
@@ -105,7 +105,7 @@ def test_one_tokens_list_of_work_is_made_where_it_is_routed(valid, implementatio
             implementation=implementation,
         )  # fmt: skip
         jax.block_until_ready(listed)
-    wanted, rows = at_once(work_of_few, ids, x, 66, interpret=interpret)
+    wanted, rows = at_once(align_small_batch, ids, x, 66, interpret=interpret)
     assert int(listed.work.total[0]) == int(wanted.total[0]) == 8 * valid
     np.testing.assert_array_equal(listed.work.tiles[:, :8], wanted.tiles[:, :8])
     np.testing.assert_array_equal(listed.work.positions, wanted.positions)
@@ -194,7 +194,7 @@ def test_a_layers_bias_is_read_where_it_lies_in_its_stack(implementation):
     router = ROUTERS["v3"]
     logits, bias = drawn(router, 2)
     stack = jnp.full((5, 256), jnp.nan).at[3].set(bias)
-    layer = LayerOf(jnp.int32(1), 2, 1)
+    layer = StackedLayer(jnp.int32(1), 2, 1)
     found = choose_experts(logits, stack, router, layer=layer, implementation=implementation)
     wanted = route(logits, bias, router, implementation="xla")
     np.testing.assert_array_equal(found[0], wanted[0])

@@ -13,18 +13,18 @@ import pytest
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
-from jaxattn.kernels.moe.router_shared_experts import opening_mosaic
-from jaxattn.ops.linear.norm_linear import Unnormed
+from jaxattn.kernels.moe.router_shared_experts import router_shared_experts_mosaic
+from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.experts import mixture_of_experts
 from jaxattn.ops.moe.router_logits import choose_experts, router_products, split_router
-from jaxattn.ops.moe.router_shared_experts import open_experts, opens
+from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
 from jaxattn.ops.moe.routing import Router
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 from tests.helpers.moe_cases import expected
 
-LAYER = LayerOf(jnp.int32(1), 2, 0)  # the layer 2 of 3
+LAYER = StackedLayer(jnp.int32(1), 2, 0)  # the layer 2 of 3
 ROUTERS = {
     "v2-lite": (Router(experts=64, top_k=6, scores="softmax"), 2),
     "glm": (Router(experts=64, top_k=4, scores="sigmoid", normalize=True, scale=1.8), 1),
@@ -64,7 +64,7 @@ class Case:
 
     @partial(jax.jit, static_argnames="implementation")
     def open(self, implementation, valid=None):
-        return open_experts(
+        return router_shared_experts(
             self.x, self.routers, self.bias, self.gate_up, self.router, **self.options,
             valid=valid, arena=self.arena(), implementation=implementation,
         )  # fmt: skip
@@ -83,7 +83,7 @@ def drawn(name, features=256, width=64, dtype=jnp.bfloat16) -> Case:
         bias = jnp.full((3, 64), jnp.nan).at[2].set(draw(keys[2], 64) / 8)
     halves = split_router(of_layer)
     ids, _, _ = choose_experts(
-        router_products(x, halves[None], LayerOf(jnp.int32(0), 1, 0), "xla"),
+        router_products(x, halves[None], StackedLayer(jnp.int32(0), 1, 0), "xla"),
         None if bias is None else bias[2], router, halves=True, always=always,
         implementation="xla",
     )  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_nan_stays_in_its_token(implementation):
 def test_no_race():
     case = drawn("glm")
     with no_races():
-        opened = opening_mosaic(
+        opened = router_shared_experts_mosaic(
             case.x, case.routers, case.bias, case.gate_up, experts=64, choice=case.router.choice,
             always=1, layer=jnp.int32(2), affine=(1, 0), valid=jnp.array([1]), arena=case.arena(),
             interpret=True, detect_races=True,
@@ -201,16 +201,16 @@ def test_float16():
 
 def test_what_the_kernel_does_not_have_is_refused():
     case = drawn("glm")
-    fits = partial(opens, case.x, case.routers, case.gate_up, case.router)
+    fits = partial(supports_fused_router, case.x, case.routers, case.gate_up, case.router)
     assert fits(1) and not fits(0)
     two = jnp.concatenate([case.x] * 2)
-    assert not opens(two, case.routers, case.gate_up, case.router, 1)
+    assert not supports_fused_router(two, case.routers, case.gate_up, case.router, 1)
     gated = jnp.pad(case.routers, ((0, 0), (0, 0), (0, 64)))
-    assert not opens(case.x, gated, case.gate_up, case.router, 1)
+    assert not supports_fused_router(case.x, gated, case.gate_up, case.router, 1)
     in_float32 = case.routers.astype(jnp.float32)
-    assert not opens(case.x, in_float32, case.gate_up, case.router, 1)
+    assert not supports_fused_router(case.x, in_float32, case.gate_up, case.router, 1)
     with pytest.raises(Refusal, match="64 experts and no gate"):
-        opening_mosaic(
+        router_shared_experts_mosaic(
             case.x, gated, case.bias, case.gate_up, experts=64, choice=case.router.choice,
             always=1, layer=jnp.int32(2), affine=(1, 0), valid=None, arena=case.arena(),
             interpret=True,
@@ -226,8 +226,8 @@ def unnormed(case, implementation):
         .at[5]
         .set(1 + 0.1 * jax.random.normal(keys[1], case.x.shape[1:]))
     )
-    stream = Unnormed(
-        case.x.astype(jnp.float32), added, norms, layer=LayerOf(LAYER.repeat, 4, 1), eps=1e-6,
+    stream = PendingNorm(
+        case.x.astype(jnp.float32), added, norms, layer=StackedLayer(LAYER.repeat, 4, 1), eps=1e-6,
         dtype=jnp.bfloat16, implementation=implementation,
     )  # fmt: skip
     total = np.asarray(case.x, np.float64) + np.asarray(added, np.float64)
@@ -240,7 +240,7 @@ def check_norm(name, implementation, **sizes):
     gate_up, down = (jnp.nan_to_num(x, nan=0.01) for x in (case.gate_up, case.down))
     case = dataclasses.replace(case, gate_up=gate_up, down=down)
     stream, total, normed = unnormed(case, implementation)
-    opened = open_experts(
+    opened = router_shared_experts(
         stream, case.routers, case.bias, case.gate_up, case.router, **case.options, valid=None,
         arena=case.arena(), implementation=implementation,
     )  # fmt: skip
@@ -271,7 +271,7 @@ def test_no_race_with_a_norm():
     stream, *_ = unnormed(case, "mosaic_gpu_interpret")
     token, norm = stream.before(LAYER)
     with no_races():
-        opened = opening_mosaic(
+        opened = router_shared_experts_mosaic(
             token, case.routers, case.bias, case.gate_up, experts=64, choice=case.router.choice,
             always=1, layer=LAYER.repeat, affine=(2, 0), valid=jnp.array([1]), arena=case.arena(),
             norm=norm, interpret=True, detect_races=True,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxattn.kernels.moe.routing import token_alignment as work_module
-from jaxattn.kernels.moe.routing.small_batch_alignment import work_of_few
-from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, work_list
-from jaxattn.kernels.moe.routing.token_sort import work_of_several
+from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
+from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, align_tokens
+from jaxattn.kernels.moe.routing.token_sort import align_and_sort_tokens
 from jaxattn.kernels.moe.tile_config import (
     choose,
     most_tiles,
@@ -23,7 +23,7 @@ from jaxattn.kernels.moe.tile_config import (
 from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 
-make = jax.jit(work_list, static_argnums=(1, 2))
+make = jax.jit(align_tokens, static_argnums=(1, 2))
 
 
 def drawn(tokens, experts, top_k, *, some=None, seed=0):
@@ -93,7 +93,12 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
     with guard:
         x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
         work, rows = at_once(
-            work_of_few, jnp.asarray(ids), x, experts, interpret=interpret, detect_races=interpret
+            align_small_batch,
+            jnp.asarray(ids),
+            x,
+            experts,
+            interpret=interpret,
+            detect_races=interpret,
         )
         jax.block_until_ready(rows)
     assert rows.shape == (8, 256)
@@ -125,7 +130,7 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
     with guard:
         x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
         work, rows = at_once(
-            work_of_several, jnp.asarray(ids), x, experts, columns,
+            align_and_sort_tokens, jnp.asarray(ids), x, experts, columns,
             blocks=20 if interpret else None, interpret=interpret,
             detect_races=interpret and tokens == 17,
         )  # fmt: skip
@@ -147,7 +152,7 @@ def test_a_token_may_name_an_expert_more_than_once(implementation):
     x = jax.random.normal(jax.random.key(0), (32, 256), jnp.bfloat16)
     interpret = implementation == "mosaic_gpu_interpret"
     work, _ = at_once(
-        work_of_several, ids, x, 6, 16, blocks=4 if interpret else None, interpret=interpret
+        align_and_sort_tokens, ids, x, 6, 16, blocks=4 if interpret else None, interpret=interpret
     )
     listed = make(ids, 6, 16)
     assert int(work.total[0]) == int(listed.total[0]) == 8
@@ -162,9 +167,9 @@ def test_the_kernel_sorts_as_many_as_it_has_registers_for(tokens, experts, top_k
 
 def test_many_pairs_are_sorted_to_the_same_list(monkeypatch):
     ids = drawn(70, 9, 3)
-    compared = at_once(work_list, jnp.asarray(ids), 9, 16)
+    compared = at_once(align_tokens, jnp.asarray(ids), 9, 16)
     monkeypatch.setattr(work_module, "COMPARED", 0)
-    for one, other in zip(compared, at_once(work_list, jnp.asarray(ids), 9, 16), strict=True):
+    for one, other in zip(compared, at_once(align_tokens, jnp.asarray(ids), 9, 16), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

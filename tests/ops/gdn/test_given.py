@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gated_delta_net_decode, gdn
-from jaxattn.core.validation.array_checks import as_given
+from jaxattn.core.validation.array_checks import keep_concrete
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_cases import make, make_state, relative
@@ -156,7 +156,7 @@ def test_slots_after_every_token_as_a_list(op):
 def test_a_list_of_tracers_is_an_array():
     @jax.jit
     def stack(x):
-        return as_given([x, 2])
+        return keep_concrete([x, 2])
 
     np.testing.assert_array_equal(stack(1), [1, 2])
-    assert isinstance(as_given((1, 2)), np.ndarray) and as_given(None) is None
+    assert isinstance(keep_concrete((1, 2)), np.ndarray) and keep_concrete(None) is None

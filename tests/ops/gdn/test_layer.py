@@ -20,8 +20,8 @@ from jaxattn.kernels.gdn.decode.launch import (
     choose_config,
     gdn_decode_mosaic,
 )
-from jaxattn.kernels.gdn.decode.mainloop import Config, shared_bytes
-from jaxattn.kernels.gdn.decode.prologue import Op
+from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig, shared_bytes
+from jaxattn.kernels.gdn.decode.prologue import GdnDecodeConfig
 from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
 from tests.helpers.kernel_cases import assert_alike, no_races, one_block_a_head, relative, x64
 
@@ -399,7 +399,7 @@ def test_no_race_in_the_interpreter(parts, stages, tile, keep):
     case = make([2, -1], num_slots=5, q_len=2, value_heads=4)
     writes = jnp.asarray([[2, 4], [-1, -1]], jnp.int32) if keep else case.reads
     options = dict(num_key_heads=1, layer=case.layer, scale=128**-0.5, eps=EPS)
-    config = Config(tile=tile, stages=stages, parts=parts)
+    config = GdnDecodeTileConfig(tile=tile, stages=stages, parts=parts)
     with no_races():
         out, conv_state, state = jax.block_until_ready(
             gdn_decode_mosaic(
@@ -423,7 +423,7 @@ def test_four_blocks_a_state_in_the_interpreter(value_heads, dtype, keep):
     with no_races():
         out, conv_state, state = jax.block_until_ready(
             gdn_decode_mosaic(
-                "test", *case.args, writes, config=Config(split=True), interpret=True,
+                "test", *case.args, writes, config=GdnDecodeTileConfig(split=True), interpret=True,
                 detect_races=True, **options,
             )
         )  # fmt: skip
@@ -492,7 +492,7 @@ def test_four_blocks_a_state_are_for_one_token_and_two_heads():
         with pytest.raises(ValueError, match="split is for one token of 1 or 2 value heads"):
             gdn_decode_mosaic(
                 "test", *case.args, case.reads, num_key_heads=1, layer=0, scale=1.0,
-                config=Config(split=True), interpret=True,
+                config=GdnDecodeTileConfig(split=True), interpret=True,
             )  # fmt: skip
 
 
@@ -509,7 +509,7 @@ def test_few_states_have_four_blocks_each(group, states, q_len, split):
 @pytest.mark.parametrize("q_len", [1, 5, 8])
 def test_as_many_blocks_fit_a_multiprocessor_as_a_configuration_counts_on(q_len, dtype):
     for group in (1, 2, 4, 8, 11):
-        op = Op(q_len, 16, 16 * group, True, True, True, True, False, 1.0, EPS)
+        op = GdnDecodeConfig(q_len, 16, 16 * group, True, True, True, True, False, 1.0, EPS)
         for states in (32, 132, 264, 396, 397, 1024, 8192):
             config = choose_config(group, states, q_len, dtype, interpret=False)
             if config.split:

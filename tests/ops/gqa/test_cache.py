@@ -7,7 +7,7 @@ import pytest
 
 from jaxattn import gqa
 from jaxattn.core.cache.formats import FP8
-from jaxattn.core.stacked_layer import LayerOf
+from jaxattn.core.stacked_layer import StackedLayer
 from tests.helpers.gqa_reference import normal
 
 PAGE, PAGES, KV_HEADS, DIM = 4, 9, 2, 3
@@ -32,7 +32,7 @@ def test_each_token_is_written_to_its_place_and_nothing_else_is(dtype, layer):
             expected[place] = np.stack([k[b, t], v[b, t]]).astype(expected.dtype)
 
     def write(number):
-        of = LayerOf(number, 1, 0) if layer == "LayerOf" else number
+        of = StackedLayer(number, 1, 0) if layer == "LayerOf" else number
         given = dict(query_lens=new, layer=of)
         return gqa.gqa_cache_write(dirty(dtype), k, v, TABLES, lens, **given)
 

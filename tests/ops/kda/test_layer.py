@@ -12,7 +12,7 @@ from jax import Array
 from jaxattn import kda
 from jaxattn.arena import Arena
 from jaxattn.kernels.gdn.decode import launch
-from jaxattn.kernels.gdn.decode.mainloop import Config
+from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig
 from tests.helpers.kernel_cases import no_races, relative
 
 implementations = pytest.mark.parametrize(
@@ -173,12 +173,14 @@ def test_bfloat16_inputs(implementation):
 
 
 def test_four_blocks_a_state_in_the_interpreter(monkeypatch):
-    monkeypatch.setattr(launch, "choose_config", lambda *_, **__: Config(split=True))
+    monkeypatch.setattr(launch, "choose_config", lambda *_, **__: GdnDecodeTileConfig(split=True))
     case = make([4, -1, 0])
     assert_matches(case, decode(case, "mosaic_gpu_interpret"))
 
 
-@pytest.mark.parametrize("config", [Config(), Config(split=True)], ids=["ring", "split"])
+@pytest.mark.parametrize(
+    "config", [GdnDecodeTileConfig(), GdnDecodeTileConfig(split=True)], ids=["ring", "split"]
+)
 def test_no_races(config):
     case = make([1, -1], heads=1, num_slots=2)
     qkv, f, b, gate, weights, *pools, reads = case.args

@@ -22,18 +22,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gdn.decode.prologue import (
     CHANNEL,
     DIM,
-    Channels,
-    Inputs,
-    Op,
+    ChannelSlice,
+    GdnDecodeConfig,
+    GdnDecodeInputs,
     convolved,
     factors_of,
     gated,
     gates,
     products,
 )
-from jaxattn.kernels.hopper.device import asked_for, made_here, meet
-from jaxattn.kernels.hopper.reduce.block_reduction import BlockSums
-from jaxattn.kernels.hopper.reduce.cluster_reduction import Squares, block_of_cluster
+from jaxattn.kernels.hopper.device import issue_loads, pin_value, warpgroup_barrier
+from jaxattn.kernels.hopper.reduce.block_reduction import BlockReduction
+from jaxattn.kernels.hopper.reduce.cluster_reduction import ClusterSquareSum, cluster_block_index
 from jaxattn.kernels.hopper.store.row_store import store
 
 SPLIT = 4  # blocks of a state
@@ -51,16 +51,16 @@ VALUES = plgpu.Layout.TILED(
 BY_VALUE, BY_KEY = MATRIX.reduce(1), MATRIX.reduce(0)
 
 
-def _squares(op: Op, *, interpret: bool) -> Squares:
-    return Squares(op.group * SPLIT, SPLIT, BY_VALUE, interpret=interpret)
+def _squares(op: GdnDecodeConfig, *, interpret: bool) -> ClusterSquareSum:
+    return ClusterSquareSum(op.group * SPLIT, SPLIT, BY_VALUE, interpret=interpret)
 
 
-def _lengths(op: Op, *, interpret: bool) -> BlockSums:
+def _lengths(op: GdnDecodeConfig, *, interpret: bool) -> BlockReduction:
     """Of q and k."""
-    return BlockSums(3 if op.l2norm else 1, CHANNEL, interpret=interpret)
+    return BlockReduction(3 if op.l2norm else 1, CHANNEL, interpret=interpret)
 
 
-def scratch_types(op: Op, *, interpret: bool) -> dict[str, Any]:
+def scratch_types(op: GdnDecodeConfig, *, interpret: bool) -> dict[str, Any]:
     return {
         # q, k and the values, and decays per channel, if there are any.
         "vectors": plgpu.SMEM(((2 + op.channels) * DIM + ROWS,), jnp.float32),
@@ -78,11 +78,11 @@ def _across(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (ROWS, DIM), [1])
 
 
-class Block:
+class GdnDecodeClusterCta:
     """32 rows of the state of a value head."""
 
     def __init__(
-        self, op: Op, first_row: int, *, interpret: bool,
+        self, op: GdnDecodeConfig, first_row: int, *, interpret: bool,
         qkvz_ref: Any, ba_ref: Any, f_ref: Any, z_ref: Any, weights_ref: Any, layer_ref: Any,
         affine_ref: Any, reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any,
         out_ref: Any,
@@ -102,7 +102,7 @@ class Block:
         self.lengths = _lengths(op, interpret=interpret)
         self.meets = op.conv or op.norm  # whether blocks have to do with each other
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
-        self.part = block_of_cluster(op.group * SPLIT, interpret=interpret)
+        self.part = cluster_block_index(op.group * SPLIT, interpret=interpret)
         self.layer, self.slot = layer_ref[0] * affine_ref[0] + affine_ref[1], reads_ref[row]
         self.target = writes_ref[row, 0] if op.keep else writes_ref[row]
         if self.meets:
@@ -115,11 +115,11 @@ class Block:
         self.live = self._in_pool(self.slot) & (self.layer >= 0) & (self.layer < pool_ref.shape[0])
         out_row = first_row + row * op.value_heads + self.head
         self.out = out_ref.at[out_row, pl.ds(self.piece * ROWS, ROWS)]
-        self.here = Inputs(
+        self.here = GdnDecodeInputs(
             op, qkvz_ref, ba_ref, f_ref, z_ref, weights_ref, conv_ref, row, key_head, [self.head]
         )
         values = self.here.channels[2]
-        self.here.channels[2] = Channels(values.first + self.piece * ROWS, ROWS, VALUES)
+        self.here.channels[2] = ChannelSlice(values.first + self.piece * ROWS, ROWS, VALUES)
 
     def run(self) -> None:
         # Asked for before the slot is there.
@@ -149,11 +149,11 @@ class Block:
         windows = here.windows(self.layer, self.own, self.slot, new)
         (of_gates,) = here.of_gates(self.own, b_and_a)
         if op.norm:
-            of_norm = Channels(here.first_norm + self.piece * ROWS, ROWS, BY_VALUE)
+            of_norm = ChannelSlice(here.first_norm + self.piece * ROWS, ROWS, BY_VALUE)
             norm = of_norm.load(here.weights.at[self.own])
 
         state = plgpu.load(self._states(self.slot), layout=MATRIX, optimized=False)
-        asked_for(interpret=self.interpret)
+        issue_loads(interpret=self.interpret)
         self._share([convolved(window, taps, 0) for _, window, taps in windows], of_gates)
         y, decay, delta, k, state = self._step(state)
         if self.meets:
@@ -168,7 +168,7 @@ class Block:
                 here.keep(self.layer, self.target, 0, windows[2])
 
         if op.norm:
-            times = made_here(norm * gated(op, z), BY_VALUE, interpret=self.interpret)
+            times = pin_value(norm * gated(op, z), BY_VALUE, interpret=self.interpret)
         if self.meets:
             mean_square = self.squares.receive() * (1.0 / DIM)
         if op.norm:
@@ -193,7 +193,9 @@ class Block:
         else:
             self.scalars[0] = decay
         self.scalars[1] = beta
-        meet(interpret=self.interpret)  # vectors are there, and every warp has its inputs
+        warpgroup_barrier(
+            interpret=self.interpret
+        )  # vectors are there, and every warp has its inputs
 
     @property
     def _decays(self) -> Any:

@@ -30,8 +30,8 @@ from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.kernels.gdn.decode import cluster_mainloop
 from jaxattn.kernels.gdn.decode import mainloop as ring_body
 from jaxattn.kernels.gdn.decode.cluster_mainloop import SPLIT
-from jaxattn.kernels.gdn.decode.mainloop import Config, shared_bytes
-from jaxattn.kernels.gdn.decode.prologue import DIM, WIDTH, Op
+from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig, shared_bytes
+from jaxattn.kernels.gdn.decode.prologue import DIM, WIDTH, GdnDecodeConfig
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import (
     NUM_SMS,
@@ -46,7 +46,9 @@ MAX_ROWS = 65_535  # blocks that CUDA has on a grid's second axis; its first has
 MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and alignment apart
 
 
-def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret: bool) -> Config:
+def choose_config(
+    group: int, states: int, q_len: int, dtype: Any, *, interpret: bool
+) -> GdnDecodeTileConfig:
     """A block a value head: the more and smaller the blocks, the shorter the last ones run.
 
     The interpreter may not have the threads for a cluster. Of more than three states a
@@ -57,15 +59,15 @@ def choose_config(group: int, states: int, q_len: int, dtype: Any, *, interpret:
     have them, if a key head's blocks fit in a cluster; with two each they would be slower.
     """
     if interpret:
-        return Config()
+        return GdnDecodeTileConfig()
     if q_len == 1 and group * SPLIT <= MOST_BLOCKS and states * SPLIT <= NUM_SMS:
-        return Config(split=True)
+        return GdnDecodeTileConfig(split=True)
     once = 2 * NUM_SMS < states // group <= 4 * NUM_SMS
     if once and group == 2 and jnp.dtype(dtype).itemsize == 2:
-        return Config(32, 6)
+        return GdnDecodeTileConfig(32, 6)
     parts = max(parts for parts in range(1, MOST_BLOCKS + 1) if group % parts == 0)
     large = parts == group and states <= (3 if q_len <= 5 else 2) * NUM_SMS
-    return Config(parts=parts) if large else Config(32, 3, parts)
+    return GdnDecodeTileConfig(parts=parts) if large else GdnDecodeTileConfig(32, 3, parts)
 
 
 def scratch(
@@ -121,7 +123,7 @@ def gdn_decode_mosaic(
     lower_bound: float | None = None,
     halves: bool = False,
     arena: Arena | None = None,
-    config: Config | None = None,
+    config: GdnDecodeTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
@@ -151,7 +153,7 @@ def gdn_decode_mosaic(
     batch, q_len, _ = qkvz.shape
     refuse(name, batch, q_len, state.shape[-3:], conv_state)
     num_value_heads = state.shape[-3]
-    op = Op(
+    op = GdnDecodeConfig(
         q_len=q_len,
         key_heads=num_key_heads,
         value_heads=num_value_heads,
@@ -211,14 +213,18 @@ def gdn_decode_mosaic(
                 f"Hv / Hk = {op.group}"
             )
         blocks = op.group * SPLIT
-        block: Any = functools.partial(cluster_mainloop.Block, op, first_row, interpret=interpret)
+        block: Any = functools.partial(
+            cluster_mainloop.GdnDecodeClusterCta, op, first_row, interpret=interpret
+        )
         scratch_types = cluster_mainloop.scratch_types(op, interpret=interpret)
         if interpret:  # whose blocks have no shared memory in common
             between = jnp.zeros((batch, num_key_heads, blocks), jnp.float32)
             inputs["between"] = jax.new_ref(between)
     else:
         blocks = config.parts
-        block = functools.partial(ring_body.Block, op, config, first_row, interpret=interpret)
+        block = functools.partial(
+            ring_body.GdnDecodeCta, op, config, first_row, interpret=interpret
+        )
         scratch_types = ring_body.scratch_types(op, config, state.dtype)
 
     out = launch(

@@ -28,19 +28,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gdn.decode.prologue import (
     CHANNEL,
     DIM,
-    Inputs,
-    Op,
+    GdnDecodeConfig,
+    GdnDecodeInputs,
     convolved,
     factors_of,
     gated,
     gates,
     products,
 )
-from jaxattn.kernels.hopper.device import meet, swizzled
+from jaxattn.kernels.hopper.device import swizzled, warpgroup_barrier
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class GdnDecodeTileConfig:
     """How the states are cut up.
 
     Attributes:
@@ -60,13 +60,15 @@ class Config:
             raise ValueError(f"tile must be 32, 64 or 128 and stages at least 2, got {self}")
 
 
-def _steps_and_stages(op: Op, config: Config) -> tuple[int, int]:
+def _steps_and_stages(op: GdnDecodeConfig, config: GdnDecodeTileConfig) -> tuple[int, int]:
     """Tiles that a block takes, and places in its ring: no more than it has tiles."""
     steps = op.group // config.parts * DIM // config.tile
     return steps, min(config.stages, steps)
 
 
-def scratch_types(op: Op, config: Config, state_dtype: Any) -> dict[str, Any]:
+def scratch_types(
+    op: GdnDecodeConfig, config: GdnDecodeTileConfig, state_dtype: Any
+) -> dict[str, Any]:
     heads = op.group // config.parts
     _, stages = _steps_and_stages(op, config)
     ring = (stages, config.tile, DIM)
@@ -84,7 +86,7 @@ def scratch_types(op: Op, config: Config, state_dtype: Any) -> dict[str, Any]:
     }
 
 
-def shared_bytes(op: Op, config: Config, state_dtype: Any) -> int:
+def shared_bytes(op: GdnDecodeConfig, config: GdnDecodeTileConfig, state_dtype: Any) -> int:
     """Of a block, without its barriers."""
     every = scratch_types(op, config, state_dtype).values()
     arrays = [x for x in every if hasattr(x, "dtype")]
@@ -114,11 +116,11 @@ def _layout(tile: int) -> Any:
     )
 
 
-class Block:
+class GdnDecodeCta:
     """The value heads of a key head in a row, or a part of them, tile after tile."""
 
     def __init__(
-        self, op: Op, config: Config, first_row: int, *, interpret: bool,
+        self, op: GdnDecodeConfig, config: GdnDecodeTileConfig, first_row: int, *, interpret: bool,
         qkvz_ref: Any, ba_ref: Any, f_ref: Any, z_ref: Any, weights_ref: Any, layer_ref: Any,
         affine_ref: Any, reads_ref: Any, writes_ref: Any, pool_ref: Any, conv_ref: Any,
         out_ref: Any,
@@ -147,7 +149,7 @@ class Block:
         # Both numbers are asked for at once: one after the other would take twice as long.
         self.live = self._in_pool(self.slot) & (self.layer >= 0) & (self.layer < pool_ref.shape[0])
         heads = [self.first_head + head for head in range(self.heads)]
-        self.here = Inputs(
+        self.here = GdnDecodeInputs(
             op, qkvz_ref, ba_ref, f_ref, z_ref, weights_ref, conv_ref, self.row, key_head, heads
         )  # fmt: skip
 
@@ -204,14 +206,16 @@ class Block:
         times: Any = None
         if op.norm:  # what the normed output is times
             times = [[norm * gated(op, x) for x in of_head] for of_head in z]
-        meet(interpret=self.interpret)  # vectors are there, and every warp has its inputs
+        warpgroup_barrier(
+            interpret=self.interpret
+        )  # vectors are there, and every warp has its inputs
         if self.all_read is not None:
             plgpu.barrier_arrive(self.all_read)
         if op.conv:
             for window in windows[2:]:
                 self._keep_inputs(window)
         self._walk(decays_and_betas)
-        meet(interpret=self.interpret)  # the output is there for every warp
+        warpgroup_barrier(interpret=self.interpret)  # the output is there for every warp
         self._write(times)
         if self.all_read is not None:
             plgpu.barrier_wait(self.all_read)

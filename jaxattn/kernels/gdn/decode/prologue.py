@@ -25,7 +25,7 @@ CHANNEL = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
+class GdnDecodeConfig:
     """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
 
     `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
@@ -58,7 +58,7 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
-class Channels:
+class ChannelSlice:
     """Neighbouring numbers of a row of inputs or weights, and the threads that have them."""
 
     first: Any
@@ -82,7 +82,9 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     return 1.0 / (1.0 + jnp.exp(-x.astype(jnp.float32)))
 
 
-def gates(op: Op, A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tuple[Any, Any]]:
+def gates(
+    op: GdnDecodeConfig, A_log: Any, bias: Any, b: list[Any], a: list[Any]
+) -> list[tuple[Any, Any]]:
     """(decay, beta) of a head's tokens; a decay per channel is CHANNEL's."""
     rate = jnp.exp(A_log)
 
@@ -95,12 +97,12 @@ def gates(op: Op, A_log: Any, bias: Any, b: list[Any], a: list[Any]) -> list[tup
     return [(decay(a), _sigmoid(b)) for a, b in numbers]
 
 
-def gated(op: Op, z: jax.Array) -> jax.Array:
+def gated(op: GdnDecodeConfig, z: jax.Array) -> jax.Array:
     """What the normed output is times."""
     return _sigmoid(z) if op.channels else silu(z)
 
 
-def products(op: Op, q: jax.Array, k: jax.Array) -> Iterator[jax.Array]:
+def products(op: GdnDecodeConfig, q: jax.Array, k: jax.Array) -> Iterator[jax.Array]:
     """What `factors_of` takes the sums of."""
     if op.l2norm:
         yield q * q
@@ -108,7 +110,7 @@ def products(op: Op, q: jax.Array, k: jax.Array) -> Iterator[jax.Array]:
     yield q * k
 
 
-def factors_of(op: Op, sums: Iterable[jax.Array]) -> tuple[Any, Any, jax.Array]:
+def factors_of(op: GdnDecodeConfig, sums: Iterable[jax.Array]) -> tuple[Any, Any, jax.Array]:
     """What a token's q and k are times, and the product of both, of the sums of `products`."""
     sums = iter(sums)
     if not op.l2norm:
@@ -127,7 +129,7 @@ def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax
     return silu(functools.reduce(operator.add, terms))
 
 
-class Inputs:
+class GdnDecodeInputs:
     """Of one row's value heads `heads`, which share a key head.
 
     `channels`: of q, of k and of each head's values. f and z of the value heads have arrays of
@@ -135,16 +137,16 @@ class Inputs:
     """
 
     def __init__(
-        self, op: Op, qkvz: Any, ba: Any, f: Any, z: Any, weights: Any, conv: Any, row: Any,
+        self, op: GdnDecodeConfig, qkvz: Any, ba: Any, f: Any, z: Any, weights: Any, conv: Any, row: Any,
         key_head: Any, heads: list[Any],
     ) -> None:  # fmt: skip
         self.op, self.qkvz, self.ba, self.weights, self.conv = op, qkvz, ba, weights, conv
         self.f, self.z, self.row, self.heads = f, z, row, heads
         of_values = (2 * op.key_heads + head for head in heads)
         of_heads = (key_head, op.key_heads + key_head, *of_values)
-        self.channels = [Channels(head * DIM) for head in of_heads]
+        self.channels = [ChannelSlice(head * DIM) for head in of_heads]
 
-    def of_tokens(self, channels: Channels, ref: Any = None) -> list[jax.Array]:
+    def of_tokens(self, channels: ChannelSlice, ref: Any = None) -> list[jax.Array]:
         """Each token's, of q, k and v unless of other inputs."""
         ref = self.qkvz if ref is None else ref
         return [channels.load(ref.at[self.row, token]) for token in range(self.op.q_len)]
@@ -161,7 +163,8 @@ class Inputs:
 
         if self.op.channels:
             return [
-                [numbers(head), self.of_tokens(Channels(head * DIM), self.f)] for head in self.heads
+                [numbers(head), self.of_tokens(ChannelSlice(head * DIM), self.f)]
+                for head in self.heads
             ]
         return [[numbers(head), numbers(self.op.value_heads + head)] for head in self.heads]
 
@@ -172,7 +175,7 @@ class Inputs:
     def of_gate(self, head: Any, first: Any = 0, count: int = DIM, layout: Any = CHANNEL) -> Any:
         """z of a head's channels from `first` on, of each token."""
         packed = 0 if self.op.channels else self.op.conv_channels
-        z = Channels(packed + head * DIM + first, count, layout)
+        z = ChannelSlice(packed + head * DIM + first, count, layout)
         return self.of_tokens(z, self.z if self.op.channels else self.qkvz)
 
     @property
@@ -210,7 +213,7 @@ class Inputs:
 
         def bias(head: Any) -> Any:
             if self.op.channels:
-                return Channels(count + head * DIM).load(self.weights.at[own])
+                return ChannelSlice(count + head * DIM).load(self.weights.at[own])
             return self.weights[own, count + head]
 
         return [
@@ -219,7 +222,7 @@ class Inputs:
         ]
 
     def norm_weight(self, own: Any) -> jax.Array:
-        return Channels(self.first_norm).load(self.weights.at[own])
+        return ChannelSlice(self.first_norm).load(self.weights.at[own])
 
     def keep(self, layer: Any, target: Any, token: int, window: Any) -> None:
         """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""

@@ -24,7 +24,7 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.launch import (
     norms_inside,
     output_pass,
 )
-from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import Norm
+from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpilogueParams
 from jaxattn.kernels.gdn.prefill.inter_chunk.segment_scan import segment_starts, transition_pass
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
@@ -35,7 +35,7 @@ from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 WRITTEN_OUT = 16
 
 
-class Pool(NamedTuple):
+class PrefillStatePool(NamedTuple):
     """A stack of state pools, and the slots in it of n sequences; -1 is none."""
 
     states: jax.Array  # float32 or bfloat16 [L, Z, Hv, 128, 128]
@@ -47,7 +47,7 @@ class Pool(NamedTuple):
     checkpoint_tokens: int
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """Which tokens each chunk and each run of chunks has; a chunk belongs to one sequence."""
 
     # int32 [7, N + 1 + R + 1], one array so that one kernel of XLA's makes it: in N columns the
@@ -94,7 +94,9 @@ def _cut_written_out(starts: Any, ends: Any, size: int, piece: Any) -> tuple[Any
     return owner, jnp.where(used, start, 0), length, jnp.stack(firsts), jnp.stack(numbers)
 
 
-def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool) -> Plan:
+def plan(
+    offsets: jax.Array | np.ndarray, length: int, segment: int, pool: PrefillStatePool
+) -> ChunkPlan:
     """The chunks and runs of sequences at int32 `offsets` [n + 1].
 
     What depends on offsets in NumPy alone is worked out here and now, and the rest by the device.
@@ -152,7 +154,7 @@ def plan(offsets: jax.Array | np.ndarray, length: int, segment: int, pool: Pool)
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (rows, kept, sequences))
     # Or XLA works them out once more where they are read.
     rows, kept, sequences = lax.optimization_barrier(arrays)
-    return Plan(rows, num_chunks, kept, sequences)
+    return ChunkPlan(rows, num_chunks, kept, sequences)
 
 
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
@@ -219,11 +221,11 @@ def gdn_prefill_mosaic(
     *,
     scale: float,
     initial_state: jax.Array | None = None,
-    pool: Pool | None = None,
+    pool: PrefillStatePool | None = None,
     cu_seqlens: jax.Array | None = None,
     use_qk_l2norm: bool = False,
     segment: int | None = None,
-    norm: Norm | None = None,
+    norm: NormEpilogueParams | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -295,11 +297,11 @@ def gdn_prefill_mosaic(
     return o, states if pool is not None else states[0]
 
 
-def _arrays_as_pool(initial: jax.Array | None, count: int, value_heads: int) -> Pool:
+def _arrays_as_pool(initial: jax.Array | None, count: int, value_heads: int) -> PrefillStatePool:
     """Of states in arrays: a pool whose slots are the sequences; without them nothing is read."""
     each = np.arange(count, dtype=np.int32)
     if initial is None:
         states, reads = jnp.zeros((1, 0, value_heads, DIM, DIM)), np.full_like(each, -1)
     else:
         states, reads = initial[None], each
-    return Pool(states, jnp.zeros(1, jnp.int32), each >= 0, reads, each, None, 0)
+    return PrefillStatePool(states, jnp.zeros(1, jnp.int32), each >= 0, reads, each, None, 0)

@@ -17,14 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.attention.work_partition import Place, visible_keys
-from jaxattn.kernels.gqa.decode.epilogue import Epilogue, Outputs, merge, write_nothing
-from jaxattn.kernels.gqa.decode.fp8_operands import Tiles
+from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
+from jaxattn.kernels.gqa.decode.epilogue import (
+    GqaDecodeEpilogue,
+    GqaOutputTile,
+    merge,
+    write_nothing,
+)
+from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS, QUERIES
-from jaxattn.kernels.gqa.decode.split_kv.combine import Combination, chunks_of
-from jaxattn.kernels.gqa.decode.split_kv.semaphore import Arrivals
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import Pairs
+from jaxattn.kernels.gqa.decode.split_kv.combine import SplitKvCombine, chunks_of
+from jaxattn.kernels.gqa.decode.split_kv.semaphore import SplitSemaphore
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E, MASKED
 
@@ -38,7 +43,7 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class GqaDecodeConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -73,7 +78,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class GqaDecodeRefs:
     """What a block works on: operands and results. Queries are as the block's loader takes them."""
 
     q_ref: Any
@@ -94,18 +99,20 @@ class Refs:
     lse_ref: Any  # float32 [B * S * H]
     partial_lse_ref: Any
     slots_ref: Any  # of the schedule; None: no pair is cut, or another launch merges
-    arrived_ref: Any  # `Arrivals`; None likewise
+    arrived_ref: Any  # `SplitSemaphore`; None likewise
 
 
-def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[Refs, M]:
+def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[GqaDecodeRefs, M]:
     """A launch's references, by name: those of operands and results, and shared memory."""
-    names = {field.name for field in dataclasses.fields(Refs)}
+    names = {field.name for field in dataclasses.fields(GqaDecodeRefs)}
     shared = {name: ref for name, ref in refs.items() if name not in names}
-    return Refs(**{name: ref for name, ref in refs.items() if name in names}), memory(**shared)
+    return GqaDecodeRefs(**{name: ref for name, ref in refs.items() if name in names}), memory(
+        **shared
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
+class GqaDecodeTile:
     """A pair's steps in a part, as a warpgroup that computes needs them.
 
     Attributes:
@@ -113,7 +120,7 @@ class Piece:
         first: the first of the piece's steps that is this warpgroup's.
         first_token: of the piece.
         length: tokens of the pair's row.
-        begin: the first key that one of its query tokens sees, where `Block.first_key` gives it.
+        begin: the first key that one of its query tokens sees, where `GqaDecodeCta.first_key` gives it.
         visible: [N, 64], how many keys each score's packed row sees.
         least: how many the one that sees fewest does, of a row without padding; 0 of others.
         factor: of scores, a number or [N, 64].
@@ -131,14 +138,14 @@ class Piece:
     queries_at: jax.Array
 
 
-class Block[C: Cut, M]:
+class GqaDecodeCta[C: GqaDecodeConfig, M]:
     """`columns` packed rows of the pairs in a part.
 
     A subclass reads its cache: `load` is what the loading warpgroup does, `empty`, `step` and
     `result` what the others do with a piece's steps.
     """
 
-    def __init__(self, cut: C, refs: Refs, memory: M):
+    def __init__(self, cut: C, refs: GqaDecodeRefs, memory: M):
         self.cut, self.refs, self.memory = cut, refs, memory
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
         self.part = self.pairs()
@@ -147,11 +154,11 @@ class Block[C: Cut, M]:
             q_len=cut.q_len, group=cut.group, kv_heads=cut.kv_heads, columns=cut.columns,
             first=self.tile * cut.columns, interpret=cut.interpret,
         )  # fmt: skip
-        outputs = Outputs(
+        outputs = GqaOutputTile(
             self.part, cut.first_rows, cut.out_rows, cut.head_dim, self.mine, self.rows,
             refs.out_ref, refs.partial_ref, refs.lse_ref, refs.partial_lse_ref,
         )  # fmt: skip
-        self.epilogue = Epilogue[Any](
+        self.epilogue = GqaDecodeEpilogue[Any](
             self.wg, memory, outputs, refs.sinks_ref, refs.gate_ref, self.tiles(),
             refs.kv_scale_ref, cut.interpret,
         )  # fmt: skip
@@ -164,11 +171,11 @@ class Block[C: Cut, M]:
         """A piece's state before its first step."""
         raise NotImplementedError
 
-    def step(self, piece: Piece, i: jax.Array, state: Any) -> Any:
+    def step(self, piece: GqaDecodeTile, i: jax.Array, state: Any) -> Any:
         """The state after the `i`-th of the piece's steps that are this warpgroup's."""
         raise NotImplementedError
 
-    def steps(self, piece: Piece, taken: jax.Array, state: Any) -> Any:
+    def steps(self, piece: GqaDecodeTile, taken: jax.Array, state: Any) -> Any:
         """The state after so many of them."""
         return lax.fori_loop(0, taken, functools.partial(self.step, piece), state)
 
@@ -176,7 +183,7 @@ class Block[C: Cut, M]:
         """(output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
         raise NotImplementedError
 
-    def tiles(self) -> Tiles | None:
+    def tiles(self) -> GqaFp8Operands | None:
         """Of an FP8 cache."""
         return None
 
@@ -189,11 +196,11 @@ class Block[C: Cut, M]:
         consumers = self.cut.consumers
         return lax.rem(self.wg + consumers - lax.rem(done, consumers), consumers)
 
-    def pairs(self) -> Pairs:
-        return Pairs(**self.of_pairs())
+    def pairs(self) -> HeadWorkPartition:
+        return HeadWorkPartition(**self.of_pairs())
 
     def of_pairs(self) -> dict[str, Any]:
-        """What `Pairs` are made of."""
+        """What `HeadWorkPartition` are made of."""
         cut, refs, cuts_ref = self.cut, self.refs, self.refs.cuts_ref
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (self.index, self.index + 1))
         layer = jnp.clip(refs.layer_ref[0], 0, refs.kv_ref.shape[0] - 1)
@@ -246,7 +253,9 @@ class Block[C: Cut, M]:
                 def _each_pair(pair):
                     write_nothing(self.epilogue.outputs, pair, known)
 
-    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+    def _piece(
+        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+    ) -> Any:
         """The steps that are this warpgroup's, and one result of all warpgroups."""
         (number, done), pair = carry, place.row
         piece = self._opened(pair, start, number, done)
@@ -264,7 +273,7 @@ class Block[C: Cut, M]:
 
     def _opened(
         self, pair: jax.Array, start: jax.Array, number: jax.Array, done: jax.Array
-    ) -> Piece:
+    ) -> GqaDecodeTile:
         """A piece whose queries have come."""
         cut, part = self.cut, self.part
         length, queries = part.length_of(pair), part.queries_of(pair)
@@ -279,7 +288,7 @@ class Block[C: Cut, M]:
             least = jnp.where(queries == cut.q_len, least, 0)
         queries_at = lax.rem(number, QUERIES)
         plgpu.barrier_wait(self.epilogue.memory.queries_loaded.at[queries_at])
-        return Piece(
+        return GqaDecodeTile(
             done=done, first=self.first_step(done), first_token=first_token, length=length,
             begin=begin, visible=visible, least=least,
             factor=self.factor(pair, queries_at),
@@ -290,7 +299,7 @@ class Block[C: Cut, M]:
         """Of a piece that was written: where it is the pair's last, the merging of all."""
         refs, outputs, cut = self.refs, self.epilogue.outputs, self.cut
         # Rescaling is over, and each warpgroup's is its own.
-        arrivals = Arrivals(refs.arrived_ref, self.epilogue.memory.stats.at[0])
+        arrivals = SplitSemaphore(refs.arrived_ref, self.epilogue.memory.stats.at[0])
         slots = [refs.slots_ref[i, pair] for i in range(refs.slots_ref.shape[0])]
         tiles = cut.out_rows // cut.columns
         pl.when(self.wg == 0)(lambda: arrivals.count(pair * tiles + self.tile, slots[1]))
@@ -298,7 +307,7 @@ class Block[C: Cut, M]:
 
         @pl.when(arrivals.last(self.wg))
         def _merge() -> None:
-            combination = Combination(
+            combination = SplitKvCombine(
                 first_rows=cut.first_rows, rows=cut.out_rows, out=outputs.out, lse=outputs.lse,
                 partial=outputs.partial, partial_lse=outputs.partial_lse,
                 sinks=self.epilogue.sinks, gate=self.epilogue.gate,
@@ -319,7 +328,7 @@ class Block[C: Cut, M]:
         return self.cut.scale
 
     def softened(
-        self, scores: jax.Array, factor: Any, piece: Piece, token: jax.Array
+        self, scores: jax.Array, factor: Any, piece: GqaDecodeTile, token: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """(which scores count, log2 of their weights), of the 64 keys from `token` on."""
         cut = self.cut
@@ -332,14 +341,14 @@ class Block[C: Cut, M]:
         seen = self.seen(piece, token)
         return seen, jnp.where(seen, scores, MASKED)
 
-    def all_seen(self, piece: Piece, token: jax.Array) -> jax.Array:
+    def all_seen(self, piece: GqaDecodeTile, token: jax.Array) -> jax.Array:
         """Whether each packed row sees all of the 64 keys from `token` on."""
         seen = token + PAGE <= piece.least
         if self.cut.window is not None:
             seen &= token >= piece.length - self.cut.window
         return seen
 
-    def seen(self, piece: Piece, token: jax.Array) -> jax.Array:
+    def seen(self, piece: GqaDecodeTile, token: jax.Array) -> jax.Array:
         """Which of the 64 keys from `token` on each packed row sees."""
         key = self.iota(1) + token
         seen = key < piece.visible

@@ -16,17 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.work_partition import Place
-from jaxattn.kernels.gqa.decode.fp8_operands import Tiles
+from jaxattn.kernels.attention.work_partition import SchedulePosition
+from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import VALUES, Pairs
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import VALUES, HeadWorkPartition
 from jaxattn.kernels.hopper.store.row_store import store
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
 
 
-class Exchanged(Protocol):
+class ExchangeSmemProtocol(Protocol):
     """The part of a block's shared memory that its w warpgroups show each other.
 
     Attributes:
@@ -44,7 +44,7 @@ class Exchanged(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outputs:
+class GqaOutputTile:
     """Where the results of a block's packed rows go.
 
     Attributes:
@@ -55,7 +55,7 @@ class Outputs:
         partial, partial_lse: [.., D] and [2 * parts, rows], or None where there are none.
     """
 
-    part: Pairs
+    part: HeadWorkPartition
     first_rows: Sequence[int]
     rows: int
     head_dim: int
@@ -78,13 +78,13 @@ class Outputs:
     def write_lse(self, pair: jax.Array, lse: jax.Array) -> None:
         self.packed.store_numbers(self.lse, self.at(pair), lse)
 
-    def at_partial(self, place: Place) -> Any:
+    def at_partial(self, place: SchedulePosition) -> Any:
         begin = self.first_rows[1] + self.part.slot_at(place) * self.rows
         return pl.ds(begin + self.columns.start, self.columns.size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Epilogue[M: Exchanged]:
+class GqaDecodeEpilogue[M: ExchangeSmemProtocol]:
     """
     Attributes:
         wg: this warpgroup, from 0.
@@ -96,10 +96,10 @@ class Epilogue[M: Exchanged]:
 
     wg: jax.Array
     memory: M
-    outputs: Outputs
+    outputs: GqaOutputTile
     sinks: Any
     gate: Any
-    tiles: Tiles | None
+    tiles: GqaFp8Operands | None
     kv_scale: Any
     interpret: bool
 
@@ -127,8 +127,8 @@ def merge(
     accs: tuple[jax.Array, ...],
     top: jax.Array,
     total: jax.Array,
-    epilogue: Epilogue[Any],
-    place: Place,
+    epilogue: GqaDecodeEpilogue[Any],
+    place: SchedulePosition,
     steps: jax.Array,
     begins: jax.Array | None = None,
 ) -> None:
@@ -155,7 +155,7 @@ def merge(
             epilogue.tiles.store(memory.outputs.at[wg], acc, i)
             continue
         to = memory.outputs.at[wg, :, pl.ds(i * rows, rows)]
-        store_turned(to, acc, interpret=epilogue.interpret)
+        store_transposed(to, acc, interpret=epilogue.interpret)
     epilogue.meet()
 
     every: list[Any] = list(range(consumers))
@@ -229,7 +229,7 @@ def merge(
     epilogue.meet()
 
 
-def write_nothing(outputs: Outputs, pair: jax.Array, known: jax.Array | None) -> None:
+def write_nothing(outputs: GqaOutputTile, pair: jax.Array, known: jax.Array | None) -> None:
     """Writes 0 and an LSE of -inf for a pair without keys, and NaN where `known` is False: the
     schedule has another length."""
     count, dims = outputs.columns.size, outputs.head_dim

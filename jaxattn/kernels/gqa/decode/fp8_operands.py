@@ -28,7 +28,7 @@ from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm_word,
     element,
     fragmented,
@@ -127,7 +127,7 @@ def _fragment(words: list[Any], shape: tuple[int, int]) -> Any:
     return fragmented([vector.bitcast(pair, joined([x])) for x in words], shape, mgpu.WGMMA_LAYOUT)
 
 
-class Tiles:
+class GqaFp8Operands:
     """Operands out of a step's keys or values [64, D], and what is done with them.
 
     Args:
@@ -176,7 +176,7 @@ class Tiles:
         return times(arith.xori(chunk, token), 16)
 
     def _keys(self, page: Any, shape: tuple[int, int], block: int) -> Any:
-        place, count = Thread(), self.width // 64
+        place, count = WarpgroupThread(), self.width // 64
         rows = times(place.warp, 2 * self.blocks * self.tile)
         line = plus(rows, times(place.g, self.width))
         words: list[list[Any]] = [[], []]
@@ -194,7 +194,7 @@ class Tiles:
         return _fragment(wide, shape)
 
     def _values(self, page: Any, shape: tuple[int, int], block: int) -> Any:
-        place, wide_block = Thread(), self.width == 128
+        place, wide_block = WarpgroupThread(), self.width == 128
         if wide_block:
             chunk = plus(times(place.warp, 2), arith.shrui(place.g, word(2)))
             inside = times(arith.andi(place.g, word(3)), 4)
@@ -221,7 +221,7 @@ class Tiles:
 
     def _clear(self, page: Any, begin: Any, end: Any) -> None:
         """Half a token's row a thread."""
-        index, zeros = Thread().index, joined([word(0)] * 4)
+        index, zeros = WarpgroupThread().index, joined([word(0)] * 4)
         token, half = arith.shrui(index, word(1)), arith.andi(index, word(1))
         tile, inside = arith.shrui(token, word(3)), arith.andi(token, word(7))
         here = plus(times(tile, self.blocks * self.tile), times(inside, self.width))
@@ -234,7 +234,7 @@ class Tiles:
                     store(zeros, page, here, block * self.tile + at)
 
     def _store(self, target: Any, out: Any, block: int, columns: int, pitch: int) -> None:
-        place, halves = Thread(), self.width // 64
+        place, halves = WarpgroupThread(), self.width // 64
         registers = out.registers.reshape(halves, columns // 8, 2)
         first = plus(times(place.warp, 16 * halves), times(place.g, 2 * halves))
         first = plus(first, word(block * self.width))

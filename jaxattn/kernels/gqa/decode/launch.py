@@ -20,15 +20,15 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import FP8
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.gqa.decode.cta import COMPILER_PARAMS, refs_of
-from jaxattn.kernels.gqa.decode.mainloop import Body, DecodeCut
+from jaxattn.kernels.gqa.decode.mainloop import GqaDecodeMainloop, GqaMainloopConfig
 from jaxattn.kernels.gqa.decode.smem import (
-    Memory,
+    GqaDecodeSmem,
+    cta_resources,
     product_dtype,
     refusal,
-    room_of,
     scratch_types,
 )
-from jaxattn.kernels.gqa.decode.split_kv.outputs import Packing, Results
+from jaxattn.kernels.gqa.decode.split_kv.outputs import GqaDecodeOutputs, GqaPacking
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, schedule_of
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
@@ -80,7 +80,7 @@ def gqa_decode_mosaic(
     batch, q_len, num_heads, dim = q.shape
     layers, num_pages, _, page_size, kv_heads, _ = kv_cache.shape
     operand_dtype, fp8 = product_dtype(q.dtype, kv_cache.dtype), kv_cache.dtype == FP8
-    packing = Packing(batch, q_len, num_heads, dim, kv_heads)
+    packing = GqaPacking(batch, q_len, num_heads, dim, kv_heads)
     schedule = schedule_of(
         "gqa_decode", schedule, seq_lens, q_len=q_len, num_heads=num_heads, num_kv_heads=kv_heads,
         head_dim=dim, max_pages=block_tables.shape[1], page_size=page_size, window=window,
@@ -90,11 +90,11 @@ def gqa_decode_mosaic(
     cache = kv_cache.reshape(layers, 2 * num_pages, page_size, kv_heads * dim)
     # FP8 takes its instructions' time, and a block's start is not hidden there.
     fine = None if fp8 else schedule.fine
-    results = Results(arena, schedule, packing, q.dtype, fine=fine, interpret=interpret)
+    results = GqaDecodeOutputs(arena, schedule, packing, q.dtype, fine=fine, interpret=interpret)
     line = results.line
     columns = packing.columns
-    room = room_of(columns, dim, kv_cache.dtype, line.max_pages)
-    cut = DecodeCut(
+    room = cta_resources(columns, dim, kv_cache.dtype, line.max_pages)
+    cut = GqaMainloopConfig(
         q_len=q_len, group=packing.group, kv_heads=kv_heads, head_dim=dim, columns=columns,
         out_rows=packing.rows, parts=line.parts, first_rows=results.first_rows,
         scale=scale, window=window, soft_cap=soft_cap, page_size=page_size,
@@ -104,7 +104,7 @@ def gqa_decode_mosaic(
     )  # fmt: skip
     memory = scratch_types(operand_dtype, kv_cache.dtype, columns, dim, page_size, room)
     written = launch(
-        lambda **refs: Body(cut, *refs_of(refs, Memory)).run(),
+        lambda **refs: GqaDecodeMainloop(cut, *refs_of(refs, GqaDecodeSmem)).run(),
         name="gqa_decode",
         # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
         grid={"part": line.parts, "tile": packing.tiles},

@@ -23,19 +23,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.gqa.decode.cta import Block, Cut, Piece, Refs
-from jaxattn.kernels.gqa.decode.fp8_operands import P_EXPONENT, Tiles
-from jaxattn.kernels.gqa.decode.load.producer import Loader, Ring, place_of
-from jaxattn.kernels.gqa.decode.load.query_gather import GatheredQueries
+from jaxattn.kernels.gqa.decode.cta import (
+    GqaDecodeConfig,
+    GqaDecodeCta,
+    GqaDecodeRefs,
+    GqaDecodeTile,
+)
+from jaxattn.kernels.gqa.decode.fp8_operands import P_EXPONENT, GqaFp8Operands
+from jaxattn.kernels.gqa.decode.load.producer import GqaDecodeProducer, LoadPipeline, place_of
+from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.gqa.decode.mma import products_of
-from jaxattn.kernels.gqa.decode.smem import Memory
+from jaxattn.kernels.gqa.decode.smem import GqaDecodeSmem
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import KEYS, VALUES
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeCut(Cut):
+class GqaMainloopConfig(GqaDecodeConfig):
     """
     Attributes:
         dtype: of queries and P as operands.
@@ -48,8 +53,8 @@ class DecodeCut(Cut):
     ahead: tuple[int, int]
 
 
-class Body(Block[DecodeCut, Memory]):
-    def __init__(self, cut: DecodeCut, refs: Refs, memory: Memory):
+class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
+    def __init__(self, cut: GqaMainloopConfig, refs: GqaDecodeRefs, memory: GqaDecodeSmem):
         super().__init__(cut, refs, memory)
         self.products = products_of(
             cut.columns, cut.head_dim, fp8=cut.fp8, interpret=cut.interpret
@@ -58,8 +63,8 @@ class Body(Block[DecodeCut, Memory]):
         self.p_smem = memory.p.at[self.wg]
         self.rescale_smem = memory.stats.at[0, self.wg]
 
-    def tiles(self) -> Tiles | None:
-        return Tiles(self.cut.head_dim) if self.cut.fp8 else None
+    def tiles(self) -> GqaFp8Operands | None:
+        return GqaFp8Operands(self.cut.head_dim) if self.cut.fp8 else None
 
     def first_key(self, pair: jax.Array) -> jax.Array | None:
         return self.part.first_key(pair)
@@ -67,14 +72,16 @@ class Body(Block[DecodeCut, Memory]):
     def load(self) -> None:
         memory, ahead = self.memory, self.cut.ahead
         rings = (
-            Ring(ahead[KEYS], memory.keys_loaded, memory.keys_read, self._copies(KEYS)),
-            Ring(ahead[VALUES], memory.values_loaded, memory.values_read, self._copies(VALUES)),
+            LoadPipeline(ahead[KEYS], memory.keys_loaded, memory.keys_read, self._copies(KEYS)),
+            LoadPipeline(
+                ahead[VALUES], memory.values_loaded, memory.values_read, self._copies(VALUES)
+            ),
         )
-        queries = GatheredQueries(
+        queries = QueryGather(
             q_ref=self.refs.q_ref, rows=self.rows, part=self.part, memory=memory,
             scale=self.cut.scale, kv_scale_ref=self.refs.kv_scale_ref,
         )  # fmt: skip
-        Loader(
+        GqaDecodeProducer(
             part=self.part, queries=queries, memory=memory, rings=rings,
             consumers=self.cut.consumers, interpret=self.cut.interpret,
         ).run(self.write_empty_rows)  # fmt: skip
@@ -86,7 +93,7 @@ class Body(Block[DecodeCut, Memory]):
         return self.over_keys(plgpu.load(factors, layout=BY_ROW, optimized=False))
 
     def _copies(self, kind: int) -> Any:
-        """`Ring.copies`: as many tokens as lie together at a time."""
+        """`LoadPipeline.copies`: as many tokens as lie together at a time."""
         to = self.memory.keys if kind == KEYS else self.memory.values
         tokens = min(self.cut.page_size, PAGE)
 
@@ -106,7 +113,7 @@ class Body(Block[DecodeCut, Memory]):
         top, total, accs = state
         return accs, top, total
 
-    def step(self, piece: Piece, i: jax.Array, state: Any) -> Any:
+    def step(self, piece: GqaDecodeTile, i: jax.Array, state: Any) -> Any:
         (top, total, accs), memory, cut = state, self.memory, self.cut
         step = piece.first + cut.consumers * i
         keys_at, values_at = (
@@ -131,9 +138,11 @@ class Body(Block[DecodeCut, Memory]):
         plgpu.barrier_arrive(memory.values_read.at[self.wg, values_at])
         return top, total, accs
 
-    def _soften(self, scores: jax.Array, piece: Piece, token: jax.Array, top: jax.Array) -> Any:
+    def _soften(
+        self, scores: jax.Array, piece: GqaDecodeTile, token: jax.Array, top: jax.Array
+    ) -> Any:
         """(maxima, P, rescaling) with a step's scores, the first of token `token`."""
-        store_turned(self.scores_smem, scores, interpret=self.cut.interpret)
+        store_transposed(self.scores_smem, scores, interpret=self.cut.interpret)
         plgpu.commit_smem()
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
         scores = self.softened(scores, piece.factor, piece, token)[1]
@@ -143,7 +152,7 @@ class Body(Block[DecodeCut, Memory]):
         p = jnp.exp2(scores - self.over_keys(new_top))
         return new_top, p, jnp.exp2(top - new_top)
 
-    def _clear(self, values: Any, piece: Piece, token: jax.Array) -> None:
+    def _clear(self, values: Any, piece: GqaDecodeTile, token: jax.Array) -> None:
         """0 * NaN is NaN: what no query of the row sees becomes 0 as a value."""
         outside = piece.length < token + PAGE
         if piece.begin is not None:

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.gqa.decode.cta import Piece
-from jaxattn.kernels.gqa.decode.fp8_operands import Tiles, block_width, in_order
+from jaxattn.kernels.gqa.decode.cta import GqaDecodeTile
+from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands, block_width, in_order
 from jaxattn.kernels.gqa.decode.smem import over_out
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_COLUMN
 
@@ -28,7 +28,7 @@ type Accs = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Products:
+class GqaDecodeMma:
     """Of a 16-bit cache, all operands in shared memory."""
 
     columns: int
@@ -52,7 +52,7 @@ class Products:
         plgpu.wgmma(ref, keys, queries.at[at].transpose((1, 0)))
         return ref[...]
 
-    def clear(self, values: Any, piece: Piece, token: jax.Array) -> None:
+    def clear(self, values: Any, piece: GqaDecodeTile, token: jax.Array) -> None:
         """Zeros as values of what no query sees, of the 64 keys from `token` on."""
         for at in range(0, self.head_dim, CLEARED):
             some = values.at[:, pl.ds(at, CLEARED)]
@@ -89,12 +89,12 @@ class Products:
 
 
 @dataclasses.dataclass(frozen=True)
-class FP8Products(Products):
+class GqaDecodeFp8Mma(GqaDecodeMma):
     """Of an e4m3 cache, whose numbers become float16 in registers."""
 
     @functools.cached_property
-    def tiles(self) -> Tiles:
-        return Tiles(self.head_dim)
+    def tiles(self) -> GqaFp8Operands:
+        return GqaFp8Operands(self.head_dim)
 
     def _scores(self, keys: Any, queries: Any, at: jax.Array, ref: Any) -> jax.Array:
         for i in range(self.blocks):
@@ -103,7 +103,7 @@ class FP8Products(Products):
             plgpu.wgmma_wait(1)
         return ref[...]
 
-    def clear(self, values: Any, piece: Piece, token: jax.Array) -> None:
+    def clear(self, values: Any, piece: GqaDecodeTile, token: jax.Array) -> None:
         first = jnp.int32(0) if piece.begin is None else piece.begin - token
         self.tiles.clear(values, first, piece.length - token)
 
@@ -113,7 +113,7 @@ class FP8Products(Products):
 
 
 @dataclasses.dataclass(frozen=True)
-class InterpretedProducts(Products):
+class InterpretedGqaMma(GqaDecodeMma):
     def add(self, accs: Accs, values: Any, p: Any, rescale: Any) -> Accs:
         accs = self._rescaled(accs, rescale)
         wide, weights = values[...].astype(jnp.float32), p[...].astype(jnp.float32).T
@@ -122,16 +122,16 @@ class InterpretedProducts(Products):
 
 
 @dataclasses.dataclass(frozen=True)
-class InterpretedFP8Products(InterpretedProducts):
+class InterpretedGqaFp8Mma(InterpretedGqaMma):
     def scores(self, keys: Any, queries: Any, at: jax.Array) -> jax.Array:
         wide = in_order(keys[...].astype(jnp.float32))
         return jnp.dot(wide, queries[at].astype(jnp.float32).T)
 
 
-def products_of(columns: int, head_dim: int, *, fp8: bool, interpret: bool) -> Products:
-    made: type[Products]
+def products_of(columns: int, head_dim: int, *, fp8: bool, interpret: bool) -> GqaDecodeMma:
+    made: type[GqaDecodeMma]
     if interpret:
-        made = InterpretedFP8Products if fp8 else InterpretedProducts
+        made = InterpretedGqaFp8Mma if fp8 else InterpretedGqaMma
     else:
-        made = FP8Products if fp8 else Products
+        made = GqaDecodeFp8Mma if fp8 else GqaDecodeMma
     return made(columns, head_dim)

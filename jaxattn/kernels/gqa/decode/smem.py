@@ -63,7 +63,7 @@ def product_dtype(dtype: Any, cache_dtype: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class GqaCtaResources:
     """How a block's memory and its registers are divided.
 
     Attributes:
@@ -79,18 +79,18 @@ class Room:
     registers: tuple[int, int] | None
 
 
-def blocks_together(columns: int, head_dim: int, steps: int) -> int:
+def ctas_per_sm(columns: int, head_dim: int, steps: int) -> int:
     """Blocks of a multiprocessor, for rows of up to so many steps; 0 steps: nobody said."""
     few = head_dim == 64 and columns == ACROSS and 0 < steps <= FEW_STEPS
     return BLOCKS_OF_FEW if few else 1
 
 
-def room_of(columns: int, head_dim: int, cache_dtype: Any, steps: int) -> Room:
+def cta_resources(columns: int, head_dim: int, cache_dtype: Any, steps: int) -> GqaCtaResources:
     """Of blocks for so many packed rows, of up to so many steps.
 
     A step that is few bytes takes a warpgroup longer than two have time for: then there are three.
     """
-    fp8, together = cache_dtype == FP8, blocks_together(columns, head_dim, steps)
+    fp8, together = cache_dtype == FP8, ctas_per_sm(columns, head_dim, steps)
     few_bytes = head_dim * jnp.dtype(cache_dtype).itemsize <= 128
     consumers = 3 if few_bytes and columns == ACROSS and together == 1 else 2
     exchanged = consumers * columns * (PAGE + head_dim + 2 * MARGIN + 4 + 1) * 4
@@ -100,17 +100,19 @@ def room_of(columns: int, head_dim: int, cache_dtype: Any, steps: int) -> Room:
     keys, values = (MOST_FP8_STEPS if fp8 else MOST_STEPS)[head_dim]
     ahead = min(keys, boxes // 2), min(values, boxes - boxes // 2)
     if together > 1:
-        return Room(consumers, (STEPS_OF_FEW, STEPS_OF_FEW), None)
+        return GqaCtaResources(consumers, (STEPS_OF_FEW, STEPS_OF_FEW), None)
     if consumers == 3:
-        return Room(consumers, ahead, REGISTERS_OF_FOUR)
-    return Room(consumers, ahead, REGISTERS_OF_MANY if columns * head_dim >= MANY_NUMBERS else None)
+        return GqaCtaResources(consumers, ahead, REGISTERS_OF_FOUR)
+    return GqaCtaResources(
+        consumers, ahead, REGISTERS_OF_MANY if columns * head_dim >= MANY_NUMBERS else None
+    )
 
 
-class Memory(NamedTuple):
+class GqaDecodeSmem(NamedTuple):
     """A block's shared memory; w is a warpgroup, N its columns.
 
     Attributes:
-        keys, values: [w, steps, 64, D], as they come, of `Room.ahead`.
+        keys, values: [w, steps, 64, D], as they come, of `GqaCtaResources.ahead`.
         queries: [2, N, D], of this piece and the next.
         scores: float32 [w, N, 64 and a margin].
         p: [w, N, 64].
@@ -140,9 +142,9 @@ class Memory(NamedTuple):
 
 
 def scratch_types(
-    dtype: Any, cache_dtype: Any, columns: int, head_dim: int, page_size: int, room: Room
-) -> Memory:
-    """What `Memory` is made of; `dtype` is `product_dtype`."""
+    dtype: Any, cache_dtype: Any, columns: int, head_dim: int, page_size: int, room: GqaCtaResources
+) -> GqaDecodeSmem:
+    """What `GqaDecodeSmem` is made of; `dtype` is `product_dtype`."""
     tiles, consumers = swizzled(dtype), room.consumers
     of_keys, of_values = room.ahead
     of_cache = tiles_of(head_dim) if cache_dtype == FP8 else tiles
@@ -154,7 +156,7 @@ def scratch_types(
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(consumers, steps))
 
     copies = copies_of(page_size)
-    return Memory(
+    return GqaDecodeSmem(
         keys=ring(of_keys),
         values=ring(of_values),
         queries=plgpu.SMEM((QUERIES, columns, head_dim), dtype, transforms=tiles),

@@ -21,17 +21,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.causal_tile_order import head_group
-from jaxattn.kernels.gqa.prefill.mainloop import Block, Scores
+from jaxattn.kernels.gqa.prefill.mainloop import GqaPrefillCta, ScoreScaling
 from jaxattn.kernels.gqa.prefill.smem import (
     PAGE_SIZES,
     ROWS,
-    Config,
+    GqaPrefillTileConfig,
     config_of,
     copies_of,
     refusal,
     scratch_types,
 )
-from jaxattn.kernels.gqa.prefill.tile_scheduler import Tiles
+from jaxattn.kernels.gqa.prefill.tile_scheduler import GqaPrefillTileScheduler
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 
@@ -63,7 +63,7 @@ def reads_pages(q: Any, kv_cache: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Paged:
+class PagedPrefix:
     """A cached prefix.
 
     Attributes:
@@ -95,13 +95,13 @@ def gqa_prefill_mosaic(
     *,
     scale: float,
     k_rest: jax.Array | None = None,
-    paged: Paged | None = None,
+    paged: PagedPrefix | None = None,
     window: int | None = None,
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
     shift: jax.Array | None = None,
     gate: jax.Array | None = None,
-    config: Config | None = None,
+    config: GqaPrefillTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +147,7 @@ def gqa_prefill_mosaic(
     kv_bytes = k.shape[1] * 2 * dim * 2
     if paged is not None:
         kv_bytes += paged.table.shape[1] * paged.cache.shape[3] * 2 * dim * 2
-    tiles = Tiles(
+    tiles = GqaPrefillTileScheduler(
         rows=config.rows, keys=config.keys, packed=packed, count=-(-rows // config.rows),
         heads=heads // packed,
         group=sharing * head_group(kv_heads, kv_bytes, config.l2_bytes), window=window,
@@ -160,7 +160,7 @@ def gqa_prefill_mosaic(
         sinks = jnp.tile(sinks, (1, tokens if packed > 1 else ROWS))
         whole = tiles.count * config.rows if packed > 1 else ROWS  # the last tile's rows too
         sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
-    scores = Scores(scale=scale, soft_cap=soft_cap)
+    scores = ScoreScaling(scale=scale, soft_cap=soft_cap)
     if shift is not None:
         shift = (shift * scores.power).reshape(batch, tokens, tiles.heads, packed)
         shift = shift.transpose(0, 2, 1, 3).reshape(batch, tiles.heads, rows)
@@ -171,7 +171,7 @@ def gqa_prefill_mosaic(
         cache = paged.cache.reshape(layers, 2 * pages, size, kv_heads * dim)
     pieces = (dim,) if k_rest is None else (k.shape[-1], k_rest.shape[-1])
     copies = copies_of(config, None if paged is None else paged.cache.shape[3])
-    block = Block(
+    block = GqaPrefillCta(
         config=config, tiles=tiles, scores=scores,
         sharing=sharing, copies=copies, head_dim=dim, dtype=dtype, blocks=blocks, items=items,
         interpret=interpret,

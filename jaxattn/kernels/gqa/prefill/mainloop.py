@@ -20,12 +20,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.work_queue import Turns
+from jaxattn.kernels.attention.work_queue import WorkQueue
 from jaxattn.kernels.gqa.decode.epilogue import gated, with_sink
-from jaxattn.kernels.gqa.prefill.producer import Loader, Sources
-from jaxattn.kernels.gqa.prefill.smem import ROWS, Config, Memory
-from jaxattn.kernels.gqa.prefill.tile_scheduler import FIRST, OFFSET, QUERIES, Step, Tile, Tiles
-from jaxattn.kernels.hopper.device import asked_for
+from jaxattn.kernels.gqa.prefill.producer import GqaPrefillProducer, GqaPrefillSources
+from jaxattn.kernels.gqa.prefill.smem import ROWS, GqaPrefillSmem, GqaPrefillTileConfig
+from jaxattn.kernels.gqa.prefill.tile_scheduler import (
+    FIRST,
+    OFFSET,
+    QUERIES,
+    GqaKeyTile,
+    GqaPrefillTileScheduler,
+    GqaQueryTile,
+)
+from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.hopper.reduce.online_softmax import reference, rescaled
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E
 
@@ -34,7 +41,7 @@ ROW = TILE.reduce(1)
 CLEARED = 64  # dims of values that are cleared at a time
 
 
-class State(NamedTuple):
+class PrefillSoftmaxState(NamedTuple):
     """A warpgroup's rows before a step's values are added.
 
     Attributes:
@@ -65,7 +72,7 @@ def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
+class ScoreScaling:
     """How scores become logarithms of weights, to the base 2."""
 
     scale: float
@@ -94,22 +101,22 @@ class Scores:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Computer:
+class GqaPrefillConsumer:
     """One warpgroup of those that compute.
 
     Attributes:
         wg: its number.
         sinks: float32 [heads, rows], of the packed rows of a head, or of 64 that are alike; or
             None.
-        shift: float32 [B, heads, rows] as `Scores.capped` takes it, or None.
+        shift: float32 [B, heads, rows] as `ScoreScaling.capped` takes it, or None.
         gate: [B, R, heads, D], or None.
         out, lse: [B, R, heads, D] and float32 [B, heads, whole tiles].
     """
 
-    config: Config
-    tiles: Tiles
-    memory: Memory
-    scores: Scores
+    config: GqaPrefillTileConfig
+    tiles: GqaPrefillTileScheduler
+    memory: GqaPrefillSmem
+    scores: ScoreScaling
     head_dim: int
     dtype: Any
     wg: jax.Array
@@ -156,14 +163,14 @@ class Computer:
 
         return pl.run_scoped(product, plgpu.ACC((ROWS, self.config.keys), jnp.float32))
 
-    def with_values(self, state: State, number: jax.Array) -> jax.Array:
+    def with_values(self, state: PrefillSoftmaxState, number: jax.Array) -> jax.Array:
         """The output with a step's values, in the interpreter, whose wgmma takes no operand from
         registers."""
         values = self.memory.values[self.slot(number)].astype(jnp.float32)
         plgpu.commit_smem()  # they are read as wgmma does not, before TMA writes over them
         return state.out + jnp.dot(state.p.astype(jnp.float32), values)
 
-    def seen(self, tile: Tile, step: Step) -> jax.Array:
+    def seen(self, tile: GqaQueryTile, step: GqaKeyTile) -> jax.Array:
         """[64, keys], whether a row sees a key."""
         shape = (ROWS, self.config.keys)
         key = step.position + iota(shape, 1)
@@ -174,13 +181,13 @@ class Computer:
             seen &= key > query - self.tiles.window
         return seen
 
-    def first_row(self, tile: Tile) -> jax.Array:
+    def first_row(self, tile: GqaQueryTile) -> jax.Array:
         return pl.multiple_of(tile.start, ROWS) + self.wg * ROWS
 
     def softmax(
         self,
         scores: jax.Array,
-        tile: Tile,
+        tile: GqaQueryTile,
         i: jax.Array,
         top: jax.Array,
         total: jax.Array,
@@ -203,7 +210,7 @@ class Computer:
         p = jnp.exp2(scores * factor - over(new_top, keys))
         return p, new_top, total * rescale + p.sum(axis=1), rescale
 
-    def clear(self, tile: Tile, i: jax.Array, number: jax.Array) -> None:
+    def clear(self, tile: GqaQueryTile, i: jax.Array, number: jax.Array) -> None:
         """0 * NaN is NaN: what no query of the tile may see becomes 0 as a value. The warpgroups
         share the work and wait for each other."""
         step, memory = self.tiles.step(tile, i), self.memory
@@ -228,14 +235,14 @@ class Computer:
 
     def step(
         self,
-        tile: Tile,
+        tile: GqaQueryTile,
         done: jax.Array,
         shift: jax.Array | None,
         i: jax.Array,
-        state: State,
+        state: PrefillSoftmaxState,
         *,
         seen: bool = False,
-    ) -> State:
+    ) -> PrefillSoftmaxState:
         """Adds step i's values, and takes the softmax of step i + 1; all of both are `seen`, or
         that is found out."""
         memory, number = self.memory, done + i
@@ -253,11 +260,11 @@ class Computer:
             scores = self.first_scores(number + 1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
-            return State(
+            return PrefillSoftmaxState(
                 p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=self.interpret)
             )
 
-        def products(scores_acc: Any, out_acc: Any) -> State:
+        def products(scores_acc: Any, out_acc: Any) -> PrefillSoftmaxState:
             self.multiply_keys(scores_acc, number + 1)
             out_acc[...] = state.out
             plgpu.wgmma(out_acc, state.p, memory.values.at[self.slot(number)])
@@ -265,10 +272,10 @@ class Computer:
             scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
-            asked_for(interpret=False)  # or ptxas waits for the values before it begins to soften
+            issue_loads(interpret=False)  # or ptxas waits for the values before it begins to soften
             out = plgpu.wgmma_accumulator_load(out_acc)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
-            return State(
+            return PrefillSoftmaxState(
                 p.astype(self.dtype), top, total, rescaled(out, rescale, interpret=self.interpret)
             )
 
@@ -278,7 +285,9 @@ class Computer:
             plgpu.ACC((ROWS, self.head_dim), jnp.float32),
         )
 
-    def last_values(self, tile: Tile, done: jax.Array, state: State) -> jax.Array:
+    def last_values(
+        self, tile: GqaQueryTile, done: jax.Array, state: PrefillSoftmaxState
+    ) -> jax.Array:
         """The output with the last step's values."""
         memory, i = self.memory, tile.steps - 1
         slot = self.slot(done + i)
@@ -300,7 +309,7 @@ class Computer:
         plgpu.barrier_arrive(memory.values_read.at[slot])
         return out
 
-    def write(self, tile: Tile, top: jax.Array, total: jax.Array, out: jax.Array) -> None:
+    def write(self, tile: GqaQueryTile, top: jax.Array, total: jax.Array, out: jax.Array) -> None:
         """The tile's rows: 0 and -inf where a row sees nothing."""
         mine = self.first_row(tile)
         rows = pl.ds(mine, ROWS)
@@ -322,7 +331,7 @@ class Computer:
 
         self.store(tile, lse, out)
 
-    def store(self, tile: Tile, lse: jax.Array, out: jax.Array) -> None:
+    def store(self, tile: GqaQueryTile, lse: jax.Array, out: jax.Array) -> None:
         mine = self.first_row(tile)
         rows = pl.ds(mine, ROWS)
 
@@ -341,7 +350,7 @@ class Computer:
         if not self.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def tile(self, tile: Tile, done: jax.Array) -> jax.Array:
+    def tile(self, tile: GqaQueryTile, done: jax.Array) -> jax.Array:
         """All of a tile; `done` counts the steps."""
         memory, config = self.memory, self.config
         nothing = zeros(ROWS)
@@ -361,7 +370,9 @@ class Computer:
             p, top, total, _ = self.softmax(
                 scores, tile, first, nothing + EMPTY, nothing, shift=shift
             )
-            state = State(p.astype(self.dtype), top, total, zeros(ROWS, self.head_dim))
+            state = PrefillSoftmaxState(
+                p.astype(self.dtype), top, total, zeros(ROWS, self.head_dim)
+            )
             step = functools.partial(self.step, tile, done, shift)
             if self.tiles.window is None:
                 seen = self.tiles.seen_first(tile, self.first_row(tile))
@@ -392,7 +403,7 @@ class Computer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class GqaPrefillCta:
     """What a block does with its references.
 
     Attributes:
@@ -401,9 +412,9 @@ class Block:
         blocks, items: resident blocks, and tiles in all.
     """
 
-    config: Config
-    tiles: Tiles
-    scores: Scores
+    config: GqaPrefillTileConfig
+    tiles: GqaPrefillTileScheduler
+    scores: ScoreScaling
     sharing: int
     copies: int
     head_dim: int
@@ -413,9 +424,9 @@ class Block:
     interpret: bool
 
     def run(self, **refs: Any) -> None:
-        """`refs` are those of the operands, of `out` and `lse`, and of `Memory`."""
+        """`refs` are those of the operands, of `out` and `lse`, and of `GqaPrefillSmem`."""
         config, wg = self.config, lax.axis_index("wg")
-        memory = Memory(**{name: refs.pop(name) for name in Memory._fields})
+        memory = GqaPrefillSmem(**{name: refs.pop(name) for name in GqaPrefillSmem._fields})
         bounds, drawn = refs.pop("bounds"), refs.pop("drawn")
         results = {name: refs.pop(name) for name in ("sinks", "shift", "gate", "out", "lse")}
         each = functools.partial(self.each_tile, bounds, drawn, memory)
@@ -423,7 +434,7 @@ class Block:
         @pl.when(wg < config.warpgroups)
         def _compute() -> None:
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            computer = Computer(
+            computer = GqaPrefillConsumer(
                 config=config, tiles=self.tiles, memory=memory, scores=self.scores,
                 head_dim=self.head_dim, dtype=self.dtype, wg=wg, interpret=self.interpret,
                 **results,
@@ -444,20 +455,22 @@ class Block:
         @pl.when(wg == config.warpgroups)
         def _load() -> None:
             plgpu.set_max_registers(config.memory_registers, action="decrease")
-            sources = Sources(**refs, sharing=self.sharing)
-            loader = Loader(config=config, sources=sources, memory=memory, copies=self.copies)
+            sources = GqaPrefillSources(**refs, sharing=self.sharing)
+            loader = GqaPrefillProducer(
+                config=config, sources=sources, memory=memory, copies=self.copies
+            )
             load = functools.partial(loader.tile, self.tiles)
             loader.drain(each(True, load, (jnp.int32(0), jnp.int32(0))))
 
     def each_tile(
-        self, bounds: Any, drawn: Any, memory: Memory, draws: bool, do: Any, carry: Any
+        self, bounds: Any, drawn: Any, memory: GqaPrefillSmem, draws: bool, do: Any, carry: Any
     ) -> Any:
         """carry = do(tile, carry) for each of the block's; one warpgroup draws them."""
         block = lax.axis_index("block")
         run = lambda item, carry: do(self.tiles.at(item, bounds), carry)  # noqa: E731
         if self.items == self.blocks:
             return run(block, carry)
-        turns = Turns(
+        turns = WorkQueue(
             drawn, memory.queue, block, blocks=self.blocks, items=self.items,
             interpret=self.interpret,
         )  # fmt: skip

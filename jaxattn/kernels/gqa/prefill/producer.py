@@ -10,14 +10,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gqa.prefill.smem import ROWS, Config, Memory
-from jaxattn.kernels.gqa.prefill.tile_scheduler import Step, Tile
+from jaxattn.kernels.gqa.prefill.smem import ROWS, GqaPrefillSmem, GqaPrefillTileConfig
+from jaxattn.kernels.gqa.prefill.tile_scheduler import GqaKeyTile, GqaQueryTile
 
 KEYS, VALUES = 0, 1  # in the cache's axis of two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sources:
+class GqaPrefillSources:
     """Where queries, keys and values lie.
 
     Attributes:
@@ -41,7 +41,7 @@ class Sources:
     def kv_head(self, head: jax.Array) -> jax.Array:
         return head if self.sharing == 1 else lax.div(head, jnp.int32(self.sharing))
 
-    def pages(self, tile: Tile, step: Step, keys: int) -> list[jax.Array]:
+    def pages(self, tile: GqaQueryTile, step: GqaKeyTile, keys: int) -> list[jax.Array]:
         """The cache's pages of a step of so many keys; past the prefix's end or left of the window
         the nearest within, since a table may hold anything there. What is read of it is masked."""
         if self.cache is None:
@@ -55,19 +55,19 @@ class Sources:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loader:
+class GqaPrefillProducer:
     """Walks over a block's tiles ahead of the warpgroups that compute.
 
     Attributes:
         copies: boxes of a step of the cache.
     """
 
-    config: Config
-    sources: Sources
-    memory: Memory
+    config: GqaPrefillTileConfig
+    sources: GqaPrefillSources
+    memory: GqaPrefillSmem
     copies: int
 
-    def tile(self, tiles: Any, tile: Tile, carry: tuple[jax.Array, jax.Array]) -> Any:
+    def tile(self, tiles: Any, tile: GqaQueryTile, carry: tuple[jax.Array, jax.Array]) -> Any:
         """Starts the copies of a tile. `carry` counts steps, and tiles with queries."""
         done, loaded = carry
 
@@ -88,7 +88,7 @@ class Loader:
         pl.when(tile.steps == 0)(functools.partial(self._load_queries, tile, loaded))
         return done + tile.steps, loaded + 1
 
-    def _load_queries(self, tile: Tile, loaded: jax.Array) -> None:
+    def _load_queries(self, tile: GqaQueryTile, loaded: jax.Array) -> None:
         memory = self.memory
         for wg in range(self.config.warpgroups):
             free = functools.partial(plgpu.barrier_wait, memory.queries_read.at[wg])
@@ -98,7 +98,12 @@ class Loader:
             plgpu.copy_gmem_to_smem(mine, memory.queries.at[wg], memory.queries_loaded.at[wg])
 
     def _load(
-        self, kind: int, number: jax.Array, tile: Tile, step: Step, pages: list[jax.Array]
+        self,
+        kind: int,
+        number: jax.Array,
+        tile: GqaQueryTile,
+        step: GqaKeyTile,
+        pages: list[jax.Array],
     ) -> None:
         """Starts the copies of a step's keys or values; `number` counts the steps."""
         memory, keys = self.memory, self.config.keys

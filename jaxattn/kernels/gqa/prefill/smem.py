@@ -16,7 +16,7 @@ NARROW, SHORT = 512, 64  # a window of so many keys, and the keys of its steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class GqaPrefillTileConfig:
     """How the kernel is cut.
 
     Attributes:
@@ -47,22 +47,22 @@ class Config:
 
 
 CONFIGS = {
-    64: Config(
+    64: GqaPrefillTileConfig(
         keys=128, warpgroups=3, stages=4, own_output=True,
         compute_registers=160, memory_registers=32,
     ),
-    128: Config(
+    128: GqaPrefillTileConfig(
         keys=128, warpgroups=2, stages=2, own_output=True,
         compute_registers=232, memory_registers=40,
     ),
-    256: Config(
+    256: GqaPrefillTileConfig(
         keys=64, warpgroups=2, stages=2, own_output=False,
         compute_registers=232, memory_registers=40,
     ),
 }  # fmt: skip
 
 
-def config_of(head_dim: int, window: int | None) -> Config:
+def config_of(head_dim: int, window: int | None) -> GqaPrefillTileConfig:
     """Of a narrow window most steps are masked, and shorter ones have less to mask."""
     config = CONFIGS[head_dim]
     if window is None or window > NARROW or config.keys <= SHORT:
@@ -79,12 +79,12 @@ def refusal(dtype: Any, head_dim: int) -> str | None:
     return None
 
 
-def copies_of(config: Config, page_size: int | None) -> int:
+def copies_of(config: GqaPrefillTileConfig, page_size: int | None) -> int:
     """Boxes that a step's keys come in from the cache; 1 without one."""
     return 1 if page_size is None else max(config.keys // page_size, 1)
 
 
-class Memory(NamedTuple):
+class GqaPrefillSmem(NamedTuple):
     """A block's shared memory and barriers; w is a warpgroup, s a stage.
 
     Attributes:
@@ -115,9 +115,9 @@ class Memory(NamedTuple):
 
 
 def scratch_types(
-    config: Config, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...]
-) -> Memory:
-    """Of `Memory`; `copies` are a step's boxes of values, `pieces` the dims of keys' pieces."""
+    config: GqaPrefillTileConfig, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...]
+) -> GqaPrefillSmem:
+    """Of `GqaPrefillSmem`; `copies` are a step's boxes of values, `pieces` the dims of keys' pieces."""
     tiles = swizzled(dtype)
     count, stages = config.warpgroups, config.stages
 
@@ -127,7 +127,7 @@ def scratch_types(
     def barriers(arrivals: int, number: int) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
 
-    return Memory(
+    return GqaPrefillSmem(
         queries=tile(count, ROWS),
         outputs=tile(count, ROWS) if config.own_output else None,
         keys=tuple(tile(stages, config.keys, dims=dims) for dims in pieces),

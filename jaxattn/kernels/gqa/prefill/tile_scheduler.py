@@ -14,7 +14,7 @@ from jax import lax
 FIRST, QUERIES, PREFIX, KEYS, OFFSET = range(5)  # columns of the rows' bounds
 
 
-class Tile(NamedTuple):
+class GqaQueryTile(NamedTuple):
     """Packed rows of a head and what they attend to.
 
     Attributes:
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     bounds: tuple[jax.Array, ...]
 
 
-class Step(NamedTuple):
+class GqaKeyTile(NamedTuple):
     """Keys that are worked on at a time.
 
     Attributes:
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tiles:
+class GqaPrefillTileScheduler:
     """The line of tiles: a row's heads `group` at a time, of these the tiles with the most keys
     first, so that keys and values that are worked on at one time stay in L2.
 
@@ -82,7 +82,7 @@ class Tiles:
         """The token of a packed row."""
         return row if self.packed == 1 else lax.div(row, jnp.int32(self.packed))
 
-    def at(self, item: jax.Array, bounds_ref: Any) -> Tile:
+    def at(self, item: jax.Array, bounds_ref: Any) -> GqaQueryTile:
         """The line's tile at a place, with the bounds int32 [B, 5] of the rows."""
         outer, inner = (f(item, self.count * self.group) for f in (lax.div, lax.rem))
         groups = self.heads // self.group
@@ -108,24 +108,26 @@ class Tiles:
         prefix_steps = lax.div(prefix + (self.keys - 1), self.keys) - prefix_low
         prefix_steps = jnp.where(works & (low < prefix), prefix_steps, 0)
         steps = jnp.where(works, prefix_steps + new_steps, 0)
-        return Tile(
+        return GqaQueryTile(
             row, head, start, prefix, low, prefix + keys, prefix_low, new_low, prefix_steps, steps,
             bounds,
         )  # fmt: skip
 
-    def step(self, tile: Tile, i: jax.Array) -> Step:
+    def step(self, tile: GqaQueryTile, i: jax.Array) -> GqaKeyTile:
         """The tile's i-th step."""
         cached = i < tile.prefix_steps
         new = tile.new_low + i - tile.prefix_steps
         first = jnp.where(cached, tile.prefix_low + i, new) * self.keys
         position = first + jnp.where(cached, 0, tile.prefix)
-        return Step(cached, first, position, jnp.where(cached, tile.prefix, tile.high))
+        return GqaKeyTile(cached, first, position, jnp.where(cached, tile.prefix, tile.high))
 
-    def all_there(self, tile: Tile, step: Step) -> jax.Array:
+    def all_there(self, tile: GqaQueryTile, step: GqaKeyTile) -> jax.Array:
         """Whether none of the step's keys may be memory that nobody owns."""
         return (step.position >= tile.low) & (step.position + self.keys <= step.high)
 
-    def all_seen(self, tile: Tile, step: Step, first_row: jax.Array, rows: int) -> jax.Array:
+    def all_seen(
+        self, tile: GqaQueryTile, step: GqaKeyTile, first_row: jax.Array, rows: int
+    ) -> jax.Array:
         """Whether each of so many packed rows sees all of the step's keys."""
         ahead = tile.prefix + tile.bounds[OFFSET]
         end = jnp.minimum(step.high, ahead + self.token_of(first_row) + 1)
@@ -135,7 +137,7 @@ class Tiles:
             begin = jnp.maximum(begin, last - (self.window - 1))
         return (step.position >= begin) & (step.position + self.keys <= end)
 
-    def seen_first(self, tile: Tile, first_row: jax.Array) -> jax.Array:
+    def seen_first(self, tile: GqaQueryTile, first_row: jax.Array) -> jax.Array:
         """How many steps, from the first on, have keys that all packed rows from `first_row` on
         see, each as `all_seen` says; there is no window."""
         first, _, prefix, _, offset = tile.bounds

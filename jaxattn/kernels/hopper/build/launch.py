@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import kernels_untraced
 from jaxattn.kernels.hopper.device import interpret_mode
-from jaxattn.kernels.hopper.build.trace_cache import once
+from jaxattn.kernels.hopper.build.trace_cache import trace_once
 
 type Named = Mapping[str, Any]
 NOTHING: Named = {}
@@ -88,6 +88,6 @@ def launch(
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
     limits = grid, cluster, warpgroups, compiler_params, interpret, detect_races
-    kernel = once(name, kernel, body, tuple(given), made, used, *limits)
+    kernel = trace_once(name, kernel, body, tuple(given), made, used, *limits)
     with jax.enable_x64(False):  # a kernel's integers are int32
         return dict(zip(made, kernel(*given.values()), strict=True))

@@ -28,7 +28,7 @@ type Kernel = dict[str, bytes | bool]
 type Compiling = concurrent.futures.Future[None]
 
 
-class Beside:
+class ParallelCompiler:
     """Kernels that are compiled or being compiled.
 
     Args:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxattn.kernels.hopper.device import ask_assembler_once
+from jaxattn.kernels.hopper.device import cache_ptxas_version
 
 type Shared = dict[object, Callable[..., Any]]
 
@@ -36,26 +36,26 @@ _launched: ContextVar[Callable[..., Any]] = ContextVar("launched")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Itself:
+class IdentityKey:
     """A key that is equal to no other object's. It keeps the object, and so the object's id."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and self.value is other.value
+        return isinstance(other, IdentityKey) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 @contextlib.contextmanager
-def launches_shared(shared: Shared | None = None) -> Iterator[None]:
+def share_launches(shared: Shared | None = None) -> Iterator[None]:
     """Within it, a kernel that this thread launches several times is made once.
 
     Args:
         shared: the kernels so far, where several threads have them in common.
     """
-    ask_assembler_once()
+    cache_ptxas_version()
     token = _shared.set({} if shared is None else shared)
     try:
         yield
@@ -63,7 +63,7 @@ def launches_shared(shared: Shared | None = None) -> Iterator[None]:
         _shared.reset(token)
 
 
-def once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..., Any]:
+def trace_once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..., Any]:
     """The kernel, or an earlier one that is the same.
 
     Args:
@@ -74,7 +74,7 @@ def once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..
     if shared is None:
         return kernel
     try:
-        key = name, told(decides)
+        key = name, cache_key(decides)
     except TypeError:
         return kernel
     if key not in shared:
@@ -97,7 +97,7 @@ def once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..
     return launched
 
 
-def told(value: object, around: tuple[int, ...] = ()) -> object:
+def cache_key(value: object, around: tuple[int, ...] = ()) -> object:
     """A value as a key. Equal keys mean values that do the same.
 
     Args:
@@ -112,14 +112,14 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
         return type(value), str(getattr(value, "dtype", "")), repr(value)  # 0.0 and -0.0 are equal
     if id(value) in around:
         raise TypeError(f"{type(value).__name__} is a part of itself")
-    part = functools.partial(told, around=(*around, id(value)))
+    part = functools.partial(cache_key, around=(*around, id(value)))
     if isinstance(value, types.FunctionType):
         try:
             cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
         except ValueError as error:
             raise TypeError("it closes over what is not there yet") from error
         every = cells, value.__defaults__, value.__kwdefaults__, value.__dict__
-        return value.__code__, Itself(value.__globals__), tuple(map(part, every))
+        return value.__code__, IdentityKey(value.__globals__), tuple(map(part, every))
     if isinstance(value, types.MethodType):
         return types.MethodType, part(value.__func__), part(value.__self__)
     if isinstance(value, functools.partial):
@@ -136,4 +136,4 @@ def told(value: object, around: tuple[int, ...] = ()) -> object:
     hash(value)
     if isinstance(value, type) or type(value).__hash__ is not object.__hash__:
         return type(value), value
-    return type(value), Itself(value), part(getattr(value, "__dict__", None))  # which may change
+    return type(value), IdentityKey(value), part(getattr(value, "__dict__", None))  # which may change

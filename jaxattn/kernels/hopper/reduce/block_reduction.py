@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, mgpu, utils
-from jaxattn.kernels.hopper.ptx import Thread, element, f32, load, store, times, tree, word
+from jaxattn.kernels.hopper.ptx import WarpgroupThread, element, f32, load, store, times, tree, word
 from jaxattn.kernels.hopper.reduce.cluster_reduction import WARPS
 
 
-class BlockSums:
+class BlockReduction:
     """The sums of `count` vectors [128] of one warpgroup, used once.
 
     Args:
@@ -43,7 +43,7 @@ class BlockSums:
         for distance in (1, 2, 4, 8, 16):  # side by side: a shuffle takes as long as 20 additions
             others = [utils.shfl_bfly(total, distance) for total in totals]
             totals = [arith.addf(x, y) for x, y in zip(totals, others, strict=True)]
-        thread, lane = Thread(), arith.andi(utils.thread_idx(), word(31))
+        thread, lane = WarpgroupThread(), arith.andi(utils.thread_idx(), word(31))
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, word(0))):
             for i, total in enumerate(totals):
                 store(total, scratch, times(thread.warp, 4), 4 * WARPS * i)

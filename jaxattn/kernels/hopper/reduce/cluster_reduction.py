@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, gpu, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     element,
     f32,
@@ -41,7 +41,7 @@ SEND = (
 )
 
 
-def block_of_cluster(blocks: int, *, interpret: bool) -> jax.Array:
+def cluster_block_index(blocks: int, *, interpret: bool) -> jax.Array:
     """The block's place in a cluster ("part") of so many blocks on the grid's fastest axis.
 
     `lax.axis_index` asks for the cluster's size as well, and divides by it.
@@ -58,7 +58,7 @@ def block_of_cluster(blocks: int, *, interpret: bool) -> jax.Array:
     return place()
 
 
-def meet_in_cluster(barrier: Any = None, *, interpret: bool) -> None:
+def cluster_barrier(barrier: Any = None, *, interpret: bool) -> None:
     """The cluster's blocks wait for one another, and see what the others have in shared memory.
 
     The interpreter wants a `ClusterBarrier` for it.
@@ -81,7 +81,7 @@ def meet_in_cluster(barrier: Any = None, *, interpret: bool) -> None:
     both()
 
 
-class Squares:
+class ClusterSquareSum:
     """The sums of squares of the cluster's teams: `size` blocks that follow one another.
 
     Each warp of a block has a share. The first block of the cluster learns when all have sent
@@ -117,7 +117,7 @@ class Squares:
     def _open(self, ctx: Any, sent: Any, shares: Any) -> None:
         del ctx
         place = llvm.ptrtoint(i32(), pointer(sent, word(0)))
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
             asm(
                 "mbarrier.init.shared::cta.b64 [$0], 1; fence.mbarrier_init.release.cluster; "
                 "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$0], $1;",
@@ -149,7 +149,7 @@ class Squares:
 
     def _send(self, ctx: Any, sums: Any, sent: Any, x: Any, part: Any) -> None:
         del ctx
-        part, thread = single(part), Thread()
+        part, thread = single(part), WarpgroupThread()
         total = number(0.0)
         for register in x.registers.flat:
             of_one = isinstance(register.type, ir.VectorType)

@@ -72,7 +72,7 @@ def rescaled(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Arra
     return _by_warps(_rescaled, acc, factors)
 
 
-def emptied(acc: jax.Array, totals: jax.Array, *, interpret: bool) -> jax.Array:
+def zero_empty_rows(acc: jax.Array, totals: jax.Array, *, interpret: bool) -> jax.Array:
     """acc [64, N] with 0 in the rows whose total is negative, by the warps that have one."""
     if interpret:
         return jnp.where(lax.broadcast_in_dim(totals, acc.shape, [0]) < 0, 0.0, acc)

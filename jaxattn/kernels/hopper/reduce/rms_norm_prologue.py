@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import meet, shown, swizzled
+from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 PAIR = 128  # numbers of K that a warpgroup makes at a time: two steps of the product
@@ -34,7 +34,7 @@ CHANNEL = plgpu.Layout.WG_STRIDED((PAIR,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
+class WeightedRows:
     """Rows whose sum is added: of each k `weights[0, k] * row`, exactly 0 where k has no row.
 
     Attributes:
@@ -52,17 +52,17 @@ class Parts:
     height: int
 
     @property
-    def constants(self) -> "Parts":
+    def constants(self) -> "WeightedRows":
         """Without its arrays."""
         return dataclasses.replace(self, rows=None, positions=None, weights=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Normed:
+class RmsNormPrologueParams:
     """What comes before a product of one token.
 
     Attributes:
-        added: what is added to the stream x, [1, K], or `Parts` of it.
+        added: what is added to the stream x, [1, K], or `WeightedRows` of it.
         weights: the weights of all norms, [N, K].
         affine: (a, b), for the norm `a * layer + b`.
         gives: whether the launch also gives the normed token.
@@ -75,15 +75,15 @@ class Normed:
     gives: bool = False
 
     @property
-    def constants(self) -> "Normed":
+    def constants(self) -> "RmsNormPrologueParams":
         """Without its arrays: a body that holds no array is one kernel for many launches."""
-        parts = self.added.constants if isinstance(self.added, Parts) else None
+        parts = self.added.constants if isinstance(self.added, WeightedRows) else None
         return dataclasses.replace(self, added=parts, weights=None)
 
     @property
     def operands(self) -> dict[str, Any]:
-        """Of a launch, by the names of references that `Norm` takes."""
-        parts = self.added if isinstance(self.added, Parts) else None
+        """Of a launch, by the names of references that `RmsNormPrologue` takes."""
+        parts = self.added if isinstance(self.added, WeightedRows) else None
         return {
             "added_ref": self.added if parts is None else parts.rows,
             "norms_ref": self.weights,
@@ -114,7 +114,7 @@ def smem(steps: int, dtype: Any, *, interpret: bool) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Norm:
+class RmsNormPrologue:
     """The code of a block.
 
     Attributes:
@@ -139,7 +139,7 @@ class Norm:
     pairs: int
     eps: float
     interpret: bool
-    parts: Parts | None = None
+    parts: WeightedRows | None = None
     positions_ref: Any = None
     shares_ref: Any = None
 
@@ -159,8 +159,8 @@ class Norm:
             weighted.append(total * self._load(self.weights_ref.at[self.row, some]))
         for pair, each in enumerate(weighted):
             self._put(pair, each.astype(self.operand.dtype))
-        shown(interpret=self.interpret)
-        meet(interpret=self.interpret)
+        fence_proxy_async(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         first, *rest = (each * each for each in sums)
         return sums, weighted, sum(rest, first)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, utils
-from jaxattn.kernels.hopper.ptx import Thread, single, times
+from jaxattn.kernels.hopper.ptx import WarpgroupThread, single, times
 
 # jax 0.12 refuses a plain store of registers that do not fill whole sectors of 32 bytes.
 _SAID = getattr(plgpu, "store", None)
@@ -36,7 +36,7 @@ def store_first_rows(
 
     def run(ctx: Any, used: Any, *given: Any) -> None:
         del ctx
-        some = arith.cmpi(arith.CmpIPredicate.slt, times(Thread().warp, 16), single(used))
+        some = arith.cmpi(arith.CmpIPredicate.slt, times(WarpgroupThread().warp, 16), single(used))
         with utils.when(some):
             for ref, value in zip(given[: len(refs)], given[len(refs) :], strict=True):
                 value.store_untiled(ref, optimized=False)

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 
-def store_turned(target: Any, product: jax.Array, *, interpret: bool) -> None:
+def store_transposed(target: Any, product: jax.Array, *, interpret: bool) -> None:
     """A product [M, N] to shared memory [N, M]."""
     if interpret:
         target[...] = product.T

@@ -70,8 +70,8 @@ def combine(
     }
 
     def body(sums, tops, totals, there, **refs):
-        together = Sharers(sharers, sums, tops, totals, there) if sharers > 1 else None
-        Block(first_rows, rows, chunk, together, **refs).run()
+        together = CombineReduction(sharers, sums, tops, totals, there) if sharers > 1 else None
+        MlaCombineCta(first_rows, rows, chunk, together, **refs).run()
 
     launch(
         body,
@@ -131,7 +131,7 @@ def merge_into(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> An
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharers:
+class CombineReduction:
     """`count` warpgroups that share a row's partial results, and show each other what they have.
 
     Attributes:
@@ -159,7 +159,7 @@ class Sharers:
         return top, total, sum(full_of(weights[i], dims) * part for i, part in enumerate(every))
 
 
-class Block:
+class MlaCombineCta:
     """`chunk` packed rows of a request."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Block:
         first_rows: list[int],
         rows: int,
         chunk: int,
-        sharers: Sharers | None,
+        sharers: CombineReduction | None,
         *,
         partial_lse: Any,
         slots: Any,

@@ -29,7 +29,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.kernels.collectives import symmetric_memory as peers
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.combine import Sharers, full_of, merge_into, weight_of
+from jaxattn.kernels.mla.decode.combine import CombineReduction, full_of, merge_into, weight_of
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
@@ -39,17 +39,17 @@ AHEAD = 17  # that each reads at a time: two turns for those of 132 blocks
 LAYOUT = peers.STATE
 
 
-def places_of(rows: int, heads: int) -> tuple[int, int]:
+def mailbox_shape(rows: int, heads: int) -> tuple[int, int]:
     """(tokens, features) of the mailbox for so many rows of all GPUs' heads."""
     return rows * heads * HALVES, peers.NUMBERS * peers.STATE_DIMS
 
 
 @dataclasses.dataclass(frozen=True)
-class Met:
+class DistributedCombineArgs:
     """With what the outputs of several GPUs meet.
 
     Attributes:
-        inbox, counts, addresses: of `kernels/collectives/symmetric_memory.py`, of `places_of` tokens and features.
+        inbox, counts, addresses: of `kernels/collectives/symmetric_memory.py`, of `mailbox_shape` tokens and features.
         axes: the mesh axes of the GPUs, all axes of the mesh in its order.
         heads: of the queries, those that there are; the others fill a tile.
     """
@@ -61,7 +61,7 @@ class Met:
     heads: int
 
 
-def meet(
+def distributed_combine(
     refs: list[Any],
     first_rows: list[int],
     lse: jax.Array,
@@ -69,7 +69,7 @@ def meet(
     schedule: Schedule,
     seq_lens: jax.Array,
     *,
-    met: Met,
+    met: DistributedCombineArgs,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out [B, heads / N, 512] of this GPU's heads, inbox, counts).
 
@@ -84,7 +84,7 @@ def meet(
     op, inbox, heads = "mla_decode", met.inbox, met.heads
     peers.check(op, inbox, met.axes, interpret=False)
     (batch, rows), gpus = lse.shape, inbox.shape[1]
-    tokens, features = places_of(batch, heads)
+    tokens, features = mailbox_shape(batch, heads)
     if heads % gpus or inbox.shape[2] < tokens or inbox.shape[3] != features:
         raise Refusal(
             f"{op}: the outputs of {batch} rows of {heads} heads meet on GPUs that they divide "
@@ -100,10 +100,12 @@ def meet(
     def body(sums, tops, totals, there, inbox_ref, counts_ref, addresses_ref, **given) -> None:
         row, head, half, gpu = (lax.axis_index(x) for x in ("row", "head", "half", "gpu"))
         place = (row * own + head) * HALVES + half
-        call = peers.Call(inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu)
+        call = peers.PeerTransfer(
+            inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu
+        )
         to, known = call.address(gpu), call.address(call.own)  # there when the state is
-        sharers = Sharers(SHARERS, sums, tops, totals, there)
-        block = Block(first_rows, rows, sharers, **given)
+        sharers = CombineReduction(SHARERS, sums, tops, totals, there)
+        block = DistributedCombineCta(first_rows, rows, sharers, **given)
         out, lse = block.state(row, gpu * own + head, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -133,14 +135,14 @@ def meet(
             "counts_ref": counts_ref,
         },
         outputs={"out": jax.ShapeDtypeStruct((batch, own, RANK), jnp.bfloat16)},
-        scratch=shared(),
+        scratch=exchange_smem(),
         warpgroups=SHARERS,
         compiler_params=peers.COMPILER,
     )
     return out["out"], jax.freeze(inbox_ref), jax.freeze(counts_ref)
 
 
-def shared() -> dict[str, Any]:
+def exchange_smem() -> dict[str, Any]:
     """What a block's warpgroups show each other."""
     return {
         "sums": plgpu.SMEM((SHARERS, peers.STATE_DIMS), jnp.float32),
@@ -150,14 +152,14 @@ def shared() -> dict[str, Any]:
     }
 
 
-class Block:
+class DistributedCombineCta:
     """Half a head of a row."""
 
     def __init__(
         self,
         first_rows: list[int],
         rows: int,
-        sharers: Sharers,
+        sharers: CombineReduction,
         *,
         partial_lse: Any,
         slots: Any,

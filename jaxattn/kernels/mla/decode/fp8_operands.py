@@ -6,7 +6,7 @@ stored, in float16, which one conversion makes of two of them; scales meet other
 has put a page's scales side by side. Queries become float16, a power of two apart, by
 `halve_queries`.
 
-A page's 64 tokens lie there in one of two ways, `Lines`: block-scaled ones as in the cache, 656
+A page's 64 tokens lie there in one of two ways, `Fp8PageLayout`: block-scaled ones as in the cache, 656
 bytes a token, so that the same 16 bytes of eight tokens lie in banks of their own; others 128
 bytes of each token a tile, chunks swizzled. A thread reads its numbers so that what lies together
 in memory lies together in its registers, which puts them in an order of their own, warp w, lane
@@ -32,7 +32,7 @@ from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     asm_word,
     element,
@@ -69,7 +69,7 @@ FLOAT_BIAS = 127
 
 
 @dataclasses.dataclass(frozen=True)
-class Lines:
+class Fp8PageLayout:
     """Where a page's bytes are, counted from its first one.
 
     Attributes:
@@ -85,7 +85,7 @@ class Lines:
     swizzled: bool
 
     @classmethod
-    def of(cls, dtype: Any) -> "Lines":
+    def of(cls, dtype: Any) -> "Fp8PageLayout":
         if dtype == BYTES:
             return cls(ROW_BYTES, BLOCK, RANK + SCALE_BYTES, False)
         # The 64 rope numbers come in a tile with the 64 before them.
@@ -128,7 +128,7 @@ def _wide_keys(words: list[list[Any]]) -> list[Any]:
 
 
 def _chunks(
-    page: Any, lines: Lines, place: Thread, row: int, of_thread: Any, first: int
+    page: Any, lines: Fp8PageLayout, place: WarpgroupThread, row: int, of_thread: Any, first: int
 ) -> list[Any]:
     """The words of a 16-byte chunk of the thread's token g + 8 * row, counted from the token's byte
     `first`, where a block or the rope numbers begin."""
@@ -141,8 +141,8 @@ def _chunks(
     return load(page, at, first - 16 * first_chunk + 8 * row * lines.pitch, 4)
 
 
-def _keys(page: Any, lines: Lines, block: int) -> Any:
-    place, first = Thread(), block * lines.block
+def _keys(page: Any, lines: Fp8PageLayout, block: int) -> Any:
+    place, first = WarpgroupThread(), block * lines.block
     chunks = [plus(times(place.t, 2), word(j)) for j in range(2)]
     words = [
         sum((_chunks(page, lines, place, row, c, first) for c in chunks), []) for row in range(2)
@@ -150,8 +150,8 @@ def _keys(page: Any, lines: Lines, block: int) -> Any:
     return _fragment(_wide_keys(words), (PAGE, BLOCK), ir.F16Type.get())
 
 
-def _rope(page: Any, lines: Lines, scaled: bool) -> Any:
-    place = Thread()
+def _rope(page: Any, lines: Fp8PageLayout, scaled: bool) -> Any:
+    place = WarpgroupThread()
     if not scaled:
         words = [_chunks(page, lines, place, row, place.t, lines.rope) for row in range(2)]
         return _fragment(_wide_keys(words), (PAGE, ROPE), ir.F16Type.get())
@@ -179,7 +179,7 @@ def _sync_warp() -> None:
 def _turn_scales(page: Any, scores: Any) -> None:
     """A warp turns those of its 16 tokens, which are also those that it may have cleared: a thread
     has block t's of tokens g and g + 8."""
-    place = Thread()
+    place = WarpgroupThread()
     tokens = times(place.warp, 16 * ROW_BYTES)
     mine = plus(tokens, times(place.g, ROW_BYTES), times(place.t, 4))
     _sync_warp()
@@ -197,7 +197,7 @@ def _turn_scales(page: Any, scores: Any) -> None:
 
 
 def _plus_scaled(scores: Any, product: Any, page: Any, block: int) -> Any:
-    place = Thread()
+    place = WarpgroupThread()
     two, contract = ir.VectorType.get((2,), f32()), arith.FastMathFlags.contract
     token = plus(times(place.warp, 16 * ROW_BYTES), times(arith.andi(place.g, word(3)), 4))
     token = plus(token, _turned(place.warp, word(block), arith.shrui(place.g, word(2))))
@@ -230,9 +230,9 @@ def _scales_of_keys(page: Any, scores: Any, tokens: Any, largest: Any) -> Any:
     return *(same(joined(x), tokens) for x in of_blocks), same(joined([most]), largest)
 
 
-def _values(page: Any, lines: Lines, block: int) -> Any:
+def _values(page: Any, lines: Fp8PageLayout, block: int) -> Any:
     """[128, 64]"""
-    place = Thread()
+    place = WarpgroupThread()
     chunk = plus(times(place.warp, 2), arith.shrui(place.g, word(2)))
     inside = times(arith.andi(place.g, word(3)), 4)
     pairs = []
@@ -255,10 +255,10 @@ def _values(page: Any, lines: Lines, block: int) -> Any:
     return _fragment(wide, (BLOCK, PAGE), ir.F16Type.get())
 
 
-def _clear(page: Any, lines: Lines, left: Any) -> None:
+def _clear(page: Any, lines: Fp8PageLayout, left: Any) -> None:
     """Zeros in place of the tokens behind the first `left`, every other chunk a thread, and 16
     tokens a warp: those that it reads as keys and turns the scales of."""
-    index = Thread().index
+    index = WarpgroupThread().index
     token, half = arith.shrui(index, word(1)), arith.andi(index, word(1))
     here = plus(times(token, lines.pitch), times(half, 16))
     zeros = joined([word(0)] * 4)
@@ -271,7 +271,7 @@ def _clear(page: Any, lines: Lines, left: Any) -> None:
 
 
 def _store(target: Any, out: Any, block: int, columns: int, pitch: int) -> None:
-    place = Thread()
+    place = WarpgroupThread()
     registers = out.registers.reshape(2, columns // 8, 2)
     first = plus(word(BLOCK * block), times(place.warp, 32), times(place.g, 4))
     for n in range(columns // 8):
@@ -282,7 +282,7 @@ def _store(target: Any, out: Any, block: int, columns: int, pitch: int) -> None:
             store(joined(numbers), target, at)
 
 
-class Fragments:
+class MlaFp8Operands:
     """A page's operands.
 
     Args:
@@ -291,7 +291,7 @@ class Fragments:
 
     def __init__(self, dtype: Any):
         self.scaled = dtype == BYTES
-        self.lines = Lines.of(dtype)
+        self.lines = Fp8PageLayout.of(dtype)
         self.plain = plgpu.RefType()
         self.page = plgpu.RefType(SWIZZLED) if self.lines.swizzled else self.plain
 
@@ -415,7 +415,7 @@ def _half_queries(
     queries: Any, rope: Any, factors: Any, wg: Any, columns: int, scaled: bool
 ) -> None:
     """A row a warp, half of the rows a warpgroup; 16-byte chunks may lie in any order in a row."""
-    thread = Thread()
+    thread = WarpgroupThread()
     warp, lane = thread.warp, arith.andi(thread.index, word(31))
     # Tiles of 8 rows of 128 bytes: four lanes have a row of one, and there are eight of them.
     tile = arith.shrui(lane, word(2))

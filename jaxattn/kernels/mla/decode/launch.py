@@ -23,24 +23,30 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.attention.tile_scheduler import TILE, Schedule, few_rows, num_tiles
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import plain_copies, require_hopper
-from jaxattn.kernels.mla.decode.distributed_combine import Met
-from jaxattn.kernels.mla.decode.outputs import Results
+from jaxattn.kernels.mla.decode.distributed_combine import DistributedCombineArgs
+from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.launch import (
     MOST_COLUMNS,
-    mla_decode_columns,
-    refuse_columns,
+    mla_decode_swap_ab,
+    refuse_swap_ab,
 )
-from jaxattn.kernels.mla.decode.warp_specialized.kernel import Body
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE, Cut, Refs, scratch_types
+from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
+from jaxattn.kernels.mla.decode.warp_specialized.smem import (
+    RANK,
+    ROPE,
+    MlaDecodeConfig,
+    MlaDecodeRefs,
+    scratch_types,
+)
 from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES, decode_schedule
 
 
-def reads_apart(num_heads: int) -> bool:
+def takes_split_queries(num_heads: int) -> bool:
     """Whether the kernel takes the queries' two parts as they are: its tiles have whole heads."""
     return num_heads % TILE == 0
 
 
-def by_columns(q: Any, kv_cache: Any) -> bool:
+def uses_swap_ab(q: Any, kv_cache: Any) -> bool:
     """Whether the kernel with heads as columns is the one: for few packed rows, and of an FP8 cache
     for as many as are one block's."""
     format, rows = LatentFormat(kv_cache.dtype), q.shape[1] * q.shape[2]
@@ -57,8 +63,8 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
         q: [B, S, H, D], an array or its shape.
         kv_cache: [..., N, C, Ds], likewise.
     """
-    if by_columns(q, kv_cache):
-        refuse_columns(q, kv_cache, kv_lora_rank)
+    if uses_swap_ab(q, kv_cache):
+        refuse_swap_ab(q, kv_cache, kv_lora_rank)
     else:
         _refuse_rows(q.dtype, kv_cache, kv_lora_rank)
 
@@ -101,7 +107,7 @@ def mla_decode_mosaic(
     arena: Arena | None = None,
     schedule: Schedule | None = None,
     kv_scale: jax.Array | None = None,
-    met: Met | None = None,
+    met: DistributedCombineArgs | None = None,
     columns: bool | None = None,
     output_by_tma: bool | None = None,
     interpret: bool = False,
@@ -112,7 +118,7 @@ def mla_decode_mosaic(
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
     takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
     32 of an FP8 cache.
-    `met`: see `Results.finish` for what comes back.
+    `met`: see `MlaDecodeOutputs.finish` for what comes back.
     `output_by_tma` (see warp_specialized/smem.py) is the faster by up to 8 us where most rows are whole, and
     by 3 us the slower where they are cut; None chooses by B.
     """
@@ -120,12 +126,12 @@ def mla_decode_mosaic(
     latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
         heads = latent if met is None else latent[:, :, : met.heads]
-        columns = by_columns(heads, kv_cache)
+        columns = uses_swap_ab(heads, kv_cache)
     if columns and met is not None and not isinstance(q, tuple):
         q = latent = q[:, :, : met.heads]  # a tile is not filled
     if columns:
         q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
-        refuse_columns(q, kv_cache, kv_lora_rank)
+        refuse_swap_ab(q, kv_cache, kv_lora_rank)
         if not interpret:
             refuse_assembler(kv_cache)
     else:
@@ -155,7 +161,7 @@ def mla_decode_mosaic(
         schedule = dataclasses.replace(schedule, seq_lens=None)
     if columns:
         assert not isinstance(q, tuple)
-        return mla_decode_columns(
+        return mla_decode_swap_ab(
             q, kv_cache, block_tables, seq_lens,
             scale=scale, layer=layer, kv_scale=kv_scale, query_lens=query_lens, arena=arena,
             schedule=schedule, met=met, interpret=interpret, detect_races=detect_races,
@@ -171,17 +177,19 @@ def mla_decode_mosaic(
         packed = q.reshape(batch, q_len * given_heads, -1)
         queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * given_heads), (0, 0)))
 
-    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype, met)
+    results = MlaDecodeOutputs(
+        arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype, met
+    )
     if output_by_tma is None:
         output_by_tma = 2 * batch >= parts
     output_by_tma &= results.in_whole_tiles()
-    cut = Cut(
+    cut = MlaDecodeConfig(
         q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
         latents=latents, rope=rope, first_rows=results.first_rows, output_by_tma=output_by_tma,
         interpret=interpret,
     )  # fmt: skip
     written = launch(
-        lambda **refs: Body(cut, Refs(**refs)).run(),
+        lambda **refs: MlaDecodeKernel(cut, MlaDecodeRefs(**refs)).run(),
         name="mla_decode",
         # The last axis runs fastest: the tiles of a row read the same pages while in L2.
         grid={"part": parts, "tile": tiles},

@@ -15,12 +15,15 @@ from jaxattn.arena import Arena, Region
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.tile_scheduler import Schedule, may_split
 from jaxattn.kernels.mla.decode.combine import combine
-from jaxattn.kernels.mla.decode.distributed_combine import Met, meet
+from jaxattn.kernels.mla.decode.distributed_combine import (
+    DistributedCombineArgs,
+    distributed_combine,
+)
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 from jaxattn.kernels.mla.decode.workspace import spec_of
 
 
-class Results:
+class MlaDecodeOutputs:
     """Where a launch writes.
 
     Attributes:
@@ -39,7 +42,7 @@ class Results:
         shape: tuple[int, int, int],
         rows: int,
         dtype: Any,
-        met: Met | None = None,
+        met: DistributedCombineArgs | None = None,
     ):
         """`shape`: (B, S, H). `met`: with what several GPUs' outputs meet."""
         self.arena, self.schedule, self.seq_lens = arena, schedule, seq_lens
@@ -95,14 +98,16 @@ class Results:
         lse = lse[:, :used].reshape(batch, q_len, num_heads)
         return (out, lse) if arena is None else (out, lse, arena)
 
-    def _meet(self, met: Met, lse: jax.Array, partial_lse: jax.Array | None) -> tuple[Any, ...]:
+    def _meet(
+        self, met: DistributedCombineArgs, lse: jax.Array, partial_lse: jax.Array | None
+    ) -> tuple[Any, ...]:
         batch, q_len, _ = self.shape
         if partial_lse is None or q_len > 1:
             raise Refusal(
                 f"mla_decode: outputs of several GPUs meet where rows of one token may be cut, and "
                 f"these are {batch} rows of {q_len} tokens in {self.schedule.parts} parts"
             )
-        out, inbox, counts = meet(
+        out, inbox, counts = distributed_combine(
             self.refs, self.first_rows, lse, partial_lse, self.schedule, self.seq_lens, met=met
         )
         return out[:, None], self._lanes()[1], inbox, counts

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import (
@@ -21,7 +21,7 @@ from jaxattn.kernels.attention.tile_scheduler import (
     num_steps,
     packed_rows,
     row_cost,
-    shortest,
+    split_thresholds,
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
@@ -57,7 +57,7 @@ def decode_schedule(
     Raises:
         TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
     """
-    arguments = Arguments("mla.decode_schedule")
+    arguments = OpArguments("mla.decode_schedule")
     sizes = {"max_pages": max_pages, "page_size": page_size}
     check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
     seq_lens = arguments.lengths(
@@ -78,7 +78,7 @@ def decode_schedule(
         row_cost=row_cost(q_len, num_heads),
         merge_cost=merge_cost(q_len, num_heads),
         pieces=most_pieces(batch, parts) if batch_invariant else 0,
-        least=shortest(batch, q_len, num_heads),
+        least=split_thresholds(batch, q_len, num_heads),
     )
     return dataclasses.replace(schedule, seq_lens=seq_lens)
 

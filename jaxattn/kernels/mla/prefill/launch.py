@@ -24,10 +24,10 @@ from jaxattn.kernels.mla.prefill.mainloop import (
     ROPE,
     TILE,
     VALUES,
-    Block,
-    Config,
-    Cut,
-    Refs,
+    MlaPrefillConfig,
+    MlaPrefillCta,
+    MlaPrefillRefs,
+    MlaPrefillTileConfig,
 )
 
 
@@ -52,7 +52,7 @@ def attend_mosaic(
     bounds: jax.Array,
     *,
     scale: float,
-    config: Config | None = None,
+    config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +93,7 @@ def attend_padded(
     *,
     scale: float,
     state: tuple[jax.Array, jax.Array] | None = None,
-    config: Config | None = None,
+    config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -105,7 +105,7 @@ def attend_padded(
     Returns:
         out [B, T', H, 128] in out_dtype and lse float32 [B, H, T'], T up to a multiple of 64.
     """
-    config = config or Config()
+    config = config or MlaPrefillTileConfig()
     batch, tokens, heads, _ = q.shape
     # TMA steps in the shared memory's tiles of 8 rows; past the end of an array it reads zeros.
     q, k, v = (_pad_tokens(x) for x in (q, k, v))
@@ -116,7 +116,7 @@ def attend_padded(
     items = batch * heads * tiles
     blocks = min(items, config.blocks or items)
     group = head_group(heads, k.shape[1] * (NOPE + VALUES) * 2, config.l2_bytes)
-    cut = Cut(
+    cut = MlaPrefillConfig(
         config=config, tiles=tiles, group=group, scale=scale, dtype=q.dtype, joined=joined,
         merge=state is not None, interpret=interpret,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def attend_padded(
     if state is not None:
         written = dict(zip(written, map(jax.new_ref, state), strict=True))
     out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: MlaPrefillCta(cut, MlaPrefillRefs(**refs)).run(),
         name="mla_prefill",
         grid={"block": blocks},
         inputs={

@@ -11,7 +11,7 @@ and are never joined in memory. A compute warpgroup's step i is
 and a barrier that goes back and forth lets one warpgroup's products run during the other's softmax.
 P stays in registers; the output leaves through the queries' shared memory. Tiles with the most keys
 go first, and the heads that work at one time are few enough for their keys and values to stay in
-L2. Where all rows are known to be whole, a block of each SM takes many tiles (`Config.resident`).
+L2. Where all rows are known to be whole, a block of each SM takes many tiles (`MlaPrefillTileConfig.resident`).
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ BY_ROW = LAYOUT.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class MlaPrefillTileConfig:
     """How the kernel is cut."""
 
     stages: int = 2  # key and value tiles in shared memory: 212,992 of 232,448 bytes with Q
@@ -46,14 +46,14 @@ class Config:
     memory_registers: int = 24
 
     @classmethod
-    def resident(cls) -> "Config":
+    def resident(cls) -> "MlaPrefillTileConfig":
         """For rows that are all as long as they look: one block an SM, which loads its next tile
         during the last. Its share is fixed by the shape, so shorter rows would leave SMs idle."""
         return cls(blocks=getattr(jax.devices()[0], "core_count", 132))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class MlaPrefillConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cut:
         merge: whether the result is merged into an earlier one.
     """
 
-    config: Config
+    config: MlaPrefillTileConfig
     tiles: int
     group: int
     scale: float
@@ -74,7 +74,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class MlaPrefillRefs:
     """What a block works on; launch.py says what the barriers are for."""
 
     q_ref: Any
@@ -100,7 +100,7 @@ class Refs:
     cleared: Any
 
 
-class Item(NamedTuple):
+class MlaPrefillTile(NamedTuple):
     """128 queries of a head and what they attend to."""
 
     exists: jax.Array
@@ -120,10 +120,10 @@ def _iota(dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (TILE, KEYS), dimension, layout=LAYOUT)
 
 
-class Block:
+class MlaPrefillCta:
     """Its items, one a round: warpgroups 0 and 1 attend, 2 loads keys and values."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: MlaPrefillConfig, refs: MlaPrefillRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
         self.heads, self.rounds = refs.q_ref.shape[2], refs.order_ref.shape[1]
@@ -134,14 +134,14 @@ class Block:
         @pl.when(self.wg < 2)
         def _compute():
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            (InterpretedAttention if self.cut.interpret else Attention)(self).run()
+            (InterpretedMlaConsumer if self.cut.interpret else MlaPrefillConsumer)(self).run()
 
         @pl.when(self.wg == 2)
         def _memory():
             plgpu.set_max_registers(config.memory_registers, action="decrease")
             self._load()
 
-    def work(self, r: Any) -> Item:
+    def work(self, r: Any) -> MlaPrefillTile:
         """What this block does in round r."""
         cut, refs, rounds = self.cut, self.refs, self.rounds
         item = self.block
@@ -160,7 +160,7 @@ class Block:
         seen = jnp.where(exists & (start < queries), seen, 0)
         low = lax.div(first, KEYS)
         steps = jnp.maximum(lax.div(seen + KEYS - 1, KEYS) - low, 0)
-        return Item(exists, row, head, start, low, steps, bounds)
+        return MlaPrefillTile(exists, row, head, start, low, steps, bounds)
 
     def _load(self) -> None:
         """The rounds' keys and values into the rings, as places become free."""
@@ -202,10 +202,10 @@ class Block:
         return done + steps
 
 
-class Attention:
+class MlaPrefillConsumer:
     """What warpgroups 0 and 1 do, each for its own 64 queries of an item."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: MlaPrefillCta):
         self.block, self.cut, self.refs, self.wg = block, block.cut, block.refs, block.wg
         self.factor = block.cut.scale * LOG2E
         self.zero_rows = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
@@ -228,7 +228,7 @@ class Attention:
         def _():
             plgpu.barrier_wait(turn.at[0])
 
-    def _load_q(self, item: Item) -> None:
+    def _load_q(self, item: MlaPrefillTile) -> None:
         """Starts the copies of this warpgroup's queries, whether they see anything or not."""
         refs, wg = self.refs, self.wg
 
@@ -242,7 +242,7 @@ class Attention:
     def _round(self, r: jax.Array, carry: Any) -> Any:
         done, item = carry
         steps, rounds = item.steps, self.block.rounds
-        tile = Tile(self, item, done)
+        tile = MlaPrefillMainloop(self, item, done)
         following = self.block.work(r + 1) if rounds > 1 else item
 
         @pl.when(item.exists)
@@ -318,7 +318,7 @@ class Attention:
             plgpu.barrier_wait(refs.cleared)
 
 
-class InterpretedAttention(Attention):
+class InterpretedMlaConsumer(MlaPrefillConsumer):
     """JAX 0.11.2's interpreter knows no `wgmma` with operands in registers or a state: P goes
     through shared memory, and its product to an accumulator of its own."""
 
@@ -339,10 +339,10 @@ class InterpretedAttention(Attention):
         return o, self.scores(next_slot)
 
 
-class Tile:
+class MlaPrefillMainloop:
     """A warpgroup's 64 queries of an item; `done` steps of the rings came before."""
 
-    def __init__(self, attention: Attention, item: Item, done: jax.Array):
+    def __init__(self, attention: MlaPrefillConsumer, item: MlaPrefillTile, done: jax.Array):
         self.attention, self.item, self.done = attention, item, done
         # This warpgroup's first query.
         self.mine = pl.multiple_of(item.start, TILE) + attention.wg * TILE

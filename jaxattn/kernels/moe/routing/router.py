@@ -19,16 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.moe.routing.small_batch_alignment import Lister, work_of
-from jaxattn.kernels.moe.routing.token_alignment import Work
-from jaxattn.kernels.moe.routing.topk_gating import Choice
+from jaxattn.kernels.moe.routing.small_batch_alignment import SmallBatchAlignment, alignment_of
+from jaxattn.kernels.moe.routing.token_alignment import TokenAlignment
+from jaxattn.kernels.moe.routing.topk_gating import TopkGating
 
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
 ALIGNED = 4  # logits of 16 bytes, at multiples of which copies begin
 
 
-class Listed(NamedTuple):
+class RoutedToken(NamedTuple):
     """The list of work for a token.
 
     Attributes:
@@ -36,7 +36,7 @@ class Listed(NamedTuple):
         left: [1] or more: how many of the first tiles have no h yet.
     """
 
-    work: Work
+    work: TokenAlignment
     rows: jax.Array
     left: jax.Array
 
@@ -72,7 +72,7 @@ def route_mosaic(
     x: jax.Array | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array, Listed | None]:
+) -> tuple[jax.Array, jax.Array, RoutedToken | None]:
     """(ids int32, weights float32) [T, K + always] of float32 logits; a `Router` has the options.
 
     Args:
@@ -88,7 +88,7 @@ def route_mosaic(
     refuse(logits, experts, interpret=interpret)
     if not halves:
         logits = jnp.pad(logits, ((0, 0), (0, -columns % ALIGNED)))
-    choice = Choice(
+    choice = TopkGating(
         experts=experts, top_k=top_k, sigmoid=sigmoid, groups=groups, top_groups=top_groups,
         best_of_group=best_of_group, normalize=normalize, scale=scale, interpret=interpret,
     )  # fmt: skip
@@ -96,7 +96,9 @@ def route_mosaic(
     full = choice.full
     lister = None
     if x is not None:
-        lister = Lister(1, top_k + always, experts + always, x.shape[1], interpret=interpret)
+        lister = SmallBatchAlignment(
+            1, top_k + always, experts + always, x.shape[1], interpret=interpret
+        )
 
     def body(
         logits_ref, bias_ref, layer_ref, valid_ref, x_ref, ids_ref, weights_ref,
@@ -175,5 +177,5 @@ def route_mosaic(
         interpret=interpret,
         detect_races=detect_races,
     )
-    listed = None if lister is None else Listed(work_of(out), out["rows"], out["total"])
+    listed = None if lister is None else RoutedToken(alignment_of(out), out["rows"], out["total"])
     return out["ids_ref"], out["weights_ref"], listed

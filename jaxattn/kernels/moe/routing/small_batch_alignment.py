@@ -19,16 +19,23 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import meet
-from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, Work, stay
+from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.moe.routing.token_alignment import (
+    EXPERT,
+    FROM,
+    GROUPS,
+    TO,
+    TokenAlignment,
+    tokens_in_place,
+)
 from jaxattn.kernels.moe.tile_config import GROUP
 
 PAIRS = 128
 
 
-def lists(tokens: int, top_k: int) -> bool:
+def supports_pairs(tokens: int, top_k: int) -> bool:
     """Whether the kernel has a thread for each pair."""
-    return stay(tokens) and tokens * top_k <= PAIRS
+    return tokens_in_place(tokens) and tokens * top_k <= PAIRS
 
 
 def copies(features: int) -> bool:
@@ -36,21 +43,21 @@ def copies(features: int) -> bool:
     return features % PAIRS == 0
 
 
-def work_of_few(
+def align_small_batch(
     ids: jax.Array,
     x: jax.Array,
     experts: int,
     *,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[Work, jax.Array]:
+) -> tuple[TokenAlignment, jax.Array]:
     """The list for `ids` int32 [T, K], and the tokens x [T, F] in 8 rows.
 
     An id that is no expert's has no work.
     """
     tokens, top_k = ids.shape
     features = x.shape[1]
-    lister = Lister(tokens, top_k, experts, features, interpret=interpret)
+    lister = SmallBatchAlignment(tokens, top_k, experts, features, interpret=interpret)
     copied = tokens < GROUP
 
     def body(ids_ref, x_ref, tiles, total, positions, rows, **smem) -> None:
@@ -70,16 +77,16 @@ def work_of_few(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return work_of(out), out.get("rows", x)
+    return alignment_of(out), out.get("rows", x)
 
 
-def work_of(out: dict[str, Any]) -> Work:
+def alignment_of(out: dict[str, Any]) -> TokenAlignment:
     """The list among a launch's outputs."""
-    return Work(out["tiles"], out["total"], out["positions"], None)
+    return TokenAlignment(out["tiles"], out["total"], out["positions"], None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Lister:
+class SmallBatchAlignment:
     """A warpgroup's list of work for T tokens that have K experts each."""
 
     tokens: int
@@ -151,7 +158,7 @@ class Lister:
         for p, expert in enumerate(every):
             first = jnp.where((mine == expert) & (pair > full(p)), nobody, first)
         first_smem[...] = first
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         firsts = [full(first_smem[p]) for p in range(pairs)]
         # Its place in the list: how many smaller experts there are.
         slot, count = full(0), full(0)
@@ -159,7 +166,7 @@ class Lister:
             slot += jnp.where(expert < mine, full(1), full(0))
             count += jnp.where(expert < nobody, full(1), full(0))
         slot_smem[...] = slot
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         expert = full(0)
         for p, one in enumerate(firsts):
             here = (full(slot_smem[p]) == pair) & (one < nobody)

@@ -20,7 +20,7 @@ EXPERT, FROM, TO, GROUPS = range(4)  # rows of `tiles`
 COMPARED = 4096
 
 
-class Work(NamedTuple):
+class TokenAlignment(NamedTuple):
     """What the products and the sum have to know. int32.
 
     Attributes:
@@ -37,15 +37,15 @@ class Work(NamedTuple):
     tokens: jax.Array | None
 
 
-def stay(tokens: int) -> bool:
+def tokens_in_place(tokens: int) -> bool:
     """Whether the tokens are multiplied where they are."""
     return tokens <= GROUP
 
 
-def work_list(ids: jax.Array, experts: int, columns: int) -> Work:
+def align_tokens(ids: jax.Array, experts: int, columns: int) -> TokenAlignment:
     """The list for `ids` [T, K]; an id that is no expert's has no work."""
     tokens, top_k = ids.shape
-    in_place = stay(tokens)
+    in_place = tokens_in_place(tokens)
     valid = (ids >= 0) & (ids < experts)
     flat = jnp.where(valid, ids, experts).reshape(-1)
     every = jnp.arange(experts, dtype=jnp.int32)
@@ -80,7 +80,7 @@ def work_list(ids: jax.Array, experts: int, columns: int) -> Work:
         token = jnp.repeat(jnp.arange(tokens, dtype=jnp.int32), top_k)
         place = jnp.where(positions < 0, rows, positions)
         of_rows = jnp.zeros(rows, jnp.int32).at[place].set(token, mode="drop")
-    return Work(tiles, each.sum(dtype=jnp.int32)[None], positions, of_rows)
+    return TokenAlignment(tiles, each.sum(dtype=jnp.int32)[None], positions, of_rows)
 
 
 def _count(there: jax.Array) -> jax.Array:

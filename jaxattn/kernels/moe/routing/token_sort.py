@@ -22,10 +22,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, meet
+from jaxattn.kernels.hopper.device import NUM_SMS, warpgroup_barrier
 from jaxattn.kernels.hopper.mlir import ir, llvm
 from jaxattn.kernels.hopper.ptx import asm, element, i32, pointer, times, word
-from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, Work, stay
+from jaxattn.kernels.moe.routing.token_alignment import (
+    EXPERT,
+    FROM,
+    GROUPS,
+    TO,
+    TokenAlignment,
+    tokens_in_place,
+)
 from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
 
 THREADS = 128
@@ -33,13 +40,13 @@ MOST_PAIRS = 1536
 TILES = 2**16  # counts of tiles are times it, beside counts of rows in one number
 
 
-def sorts(tokens: int, top_k: int, features: int) -> bool:
+def supports_sort(tokens: int, top_k: int, features: int) -> bool:
     """Whether the kernel has threads for so many pairs, and for a token's numbers."""
     fits = THREADS <= tokens * top_k <= MOST_PAIRS and features % THREADS == 0
-    return not stay(tokens) and fits
+    return not tokens_in_place(tokens) and fits
 
 
-def work_of_several(
+def align_and_sort_tokens(
     ids: jax.Array,
     x: jax.Array,
     experts: int,
@@ -48,14 +55,14 @@ def work_of_several(
     blocks: int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[Work, jax.Array]:
+) -> tuple[TokenAlignment, jax.Array]:
     """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
 
     An id that is no expert's has no work. `blocks` share the pairs; the interpreter takes two.
     """
     tokens, top_k = ids.shape
     pairs, features = tokens * top_k, x.shape[1]
-    cut = Cut(
+    cut = TokenSortConfig(
         pairs=pairs,
         top_k=top_k,
         experts=experts,
@@ -66,7 +73,7 @@ def work_of_several(
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     rows = padded_rows(tokens, top_k, experts, columns)
     out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: TokenSortCta(cut, TokenSortRefs(**refs)).run(),
         name="moe_list",
         grid={"block": cut.blocks},
         inputs={"ids": ids.reshape(-1), "x": x},
@@ -85,11 +92,11 @@ def work_of_several(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return Work(out["tiles"], out["total"], out["positions"], None), out["rows"]
+    return TokenAlignment(out["tiles"], out["total"], out["positions"], None), out["rows"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class TokenSortConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -115,7 +122,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class TokenSortRefs:
     """What a block works on: operands and results, then its shared memory, of each pair."""
 
     ids: Any
@@ -128,7 +135,7 @@ class Refs:
     count: Any  # of each expert's pairs
 
 
-class Pair(NamedTuple):
+class TokenExpertPair(NamedTuple):
     """One of a block's pairs.
 
     Attributes:
@@ -145,10 +152,10 @@ class Pair(NamedTuple):
     someone: jax.Array
 
 
-class Block:
+class TokenSortCta:
     """All pairs in vectors, then some of them one by one."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: TokenSortConfig, refs: TokenSortRefs):
         self.cut, self.refs = cut, refs
         self.number = lax.axis_index("block")
 
@@ -176,7 +183,7 @@ class Block:
         """The experts of all pairs; what is behind the last pair is nobody's."""
         cut, refs = self.cut, self.refs
         refs.expert[...] = full(cut.experts, cut.width)
-        meet(interpret=cut.interpret)
+        warpgroup_barrier(interpret=cut.interpret)
         # The last ones are read with some before them, which are written a second time, the same.
         firsts = [*range(0, cut.pairs - THREADS, THREADS), cut.pairs - THREADS]
         for first in firsts:
@@ -185,7 +192,7 @@ class Block:
             nobody = full(cut.experts, THREADS)
             valid = (given >= full(0, THREADS)) & (given < nobody)
             refs.expert.at[some][...] = jnp.where(valid, given, nobody)
-            meet(interpret=cut.interpret)
+            warpgroup_barrier(interpret=cut.interpret)
 
     def _count(self, experts: jax.Array) -> None:
         """How many pairs each expert has."""
@@ -201,11 +208,11 @@ class Block:
             refs.count[...] = lax.fori_loop(0, cut.pairs, another, full(0, width))
         else:
             refs.count[...] = full(0, width)
-            meet(interpret=False)
+            warpgroup_barrier(interpret=False)
             count_each(experts, refs.count, cut.experts)
-        meet(interpret=cut.interpret)
+        warpgroup_barrier(interpret=cut.interpret)
 
-    def _pair(self, number: jax.Array, experts: jax.Array, both: jax.Array) -> Pair:
+    def _pair(self, number: jax.Array, experts: jax.Array, both: jax.Array) -> TokenExpertPair:
         """Args:
         both: of each expert its rows, and `TILES` times its tiles.
         """
@@ -220,16 +227,16 @@ class Block:
         rank = jnp.sum(jnp.where(same, full(1, cut.width), full(0, cut.width)))
         tile = lax.div(sums, TILES)
         someone = (number < cut.pairs) & (expert < cut.experts)
-        return Pair(number, expert, rank, sums - tile * TILES, tile, someone)
+        return TokenExpertPair(number, expert, rank, sums - tile * TILES, tile, someone)
 
-    def _token(self, pair: Pair) -> jax.Array:
+    def _token(self, pair: TokenExpertPair) -> jax.Array:
         features = self.refs.x.shape[1]
         vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
         layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
         token = lax.div(jnp.minimum(pair.number, self.cut.pairs - 1), self.cut.top_k)
         return plgpu.load(self.refs.x.at[token], layout=layout, optimized=False)
 
-    def _finish(self, pair: Pair, token: jax.Array) -> None:
+    def _finish(self, pair: TokenExpertPair, token: jax.Array) -> None:
         """Stores a pair's token, and writes the tiles of an expert whose first pair it is."""
         cut, refs = self.cut, self.refs
         place = pair.row + pair.rank
@@ -248,7 +255,7 @@ class Block:
             def _each(i):
                 self._tile(pair, rows, i)
 
-    def _tile(self, pair: Pair, rows: jax.Array, i: int) -> None:
+    def _tile(self, pair: TokenExpertPair, rows: jax.Array, i: int) -> None:
         tile, row = pair.tile + i, pair.row + i * self.cut.columns
         groups = lax.div(jnp.minimum(rows - i * self.cut.columns, self.cut.columns), GROUP)
         entries = {EXPERT: pair.expert, FROM: row, TO: row, GROUPS: groups}

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import meet
-from jaxattn.kernels.moe.routing.warp_topk import best_of
+from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.moe.routing.warp_topk import warp_topk
 
 THREADS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class TopkGating:
     """How a token chooses among `experts`; a `Router` has the other options."""
 
     experts: int
@@ -74,9 +74,9 @@ class Choice:
         choice = scores = self._scores(logits)
         if bias is not None:
             choice = scores + bias
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         scores_smem[...] = scores  # for the weights, which the bias is no part of
-        meet(interpret=self.interpret)
+        warpgroup_barrier(interpret=self.interpret)
         choice = jnp.where(inside, choice, nothing)
         if self.top_groups < self.groups:
             choice = self._of_best_groups(choice, expert)
@@ -84,9 +84,9 @@ class Choice:
             ids = self._best_interpreted(choice, expert)
         else:
             choice_smem[...] = choice
-            meet(interpret=False)
-            best_of(choice_smem, ids_smem, self.top_k)
-            meet(interpret=False)
+            warpgroup_barrier(interpret=False)
+            warp_topk(choice_smem, ids_smem, self.top_k)
+            warpgroup_barrier(interpret=False)
             ids = [ids_smem[k] for k in range(self.top_k)]
         return ids, self._weights([scores_smem[place] for place in ids])
 
@@ -142,7 +142,7 @@ class Choice:
         return kept
 
     def _best_interpreted(self, choice: jax.Array, expert: jax.Array) -> list[jax.Array]:
-        """`best_of` in the interpreter, which runs no code of its own: the places of the best."""
+        """`warp_topk` in the interpreter, which runs no code of its own: the places of the best."""
         full = self.full
         nowhere = full(jnp.int32(self.width))
         # A NaN is better than any number, and what was taken is no one's to take.

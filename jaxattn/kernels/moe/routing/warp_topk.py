@@ -21,7 +21,7 @@ TAKEN = 0  # below every number, -inf included
 NOBODY = 0xFFFFFFFF
 
 
-def best_of(scores: Any, ids: Any, top_k: int) -> None:
+def warp_topk(scores: Any, ids: Any, top_k: int) -> None:
     """Writes the places of the best scores, the first of equal ones first.
 
     Args:

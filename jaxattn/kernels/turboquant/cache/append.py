@@ -23,16 +23,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.turboquant.codec import TurboFormat, quantize
 from jaxattn.core.turboquant.slot_layout import GROUP, pack, places
-from jaxattn.kernels.gqa.append import Block, heads_together, launch_append, refuse
+from jaxattn.kernels.gqa.append import GqaAppendCta, heads_together, launch_append, refuse
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.ptx import single
-from jaxattn.kernels.turboquant.cache.quantization import Coder
+from jaxattn.kernels.turboquant.cache.quantization import TurboQuantizer
 
 LINES = 5  # of shared memory: three for the rotation, a key's and a value's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CodedBlock(Block):
+class TurboAppendCta(GqaAppendCta):
     """
     Attributes:
         form: the cache's format.
@@ -58,7 +58,7 @@ class CodedBlock(Block):
                 )
                 self._write_head(pages.at[mine * heads + i], at, key, value)
             return
-        coder = Coder(self.form, heads, pages.shape[-1])
+        coder = TurboQuantizer(self.form, heads, pages.shape[-1])
         splat, plain = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
         def run(ctx: Any, line: Any, page: Any, head: Any, at: Any) -> None:
@@ -111,7 +111,7 @@ def turbo_append_mosaic(
     q, k, v, weights, angles = without_gradient(op, (q, k, v, weights, angles))
     cache_ref = jax.new_ref(kv_cache if layer is not None else kv_cache[None])
     (out,) = launch_append(
-        op, functools.partial(CodedBlock, form=form, interpret=interpret), q, k, v, weights,
+        op, functools.partial(TurboAppendCta, form=form, interpret=interpret), q, k, v, weights,
         cache_ref, block_tables, seq_lens, angles=angles, page_size=form.page_size(kv_cache),
         interleaved=interleaved, eps=eps, dtype=dtype, query_lens=query_lens, layer=layer,
         lines=LINES, interpret=interpret, detect_races=detect_races,

@@ -45,7 +45,7 @@ from jaxattn.kernels.turboquant.cache.lookup_table import (
     middle,
     value_registers,
 )
-from jaxattn.kernels.turboquant.operands import Registers
+from jaxattn.kernels.turboquant.operands import WordRegisters
 from jaxattn.kernels.turboquant.query_rotation import lane_butterfly
 
 HALF = jnp.dtype(jnp.float16)
@@ -101,7 +101,7 @@ def turbo_unpack_mosaic(
         row, first = lax.div(step, count * steps), lax.rem(step, count * steps)
         page, inside = pages_ref[row, lax.div(first, steps)], lax.rem(first, steps)
         there = (page >= 0) & (page < kv_cache.shape[1])
-        place = Place(
+        place = DequantTile(
             layer=jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1), row=row, first=first * PAGE,
             page=jnp.where(there, page, 0), inside=inside, head=head, there=there,
             begin=held_ref[0, row], end=held_ref[1, row],
@@ -134,7 +134,7 @@ def turbo_unpack_mosaic(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class DequantTile:
     """What a block has.
 
     Attributes:
@@ -156,7 +156,7 @@ class Place:
 
 
 def _plain(
-    form: TurboFormat, place: Place, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+    form: TurboFormat, place: DequantTile, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
 ) -> None:
     """The interpreter's way."""
     nbytes = PAGE * form.slot_bytes
@@ -175,22 +175,22 @@ def _plain(
 
 
 def _write(
-    form: TurboFormat, place: Place, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+    form: TurboFormat, place: DequantTile, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
 ) -> None:
     refs = [kv_ref, k_ref, v_ref] + ([] if common_ref is None else [common_ref])
 
     def run(ctx: Any, *args: Any) -> None:
         del ctx
-        names = [field.name for field in dataclasses.fields(Place)]
-        here = Place(**dict(zip(names, map(single, args[len(refs) :]), strict=True)))
-        Writer(form, here, *args[: len(refs)]).run()
+        names = [field.name for field in dataclasses.fields(DequantTile)]
+        here = DequantTile(**dict(zip(names, map(single, args[len(refs) :]), strict=True)))
+        DequantWriter(form, here, *args[: len(refs)]).run()
 
-    numbers = [jnp.int32(getattr(place, field.name)) for field in dataclasses.fields(Place)]
+    numbers = [jnp.int32(getattr(place, field.name)) for field in dataclasses.fields(DequantTile)]
     types = (*[PLAIN] * len(refs), *[SPLAT] * len(numbers))
     plgpu.inline_mgpu(arg_types=types)(run)(*refs, *numbers)
 
 
-class Codes(Registers):
+class GlobalCodeRegisters(WordRegisters):
     """Of codes in global memory, `begin` bytes behind the beginning of `ref`."""
 
     def __init__(self, ref: Any, begin: Any):
@@ -210,18 +210,18 @@ class Codes(Registers):
         return pointer(self.ref, arith.addi(self.begin, _wide(at)), fixed)
 
 
-class Writer:
+class DequantWriter:
     """One thread's share of a block."""
 
     def __init__(
-        self, form: TurboFormat, place: Place, kv: Any, k: Any, v: Any, common: Any = None
+        self, form: TurboFormat, place: DequantTile, kv: Any, k: Any, v: Any, common: Any = None
     ):
         self.form, self.place, self.k, self.v, self.common = form, place, k, v, common
         _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
         begin = wide_row(wide_row(place.layer, pages, place.page), heads, place.head)
         begin = arith.muli(begin, mgpu.c(nbytes, long()))
         inside = times(place.inside, PAGE * form.slot_bytes)
-        self.on = Codes(kv, arith.addi(begin, _wide(inside)))
+        self.on = GlobalCodeRegisters(kv, arith.addi(begin, _wide(inside)))
         self.pitch = GROUP * form.slot_bytes
 
     def run(self) -> None:

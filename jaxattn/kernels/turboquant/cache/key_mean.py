@@ -21,10 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, key_numbers, rotate
 from jaxattn.core.turboquant.slot_layout import GROUP, ungroup, unpack
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import meet, require_hopper
+from jaxattn.kernels.hopper.device import require_hopper, warpgroup_barrier
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     f32,
     joined,
     load,
@@ -37,7 +37,7 @@ from jaxattn.kernels.hopper.ptx import (
 )
 from jaxattn.kernels.turboquant.cache.dequantization import (
     SHARING,
-    Codes,
+    GlobalCodeRegisters,
     floats,
     halves,
     long,
@@ -100,9 +100,9 @@ def turbo_common_mosaic(
         if interpret:
             _plain(form, most, numbers, kv_ref, out_ref)
             return
-        _inline(Sums(form), numbers, kv_ref, sums_smem, counts_smem)
-        meet(interpret=False)
-        _inline(Mean(form, most), numbers[1:3], out_ref, sums_smem, counts_smem)
+        _inline(KeySum(form), numbers, kv_ref, sums_smem, counts_smem)
+        warpgroup_barrier(interpret=False)
+        _inline(KeyMean(form, most), numbers[1:3], out_ref, sums_smem, counts_smem)
 
     return launch(
         body,
@@ -164,7 +164,7 @@ def _inline(run: Callable[..., None], numbers: list[jax.Array], *refs: Any) -> N
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class KeySum:
     """A warp's sum of its tokens, rotated back, and their number, to shared memory."""
 
     form: TurboFormat
@@ -174,7 +174,7 @@ class Sums:
         end: Any, all_groups: Any, *places: Any,
     ) -> None:  # fmt: skip
         del row
-        thread, dim = Thread(), self.form.head_dim
+        thread, dim = WarpgroupThread(), self.form.head_dim
         total: list[Any] = [number(0.0)] * (dim // SHARING)
         count = number(0.0)
         for first in range(0, len(places), 3 * WARPS):
@@ -202,7 +202,7 @@ class Sums:
         at = wide_row(wide_row(layer, pages, page), heads, head)
         at = arith.muli(at, mgpu.c(nbytes, long()))
         inside = arith.extui(long(), times(inside, GROUP * form.slot_bytes))
-        on = Codes(kv, arith.addi(at, inside))
+        on = GlobalCodeRegisters(kv, arith.addi(at, inside))
         keys = key_registers(on, form, 0)  # a warp has a beginning of its own
         least, seen, norms, counting = number(float("inf")), number(0.0), [], []
         for h in range(2):
@@ -239,7 +239,7 @@ class Sums:
         return total, seen
 
 
-def _of_warp(thread: Thread, values: tuple[Any, ...]) -> Any:
+def _of_warp(thread: WarpgroupThread, values: tuple[Any, ...]) -> Any:
     chosen = values[0]
     for w, value in enumerate(values[1:], 1):
         mine = arith.cmpi(arith.CmpIPredicate.eq, thread.warp, word(w))
@@ -248,7 +248,7 @@ def _of_warp(thread: Thread, values: tuple[Any, ...]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mean:
+class KeyMean:
     """Four neighbouring dims of the mean for each thread, several of which have the same."""
 
     form: TurboFormat
@@ -256,7 +256,7 @@ class Mean:
 
     def __call__(self, out: Any, sums: Any, counts: Any, row: Any, head: Any) -> None:
         dim = self.form.head_dim
-        dims = times(arith.andi(Thread().index, word(dim // 4 - 1)), 4)
+        dims = times(arith.andi(WarpgroupThread().index, word(dim // 4 - 1)), 4)
         total, count = [number(0.0)] * 4, number(0.0)
         for w in range(WARPS):
             some = load(sums, times(dims, 4), 4 * dim * w, 4, f32())

@@ -8,7 +8,7 @@ nibbles picks a byte of a table of eight, in one PRMT; a sign is or-ed to it. Pe
     values    1.13 of 4 bits, 1.63 of 3
 
 Nothing here knows what a word is: on the GPU a register of each thread, in tests an array of all
-128 threads' (`Words`).
+128 threads' (`WordOpsProtocol`).
 """
 
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ SPARE = (0x44444444, 0x22222222, 0x11111111)
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two words, the first one's first
 
 
-class Words(Protocol):
+class WordOpsProtocol(Protocol):
     """32-bit words of a warpgroup's threads, and a step's codes in shared memory.
 
     Attributes:
@@ -69,7 +69,7 @@ def value_table(bits: int) -> tuple[int, int]:
     return _table(np.arange(8) + 0.5 if bits == 4 else np.arange(8) - 3.5)
 
 
-def _held(on: Words, table: tuple[int, int]) -> tuple[Any, Any]:
+def _held(on: WordOpsProtocol, table: tuple[int, int]) -> tuple[Any, Any]:
     """A table's words. One of a permute's may be a constant."""
     return on.held(table[0]), on.constant(table[1])
 
@@ -79,7 +79,7 @@ def middle(bits: int) -> float:
     return (2**bits - 1) / 2
 
 
-def key_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
+def key_registers(on: WordOpsProtocol, form: TurboFormat, pitch: int) -> list[Any]:
     """Of [64 tokens, D]: of 16 dims after 16 dims, those of tokens g and then of 8 + g.
 
     Args:
@@ -111,7 +111,7 @@ def key_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
     return some
 
 
-def value_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
+def value_registers(on: WordOpsProtocol, form: TurboFormat, pitch: int) -> list[Any]:
     """Of [D, 64 tokens]: of 64 dims after 64, of 16 tokens after 16, the dims g, then 8 + g."""
     blocks, bits = form.head_dim // 64, form.value_bits
     low, high = _held(on, value_table(bits))
@@ -127,7 +127,7 @@ def value_registers(on: Words, form: TurboFormat, pitch: int) -> list[Any]:
     return [of_group[n][m][h] for m in range(blocks) for n in range(GROUPS) for h in range(2)]
 
 
-def _eight(on: Words, low: Any, high: Any, word: Any) -> tuple[Any, Any]:
+def _eight(on: WordOpsProtocol, low: Any, high: Any, word: Any) -> tuple[Any, Any]:
     """The numbers of a word of keys, four and four."""
     sizes = on.both(word, SIZES)
     first = on.permute(low, high, sizes)
@@ -138,13 +138,15 @@ def _eight(on: Words, low: Any, high: Any, word: Any) -> tuple[Any, Any]:
     )
 
 
-def _fourth(on: Words, three: list[Any]) -> Any:
+def _fourth(on: WordOpsProtocol, three: list[Any]) -> Any:
     """What the highest bits of three words' nibbles hold."""
     moved = [on.both(on.right(x, i + 1), SPARE[i]) for i, x in enumerate(three)]
     return on.either(on.either(moved[0], moved[1]), moved[2])
 
 
-def _four_tokens(on: Words, low: Any, high: Any, word: Any, *, signed: bool) -> tuple[Any, Any]:
+def _four_tokens(
+    on: WordOpsProtocol, low: Any, high: Any, word: Any, *, signed: bool
+) -> tuple[Any, Any]:
     """The numbers of two dims, of a word of values that has a token a byte."""
     sizes = on.both(word, SIZES) if signed else word
     first = on.permute(low, high, sizes)
@@ -158,7 +160,7 @@ def _four_tokens(on: Words, low: Any, high: Any, word: Any, *, signed: bool) -> 
     return on.either(dims[0], signs[0]), on.either(dims[1], signs[1])
 
 
-def _three_bit_values(on: Words, first: int, blocks: int) -> list[Any]:
+def _three_bit_values(on: WordOpsProtocol, first: int, blocks: int) -> list[Any]:
     """A thread of which g % 4 is 3 has what the three threads before it hold."""
     place, size = on.both(on.g, 3), 16 * blocks
     rows = on.plus(on.times(on.warp, 2), on.right(on.g, 2))

@@ -20,7 +20,7 @@ from jaxattn.core.turboquant.codec import (
 from jaxattn.core.turboquant.slot_layout import GROUP
 from jaxattn.kernels.hopper.mlir import arith, ir, utils
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     f32,
     i32,
@@ -39,7 +39,7 @@ SPARE = (0x4444, 0x2222, 0x1111)  # bits of a fourth half word, which the other 
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TurboSlotPosition:
     """Where a token's bytes go.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Coder:
+class TurboQuantizer:
     """What a warpgroup does with a key and a value of each of its heads.
 
     Attributes:
@@ -78,14 +78,14 @@ class Coder:
             first_head: of the heads.
             at: the token's place in the page.
         """
-        thread = Thread()
+        thread = WarpgroupThread()
         half = arith.andi(arith.shrui(thread.index, word(4)), word(self.heads - 1))
         lane = arith.andi(thread.index, word(LANES - 1))
         group = times(arith.shrui(at, word(4)), GROUP * self.form.slot_bytes)
         group = plus(group, times(plus(first_head, half), self.page_bytes))
         sixteen = arith.andi(arith.shrui(thread.index, word(4)), word(1))
         own = arith.cmpi(arith.CmpIPredicate.ult, sixteen, word(self.heads))
-        place = Place(page, group, arith.andi(at, word(GROUP - 1)), own)
+        place = TurboSlotPosition(page, group, arith.andi(at, word(GROUP - 1)), own)
         for warp, run in enumerate((self._key, self._value)):
             with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread.warp, word(warp))):
                 first = times(half, 4 * self.form.head_dim)
@@ -100,7 +100,7 @@ class Coder:
                 ]  # fmt: skip
                 run(numbers, lane, place)
 
-    def _key(self, x: list[Any], lane: Any, place: Place) -> None:
+    def _key(self, x: list[Any], lane: Any, place: TurboSlotPosition) -> None:
         if not self.form.rotated:
             limit, least = number(LARGEST_E4M3), number(-LARGEST_E4M3)
             x = [arith.maximumf(arith.minimumf(one, limit), least) for one in x]
@@ -135,7 +135,7 @@ class Coder:
             level = arith.select(passed, number(above), level)
         return code, level
 
-    def _store_e4m3(self, m: int, four: list[Any], lane: Any, place: Place) -> None:
+    def _store_e4m3(self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition) -> None:
         code = (
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
             "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
@@ -147,7 +147,9 @@ class Coder:
         at = _index((plus(word(2 * m), c), 0), (g, 8), (t, 4), (j, 2), (h, 2))
         self._store(packed, times(at, 4), 0, place, place.own)
 
-    def _store_four_bits(self, m: int, four: list[Any], lane: Any, place: Place) -> None:
+    def _store_four_bits(
+        self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition
+    ) -> None:
         sizes, signs = [], []
         for i, one in enumerate(four):
             below, size = _sign_and_size(one)
@@ -166,7 +168,9 @@ class Coder:
         first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.eq, j, word(0)))
         self._store(both, times(at, 4), 0, place, first)
 
-    def _store_three_bits(self, m: int, four: list[Any], lane: Any, place: Place) -> None:
+    def _store_three_bits(
+        self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition
+    ) -> None:
         mine = _all(arith.ori, (arith.shli(one, word(4 * i)) for i, one in enumerate(four)))
         q, t = _bits(lane, 2, 2), _bits(lane, 0, 2)
         fourths = [utils.shfl_bfly(mine, distance) for distance in (12, 8, 4)]
@@ -182,7 +186,7 @@ class Coder:
         first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.ult, q, word(3)))
         self._store(half_word, times(at, 2), 0, place, first)
 
-    def _value(self, x: list[Any], lane: Any, place: Place) -> None:
+    def _value(self, x: list[Any], lane: Any, place: TurboSlotPosition) -> None:
         most = 2**self.form.value_bits - 1
         low, high = (
             over_lanes(f, _all(f, iter(x)), LANES) for f in (arith.minimumf, arith.maximumf)
@@ -205,7 +209,7 @@ class Coder:
         self._store_number(first, scale, lane, place)
         self._store_number(first + 1, minimum, lane, place)
 
-    def _store_values(self, m: int, four: list[Any], lane: Any, place: Place) -> None:
+    def _store_values(self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition) -> None:
         nibbles = []
         for i, code in enumerate(four):
             if self.form.value_bits == 4:
@@ -240,12 +244,12 @@ class Coder:
             byte = arith.trunci(ir.IntegerType.get_signless(8), code)
             self._store(byte, at, GROUP * self.form.key_bytes, place, first)
 
-    def _store_number(self, kind: int, x: Any, lane: Any, place: Place) -> None:
+    def _store_number(self, kind: int, x: Any, lane: Any, place: TurboSlotPosition) -> None:
         fixed = GROUP * (self.form.key_bytes + self.form.value_bytes) + 2 * GROUP * kind
         first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.eq, lane, word(0)))
         self._store(_half(x), times(place.token, 2), fixed, place, first)
 
-    def _store(self, x: Any, at: Any, fixed: int, place: Place, own: Any) -> None:
+    def _store(self, x: Any, at: Any, fixed: int, place: TurboSlotPosition, own: Any) -> None:
         with utils.when(own):
             store(x, place.page, plus(place.group, at), fixed)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxattn.core.numerics.rope import RopeConfig, YarnConfig
-from jaxattn.core.validation.config_fields import shown
+from jaxattn.core.validation.config_fields import short_repr
 
 
 class ConfigError(ValueError):
@@ -19,7 +19,7 @@ MOST_EXPERTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Fields:
+class ConfigFields:
     """The fields of a config.json.
 
     Attributes:
@@ -32,15 +32,15 @@ class Fields:
     where: str
     spelled: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def renamed(self, **spelled: str) -> "Fields":
+    def renamed(self, **spelled: str) -> "ConfigFields":
         """The fields with a family's spelling of some, name -> spelling; that of a field which the
         file has under its own name does not count."""
         other = {n: word for n, word in spelled.items() if word in self.values}
         other = {n: word for n, word in other.items() if n not in self.values}
         own = {n: self.values[word] for n, word in other.items()}
-        return Fields({**self.values, **own}, self.where, other)
+        return ConfigFields({**self.values, **own}, self.where, other)
 
-    def text(self) -> "Fields":
+    def text(self) -> "ConfigFields":
         """The fields of the text model: those of `text_config` too, where there is one. A field
         that both have is the outer one's.
 
@@ -51,7 +51,7 @@ class Fields:
         if not isinstance(inner, dict):
             raise self._error("text_config", "must be an object", inner)
         outer = {name: value for name, value in self.values.items() if name != "text_config"}
-        return Fields({**inner, **outer}, self.where)
+        return ConfigFields({**inner, **outer}, self.where)
 
     def integer(
         self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = MOST
@@ -89,7 +89,7 @@ class Fields:
         value = self._get(name, _MISSING)
         fits = isinstance(value, list) and len(value) == count
         if not fits or not all(word in allowed for word in value):
-            choices = " or ".join(map(shown, allowed))
+            choices = " or ".join(map(short_repr, allowed))
             raise self._error(name, f"must be a list of {count} words, {choices}", value)
         return value
 
@@ -100,13 +100,13 @@ class Fields:
         """
         value = self.values.get(name, allowed[0] if missing is _MISSING else missing)
         if not any(value is each or value == each for each in allowed):
-            choices = " or ".join(map(shown, allowed))
+            choices = " or ".join(map(short_repr, allowed))
             raise self._error(name, f"is implemented as {choices} only", value)
 
     def rotated(self, head_dim: int, default: float = 1.0) -> int:
         """How many dims of a head turn, by `partial_rotary_factor`."""
         nested, _ = self._rope_objects()
-        holder = Fields(nested, f"{self.where}: rope_parameters")
+        holder = ConfigFields(nested, f"{self.where}: rope_parameters")
         name = "partial_rotary_factor"
         part = (holder if name in nested else self).number(name, default)
         dims = round(part * head_dim)
@@ -131,10 +131,10 @@ class Fields:
             interleaved: their layout; None reads `rope_interleave`, of heads that turn as a whole.
         """
         nested, scaling = self._rope_objects()
-        holder = Fields(nested, self.where) if "rope_theta" in nested else self
+        holder = ConfigFields(nested, self.where) if "rope_theta" in nested else self
         base = holder.number("rope_theta", 10000.0)
         if interleaved is None:
-            for each in (self, Fields(nested, f"{self.where}: rope_parameters")):
+            for each in (self, ConfigFields(nested, f"{self.where}: rope_parameters")):
                 each.require("partial_rotary_factor", 1.0)
             interleaved = self.flag("rope_interleave", True)
         kind = scaling.get("type", scaling.get("rope_type", "default"))
@@ -142,7 +142,7 @@ class Fields:
             return RopeConfig(dim, theta=base, interleaved=interleaved)
         if kind != "yarn":
             raise self._error("rope_scaling.type", "is implemented as 'yarn' only", kind)
-        given = Fields(scaling, f"{self.where}: rope_scaling")
+        given = ConfigFields(scaling, f"{self.where}: rope_scaling")
         given.require("attention_factor", None)
         given.require("truncate", True)
         mscales = {n: given.number(n) for n in ("mscale", "mscale_all_dim") if scaling.get(n)}
@@ -162,7 +162,7 @@ class Fields:
         return value
 
     def _error(self, name: str, rule: str, value: Any) -> ConfigError:
-        return ConfigError(f"{self.where}: {self._word(name)} {rule}; got {shown(value)}")
+        return ConfigError(f"{self.where}: {self._word(name)} {rule}; got {short_repr(value)}")
 
     def _word(self, name: str) -> str:
         return self.spelled.get(name, name)

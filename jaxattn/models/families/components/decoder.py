@@ -1,15 +1,15 @@
 """What all families share: fields of the decoder, and tensors of norms and dense MLPs."""
 
 from jaxattn.models.blocks import Block, Stream
-from jaxattn.models.families.components.config_fields import Fields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
-from jaxattn.models.weight_map.tensor_mapping import AS_IT_IS, LayerPlace, Placed
-from jaxattn.models.weight_map.transforms import Change
+from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
+from jaxattn.models.weight_map.transforms import WeightTransform
 
 
 def read_decoder(
-    fields: Fields, blocks: tuple[Block, ...], norm_dtype: str | None = None
+    fields: ConfigFields, blocks: tuple[Block, ...], norm_dtype: str | None = None
 ) -> DecoderModel:
     """The decoder of these blocks, in bfloat16.
 
@@ -34,7 +34,9 @@ def read_decoder(
     )
 
 
-def norms(place: LayerPlace, hidden: int, change: Change = AS_IT_IS) -> list[Placed]:
+def norms(
+    place: LayerMapping, hidden: int, change: WeightTransform = IDENTITY
+) -> list[WeightMapping]:
     """The norms before the mixer and the feed-forward; `change` is done to their weights."""
     return [
         place.vector("input_layernorm", hidden, "norm", change=change),
@@ -42,7 +44,7 @@ def norms(place: LayerPlace, hidden: int, change: Change = AS_IT_IS) -> list[Pla
     ]
 
 
-def mlp(place: LayerPlace, hidden: int, width: int, name: str = "mlp") -> list[Placed]:
+def mlp(place: LayerMapping, hidden: int, width: int, name: str = "mlp") -> list[WeightMapping]:
     """A dense feed-forward."""
     return [
         place.linear(f"{name}.gate_proj", width, hidden, "mlp", "gate_proj"),

@@ -4,13 +4,13 @@ import dataclasses
 
 from jaxattn.core.numerics.fp8_block_scaling import block_counts
 from jaxattn.models.blocks import MoE
-from jaxattn.models.weight_map.encodings import Numbers
-from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed
-from jaxattn.models.weight_map.transforms import ExpertColumns, ExpertRows
+from jaxattn.models.weight_map.encodings import Fp8NumberEncoding
+from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
+from jaxattn.models.weight_map.transforms import SplitExpertColumns, SplitExpertRows
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
+class ExpertTensorNames:
     """How a family names the tensors of its experts.
 
     Attributes:
@@ -25,14 +25,14 @@ class Names:
 
 
 def placed(
-    place: LayerPlace,
+    place: LayerMapping,
     hidden: int,
     moe: MoE,
     *,
     shared: str = "shared_experts",
     fused: bool = False,
-    names: Names = Names(),
-) -> list[Placed]:
+    names: ExpertTensorNames = ExpertTensorNames(),
+) -> list[WeightMapping]:
     """Router, routed experts and shared experts.
 
     Args:
@@ -62,7 +62,7 @@ def placed(
     return found
 
 
-def _fused(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
+def _fused(place: LayerMapping, hidden: int, moe: MoE) -> list[WeightMapping]:
     """All routed experts' gate and up rows in one tensor, and their down rows in another."""
     count, width = moe.router.experts, moe.expert_size
     return [
@@ -71,14 +71,14 @@ def _fused(place: LayerPlace, hidden: int, moe: MoE) -> list[Placed]:
     ]
 
 
-def _shared(place: LayerPlace, hidden: int, moe: MoE, name: str) -> list[Placed]:
+def _shared(place: LayerMapping, hidden: int, moe: MoE, name: str) -> list[WeightMapping]:
     """The three linears of the shared experts, and their scales if experts stay FP8."""
     width, first = moe.expert_size, moe.router.experts
     up, down = (moe.shared_size, hidden), (hidden, moe.shared_size)
-    kept = Numbers() if moe.weight_format == "fp8" else None
+    kept = Fp8NumberEncoding() if moe.weight_format == "fp8" else None
     both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
-    gate_rows, up_rows = (ExpertRows(width, first, (below, 0)) for below in (0, width))
-    columns = ExpertColumns(width, first)
+    gate_rows, up_rows = (SplitExpertRows(width, first, (below, 0)) for below in (0, width))
+    columns = SplitExpertColumns(width, first)
     found = [
         place.shared(f"{name}.gate_proj", *up, gate_rows, *both, stored=kept),
         place.shared(f"{name}.up_proj", *up, up_rows, *both, stored=kept),
@@ -87,8 +87,8 @@ def _shared(place: LayerPlace, hidden: int, moe: MoE, name: str) -> list[Placed]
     if kept is None:
         return found
     (blocks,) = block_counts(width)
-    gate_rows, up_rows = (ExpertRows(blocks, first, (number, 0, 0)) for number in (0, 1))
-    columns, scale = ExpertColumns(blocks, first), ("mlp", "gate_up_scale")
+    gate_rows, up_rows = (SplitExpertRows(blocks, first, (number, 0, 0)) for number in (0, 1))
+    columns, scale = SplitExpertColumns(blocks, first), ("mlp", "gate_up_scale")
     return [
         *found,
         place.shared_scale(f"{name}.gate_proj", *up, gate_rows, *scale),
@@ -97,12 +97,14 @@ def _shared(place: LayerPlace, hidden: int, moe: MoE, name: str) -> list[Placed]
     ]
 
 
-def _expert(place: LayerPlace, hidden: int, moe: MoE, expert: int, names: Names) -> list[Placed]:
+def _expert(
+    place: LayerMapping, hidden: int, moe: MoE, expert: int, names: ExpertTensorNames
+) -> list[WeightMapping]:
     """The three linears of a routed expert, and the scales of those that stay FP8."""
     width = moe.expert_size
     of_gate, of_up, of_down = (f"{names.layer}.experts.{expert}.{each}" for each in names.expert)
     up, down = (expert, width, hidden), (expert, hidden, width)
-    kept = Numbers() if moe.weight_format == "fp8" else None
+    kept = Fp8NumberEncoding() if moe.weight_format == "fp8" else None
     both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
     found = [
         place.expert(of_gate, *up, *both, stored=kept),

@@ -1,12 +1,12 @@
 """What families with Qwen's grouped-query attention share: its fields and its tensors."""
 
 from jaxattn.models.blocks import GQA
-from jaxattn.models.families.components.config_fields import Fields
-from jaxattn.models.weight_map.tensor_mapping import AS_IT_IS, LayerPlace, Placed
-from jaxattn.models.weight_map.transforms import Change
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
+from jaxattn.models.weight_map.transforms import WeightTransform
 
 
-def read_attention(fields: Fields, *, gated: bool = False, rotated: float = 1.0) -> GQA:
+def read_attention(fields: ConfigFields, *, gated: bool = False, rotated: float = 1.0) -> GQA:
     """Attention with norms of each head's query and key, in the words of a config.json.
 
     Args:
@@ -26,7 +26,9 @@ def read_attention(fields: Fields, *, gated: bool = False, rotated: float = 1.0)
     )
 
 
-def attention(place: LayerPlace, mixer: GQA, hidden: int, norm: Change = AS_IT_IS) -> list[Placed]:
+def attention(
+    place: LayerMapping, mixer: GQA, hidden: int, norm: WeightTransform = IDENTITY
+) -> list[WeightMapping]:
     """The tensors of the attention; `norm` is done to the weights of its norms."""
     dim, heads = mixer.head_dim, mixer.num_heads
     queries, keys = heads * dim * (2 if mixer.gated else 1), mixer.num_kv_heads * dim

@@ -2,11 +2,11 @@
 
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import MLA
-from jaxattn.models.families.components.config_fields import Fields
-from jaxattn.models.weight_map.tensor_mapping import LayerPlace, Placed
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
 
-def read_attention(fields: Fields, *, turns: bool = True, gated: bool = False) -> MLA:
+def read_attention(fields: ConfigFields, *, turns: bool = True, gated: bool = False) -> MLA:
     """DeepSeek's MLA, in the words of a config.json.
 
     Args:
@@ -28,8 +28,8 @@ def read_attention(fields: Fields, *, turns: bool = True, gated: bool = False) -
 
 
 def attention(
-    place: LayerPlace, mixer: MLA, hidden: int, name: str = "self_attn", out: str = "o_proj"
-) -> list[Placed]:
+    place: LayerMapping, mixer: MLA, hidden: int, name: str = "self_attn", out: str = "o_proj"
+) -> list[WeightMapping]:
     """The tensors of DeepSeek's MLA.
 
     Args:

@@ -12,9 +12,15 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
-from jaxattn.core.validation.config_fields import shown
-from jaxattn.models.families.components.config_fields import ConfigError, Fields
-from jaxattn.models.weight_map.encodings import INT4_GROUP, Floats, Fp8Blocks, Int4Groups, Stored
+from jaxattn.core.validation.config_fields import short_repr
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
+from jaxattn.models.weight_map.encodings import (
+    INT4_GROUP,
+    FloatEncoding,
+    Fp8BlockEncoding,
+    Int4GroupEncoding,
+    WeightEncoding,
+)
 
 type Quantization = Literal["fp8", "int4"]
 
@@ -22,7 +28,7 @@ METHODS = ("fp8", "compressed-tensors")
 LISTS = ("modules_to_not_convert", "ignored_layers")  # of modules that are floats
 
 
-def read_quantization(fields: Fields) -> Quantization | None:
+def read_quantization(fields: ConfigFields) -> Quantization | None:
     """What config.json says of the weights; None where they are floats.
 
     Raises:
@@ -33,8 +39,8 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return None
     where = f"{fields.where}: quantization_config"
     if not isinstance(values, dict):
-        raise ConfigError(f"{where} must be an object or null; got {shown(values)}")
-    given = Fields(values, where)
+        raise ConfigError(f"{where} must be an object or null; got {short_repr(values)}")
+    given = ConfigFields(values, where)
     given.require("quant_method", *METHODS, missing=None)
     if values["quant_method"] == "fp8":
         _check_fp8(given)
@@ -43,31 +49,33 @@ def read_quantization(fields: Fields) -> Quantization | None:
     return "int4"
 
 
-def listed_floats(fields: Fields) -> list[str]:
+def listed_floats(fields: ConfigFields) -> list[str]:
     """The modules that config.json says are not quantized."""
     values = fields.values.get("quantization_config")
     lists = [values.get(name) or () for name in LISTS] if isinstance(values, dict) else []
     return [each for some in lists if isinstance(some, list) for each in some if each]
 
 
-def _check_fp8(given: Fields) -> None:
+def _check_fp8(given: ConfigFields) -> None:
     given.require("fmt", "e4m3")
     given.require("activation_scheme", "dynamic")
     given.require("weight_block_size", [BLOCK, BLOCK], missing=None)
 
 
-def _check_int4(given: Fields) -> None:
+def _check_int4(given: ConfigFields) -> None:
     given.require("format", "pack-quantized", missing=None)
     groups = given.values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ConfigError(f"{given.where}: config_groups must be an object; got {shown(groups)}")
+        raise ConfigError(
+            f"{given.where}: config_groups must be an object; got {short_repr(groups)}"
+        )
     for name, group in groups.items():
         where = f"{given.where}.config_groups.{name}"
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
-            raise ConfigError(f"{where}.weights must be an object; got {shown(weights)}")
-        Fields(group, where).require("input_activations", None)
-        inner = Fields(weights, f"{where}.weights")
+            raise ConfigError(f"{where}.weights must be an object; got {short_repr(weights)}")
+        ConfigFields(group, where).require("input_activations", None)
+        inner = ConfigFields(weights, f"{where}.weights")
         inner.require("num_bits", 4, missing=None)
         inner.require("type", "int")
         inner.require("symmetric", True)
@@ -76,7 +84,9 @@ def _check_int4(given: Fields) -> None:
         inner.require("actorder", None)
 
 
-def stored_as(name: str, dtypes: Mapping[str, str], quantization: Quantization | None) -> Stored:
+def stored_as(
+    name: str, dtypes: Mapping[str, str], quantization: Quantization | None
+) -> WeightEncoding:
     """How the weight of this name is stored in a folder.
 
     Args:
@@ -84,7 +94,7 @@ def stored_as(name: str, dtypes: Mapping[str, str], quantization: Quantization |
         dtypes: of the folder's tensors, by name.
     """
     if quantization == "fp8" and dtypes.get(name, "").startswith("float8"):
-        return Fp8Blocks()
+        return Fp8BlockEncoding()
     if quantization == "int4" and f"{name}_packed" in dtypes:
-        return Int4Groups()
-    return Floats()
+        return Int4GroupEncoding()
+    return FloatEncoding()

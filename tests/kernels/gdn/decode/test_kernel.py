@@ -65,7 +65,9 @@ def test_shuffled_slots_beside_padding(q_len, implementation):
 )
 def test_four_blocks_a_state_in_the_interpreter(l2norm, key_heads, monkeypatch):
     """Which have nothing to tell each other here."""
-    monkeypatch.setattr(gdn_decode, "choose_config", lambda *_, **__: gdn_decode.Config(split=True))
+    monkeypatch.setattr(
+        gdn_decode, "choose_config", lambda *_, **__: gdn_decode.GdnDecodeTileConfig(split=True)
+    )
     case = gdn_case([2, -1, 0], num_slots=4, key_heads=key_heads, value_heads=2)
     case.q, case.k = case.q / 10, case.k / 10
     step = functools.partial(

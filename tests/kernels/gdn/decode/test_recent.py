@@ -144,8 +144,8 @@ def test_every_configuration(channels, stages, split, monkeypatch):
     steps = Steps([2, -1, 0], [15, 0, 4], channels=channels)
     given = steps.draw()
     found = []
-    for config in (recent.Config(recent.TILE, stages, HEADS // KEY_HEADS, split),
-                   recent.Config(recent.TILE, 3, HEADS // KEY_HEADS)):  # fmt: skip
+    for config in (recent.GdnDecodeTileConfig(recent.TILE, stages, HEADS // KEY_HEADS, split),
+                   recent.GdnDecodeTileConfig(recent.TILE, 3, HEADS // KEY_HEADS)):  # fmt: skip
         monkeypatch.setattr(recent, "choose_config", lambda *_, config=config: config)
         found.append(op(steps, given, "mosaic_gpu_interpret", config=config))
     jax.tree.map(np.testing.assert_array_equal, *found)
@@ -296,7 +296,7 @@ def bare(steps, given, **options):
 @pytest.mark.parametrize("split", [False, True])
 def test_no_race_in_the_interpreter(channels, split):
     steps = Steps([2, -1, 0], [14, 0, 3], channels=channels)
-    config = recent.Config(recent.TILE, 2, HEADS // KEY_HEADS, split)
+    config = recent.GdnDecodeTileConfig(recent.TILE, 2, HEADS // KEY_HEADS, split)
     for _ in range(2):
         given = steps.draw()
         with no_races():

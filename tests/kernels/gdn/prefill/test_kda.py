@@ -10,7 +10,7 @@ import pytest
 from jaxattn import kda
 from jaxattn.kernels.gdn.prefill.inter_chunk import launch
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk import launch
-from jaxattn.kernels.gdn.prefill.launch import Pool, gdn_prefill_mosaic
+from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
     BOUND,
@@ -87,7 +87,7 @@ def test_no_race_in_the_interpreter(monkeypatch):
     monkeypatch.setattr(launch, "NUM_SMS", 2)
     pooled = on_a_pool(make([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)
     live, (reads, writes) = jnp.ones(2, bool), jnp.array([[0, 2], [-1, 3]])
-    pool = Pool(
+    pool = PrefillStatePool(
         pooled.pool, jnp.ones(1, jnp.int32), live, reads, writes, jnp.array(pooled.kept), 64
     )
     with no_races():

@@ -13,7 +13,7 @@ from jaxattn import gdn
 from jaxattn.kernels.gdn.prefill import launch as gdn_prefill
 from jaxattn.kernels.gdn.prefill.inter_chunk import launch as gdn_prefill_state
 from jaxattn.kernels.gdn.prefill.intra_chunk import launch as gdn_prefill_chunk
-from jaxattn.kernels.gdn.prefill.launch import Pool, gdn_prefill_mosaic, segment_tokens
+from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic, segment_tokens
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from tests.helpers.gdn_prefill_cases import (
     BOUND,
@@ -105,7 +105,7 @@ def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
         assert gdn_prefill_state.halves_in_a_block(2) == 2
     pooled = on_a_pool(make_case([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)
     live, (reads, writes) = jnp.ones(2, bool), jnp.array([[0, 2], [-1, 3]])
-    pool = Pool(
+    pool = PrefillStatePool(
         pooled.pool, jnp.ones(1, jnp.int32), live, reads, writes, jnp.array(pooled.kept), 64
     )
     options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True)

@@ -72,13 +72,13 @@ def with_norm(arguments, **changes):
 @pytest.fixture
 def begun(monkeypatch):
     """Grows where a kernel norms."""
-    calls, right = [], gdn_prefill_norm.GatedNorm.begin
+    calls, right = [], gdn_prefill_norm.GatedNormEpilogue.begin
 
     def begin(norm):
         calls.append(norm)
         right(norm)
 
-    monkeypatch.setattr(gdn_prefill_norm.GatedNorm, "begin", begin)
+    monkeypatch.setattr(gdn_prefill_norm.GatedNormEpilogue, "begin", begin)
     return calls
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gqa
-from jaxattn.bench.harness.timing import Op
+from jaxattn.bench.harness.timing import TimedOp
 from jaxattn.core.cache.formats import FP8, FP8_MAX
 from tests.helpers.at_once import at_once
 from tests.helpers.gqa_cases import (
@@ -293,7 +293,9 @@ def test_one_long_row_is_not_waited_for(order):
             return out, state
 
         operands = q, cache, jnp.asarray(table), jnp.asarray(lens), schedule
-        return Op(call, [operands]).loop_seconds(1e-4)  # without a profile, which not all can have
+        return TimedOp(call, [operands]).loop_seconds(
+            1e-4
+        )  # without a profile, which not all can have
 
     rows = np.array([*short, long] if order == "up" else [long, *short], np.int32)
     assert seconds(rows) < 2 * seconds(np.array([long], np.int32))

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxattn.kernels.gqa.prefill.tile_scheduler import Tiles
+from jaxattn.kernels.gqa.prefill.tile_scheduler import GqaPrefillTileScheduler
 
 KEYS, ROWS = 16, 32
 
@@ -24,7 +24,9 @@ def test_seen_first_counts_the_first_steps_that_all_rows_see(
     first, queries, prefix, more, packed, item, warpgroup
 ):
     """Beside `all_seen` and `all_there` of each step; `more` keys than queries are new."""
-    tiles = Tiles(rows=ROWS, keys=KEYS, packed=packed, count=6, heads=1, group=1, window=None)
+    tiles = GqaPrefillTileScheduler(
+        rows=ROWS, keys=KEYS, packed=packed, count=6, heads=1, group=1, window=None
+    )
     bounds = jnp.asarray([[first, queries, prefix, max(queries + more, 0), more]], jnp.int32)
     tile = tiles.at(jnp.int32(item), np.asarray(bounds))
     row = tile.start + warpgroup * ROWS // 2

@@ -30,9 +30,9 @@ def test_only_block_scaled_caches_go_to_the_other_kernel(format, heads, before, 
     q = jnp.zeros((1, 1, heads, 576), jnp.bfloat16)
     cache = jnp.zeros((1, 64, 656 if format == "uint8" else 576), format)
     monkeypatch.setattr(launch, "plain_copies", lambda: True)
-    assert launch.by_columns(q, cache) == before
+    assert launch.uses_swap_ab(q, cache) == before
     monkeypatch.setattr(launch, "plain_copies", lambda: False)
-    assert launch.by_columns(q, cache) == now
+    assert launch.uses_swap_ab(q, cache) == now
     launch.refuse(q, cache, 512)
 
 

@@ -15,8 +15,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.collectives import symmetric_memory as peers
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.combine import Sharers
-from jaxattn.kernels.mla.decode.distributed_combine import SHARERS, Block, places_of, shared
+from jaxattn.kernels.mla.decode.combine import CombineReduction
+from jaxattn.kernels.mla.decode.distributed_combine import (
+    SHARERS,
+    DistributedCombineCta,
+    exchange_smem,
+    mailbox_shape,
+)
 from tests.helpers.kernel_cases import both_devices, no_races
 from tests.kernels.mla.decode.test_combine import PARTS, SLOTS, merged_exactly
 
@@ -62,8 +67,8 @@ def test_the_state_of_rows_that_are_cut_and_of_rows_that_are_not(implementation)
 
     def body(sums, tops, totals, there, state_ref, found_ref, **given) -> None:
         row, half = lax.axis_index("row"), lax.axis_index("half")
-        sharers = Sharers(SHARERS, sums, tops, totals, there)
-        block = Block([FIRST, 0], ROWS, sharers, out=None, **given)
+        sharers = CombineReduction(SHARERS, sums, tops, totals, there)
+        block = DistributedCombineCta([FIRST, 0], ROWS, sharers, out=None, **given)
         state, lse = block.state(row, HEAD, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -78,7 +83,7 @@ def test_the_state_of_rows_that_are_cut_and_of_rows_that_are_not(implementation)
     interpret = implementation != "mosaic_gpu"
     found = run(
         body, {"row": batch, "half": 2}, given, {"state_ref": shape, "found_ref": shape},
-        shared(), interpret,
+        exchange_smem(), interpret,
     )  # fmt: skip
     for row, some in enumerate(SLOTS):
         expected = alone[FIRST + row * ROWS + HEAD].astype(np.float32), alone_lse[row, HEAD]
@@ -101,7 +106,7 @@ def test_the_states_of_all_gpus_make_one_output(seen, implementation):
     def body(pieces_ref, lses_ref, out) -> None:
         half = lax.axis_index("half")
         given = dict.fromkeys(("partial_lse", "slots", "lens", "made_of", "alone", "partial"))
-        block = Block([0, 0], ROWS, None, lse=None, out=out, **given)
+        block = DistributedCombineCta([0, 0], ROWS, None, lse=None, out=out, **given)
         dims = pl.ds(half * 256, 256)
         states = [
             (plgpu.load(pieces_ref.at[i, dims], layout=peers.STATE, optimized=False), lses_ref[i])
@@ -119,4 +124,4 @@ def test_the_states_of_all_gpus_make_one_output(seen, implementation):
 
 
 def test_a_mailbox_has_a_count_for_each_half_of_each_head_and_for_the_states_of_all():
-    assert places_of(2, 32) == (128, 512)
+    assert mailbox_shape(2, 32) == (128, 512)

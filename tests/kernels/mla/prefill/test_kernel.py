@@ -16,7 +16,7 @@ from jaxattn import mla
 from jaxattn.kernels.attention.causal_tile_order import head_group, tile_order
 from jaxattn.kernels.hopper.build import launch as hopper_launch
 from jaxattn.kernels.hopper.device import interpret_mode
-from jaxattn.kernels.mla.prefill.launch import Config, attend_mosaic
+from jaxattn.kernels.mla.prefill.launch import MlaPrefillTileConfig, attend_mosaic
 from jaxattn.ops.mla import prefill as prefill_op
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, x64
 
@@ -115,7 +115,7 @@ def test_matches_float64(tokens, keys, heads, bounds, implementation):
 @pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation):
     case = make_case(264, 264, 2, [(0, 264, 264, 0), (0, 130, 130, 0)])
-    run(case, implementation, config=Config(blocks=blocks, l2_bytes=1))
+    run(case, implementation, config=MlaPrefillTileConfig(blocks=blocks, l2_bytes=1))
 
 
 @both_devices
@@ -155,7 +155,9 @@ def test_every_tile_is_taken_once_and_the_shares_are_even(heads, tiles, group, b
 
 def test_no_race_in_the_interpreter():
     case = make_case(200, 328, 1, [(0, 200, 300, 100), (0, 130, 70, 400)])
-    options = dict(scale=SCALE, config=Config(blocks=2), interpret=True, detect_races=True)
+    options = dict(
+        scale=SCALE, config=MlaPrefillTileConfig(blocks=2), interpret=True, detect_races=True
+    )
     with no_races():
         out, lse = jax.block_until_ready(attend_mosaic(*case.args, **options))
     assert_close(out, lse, *oracle(case))

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 
 
-class Accumulator:
+class WgmmaAccumulator:
     """A float32 [64, 64] that products are added to, asynchronously on the GPU.
 
     The interpreter of JAX 0.11.2 knows neither operands in registers nor stores to an accumulator:

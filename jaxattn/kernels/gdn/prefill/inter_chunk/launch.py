@@ -21,8 +21,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.kernels.gdn.prefill.inter_chunk import norm_epilogue
-from jaxattn.kernels.gdn.prefill.inter_chunk.mainloop import Block, Cut, Refs, scratch_types
-from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import Norm
+from jaxattn.kernels.gdn.prefill.inter_chunk.mainloop import (
+    InterChunkConfig,
+    InterChunkCta,
+    InterChunkRefs,
+    scratch_types,
+)
+from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpilogueParams
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import first_run
 from jaxattn.kernels.gdn.prefill.tiles import DIM, compiler_params
 from jaxattn.kernels.hopper.build.launch import launch
@@ -34,7 +39,7 @@ def halves_in_a_block(states: int) -> int:
     return 1 if 2 * states <= NUM_SMS else 2
 
 
-def norms_inside(norm: Norm, dtype: Any, states: int) -> bool:
+def norms_inside(norm: NormEpilogueParams, dtype: Any, states: int) -> bool:
     """Whether `output_pass` norms: both halves of a head's channels have to be in one block."""
     return halves_in_a_block(states) == 2 and norm_epilogue.fits(norm, dtype)
 
@@ -54,7 +59,7 @@ def output_pass(
     layer: jax.Array,
     finals: jax.Array | int,
     kept: jax.Array | None = None,
-    norm: Norm | None = None,
+    norm: NormEpilogueParams | None = None,
     busy: int,
     interpret: bool = False,
     detect_races: bool = False,
@@ -85,7 +90,7 @@ def output_pass(
     # The heads of a run share keys in L2.
     items = (runs.shape[1] - first_run(x)) * value_heads * 2 // halves
     blocks = min(items, NUM_SMS)
-    cut = Cut(
+    cut = InterChunkConfig(
         blocks=blocks,
         items=items,
         halves=halves,
@@ -125,7 +130,7 @@ def output_pass(
     }
     o_type = jax.ShapeDtypeStruct(v.shape, dtype)
     out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: InterChunkCta(cut, InterChunkRefs(**refs)).run(),
         name="gdn_prefill_output",
         grid={"block": blocks},
         inputs=inputs if pool is None else {**inputs, "pool_ref": pool},

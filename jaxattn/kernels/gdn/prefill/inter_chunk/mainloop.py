@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention import work_queue
-from jaxattn.kernels.attention.work_queue import Turns
+from jaxattn.kernels.attention.work_queue import WorkQueue
 from jaxattn.kernels.gdn.prefill.inter_chunk import norm_epilogue
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import Accumulator, with_accumulators
-from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import GatedNorm
+from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
+from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import GatedNormEpilogue
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     AFTER,
     BEFORE,
@@ -28,7 +28,7 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     START,
     STEPS,
     TOKENS,
-    Step,
+    ChunkStateUpdate,
     drain,
     first_half,
     first_run,
@@ -52,7 +52,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper.device import shown
+from jaxattn.kernels.hopper.device import fence_proxy_async
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 # Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one
@@ -62,7 +62,7 @@ REGISTERS, NORMED_REGISTERS = (232, 40), (208, 24, 72)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class InterChunkConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -73,7 +73,7 @@ class Cut:
         from_pool: whether states before the runs are in the pool.
         keeps: whether states after chunks are kept there.
         eps: of the norm; None: outputs leave as they are.
-        channels: of the key have decays of their own; keys and queries come by chunk, see `Step`.
+        channels: of the key have decays of their own; keys and queries come by chunk, see `ChunkStateUpdate`.
     """
 
     blocks: int
@@ -94,7 +94,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class InterChunkRefs:
     """What a block works on: operands and results, then its shared memory and barriers."""
 
     q_ref: Any
@@ -128,7 +128,7 @@ class Refs:
     norm: Any
 
 
-def scratch_types(cut: Cut) -> dict[str, Any]:
+def scratch_types(cut: InterChunkConfig) -> dict[str, Any]:
     halves, dtype, stages, interpret = cut.halves, cut.dtype, cut.stages, cut.interpret
     tokens, normed = token_tiles((stages, 2), dtype, interpret=interpret), cut.eps is not None
     vectors, copies = (2, 11) if cut.channels else (VECTORS, 9)
@@ -149,13 +149,13 @@ def scratch_types(cut: Cut) -> dict[str, Any]:
     }
 
 
-class Block:
+class InterChunkCta:
     """The runs that a block draws, a value head of each, both halves of its state or one."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: InterChunkConfig, refs: InterChunkRefs):
         self.cut, self.refs, interpret = cut, refs, cut.interpret
         self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        self.turns = Turns(
+        self.turns = WorkQueue(
             refs.drawn_ref, refs.turns, block,
             blocks=cut.blocks, items=cut.items, interpret=interpret,
         )  # fmt: skip
@@ -172,7 +172,7 @@ class Block:
         self.norm = None
         if cut.eps is not None:
             of_norm = refs.gate_ref, refs.weight_ref, self.o_smem, refs.o_ref, refs.norm
-            self.norm = GatedNorm(of_norm, eps=cut.eps, interpret=interpret)
+            self.norm = GatedNormEpilogue(of_norm, eps=cut.eps, interpret=interpret)
 
     def run(self) -> None:
         cut, norm = self.cut, self.norm
@@ -234,7 +234,7 @@ class Block:
         steps = refs.runs_ref[STEPS, run]
         return stream(refs.loaded, refs.read, copied, steps, issue, self.cut.stages)
 
-    def _finish(self, norm: GatedNorm, item: jax.Array, carry: Any) -> Any:
+    def _finish(self, norm: GatedNormEpilogue, item: jax.Array, carry: Any) -> Any:
         """The norming warpgroup's item."""
         runs, (run, head, _) = self.refs.runs_ref, self._place(item)
         norm.run(runs[START, run], runs[TOKENS, run], runs[STEPS, run], head)
@@ -243,7 +243,7 @@ class Block:
     def _compute(self, item: jax.Array, slot: jax.Array) -> jax.Array:
         """A multiplying warpgroup's item: the state from chunk to chunk, from the slot on."""
         refs, (run, head, first_part) = self.refs, self._place(item)
-        chunks = Chunks(self, run, head, first_part + self.wg)
+        chunks = InterChunkMainloop(self, run, head, first_part + self.wg)
         before = refs.runs_ref[BEFORE, run]
         if self.cut.from_pool:
             state = first_state(refs.pool_ref, self.layer, before, head, chunks.part)
@@ -256,10 +256,10 @@ class Block:
         return slot
 
 
-class Chunks:
+class InterChunkMainloop:
     """The chunks of a run, one after another, for a warpgroup's half of a value head's state."""
 
-    def __init__(self, block: Block, run: jax.Array, head: jax.Array, part: jax.Array):
+    def __init__(self, block: InterChunkCta, run: jax.Array, head: jax.Array, part: jax.Array):
         self.block, self.cut, self.refs, self.wg = block, block.cut, block.refs, block.wg
         self.head, self.part = head, part
         runs = block.refs.runs_ref
@@ -271,7 +271,7 @@ class Chunks:
         state, slot = carry
         left = self.tokens - i * CHUNK
         plgpu.barrier_wait(refs.loaded.at[slot])
-        step = Step(
+        step = ChunkStateUpdate(
             block.k_smem.at[slot], block.v_smem.at[slot, self.wg], refs.x_smem.at[slot],
             refs.vectors_smem.at[slot], cut.dtype,
             block.written_smem.at[slot] if cut.channels else None,
@@ -283,21 +283,21 @@ class Chunks:
 
         state = with_accumulators(products, 6, interpret=cut.interpret)
         if block.norm is not None:  # else the output's way out has shown that all is read
-            shown(interpret=cut.interpret)
+            fence_proxy_async(interpret=cut.interpret)
         plgpu.barrier_arrive(refs.read.at[slot])
         if cut.keeps:
             self.store_if(refs.kept_ref[self.first_chunk + i], state)
         return state, next_slot(slot, cut.stages)
 
     def _products(
-        self, step: Step, state: tuple[jax.Array, ...], i: jax.Array, slot: jax.Array,
+        self, step: ChunkStateUpdate, state: tuple[jax.Array, ...], i: jax.Array, slot: jax.Array,
         left: jax.Array, refs: tuple[Any, ...],
     ) -> tuple[jax.Array, ...]:  # fmt: skip
         """The chunk's output, on its way, and the state after it."""
         # Before the first product: ptxas waits for all that are in flight where registers change
         # that a product of the last iteration wrote.
         operand, decayed = step.rounded(state), step.decayed(state)
-        seen, out, u, inside = (Accumulator(ref) for ref in refs[:4])
+        seen, out, u, inside = (WgmmaAccumulator(ref) for ref in refs[:4])
         step.times_transposed(seen, operand, step.k)
         step.times_transposed(out, operand, self.block.q_smem.at[slot])
         # What needs no product, here, where products run.
@@ -308,7 +308,7 @@ class Chunks:
         u.add_transposed(w, step.x)
         weight = step.factor(WRITE)
         added = u.read()
-        accs = [Accumulator(ref, half) for ref, half in zip(refs[4:], decayed, strict=True)]
+        accs = [WgmmaAccumulator(ref, half) for ref, half in zip(refs[4:], decayed, strict=True)]
         inside.add_transposed(added.astype(self.cut.dtype), self.refs.p_smem.at[slot])
         step.write(accs, added, weight)
         # The output leaves while the state's products run.

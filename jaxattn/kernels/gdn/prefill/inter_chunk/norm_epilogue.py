@@ -20,7 +20,7 @@ from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 from jaxattn.kernels.hopper.activations import silu
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     element,
     f32,
@@ -50,7 +50,7 @@ HALF_BYTES = 128 * 2 * WIDTH  # of z of ROWS tokens
 SPLAT = plgpu.Layout.WG_SPLAT
 
 
-class Norm(NamedTuple):
+class NormEpilogueParams(NamedTuple):
     """y = o / rms(o) * weight * silu(z), over a head's 128 channels."""
 
     gate: jax.Array  # [T, N]; z is its last Hv * 128 columns
@@ -59,12 +59,12 @@ class Norm(NamedTuple):
     sigmoid: bool = False  # sigmoid(z) in place of silu(z), by XLA alone
 
 
-def fits(norm: Norm, dtype: Any) -> bool:
+def fits(norm: NormEpilogueParams, dtype: Any) -> bool:
     """Whether the factor is silu of a z in the output's dtype, with rows that 16 bytes divide."""
     return not norm.sigmoid and norm.gate.dtype == dtype and norm.gate.shape[1] % WIDTH == 0
 
 
-def operands(norm: Norm | None, *, interpret: bool) -> dict[str, jax.Array | None]:
+def operands(norm: NormEpilogueParams | None, *, interpret: bool) -> dict[str, jax.Array | None]:
     """What the kernel gets; the interpreter reads past a run's end, where a thread does not."""
     if norm is None:
         return {"gate_ref": None, "weight_ref": None}
@@ -80,7 +80,7 @@ def scratch(halves: int, dtype: Any) -> list[Any]:
     ]
 
 
-class GatedNorm:
+class GatedNormEpilogue:
     """What happens to outputs between the warpgroups that make them and global memory.
 
     Args:
@@ -203,7 +203,7 @@ class GatedNorm:
 
 def _row() -> Any:
     """Of ROWS, a thread's."""
-    thread = Thread()
+    thread = WarpgroupThread()
     return plus(times(thread.warp, 4), arith.andi(arith.shrui(thread.index, word(3)), word(3)))
 
 
@@ -225,7 +225,7 @@ def _start_copy(ctx: Any, gate: Any, copied: Any, *scalars: Any) -> None:
     tokens, width = ir.MemRefType(gate.type).shape
     token = arith.minsi(plus(first, _row()), last)
     source = pointer(gate, _offset(width, token, plus(column, _channel())))
-    mine = plus(times(slot, 2 * HALF_BYTES), times(Thread().index, 2 * WIDTH))
+    mine = plus(times(slot, 2 * HALF_BYTES), times(WarpgroupThread().index, 2 * WIDTH))
     asm(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
         f"setp.lt.and.u32 p, $3, {tokens}, p; @p cp.async.cg.shared.global [$0], [$1], 16; "
@@ -241,7 +241,7 @@ def _copied(ctx: Any, copied: Any, slot: Any) -> list[Any]:
     """What the thread copied first of what it has not taken."""
     del ctx
     asm(f"cp.async.wait_group {AHEAD - 1};", [], [], "~{memory}")
-    mine = plus(times(single(slot), 2 * HALF_BYTES), times(Thread().index, 2 * WIDTH))
+    mine = plus(times(single(slot), 2 * HALF_BYTES), times(WarpgroupThread().index, 2 * WIDTH))
     of = ir.VectorType.get((WIDTH,), ir.MemRefType(copied.type).element_type)
     loaded = [llvm.load(of, pointer(copied, mine, HALF_BYTES * half)) for half in range(2)]
     return [fragmented([half], (ROWS, 64), LAYOUT.to_mgpu()) for half in loaded]

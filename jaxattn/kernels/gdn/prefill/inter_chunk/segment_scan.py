@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import Accumulator, with_accumulators
+from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.launch import halves_in_a_block
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     FIRST_CHUNK,
@@ -31,7 +31,7 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     START,
     STEPS,
     TOKENS,
-    Step,
+    ChunkStateUpdate,
     drain,
     first_half,
     first_run,
@@ -57,7 +57,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import shown, swizzled
+from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 VALUES, IDENTITY = 0, 1  # what a block of the transition pass starts from
@@ -154,7 +154,7 @@ def _transition_body(
                 state, slot = carry
                 left = tokens - i * CHUNK
                 plgpu.barrier_wait(loaded.at[slot])
-                step = Step(
+                step = ChunkStateUpdate(
                     k_smem.at[slot],
                     v_smem.at[slot, wg],
                     x_smem.at[slot],
@@ -165,7 +165,7 @@ def _transition_body(
                 step.clear_tail(left, wg, halves, cleared)
 
                 def with_refs(*refs):
-                    seen, u = (Accumulator(ref) for ref in refs[:2])
+                    seen, u = (WgmmaAccumulator(ref) for ref in refs[:2])
                     operand, decayed = step.rounded(state), step.decayed(state)
                     step.times_transposed(seen, operand, step.k)
                     # Not 0 times the values, which may be NaN.
@@ -176,13 +176,14 @@ def _transition_body(
                     weight = step.factor(WRITE)
                     added = u.read()
                     accs = [
-                        Accumulator(ref, half) for ref, half in zip(refs[2:], decayed, strict=True)
+                        WgmmaAccumulator(ref, half)
+                        for ref, half in zip(refs[2:], decayed, strict=True)
                     ]
                     step.write(accs, added, weight)
                     return tuple(acc.read() for acc in accs)
 
                 state = with_accumulators(with_refs, 4, interpret=interpret)
-                shown(interpret=interpret)
+                fence_proxy_async(interpret=interpret)
                 plgpu.barrier_arrive(read.at[slot])
                 return state, next_slot(slot)
 
@@ -306,7 +307,7 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
                 plgpu.barrier_wait(loaded.at[slot])
 
                 def with_refs(*refs):
-                    accs = [Accumulator(ref) for ref in refs]
+                    accs = [WgmmaAccumulator(ref) for ref in refs]
                     products = (
                         (rest, rounded_smem),
                         (rounded, rest_smem),
@@ -322,7 +323,7 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
 
                 state = with_accumulators(with_refs, 2, interpret=interpret)
                 if interpret:  # whose products read as loads do
-                    shown(interpret=True)
+                    fence_proxy_async(interpret=True)
                 plgpu.barrier_arrive(read.at[slot])
                 return state
 

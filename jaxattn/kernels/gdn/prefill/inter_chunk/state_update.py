@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import Accumulator
+from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator
 from jaxattn.kernels.gdn.prefill.tiles import BY_COLUMN, CHUNK, DECAY, TILE, iota, over_columns
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
@@ -68,7 +68,7 @@ def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), TILE)
 
 
-class Step:
+class ChunkStateUpdate:
     """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk.
 
     Of decays per channel the keys come twice: times -exp(G) where they read the state, and times
@@ -110,7 +110,9 @@ class Step:
     def rounded(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(half.astype(self.dtype) for half in state)
 
-    def times_transposed(self, acc: Accumulator, state: tuple[jax.Array, ...], rows: Any) -> None:
+    def times_transposed(
+        self, acc: WgmmaAccumulator, state: tuple[jax.Array, ...], rows: Any
+    ) -> None:
         """acc += state rows^T, for keys or queries [2, 64, 64]."""
         for half in range(2):
             acc.add(state[half], rows.at[half].transpose((1, 0)))
@@ -133,7 +135,7 @@ class Step:
         decay = self.vectors[DECAY, 0]
         return tuple(decay * half for half in state)
 
-    def write(self, accs: list[Accumulator], u: jax.Array, weight: jax.Array | None) -> None:
+    def write(self, accs: list[WgmmaAccumulator], u: jax.Array, weight: jax.Array | None) -> None:
         """accs += (write * U^T) K"""
         weighted = times(weight, u).astype(self.dtype)
         for half in range(2):

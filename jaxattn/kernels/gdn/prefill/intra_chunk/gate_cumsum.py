@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     f32,
     i32,
@@ -74,7 +74,7 @@ def sum_gates(copied: Any, head: Any, length: Any, gates: Any, *, interpret: boo
 
 def _sum(ctx: Any, copied: Any, gates: Any, head: Any, length: Any) -> None:
     del ctx
-    heads, warp = ir.MemRefType(gates.type).shape[0], Thread().warp
+    heads, warp = ir.MemRefType(gates.type).shape[0], WarpgroupThread().warp
     head, length = single(head), single(length)
     token = times(arith.andi(utils.thread_idx(), word(31)), 2)  # and the next one
     pitch = 4 * COPIED_HEADS

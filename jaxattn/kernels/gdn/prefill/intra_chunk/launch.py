@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import COPIED_HEADS, copyable
 from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import (
     WARPGROUPS,
-    Block,
-    Cut,
-    Refs,
+    GdnIntraChunkConfig,
+    GdnIntraChunkCta,
+    GdnIntraChunkRefs,
     scratch_types,
 )
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, TRIANGLE, VECTORS, compiler_params
@@ -76,7 +76,7 @@ def chunk_matrices(
     # At most one block an SM: one more would wait for a whole block to end.
     items = count * (value_heads // share)
     blocks = min(-(-items // WARPGROUPS), NUM_SMS)
-    cut = Cut(
+    cut = GdnIntraChunkConfig(
         count=count,
         group=group,
         share=share,
@@ -89,7 +89,7 @@ def chunk_matrices(
     matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
     vectors = jax.ShapeDtypeStruct((count, value_heads, VECTORS, CHUNK), jnp.float32)
     out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: GdnIntraChunkCta(cut, GdnIntraChunkRefs(**refs)).run(),
         name="gdn_prefill_chunk",
         grid={"block": blocks},
         inputs={

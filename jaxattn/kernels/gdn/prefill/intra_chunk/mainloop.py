@@ -44,7 +44,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     element,
     fragmented,
@@ -63,7 +63,7 @@ WARPGROUPS = 4  # of a block: they share an SM's registers, 128 a thread, and it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class GdnIntraChunkConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -85,7 +85,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class GdnIntraChunkRefs:
     """What a block works on: operands and results, then shared memory of each warpgroup."""
 
     q_ref: Any
@@ -140,7 +140,7 @@ def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
     )
     def filled(ctx: Any, x: Any) -> Any:
         del ctx
-        thread = Thread()
+        thread = WarpgroupThread()
         row = plus(times(thread.warp, 16), thread.g)
         lead = arith.subi(row, times(thread.t, 2))
         registers = []
@@ -200,7 +200,7 @@ def prefetch_rows(k: Any, q: Any, length: jax.Array, *, interpret: bool) -> None
         del ctx
         long = ir.IntegerType.get_signless(64)
         pitch = ir.MemRefType(k.type).get_strides_and_offset()[0][0]
-        index = Thread().index
+        index = WarpgroupThread().index
         token = arith.andi(index, word(CHUNK - 1))
         of_keys = arith.cmpi(arith.CmpIPredicate.ult, index, word(CHUNK))
         places = (llvm.ptrtoint(long, utils.memref_ptr(x)) for x in (k, q))
@@ -228,7 +228,7 @@ def _start_scores(acc: Any, left: Any, right: Any) -> None:
         plgpu.wgmma(acc, left.at[half], right.at[half].transpose((1, 0)))
 
 
-class Lengths(NamedTuple):
+class LogScales(NamedTuple):
     """What multiplies a key, and what a query, as logarithms: one exponential has both and the
     decay between them."""
 
@@ -236,10 +236,10 @@ class Lengths(NamedTuple):
     q: jax.Array
 
 
-class Block:
+class GdnIntraChunkCta:
     """Four warpgroups that each walk over items of their own: a chunk, and some value heads."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: GdnIntraChunkConfig, refs: GdnIntraChunkRefs):
         self.cut, self.refs, interpret = cut, refs, cut.interpret
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
         self.worker = self.block * WARPGROUPS + self.wg
@@ -338,7 +338,7 @@ class Block:
                 keys.at[half][...] = jnp.where(inside, kept, jnp.zeros((), self.cut.dtype))
             plgpu.commit_smem()
 
-    def _lengths(self, keys: Any, queries: Any, length: jax.Array) -> Lengths:
+    def _lengths(self, keys: Any, queries: Any, length: jax.Array) -> LogScales:
         log_scale = math.log2(self.cut.scale)
         log_q = plgpu.layout_cast(jnp.full((CHUNK,), log_scale, jnp.float32), BY_ROW)
         log_k = jnp.zeros_like(log_q)
@@ -347,7 +347,7 @@ class Block:
             token = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=BY_ROW)
             # The tail's queries may be NaN, and their rows of A are 0.
             log_q = jnp.where(token < length, log_q, 0.0)
-        return Lengths(log_k, log_q)
+        return LogScales(log_k, log_q)
 
     def _log_inverse(self, rows: Any) -> jax.Array:
         """Of each row's length."""
@@ -357,7 +357,7 @@ class Block:
         return -0.5 * jnp.log2(jnp.where(own, products, 0.0).sum(axis=1) + 1e-6)
 
     def _value_head(
-        self, chunk: jax.Array, head: jax.Array, n: jax.Array, lengths: Lengths, then: Any
+        self, chunk: jax.Array, head: jax.Array, n: jax.Array, lengths: LogScales, then: Any
     ) -> None:
         """P, the vectors and X of a value head, the n-th of an item; `then` runs when K and Q have
         been read."""
@@ -393,7 +393,7 @@ class Block:
         self._copy_out(wg, refs.x_ref.at[chunk, head])
 
     def _matrices(
-        self, gates: Any, sums: Any, running: jax.Array, beta: jax.Array, lengths: Lengths,
+        self, gates: Any, sums: Any, running: jax.Array, beta: jax.Array, lengths: LogScales,
         qk: Any, kk: Any,
     ) -> jax.Array:  # fmt: skip
         """A; P and the vectors are left in shared memory."""

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, scf
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     element,
     f32,
@@ -50,7 +50,7 @@ def _typed(dtype: Any) -> Any:
     return plgpu.ShapeDtypeStruct((CHUNK, 64), dtype, layout=OWN)
 
 
-class Factors:
+class DecayFactors:
     """Half of the channels of a chunk, a warpgroup's: keys, queries, and both factors of each."""
 
     def __init__(self, k: jax.Array, q: jax.Array, decays: jax.Array, *, interpret: bool):
@@ -155,11 +155,11 @@ def _interpreted(
     return jnp.where(second, up_to * others, up_to), jnp.where(second, behind, behind * others)
 
 
-class Place:
+class DecayTileOffsets:
     """Where a thread's tokens and channels are, in rows of 128 and of 256 bytes."""
 
     def __init__(self) -> None:
-        thread = Thread()
+        thread = WarpgroupThread()
         self.warp = thread.warp
         self.lane = arith.andi(thread.index, word(31))
         first, column = times(self.warp, 128 * WARP_TOKENS), times(self.lane, 4)
@@ -178,7 +178,7 @@ def _pair_of(ref: Any) -> Any:
 
 def _load(ctx: Any, k: Any, q: Any, g: Any) -> Any:
     del ctx
-    place, layout = Place(), OWN.to_mgpu()
+    place, layout = DecayTileOffsets(), OWN.to_mgpu()
 
     def rows(ref: Any, offsets: list[Any], pitch: int) -> Any:
         pair = _pair_of(ref)
@@ -225,7 +225,7 @@ def _in_a_thread(
 ) -> Any:
     del totals
     k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
-    place = Place()
+    place = DecayTileOffsets()
     keys, queries = [None] * WARP_TOKENS, [None] * HALF_WARP
     for i, (key, query) in enumerate(zip(k, q, strict=True)):
         second, rank = place_of(i, size)
@@ -249,11 +249,11 @@ def _in_a_thread(
 
 def _store_totals(ctx: Any, up_to: Any, totals: Any) -> None:
     del ctx
-    place = Place()
+    place = DecayTileOffsets()
     store(list(up_to.registers.flat)[-1], totals, plus(times(place.warp, 256), place.channel))
 
 
-def _total(totals: Any, place: Place, warp: Any) -> Any:
+def _total(totals: Any, place: DecayTileOffsets, warp: Any) -> Any:
     return joined(load(totals, plus(times(warp, 256), place.channel), 0, 2, f32()))
 
 
@@ -261,7 +261,7 @@ def _between_warps(
     size: int, k: Any, q: Any, up_to: Any, behind: Any, k_tile: Any, q_tile: Any, totals: Any
 ) -> Any:
     k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
-    place, warps = Place(), size // WARP_TOKENS
+    place, warps = DecayTileOffsets(), size // WARP_TOKENS
     first = arith.xori(arith.andi(place.warp, word(4 - warps)), word(warps))
     other = _total(totals, place, first)
     for i in range(1, warps):
@@ -285,7 +285,7 @@ def _ends(
 ) -> None:  # fmt: skip
     del ctx
     k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
-    place = Place()
+    place = DecayTileOffsets()
     first = times(place.warp, 4 * WARP_TOKENS)
     read, written, queries = [], [], []
     for i in range(WARP_TOKENS):

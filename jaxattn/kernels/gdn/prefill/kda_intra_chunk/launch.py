@@ -23,20 +23,20 @@ import jax.numpy as jnp
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.mainloop import (
     SCALING,
     WARPGROUPS,
-    Block,
-    Cut,
-    Refs,
+    KdaIntraChunkConfig,
+    KdaIntraChunkCta,
+    KdaIntraChunkRefs,
     scratch_types,
 )
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM, TRIANGLE, compiler_params
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 
-# By the names of `Refs`, in the order of `ChannelChunks`.
+# By the names of `KdaIntraChunkRefs`, in the order of `KdaChunkOperands`.
 OUTPUTS = ("q_read_ref", "k_read_ref", "k_written_ref", "x_ref", "p_ref", "ends_ref")
 
 
-class ChannelChunks(NamedTuple):
+class KdaChunkOperands(NamedTuple):
     """What the passes take in the place of tokens and of `chunk_matrices`."""
 
     q: jax.Array  # [N, Hv, 64, 128], times scale exp(G)
@@ -59,7 +59,7 @@ def channel_chunks(
     use_qk_l2norm: bool,
     interpret: bool = False,
     detect_races: bool = False,
-) -> ChannelChunks:
+) -> KdaChunkOperands:
     """The operands of the chunks of a plan.
 
     Args:
@@ -70,7 +70,7 @@ def channel_chunks(
         count: N.
     """
     value_heads, dtype = beta.shape[1], q.dtype
-    cut = Cut(
+    cut = KdaIntraChunkConfig(
         count=count,
         group=value_heads // k.shape[1],
         blocks=min(count * value_heads, NUM_SMS),
@@ -83,7 +83,7 @@ def channel_chunks(
     matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
     ends = jax.ShapeDtypeStruct((count, value_heads, SCALING, 64), jnp.float32)
     out = launch(
-        lambda **refs: Block(cut, Refs(**refs)).run(),
+        lambda **refs: KdaIntraChunkCta(cut, KdaIntraChunkRefs(**refs)).run(),
         name="kda_prefill_chunk",
         grid={"block": cut.blocks},
         inputs={
@@ -100,7 +100,7 @@ def channel_chunks(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return ChannelChunks(*(out[name] for name in OUTPUTS))
+    return KdaChunkOperands(*(out[name] for name in OUTPUTS))
 
 
 def _by_chunk(beta: jax.Array, chunks: jax.Array, count: int) -> jax.Array:

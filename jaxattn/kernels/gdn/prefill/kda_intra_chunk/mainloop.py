@@ -17,14 +17,14 @@ from jaxattn.kernels.gdn.prefill.kda_intra_chunk.decay_scaling import (
     KEYS,
     QUERIES,
     WARP_TOKENS,
-    Factors,
+    DecayFactors,
     load_half,
     within,
 )
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.scores import (
     SIZES,
     WITHIN_A_WARP,
-    Scores,
+    KdaChunkScores,
     between_warps,
     own_columns,
     within_warps,
@@ -39,7 +39,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper.device import shown, swizzled
+from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled
 
 SCALING = 2  # warpgroups, and halves of the channels
 WARPGROUPS = SCALING + 1
@@ -48,7 +48,7 @@ Q_READ, K_READ, K_WRITTEN = range(3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class KdaIntraChunkConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -68,7 +68,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class KdaIntraChunkRefs:
     """What a block works on: operands and results, then shared memory and barriers."""
 
     q_ref: Any
@@ -138,10 +138,10 @@ def _views(union: Any, *, interpret: bool) -> tuple[Any, Any, Any]:
     return (union, union, union) if interpret else union
 
 
-class Block:
+class KdaIntraChunkCta:
     """Walks over items, a value head of a chunk each; its warpgroups work on different ones."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: KdaIntraChunkConfig, refs: KdaIntraChunkRefs):
         self.cut, self.refs, interpret = cut, refs, cut.interpret
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
         self.k_copied, self.k_smem, self.k_plain = _views(refs.k_union, interpret=interpret)
@@ -233,14 +233,14 @@ class Block:
             plgpu.copy_smem_to_gmem(self.outs.at[out, half], place)
         plgpu.copy_smem_to_gmem(end, refs.ends_ref.at[chunk, head, half])
 
-    def _factors(self, length: jax.Array) -> Factors:
+    def _factors(self, length: jax.Array) -> DecayFactors:
         refs, half, interpret = self.refs, self.wg, self.cut.interpret
         plgpu.barrier_wait(refs.loaded)
         k, q, g = load_half(
             self.k_plain.at[half], self.q_plain.at[half], refs.g_smem.at[half],
             interpret=interpret,
         )  # fmt: skip
-        shown(interpret=interpret)
+        fence_proxy_async(interpret=interpret)
         plgpu.barrier_arrive(refs.taken)
         given = (k, q, jnp.exp2(g * LOG2E))
 
@@ -252,7 +252,7 @@ class Block:
                 for x, fill in zip(given, fills, strict=True)
             )
 
-        return Factors(*lax.cond(length < CHUNK, cleared, lambda: given), interpret=interpret)
+        return DecayFactors(*lax.cond(length < CHUNK, cleared, lambda: given), interpret=interpret)
 
     def _multiply(self, i: jax.Array, _: None) -> None:
         """P and X of an item."""
@@ -264,7 +264,7 @@ class Block:
         own, lengths = self._measure(length), refs.lengths_smem.at[parity]
         for row, factor in zip((KEYS, QUERIES), own[1:], strict=True):
             lengths[row, :] = factor
-        shown(interpret=cut.interpret)
+        fence_proxy_async(interpret=cut.interpret)
         plgpu.barrier_arrive(refs.taken)
         plgpu.barrier_wait(refs.taken)
         plgpu.barrier_arrive(refs.measured)
@@ -319,7 +319,7 @@ class Block:
             of_key, of_query = of_key * inverse[0], of_query * inverse[1]
         return products(queries, keys), of_key, of_query
 
-    def _scores(self, own: jax.Array) -> list[Scores]:
+    def _scores(self, own: jax.Array) -> list[KdaChunkScores]:
         """Of keys and of queries, by the ring's tiles."""
         refs, interpret = self.refs, self.cut.interpret
         wide: dict[int, list[jax.Array]] = {}
@@ -334,7 +334,7 @@ class Block:
             plgpu.barrier_arrive(refs.empty.at[slot])
         keys, queries = own_columns(refs.own_smem, interpret=interpret)
         # On the diagonal it has 0.
-        return [Scores(*x) for x in zip((keys, queries + own), *wide.values(), strict=True)]
+        return [KdaChunkScores(*x) for x in zip((keys, queries + own), *wide.values(), strict=True)]
 
     def _keep(self, columns: list[jax.Array]) -> None:
         for half, x in enumerate(columns):

@@ -24,7 +24,7 @@ from jaxattn.kernels.gdn.prefill.kda_intra_chunk.decay_scaling import (
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, TILE, iota
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     f32,
     fragmented,
@@ -45,7 +45,7 @@ OF_KEYS, OF_QUERIES = 0, 1  # of the products of a warp's own columns
 ROW_BYTES, HALF_BYTES = 128, CHUNK * 128  # of a tile
 
 
-class Scores(NamedTuple):
+class KdaChunkScores(NamedTuple):
     """Of queries or of keys with keys."""
 
     own: jax.Array  # float32 [64, 16], each warp's own 16 columns
@@ -131,7 +131,7 @@ def _matrices(address: Any, fixed: int) -> list[Any]:
 
 def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
     kind = "bf16" if isinstance(ir.MemRefType(k_tile.type).element_type, ir.BF16Type) else "f16"
-    thread = Thread()
+    thread = WarpgroupThread()
     lane = arith.andi(thread.index, word(31))
     matrix, row = arith.shrui(lane, word(3)), arith.andi(lane, word(7))
     keys, queries = (llvm.ptrtoint(i32(), pointer(x, word(0))) for x in (k_tile, q_tile))
@@ -163,7 +163,7 @@ def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
     _keep(size, thread, products, own)
 
 
-def _keep(size: int, thread: Thread, products: list[Any], own: Any) -> None:
+def _keep(size: int, thread: WarpgroupThread, products: list[Any], own: Any) -> None:
     """A thread has of its row the products with two columns: two of keys, two of queries."""
     bits = size.bit_length() - 1
     row, column = thread.g, times(thread.t, 2)
@@ -202,7 +202,7 @@ def own_columns(own: Any, *, interpret: bool) -> list[jax.Array]:
 def _own_columns(ctx: Any, own: Any) -> Any:
     del ctx
     asm("bar.warp.sync 0xffffffff;", [], [], "~{memory}")
-    thread = Thread()
+    thread = WarpgroupThread()
     row = plus(times(thread.warp, WARP_TOKENS), thread.g)
     offset = plus(times(row, 4 * WARP_TOKENS), times(thread.t, 8))
     found = []

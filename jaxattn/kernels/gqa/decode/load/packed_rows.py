@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     element,
     fragmented,
     joined,
@@ -169,7 +169,7 @@ class PackedRows:
 
     def _of_thread(self, first: Any) -> list[tuple[Any, Any]]:
         """(row from the pair's packed row 0 on, whether it is one) of a thread's packed rows."""
-        thread = Thread()
+        thread = WarpgroupThread()
         half = arith.andi(arith.shrui(thread.index, word(4)), word(1))
         mine = plus(first, times(thread.warp, 2), half)
         found = []

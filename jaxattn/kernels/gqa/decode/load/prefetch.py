@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils
-from jaxattn.kernels.hopper.ptx import Thread, asm, pointer, single, times, word
+from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, pointer, single, times, word
 
 LINE, NUMBERS = 128, 32  # bytes of a line of the cache, and int32 numbers
 THREADS = 128
@@ -24,7 +24,7 @@ PRIORITY = "L2::evict_last"
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
-def ask_for_all(ref: Any, *, interpret: bool) -> None:
+def prefetch_array(ref: Any, *, interpret: bool) -> None:
     """The lines of int32 [..], by one warpgroup: each thread's own, so up to 4,096 numbers."""
     lines = min(-(-math.prod(ref.shape) // NUMBERS), THREADS)
     if interpret:
@@ -32,21 +32,21 @@ def ask_for_all(ref: Any, *, interpret: bool) -> None:
 
     def run(ctx: Any, ref: Any) -> None:
         del ctx
-        mine = Thread().index
+        mine = WarpgroupThread().index
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, mine, word(lines))):
             _ask(ref, times(mine, LINE))
 
     plgpu.inline_mgpu(arg_types=(PLAIN,))(run)(ref)
 
 
-def ask_for_one(ref: Any, row: jax.Array, column: jax.Array, *, interpret: bool) -> None:
+def prefetch_element(ref: Any, row: jax.Array, column: jax.Array, *, interpret: bool) -> None:
     """The line of one number of int32 [m, n]."""
     if interpret:
         return
 
     def run(ctx: Any, ref: Any, row: Any, column: Any) -> None:
         del ctx
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
             wide, width = ir.IntegerType.get_signless(64), ir.MemRefType(ref.type).shape[1]
             row, column = (arith.extui(wide, single(x)) for x in (row, column))
             place = arith.addi(arith.muli(row, mgpu.c(width, wide)), column)

@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.work_partition import Place
-from jaxattn.kernels.gqa.decode.load.query_gather import Queries
+from jaxattn.kernels.attention.work_partition import SchedulePosition
+from jaxattn.kernels.gqa.decode.load.query_gather import QueryLoaderProtocol
 from jaxattn.kernels.gqa.decode.smem import QUERIES
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import Pairs
-from jaxattn.kernels.hopper.device import meet
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
+from jaxattn.kernels.hopper.device import warpgroup_barrier
 
 
 def place_of(step: jax.Array, consumers: int) -> tuple[jax.Array, jax.Array]:
@@ -28,7 +28,7 @@ def place_of(step: jax.Array, consumers: int) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class LoadPipeline:
     """
     Attributes:
         steps: of each warpgroup, that have a place.
@@ -45,7 +45,7 @@ class Ring:
     ]
 
 
-class Turns(NamedTuple):
+class PipelineState(NamedTuple):
     """Whose a step is. Counted on from step to step: a division takes longer than a step's copy.
 
     Attributes:
@@ -58,7 +58,7 @@ class Turns(NamedTuple):
     turn: jax.Array
     slots: tuple[jax.Array, ...]
 
-    def next(self, consumers: int, rings: tuple[Ring, ...]) -> "Turns":
+    def next(self, consumers: int, rings: tuple[LoadPipeline, ...]) -> "PipelineState":
         """Of the step after it."""
         around = self.wg == consumers - 1
         slots = tuple(
@@ -66,11 +66,11 @@ class Turns(NamedTuple):
             for slot, ring in zip(self.slots, rings, strict=True)
         )
         wg = jnp.where(around, 0, self.wg + 1)
-        return Turns(wg, self.turn + around.astype(jnp.int32), slots)
+        return PipelineState(wg, self.turn + around.astype(jnp.int32), slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loader:
+class GqaDecodeProducer:
     """
     Attributes:
         queries: how they come.
@@ -79,20 +79,20 @@ class Loader:
         consumers: warpgroups that compute.
     """
 
-    part: Pairs
-    queries: Queries
+    part: HeadWorkPartition
+    queries: QueryLoaderProtocol
     memory: Any
-    rings: tuple[Ring, ...]
+    rings: tuple[LoadPipeline, ...]
     consumers: int
     interpret: bool
 
     def run(self, between: Callable[[], None]) -> None:
         """Everything, to the end: a thread that waits on a barrier has to see each of its
         completions. `between` is done when all has been asked for."""
-        self.part.ask_ahead(interpret=self.interpret)
+        self.part.prefetch_next(interpret=self.interpret)
         number, done = self.part.each_piece(self._piece, (jnp.int32(0), jnp.int32(0)))
         between()
-        self.part.ask_for_lines(interpret=self.interpret)  # again, for the next call
+        self.part.prefetch_lines(interpret=self.interpret)  # again, for the next call
 
         # What nobody waited for: the last steps of each ring, and the last queries.
         for ring in self.rings:
@@ -106,7 +106,9 @@ class Loader:
         def _drain_queries(i):
             plgpu.barrier_wait(self.memory.queries_read.at[lax.rem(i, QUERIES)])
 
-    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+    def _piece(
+        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+    ) -> Any:
         number, done = carry
         pair, stop = place.row, start + steps
         at = lax.rem(number, QUERIES)
@@ -115,7 +117,7 @@ class Loader:
         numbers = numbers_of(start), numbers_of(start + 1)
         asked = self.queries.ask(pair)
         wg, turn = place_of(done, self.consumers)
-        turns = Turns(wg, turn, tuple(lax.rem(turn, ring.steps) for ring in self.rings))
+        turns = PipelineState(wg, turn, tuple(lax.rem(turn, ring.steps) for ring in self.rings))
 
         def step(i, carry):
             (numbers, following), turns = carry
@@ -126,7 +128,7 @@ class Loader:
                 for some, to in ring.copies(pair, numbers, start + i, turns.wg, slot):
                     plgpu.copy_gmem_to_smem(some, to, ring.loaded.at[turns.wg, slot])
             # A barrier tells odd rounds from even ones: no warp may be a round behind.
-            meet(interpret=self.interpret)
+            warpgroup_barrier(interpret=self.interpret)
             return (following, later), turns.next(self.consumers, self.rings)
 
         carry = step(jnp.int32(0), (numbers, turns))

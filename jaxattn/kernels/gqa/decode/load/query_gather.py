@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gqa.decode.fp8_operands import half_queries, in_order, order_of
 from jaxattn.kernels.gqa.decode.load.packed_rows import PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import Pairs
-from jaxattn.kernels.hopper.device import asked_for
+from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
+from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.mla.decode.swap_ab.smem import SCORES
 
 AT_A_TIME = 2048  # numbers that are gathered at a time, 16 a thread
 
 
-class Queries(Protocol):
+class QueryLoaderProtocol(Protocol):
     def ask(self, pair: jax.Array) -> Any:
         """Starts what `put` waits for."""
         ...
@@ -35,7 +35,7 @@ class Queries(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatheredQueries:
+class QueryGather:
     """
     Attributes:
         q_ref: [B * S * H, D], of which `rows` are gathered.
@@ -47,7 +47,7 @@ class GatheredQueries:
 
     q_ref: Any
     rows: PackedRows
-    part: Pairs
+    part: HeadWorkPartition
     memory: Any
     scale: float
     kv_scale_ref: Any
@@ -55,7 +55,7 @@ class GatheredQueries:
     def ask(self, pair: jax.Array) -> jax.Array:
         _, first = next(self._some())
         asked = self._load(first, pair)
-        asked_for(interpret=self.rows.interpret)
+        issue_loads(interpret=self.rows.interpret)
         return asked
 
     def put(self, asked: jax.Array, pair: jax.Array, at: jax.Array) -> None:

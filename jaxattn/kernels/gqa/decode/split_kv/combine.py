@@ -20,7 +20,7 @@ from jaxattn.kernels.gqa.decode.epilogue import gated, with_sink
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import asked_for
+from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E
 
@@ -40,7 +40,7 @@ def _wide(vector: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Combination:
+class SplitKvCombine:
     """
     Attributes:
         first_rows: of the output, and of the partial results, in the arrays below.
@@ -80,7 +80,7 @@ class Combination:
         gates = []
         if self.gate is not None:  # read from memory, while the partial results come from L2
             gates = [packed.load(self.gate, at, first, WIDTH) for first in firsts]
-            asked_for(interpret=packed.interpret)
+            issue_loads(interpret=packed.interpret)
         top, total, outs = self._sum(slots, packed.first, firsts)
         empty = total == 0
         share = 1 / total
@@ -169,7 +169,7 @@ def combine(
         refs: the output's rows [.., D], and the partial results'.
         lse: float32 [B * S * H].
         q_len, group, kv_heads: S, query heads of a KV head, and Hk.
-        first_rows, partial_lse, sinks, gate: as `Combination` has them.
+        first_rows, partial_lse, sinks, gate: as `SplitKvCombine` has them.
     """
     pairs, rows = line.slots.shape[1], partial_lse.shape[1]
     dims = refs[0].shape[1] // WIDTH
@@ -183,7 +183,7 @@ def combine(
             q_len=q_len, group=group, kv_heads=kv_heads, columns=ACROSS, first=chunk * ACROSS,
             interpret=True,
         )  # fmt: skip
-        combination = Combination(first_rows=first_rows, rows=rows, **refs)
+        combination = SplitKvCombine(first_rows=first_rows, rows=rows, **refs)
         row, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
 
         @pl.when(slots[1] > 0)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena
 from jaxattn.kernels.gqa.decode.smem import block_columns
 from jaxattn.kernels.gqa.decode.split_kv.combine import combine
-from jaxattn.kernels.gqa.decode.split_kv.oversubscription import FineLine
+from jaxattn.kernels.gqa.decode.split_kv.oversubscription import OversubscribedSchedule
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, may_cut
 from jaxattn.kernels.gqa.decode.split_kv.workspace import spec_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Packing:
+class GqaPacking:
     """Of [B, S, H, D], by pairs (row, KV head) and their packed rows s * group + j."""
 
     batch: int
@@ -64,7 +64,7 @@ class Packing:
         return None if x is None else x.reshape(-1, self.head_dim)
 
 
-class Results:
+class GqaDecodeOutputs:
     """Where a launch writes.
 
     Attributes:
@@ -75,8 +75,8 @@ class Results:
     """
 
     def __init__(
-        self, arena: Arena | None, schedule: PairSchedule, packing: Packing, dtype: Any, *,
-        fine: FineLine | None = None, interpret: bool,
+        self, arena: Arena | None, schedule: PairSchedule, packing: GqaPacking, dtype: Any, *,
+        fine: OversubscribedSchedule | None = None, interpret: bool,
     ):  # fmt: skip
         """`fine`: the schedule's, if the launch takes it in place of the usual line."""
         line = schedule.line

@@ -28,7 +28,7 @@ LEAST_PIECE = 8  # steps
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class FineLine:
+class OversubscribedSchedule:
     """Such a schedule, and where its parts put partial results.
 
     Attributes:
@@ -40,7 +40,7 @@ class FineLine:
     first_slots: jax.Array
 
 
-def may_have_more(pairs: int, parts: int, steps: int) -> bool:
+def may_oversubscribe(pairs: int, parts: int, steps: int) -> bool:
     """Whether there are such lines, from static shapes."""
     return pairs > parts and steps >= LONG_PAIR
 
@@ -58,13 +58,15 @@ def most_parts(pairs: int, parts: int, more: int) -> int:
     return min(pairs + more, parts + max(parts - 1 + more, parts + FULL * parts // 4))
 
 
-def dealt_out(number: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
+def full_waves(number: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
     """(turns of so many pairs that are dealt out, whether the last turn is nearly full)."""
     full = 4 * (number % parts) >= FULL * parts
     return jnp.maximum(number // parts - jnp.where(full, 0, 1), 0), full
 
 
-def in_more_parts(line: Schedule, pages: jax.Array, *, cost: int, cut: bool) -> FineLine:
+def oversubscribe(
+    line: Schedule, pages: jax.Array, *, cost: int, cut: bool
+) -> OversubscribedSchedule:
     """The line of more pairs than parts, in more parts.
 
     Args:
@@ -77,7 +79,7 @@ def in_more_parts(line: Schedule, pages: jax.Array, *, cost: int, cut: bool) -> 
     halves, shorts = tail_of(usual) if cut else (0, 0)
     parts = most_parts(pages.shape[0], usual, halves * (HALF - 1) + shorts * (SHORT - 1))
     number = jnp.sum(pages > 0, dtype=jnp.int32)
-    turns, full = dealt_out(number, usual)
+    turns, full = full_waves(number, usual)
 
     # Forth and back, as `deal_out` does it, but the end.
     ranked = jnp.argsort(-jnp.where(pages > 0, pages + cost, 0), stable=True).astype(jnp.int32)
@@ -112,7 +114,7 @@ def in_more_parts(line: Schedule, pages: jax.Array, *, cost: int, cut: bool) -> 
         order=jnp.where(whole, order, line.order),
         slots=jnp.where(whole, jnp.zeros_like(slots).at[:, order].set(slots), usual_slots),
     )
-    return FineLine(picked, jnp.where(whole, first_slots, usual_first))
+    return OversubscribedSchedule(picked, jnp.where(whole, first_slots, usual_first))
 
 
 def _cuts(

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
-from jaxattn.kernels.hopper.ptx import Thread, asm, f32, i32, plus, pointer, single, word
+from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, f32, i32, plus, pointer, single, word
 
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
-def none_yet(pieces: jax.Array) -> jax.Array:
+def zero_counts(pieces: jax.Array) -> jax.Array:
     """uint32 zeros, as many as there are numbers of pieces, in memory of their own: kernels count
     in it, and leave it as it was.
 
@@ -27,7 +27,7 @@ def none_yet(pieces: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrivals:
+class SplitSemaphore:
     """
     Attributes:
         counts: uint32, how many pieces of each pair are there; 0 when a kernel starts, and again
@@ -53,7 +53,7 @@ class Arrivals:
 
     def _count(self, ctx: Any, counts: Any, told: Any, at: Any, pieces: Any) -> None:
         del ctx
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, Thread().index, word(0))):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
             place = pointer(counts, arith.muli(single(at), word(4)))
             last = plus(single(pieces), word(-1))
             # 0 follows the last.

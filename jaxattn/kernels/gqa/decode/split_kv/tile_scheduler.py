@@ -9,26 +9,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core.validation.arguments import Arguments
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes, check_window
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import (
     MIN_PART,
     PAGE,
     Schedule,
-    Shortest,
+    SplitThresholds,
     make_schedule,
     may_split,
     most_pieces,
     num_steps,
 )
-from jaxattn.kernels.gqa.decode.smem import block_columns, blocks_together
+from jaxattn.kernels.gqa.decode.smem import block_columns, ctas_per_sm
 from jaxattn.kernels.gqa.decode.split_kv.oversubscription import (
-    FineLine,
-    in_more_parts,
-    may_have_more,
+    OversubscribedSchedule,
+    may_oversubscribe,
+    oversubscribe,
 )
-from jaxattn.kernels.gqa.decode.split_kv.semaphore import none_yet
+from jaxattn.kernels.gqa.decode.split_kv.semaphore import zero_counts
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import first_step
 from jaxattn.kernels.hopper.device import NUM_SMS
 
@@ -70,7 +70,7 @@ class PairSchedule:
     window: int | None = dataclasses.field(metadata={"static": True})
     arrived: jax.Array | None = None
     seq_lens: jax.Array | None = None
-    fine: FineLine | None = None
+    fine: OversubscribedSchedule | None = None
     batch_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def arrived_of(self, tiles: int) -> jax.Array:
@@ -80,7 +80,7 @@ class PairSchedule:
             ValueError: it is for others.
         """
         if self.arrived is None:
-            return none_yet(jnp.repeat(self.line.slots[1], tiles))
+            return zero_counts(jnp.repeat(self.line.slots[1], tiles))
         if len(self.arrived) != self.line.slots.shape[-1] * tiles:
             raise ValueError(
                 f"gqa_decode: the schedule counts arrivals of {len(self.arrived)} tiles, and this "
@@ -129,7 +129,7 @@ def num_parts(
 ) -> int:
     """Parts of a call, from static shapes: as many blocks for each tile as the GPU runs at a time,
     or fewer where the pairs are not worth as many."""
-    blocks = num_sms * blocks_together(columns, head_dim, steps)
+    blocks = num_sms * ctas_per_sm(columns, head_dim, steps)
     return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // SHORT_PART))
 
 
@@ -170,7 +170,7 @@ def decode_schedule(
     Raises:
         TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
     """
-    arguments = Arguments("gqa.decode_schedule")
+    arguments = OpArguments("gqa.decode_schedule")
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
     check_sizes(arguments.op, q_len=q_len, **heads, **pages)
@@ -205,14 +205,14 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
-        least=Shortest(part=LEAST_PART, short=SHORT_PART),
+        least=SplitThresholds(part=LEAST_PART, short=SHORT_PART),
         least_piece=SHORT_PART,
         longer=LONGER,
     )
     fine = None
-    if may_have_more(pairs, parts, steps):
+    if may_oversubscribe(pairs, parts, steps):
         each = jnp.clip((lens + PAGE - 1) // PAGE, 0, steps)
-        fine = in_more_parts(line, each, cost=PAIR_COST, cut=split and not batch_invariant)
+        fine = oversubscribe(line, each, cost=PAIR_COST, cut=split and not batch_invariant)
     schedule = PairSchedule(
         line, num_kv_heads, q_len, window, seq_lens=seq_lens, fine=fine,
         batch_invariant=batch_invariant,

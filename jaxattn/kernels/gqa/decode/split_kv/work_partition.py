@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
-from jaxattn.kernels.attention.work_partition import Part, Place
-from jaxattn.kernels.gqa.decode.load.prefetch import ask_for_all, ask_for_one
+from jaxattn.kernels.attention.work_partition import SchedulePosition, WorkPartition
+from jaxattn.kernels.gqa.decode.load.prefetch import prefetch_array, prefetch_element
 
 KEYS, VALUES = 0, 1  # in the cache's axis of two
 MOST = 2**31 - 1  # of int32
@@ -36,8 +36,8 @@ def first_step(lengths: jax.Array, q_len: int, window: int | None) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs(Part):
-    """A part of pairs; `row` of `Part` is a pair here.
+class HeadWorkPartition(WorkPartition):
+    """A part of pairs; `row` of `WorkPartition` is a pair here.
 
     Attributes:
         kv_ref: the cache [L, 2 N, C, Hk D], keys of page n at 2 n and its values behind them.
@@ -85,29 +85,29 @@ class Pairs(Part):
             return None
         return self.query_lens_ref[self.row_and_head(self.some_row(pair))[0]]
 
-    def ask_ahead(self, *, interpret: bool) -> None:
+    def prefetch_next(self, *, interpret: bool) -> None:
         """Asks for what `numbers_of` the first piece reads in turn."""
-        self.ask_for_lines(interpret=interpret)
+        self.prefetch_lines(interpret=interpret)
         if self.window is not None:  # its first page depends on its length
             return
         pair = self.some_row(self.place(self.begin[0]).row)
         width = self.table_ref.shape[1]
         page = jnp.minimum(lax.div(self.begin[1] * PAGE, self.page_size), width - 1)
-        ask_for_one(self.table_ref, self.row_and_head(pair)[0], page, interpret=interpret)
+        prefetch_element(self.table_ref, self.row_and_head(pair)[0], page, interpret=interpret)
 
-    def ask_for_lines(self, *, interpret: bool) -> None:
+    def prefetch_lines(self, *, interpret: bool) -> None:
         """Asks for the arrays of which each block reads a few numbers; the first block alone for
         those that are read behind its first page, or at once."""
         for ref in (self.order_ref, self.lens_ref, self.made_of_ref):
             if ref is not None:
-                ask_for_all(ref, interpret=interpret)
+                prefetch_array(ref, interpret=interpret)
 
         @pl.when(self.index == 0)
         def _others() -> None:
             for ref in self.asked_refs:
-                ask_for_all(ref, interpret=interpret)
+                prefetch_array(ref, interpret=interpret)
 
-    def slot_at(self, place: Place) -> jax.Array:
+    def slot_at(self, place: SchedulePosition) -> jax.Array:
         """Where the partial result of the part's piece at that place goes."""
         return self.first_slot + (place.number != self.begin[0]).astype(jnp.int32)
 

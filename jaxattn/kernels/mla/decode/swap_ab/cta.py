@@ -8,14 +8,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.kernels.attention.work_partition import Part
-from jaxattn.kernels.mla.decode.swap_ab.epilogue import Outputs, Shared
+from jaxattn.kernels.attention.work_partition import WorkPartition
+from jaxattn.kernels.mla.decode.swap_ab.epilogue import SwapAbExchange, SwapAbOutputTile
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class SwapAbConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -48,7 +48,7 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class SwapAbRefs:
     """What a block works on: operands and results, then its shared memory and barriers."""
 
     q_ref: Any
@@ -76,13 +76,13 @@ class Refs:
     loaded: Any  # a page
 
 
-class Block:
+class SwapAbCta:
     """`columns` packed rows of the rows in a part."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: SwapAbConfig, refs: SwapAbRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = Part.of(refs, self.index)
+        self.part = WorkPartition.of(refs, self.index)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
         self.factor = self.kv_scale * (cut.scale * LOG2E)
         self.mine = pl.ds(self.tile * cut.columns, cut.columns)
@@ -95,8 +95,10 @@ class Block:
         # At a piece's end, in the place of its rescaling and its pages: units and outputs.
         self.tops, self.totals, self.units = (refs.stats_smem.at[i] for i in (1, 2, 0))
         self.rescale_smem, self.q_factor_smem = refs.stats_smem.at[0], refs.stats_smem.at[3, 0]
-        self.shared = Shared(self.wg, refs.both_there, self.tops, self.totals, self.units, sum_smem)
-        self.outputs = Outputs(
+        self.shared = SwapAbExchange(
+            self.wg, refs.both_there, self.tops, self.totals, self.units, sum_smem
+        )
+        self.outputs = SwapAbOutputTile(
             self.part, cut.first_rows, cut.out_rows, self.mine,
             refs.out_ref, refs.partial_ref, refs.lse_ref, refs.partial_lse_ref,
         )  # fmt: skip

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
-from jaxattn.kernels.attention.work_partition import Part, nothing_or_nan
+from jaxattn.kernels.attention.work_partition import WorkPartition, nothing_or_nan
 from jaxattn.kernels.hopper.store.row_store import store
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.fp8_operands import store_output
 from jaxattn.kernels.mla.decode.swap_ab.smem import (
     BY_COLUMN,
@@ -32,7 +32,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class SwapAbExchange:
     """What the warpgroups show each other.
 
     Attributes:
@@ -57,7 +57,7 @@ class Shared:
         plgpu.barrier_arrive(self.both_there)
         plgpu.barrier_wait(self.both_there)
 
-    def of_both(self, layout: Any) -> tuple[jax.Array, jax.Array]:
+    def reduce_stats(self, layout: Any) -> tuple[jax.Array, jax.Array]:
         """Maximum and sum of each packed row."""
         tops = [plgpu.load(self.tops.at[i], layout=layout) for i in range(WARPGROUPS)]
         totals = [plgpu.load(self.totals.at[i], layout=layout) for i in range(WARPGROUPS)]
@@ -67,7 +67,7 @@ class Shared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outputs:
+class SwapAbOutputTile:
     """Where the results of a block's packed rows go.
 
     Attributes:
@@ -78,7 +78,7 @@ class Outputs:
         partial, partial_lse: partial results, or None where there are none.
     """
 
-    part: Part
+    part: WorkPartition
     first_rows: Sequence[int]
     rows: int
     columns: Any
@@ -122,8 +122,8 @@ class Outputs:
 def merge(
     accs: tuple[jax.Array, ...],
     unit: Any,
-    shared: Shared,
-    outputs: Outputs,
+    shared: SwapAbExchange,
+    outputs: SwapAbOutputTile,
     row: jax.Array,
     steps: jax.Array,
     *,
@@ -141,7 +141,7 @@ def merge(
     wg, whole = shared.wg, steps == outputs.part.pages_of(row)
     # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that
     # sees no key the product is 0 * V, NaN where V is.
-    top, total = shared.of_both(BY_COLUMN)
+    top, total = shared.reduce_stats(BY_COLUMN)
     own = plgpu.load(shared.tops.at[wg], layout=BY_COLUMN)
     share = over_out(jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total))
     if unit is None:
@@ -152,7 +152,7 @@ def merge(
             store_output(shared.outputs.at[wg], some, i)
         else:
             to = shared.outputs.at[wg, :, pl.ds(i * BLOCK, BLOCK)]
-            store_turned(to, some, interpret=interpret)
+            store_transposed(to, some, interpret=interpret)
     shared.meet()
 
     half = outputs.columns.size // WARPGROUPS
@@ -165,7 +165,7 @@ def merge(
 
     @pl.when(wg == 0)
     def _lse():
-        top, total = shared.of_both(BY_ROW)
+        top, total = shared.reduce_stats(BY_ROW)
         lse = (top + jnp.log2(total)) * (1 / LOG2E)
         outputs.write_lse(row, whole, jnp.where(total == 0, -jnp.inf, lse))
 

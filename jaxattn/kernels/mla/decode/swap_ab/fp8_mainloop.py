@@ -21,12 +21,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.mla.decode.fp8_operands import Fragments, unknown_zero
-from jaxattn.kernels.mla.decode.swap_ab.cta import Block
+from jaxattn.kernels.mla.decode.fp8_operands import MlaFp8Operands, unknown_zero
+from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import (
     Accumulators,
-    Pages,
-    Piece,
+    SwapAbMainloop,
+    SwapAbWorkTile,
     iota,
     over_keys,
     product,
@@ -52,15 +52,15 @@ def next_unit(unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array
     return unit, lax.bitcast_convert_type(bits, jnp.float32)
 
 
-class FP8Pages(Pages):
+class SwapAbFp8Mainloop(SwapAbMainloop):
     """Pages with one scale for the cache, or with one for each block of a token."""
 
     depth = DEPTH
     as_values = True
 
-    def __init__(self, block: Block, piece: Piece):
+    def __init__(self, block: SwapAbCta, piece: SwapAbWorkTile):
         super().__init__(block, piece)
-        self.fragments = Fragments(self.refs.kv_ref.dtype)
+        self.fragments = MlaFp8Operands(self.refs.kv_ref.dtype)
         self.scaled = self.cut.latents.block_scaled
         self.versions = self.refs.p_smem.shape[1]
         # Many columns leave room for a block's 32 registers, and not for the next one's.

@@ -12,8 +12,8 @@ from jax import lax
 from jaxattn.core.cache.formats import BLOCK, BYTES, FP8
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.mla.decode.fp8_operands import FLOAT_BIAS, QUERY_EXPONENT, ROPE_EXCESS
-from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import FP8Pages
-from jaxattn.kernels.mla.decode.swap_ab.mainloop import Accumulators, Pages, over_keys
+from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import SwapAbFp8Mainloop
+from jaxattn.kernels.mla.decode.swap_ab.mainloop import Accumulators, SwapAbMainloop, over_keys
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE, SCALE_BYTES
 
 
@@ -76,7 +76,7 @@ def plain_scores(page: jax.Array, queries: jax.Array, of_rope: jax.Array) -> jax
     return products.sum(axis=0) + rope @ of_rope.astype(jnp.float32).T
 
 
-class InterpretedPages(Pages):
+class InterpretedSwapAbMainloop(SwapAbMainloop):
     def _add_values(
         self, accs: Accumulators, p: jax.Array, rescale: jax.Array, slot: jax.Array
     ) -> Accumulators:
@@ -88,7 +88,7 @@ class InterpretedPages(Pages):
         )
 
 
-class InterpretedFP8Pages(FP8Pages):
+class InterpretedSwapAbFp8Mainloop(SwapAbFp8Mainloop):
     as_values = False
     blocks_ahead = 0
 

@@ -24,19 +24,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.attention.work_partition import Place, visible_keys
-from jaxattn.kernels.hopper.device import asked_for
-from jaxattn.kernels.mla.decode.swap_ab.cta import Block
+from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
+from jaxattn.kernels.hopper.device import issue_loads
+from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import merge
-from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import LEAST_UNIT, FP8Pages
-from jaxattn.kernels.mla.decode.swap_ab.interpreter import InterpretedFP8Pages, InterpretedPages
-from jaxattn.kernels.mla.decode.swap_ab.mainloop import Pages, Piece, iota
+from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import LEAST_UNIT, SwapAbFp8Mainloop
+from jaxattn.kernels.mla.decode.swap_ab.interpreter import (
+    InterpretedSwapAbFp8Mainloop,
+    InterpretedSwapAbMainloop,
+)
+from jaxattn.kernels.mla.decode.swap_ab.mainloop import SwapAbMainloop, SwapAbWorkTile, iota
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES, WARPGROUPS
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS
 
 
-class Body(Block):
+class SwapAbKernel(SwapAbCta):
     """The two warpgroups of a block."""
 
     def run(self) -> None:
@@ -51,7 +54,9 @@ class Body(Block):
             def _():
                 self.outputs.write_nothing(row, self.part.known(row))
 
-    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, begun: jax.Array) -> Any:
+    def _piece(
+        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, begun: jax.Array
+    ) -> Any:
         """Scores and values of its pages, the two warpgroups' in turns, and one result of both.
         Rows without tokens are written beside the first piece's copies: to read their lengths at a
         block's end would make it longer."""
@@ -74,24 +79,26 @@ class Body(Block):
         )  # fmt: skip
         return jnp.bool_(True)
 
-    def _mine(self, place: Place, start: jax.Array, steps: jax.Array) -> Piece:
+    def _mine(self, place: SchedulePosition, start: jax.Array, steps: jax.Array) -> SwapAbWorkTile:
         """What this warpgroup takes of a piece."""
         taken = lax.div(steps + 1 - self.wg, WARPGROUPS)
-        return Piece(place.row, start + self.wg, start + steps, taken)
+        return SwapAbWorkTile(place.row, start + self.wg, start + steps, taken)
 
-    def _load_first(self, place: Place, start: jax.Array, steps: jax.Array) -> None:
+    def _load_first(self, place: SchedulePosition, start: jax.Array, steps: jax.Array) -> None:
         """A piece's queries and first pages. Those of a part's first piece come before all else:
         what is worked out once for all pages is so while they are on the way."""
         pages = self._pages(self._mine(place, start, steps))
         numbers = pages.first_numbers()
-        asked_for(interpret=self.cut.interpret)  # beside the row's length
+        issue_loads(interpret=self.cut.interpret)  # beside the row's length
         pl.when(steps > 0)(lambda: self._load_queries(place.row))
         pages.load_first(numbers)
 
-    def _pages(self, piece: Piece) -> Pages:
+    def _pages(self, piece: SwapAbWorkTile) -> SwapAbMainloop:
         if self.cut.latents.quantized:
-            return (InterpretedFP8Pages if self.cut.interpret else FP8Pages)(self, piece)
-        return (InterpretedPages if self.cut.interpret else Pages)(self, piece)
+            return (InterpretedSwapAbFp8Mainloop if self.cut.interpret else SwapAbFp8Mainloop)(
+                self, piece
+            )
+        return (InterpretedSwapAbMainloop if self.cut.interpret else SwapAbMainloop)(self, piece)
 
     def _load_queries(self, row: jax.Array) -> None:
         @pl.when(self.wg == 0)

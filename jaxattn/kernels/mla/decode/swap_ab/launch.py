@@ -23,11 +23,11 @@ from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.tile_scheduler import Schedule, packed_rows
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.distributed_combine import Met
+from jaxattn.kernels.mla.decode.distributed_combine import DistributedCombineArgs
 from jaxattn.kernels.mla.decode.fp8_operands import order_queries
-from jaxattn.kernels.mla.decode.outputs import Results
-from jaxattn.kernels.mla.decode.swap_ab.cta import Cut, Refs
-from jaxattn.kernels.mla.decode.swap_ab.kernel import Body
+from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
+from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbConfig, SwapAbRefs
+from jaxattn.kernels.mla.decode.swap_ab.kernel import SwapAbKernel
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
 
@@ -42,7 +42,7 @@ def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
     return -(-rows // (8 * blocks)) * 8, blocks
 
 
-def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
+def refuse_swap_ab(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     """Raises `Refusal`, with the reason, where this kernel cannot run."""
     rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
     quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
@@ -64,7 +64,7 @@ def refuse_columns(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
         )
 
 
-def mla_decode_columns(
+def mla_decode_swap_ab(
     q: jax.Array,
     kv_cache: jax.Array,
     block_tables: jax.Array,
@@ -76,11 +76,11 @@ def mla_decode_columns(
     query_lens: jax.Array | None,
     arena: Arena | None,
     schedule: Schedule,
-    met: Met | None = None,
+    met: DistributedCombineArgs | None = None,
     interpret: bool,
     detect_races: bool,
 ) -> tuple[Any, ...]:
-    """`mla_decode_mosaic` of what `refuse_columns` accepts: a stack of layers, and `layer` [1]."""
+    """`mla_decode_mosaic` of what `refuse_swap_ab` accepts: a stack of layers, and `layer` [1]."""
     format = LatentFormat(kv_cache.dtype)
     batch, q_len, num_heads, _ = q.shape
     dtype = q.dtype
@@ -95,14 +95,16 @@ def mla_decode_columns(
         packed = order_queries(packed)
     kv_scale = None if kv_scale is None else kv_scale.reshape(1)
     kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
-    results = Results(arena, schedule, seq_lens, (batch, q_len, num_heads), kept, dtype, met)
-    cut = Cut(
+    results = MlaDecodeOutputs(
+        arena, schedule, seq_lens, (batch, q_len, num_heads), kept, dtype, met
+    )
+    cut = SwapAbConfig(
         q_len=q_len, num_heads=num_heads, columns=columns, parts=parts, out_rows=results.rows,
         first_rows=results.first_rows, scale=scale, dtype=dtype, page_size=page_size,
         latents=format, rope=rope, interpret=interpret,
     )  # fmt: skip
     written = launch(
-        lambda **refs: Body(cut, Refs(**refs)).run(),
+        lambda **refs: SwapAbKernel(cut, SwapAbRefs(**refs)).run(),
         name="mla_decode_columns",
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
         grid={"part": parts, "tile": blocks},

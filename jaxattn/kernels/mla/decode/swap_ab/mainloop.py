@@ -1,6 +1,6 @@
 """A warpgroup's pages of a piece in `mla_decode_columns`, of a 16-bit cache.
 
-K and V are read by wgmma where they lie. `Pages` is also what the other ways to store a cache build
+K and V are read by wgmma where they lie. `SwapAbMainloop` is also what the other ways to store a cache build
 on: the softmax between the two products is the same for all.
 """
 
@@ -16,9 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.hopper.device import meet
-from jaxattn.kernels.hopper.store.transposed_store import store_turned
-from jaxattn.kernels.mla.decode.swap_ab.cta import Block
+from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.store.transposed_store import store_transposed
+from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.smem import BY_COLUMN, SCORES, WARPGROUPS, over_out
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import MASKED
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
@@ -39,7 +39,7 @@ def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
     plgpu.wgmma(ref, of_keys, of_queries.transpose((1, 0)))
 
 
-class Piece(NamedTuple):
+class SwapAbWorkTile(NamedTuple):
     """A row, or what of it lies in the part, as one of its warpgroups has it."""
 
     row: jax.Array
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
     taken: jax.Array  # pages, every other one from the first
 
 
-class Pages:
+class SwapAbMainloop:
     """The pages that a warpgroup takes of a piece.
 
     Attributes:
@@ -59,7 +59,7 @@ class Pages:
     depth = 1
     as_values = False
 
-    def __init__(self, block: Block, piece: Piece):
+    def __init__(self, block: SwapAbCta, piece: SwapAbWorkTile):
         self.block, self.piece = block, piece
         self.cut, self.refs, self.part, self.wg = block.cut, block.refs, block.part, block.wg
         self.scores_type = plgpu.ACC((PAGE, block.cut.columns), jnp.float32)
@@ -103,7 +103,7 @@ class Pages:
         top, total, p, rescale, _ = self._soften(i, top, total, scores)
         accs = self._add_values(accs, p, rescale, slot)
         page = piece.first + WARPGROUPS * (i + 1)
-        meet(interpret=self.cut.interpret)  # all four warps have read the page
+        warpgroup_barrier(interpret=self.cut.interpret)  # all four warps have read the page
         pl.when(i < piece.taken - 1)(lambda: self._load(numbers, page))
         following = self.part.numbers(piece.row, page + WARPGROUPS, piece.stop)
         return top, total, unit, accs, following
@@ -139,8 +139,8 @@ class Pages:
         """Maxima and sums, page i's P and rescaling, and what was done meanwhile."""
         page = self.piece.first + WARPGROUPS * i
         here = self.refs.score_smem.at[self.wg, :, pl.ds(0, PAGE)]
-        store_turned(here, scores, interpret=self.cut.interpret)
-        meet(interpret=self.cut.interpret)
+        store_transposed(here, scores, interpret=self.cut.interpret)
+        warpgroup_barrier(interpret=self.cut.interpret)
         left = self.length - page * PAGE
         self._clear_tail(left)
         done = meanwhile()

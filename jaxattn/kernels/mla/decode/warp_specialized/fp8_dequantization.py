@@ -18,7 +18,7 @@ from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import (
-    Thread,
+    WarpgroupThread,
     asm,
     f32,
     i32,
@@ -38,7 +38,7 @@ TILE = 8 * LINE  # bytes, of 8 tokens widened
 THREADS = 128
 
 
-def widen(
+def dequantize_tile(
     stored: Any, scales: Any, target: Any, left: jax.Array, block: jax.Array | int, *,
     interpret: bool,
 ) -> None:  # fmt: skip
@@ -92,7 +92,7 @@ def _interpreted_scales(scales: Any, block: Any) -> Any:
 
 def _copied(stored: Any, target: Any) -> None:
     """Rope numbers, which as keys alone may be anything behind a row's end."""
-    at = times(Thread().index, CHUNK)
+    at = times(WarpgroupThread().index, CHUNK)
     for i in range(PAGE * LINE // (THREADS * CHUNK)):
         store(joined(load(stored, at, i * THREADS * CHUNK, 4)), target, at, i * THREADS * CHUNK)
 
@@ -101,7 +101,7 @@ def _widen(
     stored: Any, target: Any, left: Any, columns: int, of_block: tuple[Any, Any] | None = None
 ) -> None:
     """`of_block`: scales, and in bytes where a token's of the block is among its own."""
-    thread = Thread()
+    thread = WarpgroupThread()
     # Of its 32 lanes: eight tokens, and four chunks or, of the other half, their neighbours.
     token, chunk = (
         arith.andi(thread.index, word(7)),

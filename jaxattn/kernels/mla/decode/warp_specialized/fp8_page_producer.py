@@ -23,25 +23,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.hopper.device import meet
-from jaxattn.kernels.mla.decode.warp_specialized.fp8_dequantization import widen
-from jaxattn.kernels.mla.decode.warp_specialized.page_producer import Pages
+from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_dequantization import dequantize_tile
+from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     PAGES,
     QUARTER,
     RANK,
     RAW,
     SCALE_BYTES,
-    Block,
+    MlaDecodeCta,
 )
 
 AHEAD = 2  # widened pages
 
 
-class FP8Pages(Pages):
+class Fp8PageProducer(PageProducer):
     """`pages`: the one that is stored in shared memory, and the one after it."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: MlaDecodeCta):
         super().__init__(block)
         self.raw, self.raw_loaded = self.shared.raw, self.shared.raw_loaded
 
@@ -74,7 +74,7 @@ class FP8Pages(Pages):
         self._next_rope(pages, now + AHEAD)
 
     def wait_for_warps(self) -> None:
-        meet(interpret=self.cut.interpret)
+        warpgroup_barrier(interpret=self.cut.interpret)
 
     def _next_rope(self, pages: Any, into: jax.Array) -> None:
         page, following = pages[0], self._page_of(pages[1])
@@ -100,7 +100,7 @@ class FP8Pages(Pages):
         scales = None
         if self.cut.latents.block_scaled:
             scales = self.shared.raw_scales.at[tile]
-        widen(stored, scales, target, left, tile, interpret=self.cut.interpret)
+        dequantize_tile(stored, scales, target, left, tile, interpret=self.cut.interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(done)
 

@@ -25,23 +25,23 @@ so much, three quarters of Q live in warpgroup 0's registers.
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.mla.decode.warp_specialized.pv_gemm import Values
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import Scores
-from jaxattn.kernels.mla.decode.warp_specialized.smem import Block
+from jaxattn.kernels.mla.decode.warp_specialized.pv_gemm import PvWarpgroup
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import QkSoftmaxWarpgroup
+from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeCta
 
 REGISTERS = 168  # of a thread: three warpgroups share 65,536
 
 
-class Body(Block):
+class MlaDecodeKernel(MlaDecodeCta):
     """The three warpgroups of a block."""
 
     def run(self) -> None:
         @pl.when(self.wg == 0)
         def _scores():
             plgpu.set_max_registers(REGISTERS, action="decrease")
-            Scores(self).run()
+            QkSoftmaxWarpgroup(self).run()
 
         @pl.when((self.wg == 1) | (self.wg == 2))
         def _values():
             plgpu.set_max_registers(REGISTERS, action="increase")
-            Values(self).run()
+            PvWarpgroup(self).run()

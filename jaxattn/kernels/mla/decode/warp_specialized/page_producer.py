@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE
-from jaxattn.kernels.attention.work_partition import Place
+from jaxattn.kernels.attention.work_partition import SchedulePosition
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     HALF,
     LAYOUT,
@@ -22,11 +22,11 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     QUARTER,
     RANK,
     ROPE,
-    Block,
+    MlaDecodeCta,
 )
 
 
-class Pages:
+class PageProducer:
     """A warpgroup's half of the part's pages, in the order in which they are multiplied.
 
     `pages`, which the caller carries: the next to load of columns 0:128, which have two places, and
@@ -38,7 +38,7 @@ class Pages:
         columns: of the two quarters.
     """
 
-    def __init__(self, block: Block):
+    def __init__(self, block: MlaDecodeCta):
         self.block, self.cut, self.part = block, block.cut, block.part
         self.shared, self.places = block.refs.shared, block.cut.places
         self.half = half = block.wg - 1
@@ -66,7 +66,7 @@ class Pages:
         if quarter == 1 and not self.cut.interpret:
             self._ask_for_queries(*ahead[0])
 
-    def _ask_for_queries(self, place: Place, page: jax.Array, stop: jax.Array) -> None:
+    def _ask_for_queries(self, place: SchedulePosition, page: jax.Array, stop: jax.Array) -> None:
         """Where a row begins its queries are asked into L2, three pages before they are loaded."""
 
         @pl.when((page == 0) & (page < stop) & jnp.logical_not(self.is_right))

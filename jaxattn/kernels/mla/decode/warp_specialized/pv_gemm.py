@@ -16,16 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
-from jaxattn.kernels.attention.work_partition import Place, nothing_or_nan
+from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan
 from jaxattn.kernels.hopper.device import wgmma
-from jaxattn.kernels.hopper.reduce.online_softmax import emptied, rescaled
+from jaxattn.kernels.hopper.reduce.online_softmax import rescaled, zero_empty_rows
 from jaxattn.kernels.hopper.store.row_store import store, store_first_rows
-from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import FP8Pages
-from jaxattn.kernels.mla.decode.warp_specialized.page_producer import Pages
-from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES, QUARTER, Block
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import Fp8PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES, QUARTER, MlaDecodeCta
 
 
-class Piece(NamedTuple):
+class PvWorkTile(NamedTuple):
     """A row, or what of it lies in the part."""
 
     start: jax.Array  # first page
@@ -34,13 +34,13 @@ class Piece(NamedTuple):
     before: jax.Array  # pages of earlier pieces
 
 
-class Values:
+class PvWarpgroup:
     """What warpgroups 1 and 2 do, each with its half of the columns: all of the part's pages."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: MlaDecodeCta):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
-        self.pages = (FP8Pages if block.cut.latents.quantized else Pages)(block)
+        self.pages = (Fp8PageProducer if block.cut.latents.quantized else PageProducer)(block)
         self.is_right, self.columns = self.pages.is_right, self.pages.columns
         self.zero = plgpu.layout_cast(jnp.zeros((TILE, QUARTER), jnp.float32), LAYOUT)
 
@@ -56,15 +56,17 @@ class Values:
         for some in self.columns:
             store(self.refs.out_ref.at[self.block.rows_of(row), some], nothing)
 
-    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+    def _piece(
+        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+    ) -> Any:
         pages_before, pages = carry
         length = self.part.lens_ref[place.row]
-        page = functools.partial(self._page, Piece(start, steps, length, pages_before))
+        page = functools.partial(self._page, PvWorkTile(start, steps, length, pages_before))
         accs, pages = lax.fori_loop(0, steps, page, ((self.zero, self.zero), pages))
         plgpu.barrier_wait(self.shared.sums_written)
         total = plgpu.load(self.shared.sums, layout=LAYOUT.reduce(1))
         plgpu.barrier_arrive(self.shared.sums_read)
-        accs = tuple(emptied(acc, total, interpret=self.cut.interpret) for acc in accs)
+        accs = tuple(zero_empty_rows(acc, total, interpret=self.cut.interpret) for acc in accs)
         factor = self.block.kv_scale * jnp.abs(1 / total)
         factor = lax.broadcast_in_dim(factor, (TILE, QUARTER), [0])
         whole = steps == self.part.pages_in(length)
@@ -89,7 +91,7 @@ class Values:
 
         return pages_before + steps, pages
 
-    def _page(self, piece: Piece, i: jax.Array, carry: Any) -> Any:
+    def _page(self, piece: PvWorkTile, i: jax.Array, carry: Any) -> Any:
         """The piece's page i: the output rescaled, and P V added; the next ones' copies begun."""
         accs, pages = carry
         cut, shared = self.cut, self.shared

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
-from jaxattn.kernels.attention.work_partition import Place, nothing_or_nan, visible_keys
-from jaxattn.kernels.hopper.device import shown
+from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan, visible_keys
+from jaxattn.kernels.hopper.device import fence_proxy_async
 from jaxattn.kernels.hopper.reduce.online_softmax import PARTIAL, partial_sums, reference
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
@@ -24,7 +24,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     QUARTER,
     RANK,
     ROPE,
-    Block,
+    MlaDecodeCta,
 )
 
 LOG2E = math.log2(math.e)
@@ -47,10 +47,10 @@ def _iota(dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (TILE, PAGE), dimension, layout=LAYOUT)
 
 
-class Scores:
+class QkSoftmaxWarpgroup:
     """What the warpgroup does: a piece's queries, then page by page P and the rescaling."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: MlaDecodeCta):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
         self.factor = block.kv_scale * (block.cut.scale * LOG2E)
@@ -95,12 +95,14 @@ class Scores:
         ]
         return tuple(plgpu.layout_cast(x, LAYOUT) for x in loaded)
 
-    def _piece(self, place: Place, start: jax.Array, steps: jax.Array, carry: Any) -> Any:
+    def _piece(
+        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+    ) -> Any:
         """Scores and P of a piece's pages."""
         pages_before, pieces_before, q = carry
         plgpu.barrier_wait(self.refs.q_loaded)
         others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
-        pages = Pages(self, place.row, start, pages_before, others)
+        pages = QkSoftmaxMainloop(self, place.row, start, pages_before, others)
 
         stop = start + steps
         following = self.part.settle((place, stop, stop))  # reads lengths: not when they are needed
@@ -130,11 +132,16 @@ class Scores:
         store(self.refs.lse_ref.at[row, self.block.packed], nothing)
 
 
-class Pages:
+class QkSoftmaxMainloop:
     """A piece's pages, one after another."""
 
     def __init__(
-        self, scores: Scores, row: jax.Array, start: jax.Array, before: jax.Array, others: Any
+        self,
+        scores: QkSoftmaxWarpgroup,
+        row: jax.Array,
+        start: jax.Array,
+        before: jax.Array,
+        others: Any,
     ):
         """`before`: pages of earlier pieces; `others`: the queries' second quarter and on."""
         self.scores, self.start, self.before, self.others = scores, start, before, others
@@ -182,7 +189,7 @@ class Pages:
         return new_top, sums, jnp.where(slot == PAGES - 1, 0, slot + 1)
 
     def _hand_over(self, slot: jax.Array) -> None:
-        shown(interpret=self.scores.cut.interpret)
+        fence_proxy_async(interpret=self.scores.cut.interpret)
         plgpu.barrier_arrive(self.scores.shared.p_written.at[slot])
 
     def _product(self, i: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]) -> jax.Array:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK, LatentFormat
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE, copies_of
-from jaxattn.kernels.attention.work_partition import Part
+from jaxattn.kernels.attention.work_partition import WorkPartition
 from jaxattn.kernels.hopper.device import swizzled
 
 RANK, ROPE = 512, 64
@@ -31,7 +31,7 @@ SWIZZLED = (plgpu.SwizzleTransform(QUARTER),)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class PageSlots:
     """Where shared memory has pages that the products read.
 
     Attributes:
@@ -50,7 +50,7 @@ class Places:
         return tuple(sum(self.slots[:quarter]) for quarter in range(len(self.slots)))
 
     @classmethod
-    def of(cls, latents: LatentFormat) -> "Places":
+    def of(cls, latents: LatentFormat) -> "PageSlots":
         """kernel.py has the reasons for those of 16 bits, fp8_page_producer.py for those of FP8."""
         if latents.quantized:
             return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
@@ -59,7 +59,7 @@ class Places:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class MlaDecodeSmem:
     """What the three warpgroups share, arrays and then barriers."""
 
     kv: Any  # [place, 64, 128], quarters of pages
@@ -78,8 +78,8 @@ class Shared:
     raw_scales: Any  # bytes [RAW, 64, 16], its tokens' scales beside each tile; else None
 
 
-def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
-    tiled, copies, places = swizzled(dtype), copies_of(page_size), Places.of(latents)
+def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> MlaDecodeSmem:
+    tiled, copies, places = swizzled(dtype), copies_of(page_size), PageSlots.of(latents)
     kv_places = sum(places.slots)
     arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
@@ -90,7 +90,7 @@ def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
         stored |= {"raw": raw, "raw_loaded": loaded}
     if latents.block_scaled:
         stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
-    return Shared(
+    return MlaDecodeSmem(
         kv=plgpu.SMEM((kv_places, PAGE, QUARTER), dtype, transforms=tiled),
         rope=plgpu.SMEM((PAGES, PAGE, ROPE), dtype, transforms=tiled),
         rescale=plgpu.SMEM((PAGES, TILE), jnp.float32),
@@ -107,7 +107,7 @@ def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> Shared:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cut:
+class MlaDecodeConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -133,12 +133,12 @@ class Cut:
     interpret: bool
 
     @property
-    def places(self) -> Places:
-        return Places.of(self.latents)
+    def places(self) -> PageSlots:
+        return PageSlots.of(self.latents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refs:
+class MlaDecodeRefs:
     """What a block works on: operands and results, then its shared memory and barriers."""
 
     q_ref: Any  # [B, rows, D], or of the absorbed product [H, B, S, R] with whole tiles of heads
@@ -160,7 +160,7 @@ class Refs:
     q_smem: Any  # Q's first quarter
     q_rope_smem: Any  # its rope columns
     q_loaded: Any
-    shared: Shared
+    shared: MlaDecodeSmem
 
 
 def scratch_types(
@@ -179,13 +179,13 @@ def scratch_types(
     }
 
 
-class Block:
+class MlaDecodeCta:
     """A tile of 64 packed rows of the rows in a part."""
 
-    def __init__(self, cut: Cut, refs: Refs):
+    def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = Part.of(refs, self.index)
+        self.part = WorkPartition.of(refs, self.index)
         self.packed = pl.ds(self.tile * TILE, TILE)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
 
