@@ -6,15 +6,25 @@ round with such a row waits for its host; rounds without one do not.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.engine.scheduling.request_state import RunningRequest
+from jaxattn.engine.requests.request import Request
 
 EVERY = -1  # a word of which all 32 tokens may come
+
+
+class MaskedRow(Protocol):
+    """What a bitmask needs of a running request."""
+
+    request: Request
+
+    @property
+    def ended(self) -> bool: ...
 
 
 def words_of(vocab: int) -> int:
@@ -22,7 +32,7 @@ def words_of(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def fill_bitmask(rows: Sequence[RunningRequest | None], lines: int, vocab: int) -> np.ndarray:
+def fill_bitmask(rows: Sequence[MaskedRow | None], lines: int, vocab: int) -> np.ndarray:
     """int32 [lines, words]: what may come next in each row; everything where it has no grammar."""
     words = np.full((lines, words_of(vocab)), EVERY, np.int32)
     for line, row in zip(words, rows, strict=False):
