@@ -32,6 +32,7 @@ from jaxattn.bench import (
     recent,
     record,
     step,
+    tables,
     timing,
 )
 
@@ -572,6 +573,35 @@ def test_labels_are_spread_as_little_as_they_need():
     assert plot.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
     assert plot.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
     assert plot.spread([0.2, 1.0, 1.0], 0.1) == pytest.approx([0.2, 0.9, 1.0])
+
+
+def test_a_run_is_stored_with_a_measurement_per_line(tmp_path):
+    rows = [{"B": "1", "us": 2.5, "kernels": [["a", 1.0], ["b", 1.5]]}, {"B": "2", "us": None}]
+    kinds = {"decode 1": [{"kind": "attention"}, {"kind": "copy"}], "decode 2": []}
+    run = {"what": "some", "method": {"name": "loop", "s": 1}, "rows": rows, "kinds": kinds}
+    tables.store(run | {"notes": [], "peers": ["FLA", "FA3"]}, tmp_path / "run.json")
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text) == run | {"notes": [], "peers": ["FLA", "FA3"]}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert text.splitlines() == [
+        "{",
+        ' "what": "some",',
+        ' "method": {"name": "loop", "s": 1},',
+        ' "rows": [',
+        '  {"B": "1", "us": 2.5, "kernels": [["a", 1.0], ["b", 1.5]]},',
+        '  {"B": "2", "us": null}',
+        " ],",
+        ' "kinds": {',
+        '  "decode 1": [',
+        '   {"kind": "attention"},',
+        '   {"kind": "copy"}',
+        "  ],",
+        '  "decode 2": []',
+        " },",
+        ' "notes": [],',
+        ' "peers": ["FLA", "FA3"]',
+        "}",
+    ]
 
 
 def test_a_stored_run_is_drawn_opaque(tmp_path, request):
