@@ -3,7 +3,6 @@
     mla, mla-prefill       MLA, decode and prefill
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
-    recent                 their decode with recent tokens beside each state
     moe, moe-cuts          a layer of experts, and each way to cut its kernels
     step                   a decode step of a few layers
     plot                   draws a stored run: plot RUN.json --plot FILE.png
@@ -59,7 +58,6 @@ from jaxattn.bench import (
     parallel,
     peers,
     plot,
-    recent,
     record,
     step,
     triton_peers,
@@ -82,7 +80,6 @@ MODULES: dict[str, list[Any]] = {
     "gqa-prefill": [gqa_prefill, gqa_turbo_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_norm],
     "kda": [kda_decode, kda_prefill],
-    "recent": [recent],
     "moe": [moe],
     "moe-cuts": [moe_cuts],
 }

@@ -29,7 +29,6 @@ from jaxattn.bench import (
     moe,
     peers,
     plot,
-    recent,
     record,
     step,
     tables,
@@ -210,15 +209,6 @@ def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
     assert ceilings.of_ceilings(row, {"burst": ones})
     assert plot.shape(row) == module.label(shape)
-
-
-@pytest.mark.parametrize("shape", recent.SMALL_SHAPES)
-def test_recent_tokens_stand_beside_the_op_without_them(shape, timed):
-    row = recent.measure(shape, None)
-    assert row["us"] == row["without us"] == pytest.approx(1e3)
-    assert row["in step us"] == pytest.approx(1e3) and row["times"] == 1
-    assert 0 < row["relative error"] < 1e-6
-    assert plot.shape(row) == recent.label(shape)
 
 
 def bits(tree):
