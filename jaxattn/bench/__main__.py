@@ -30,6 +30,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -56,11 +57,9 @@ from jaxattn.bench import (
     moe,
     moe_cuts,
     parallel,
-    peers,
     plot,
     record,
     step,
-    triton_peers,
 )
 from jaxattn.bench.ceilings import ceilings, of_ceilings
 from jaxattn.bench.load import command as load_command
@@ -83,6 +82,10 @@ MODULES: dict[str, list[Any]] = {
     "moe": [moe],
     "moe-cuts": [moe_cuts],
 }
+# What has baselines: times of other libraries.
+COMPARED = ("mla", "mla-prefill", "gqa", "gqa-prefill", "gdn", "kda")
+BASELINES = Path(__file__).with_name("baselines")  # of a checkout alone
+Times = dict[str, dict[str, float]]  # seconds of baselines, by column and shape
 # What has options of its own: (argv after its name, the program's name) -> exit code.
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
@@ -154,6 +157,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.what not in WHATS:
         named = f"no bench {args.what!r}; there are" if args.what else "name a bench:"
         parser.error(f"{named} {', '.join((*WHATS, *COMMANDS))}")
+    if args.what in COMPARED and not (args.no_peers or BASELINES.is_dir()):
+        parser.error(
+            f"baselines run from a checkout of the repository: {Path(__file__).parent} has none. "
+            f"Run {args.what} there, or leave them out with --no-peers"
+        )
     if (args.what == "plot") != (args.run is not None):
         parser.error("RUN.json goes with plot, and plot with RUN.json")
     if args.what == "plot" and args.plot is None:
@@ -222,16 +230,26 @@ def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
     return tuple(shape for shape in found if stores(shape) == args.kv_cache_dtype)
 
 
-def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, peers.Times]:
+def baselines() -> tuple[ModuleType, ModuleType]:
+    """Those in PyTorch, and those by jax-triton. A wheel has neither."""
+    from jaxattn.bench.baselines import torch_baselines, triton_baselines
+
+    return torch_baselines, triton_baselines
+
+
+def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, Times]:
     """The peers' times by module, before JAX takes memory; what was used is one of the facts."""
+    if args.what not in COMPARED:
+        return {}
     times = {}
-    for module in MODULES.get(args.what, []):
+    torch_baselines, triton_baselines = baselines()
+    for module in MODULES[args.what]:
         shapes = shapes_of(module, args)
         if not shapes:
             continue
         name = module.__name__.rpartition(".")[2]
-        times[module], said = peers.measure(name, shapes)
-        said += triton_peers.said(name)
+        times[module], said = torch_baselines.measure(name, shapes)
+        said += triton_baselines.said(name)
         facts.setdefault("peers", []).extend(said)
         for line in said:
             print(line, file=sys.stderr, flush=True)
@@ -239,7 +257,7 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
 
 
 def measure(
-    module: Any, args: argparse.Namespace, facts: dict[str, Any], others: peers.Times
+    module: Any, args: argparse.Namespace, facts: dict[str, Any], others: Times
 ) -> Iterator[dict]:
     """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
     for shape in shapes_of(module, args):
@@ -251,8 +269,8 @@ def measure(
         for who, times in others.items():
             time = times.get(json.dumps(shape))
             row[f"{who} {unit}"] = time / plot.TIMES[unit] if time else ""
-        if not args.no_peers and not args.small:
-            row |= triton_peers.times(module.__name__.rpartition(".")[2], shape)
+        if args.what in COMPARED and not args.no_peers and not args.small:
+            row |= baselines()[1].times(module.__name__.rpartition(".")[2], shape)
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
         yield row
 

@@ -27,13 +27,13 @@ from jaxattn.bench import (
     mla_fp8,
     mla_prefill,
     moe,
-    peers,
     plot,
     record,
     step,
     tables,
     timing,
 )
+from jaxattn.bench.baselines import torch_baselines, triton_baselines
 
 STORED = "benchmarks/results/mla.json"
 
@@ -413,9 +413,22 @@ def test_notes_compare_fp8_caches_with_bfloat16():
     assert note.startswith("1,16,9,1: e4m3 1.50 times as fast as bfloat16 (wanted")
 
 
+def test_outside_of_a_checkout_there_are_no_baselines(measured, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "BASELINES", tmp_path / "none")
+    monkeypatch.setattr(bench, "baselines", None)
+    monkeypatch.setattr(record, "card", dict)  # which asks programs
+    monkeypatch.setattr(record, "commit", str)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["mla", "--small"])
+    assert "baselines run from a checkout of the repository" in capsys.readouterr().err
+    assert not measured
+    assert bench.main(["mla", "--small", "--no-peers"]) == 0
+    assert measured == list(mla.SMALL_SHAPES)
+
+
 def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch, capsys):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(peers.subprocess, "run", None)
+    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch_baselines.subprocess, "run", None)
     monkeypatch.setattr(record, "card", dict)  # which asks programs
     monkeypatch.setattr(record, "commit", str)
     assert bench.main(["mla", "--small"]) == 0
@@ -463,13 +476,13 @@ def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     def hang(command, **_):
         raise subprocess.TimeoutExpired(command, 1)
 
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(peers.subprocess, "run", crash)
-    times, said = peers.measure("gdn_decode", [(1,), (2,)])
+    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch_baselines.subprocess, "run", crash)
+    times, said = torch_baselines.measure("gdn_decode", [(1,), (2,)])
     assert times == {"fla": {"[1]": 1.0}, "fla call": {"[1]": 2.0}}
     assert said == ["fla-decode: fla-core 1, by so", "fla-decode: exit code -11: last"]
-    monkeypatch.setattr(peers.subprocess, "run", hang)
-    times, said = peers.measure("gdn_decode", [(1,)])
+    monkeypatch.setattr(torch_baselines.subprocess, "run", hang)
+    times, said = torch_baselines.measure("gdn_decode", [(1,)])
     assert times == {} and said == ["fla-decode: took more than 1200 seconds"]
 
 
@@ -548,15 +561,20 @@ def test_an_output_that_takes_no_more_ends_without_a_traceback(
 
 
 def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
-    benches = {module.__name__.rpartition(".")[2] for each in bench.MODULES.values()
-               for module in each}  # fmt: skip
-    assert all(peer.bench in benches and peer.package for peer in peers.PEERS.values())
+    benches = {
+        module.__name__.rpartition(".")[2]: what
+        for what, modules in bench.MODULES.items()
+        for module in modules
+    }
+    assert all(peer.package for peer in torch_baselines.PEERS.values())
+    of_torch = {peer.bench for peer in torch_baselines.PEERS.values()}
+    assert {benches[name] for name in of_torch | set(triton_baselines.PEERS)} == set(bench.COMPARED)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
-        peers.fla_decode(1, 1, 1, 1, "bfloat16")
+        torch_baselines.fla_decode(1, 1, 1, 1, "bfloat16")
 
 
 def test_what_overlaps_counts_once_in_a_burst():
-    assert peers.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
+    assert torch_baselines.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
 
 
 def test_labels_are_spread_as_little_as_they_need():

@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 from jaxattn import gdn
-from jaxattn.bench import gqa_turbo, mla, timing, triton_peers, vllm_turboquant
+from jaxattn.bench import gqa_turbo, mla, timing
+from jaxattn.bench.baselines import triton_baselines, vllm_turboquant
 from jaxattn.core.formats import TURBOQUANT
 from jaxattn.core.turboquant import E4M3
 from jaxattn.ops.gqa.turboquant_vllm import stored_codes
@@ -74,22 +75,22 @@ def xla_codes(factor=1.0):
 @pytest.mark.parametrize("preset", TURBOQUANT)
 def test_a_right_decode_of_codes_has_a_time_and_a_wrong_one_is_refused(preset, small, monkeypatch):
     shape = gqa_turbo.Shape(2, 4, 2, 64, 70, preset)
-    columns = triton_peers.PEERS["gqa_turbo"].columns
+    columns = triton_baselines.PEERS["gqa_turbo"].columns
     monkeypatch.setattr(vllm_turboquant, "levels", lambda form: LEVELS[: 2**form.key_bits])
     monkeypatch.setattr(vllm_turboquant, "store", stored)
     monkeypatch.setattr(vllm_turboquant, "attend", xla_codes())
-    found = triton_peers.times("gqa_turbo", shape)
+    found = triton_baselines.times("gqa_turbo", shape)
     assert list(found) == columns and list(found.values()) == [pytest.approx(3), pytest.approx(4)]
     monkeypatch.setattr(vllm_turboquant, "attend", xla_codes(1.05))
     with pytest.raises(AssertionError, match="relative error 0.0"):
-        triton_peers.times("gqa_turbo", shape)
+        triton_baselines.times("gqa_turbo", shape)
 
 
 @pytest.fixture
 def small(monkeypatch):
     """As on a GPU with all packages, and with one set of inputs."""
     monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
-    monkeypatch.setattr(triton_peers.Peer, "missing", lambda self: [])
+    monkeypatch.setattr(triton_baselines.Peer, "missing", lambda self: [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing.Op, "time", lambda self: 3e-6)
     monkeypatch.setattr(timing.Op, "times", lambda self: (3e-6, 4e-6))
@@ -105,12 +106,12 @@ def small(monkeypatch):
 def test_a_right_kernel_has_a_time_and_a_wrong_one_is_refused(
     bench, shape, kernel, stand_in, small, monkeypatch
 ):
-    (column,) = triton_peers.PEERS[bench].columns
-    monkeypatch.setattr(triton_peers, kernel, stand_in())
-    assert triton_peers.times(bench, shape) == {column: pytest.approx(3)}
-    monkeypatch.setattr(triton_peers, kernel, stand_in(1.05))
+    (column,) = triton_baselines.PEERS[bench].columns
+    monkeypatch.setattr(triton_baselines, kernel, stand_in())
+    assert triton_baselines.times(bench, shape) == {column: pytest.approx(3)}
+    monkeypatch.setattr(triton_baselines, kernel, stand_in(1.05))
     with pytest.raises(AssertionError, match="relative error 0.0"):
-        triton_peers.times(bench, shape)
+        triton_baselines.times(bench, shape)
 
 
 @pytest.mark.parametrize("bench, shape", [("gdn_decode", SHAPE), ("mla", LATENT)])
@@ -127,8 +128,8 @@ def test_scalars_are_float32_and_integers(bench, shape, small, monkeypatch):
             calls.append(args)
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
-    monkeypatch.setattr(triton_peers.importlib, "import_module", lambda name: Module())
-    triton_peers.PEERS[bench].op(shape)(0)
+    monkeypatch.setattr(triton_baselines.importlib, "import_module", lambda name: Module())
+    triton_baselines.PEERS[bench].op(shape)(0)
     scalars = [x for args in calls for x in args if not isinstance(x, jax.Array)]
     assert scalars
     assert all(isinstance(x, (np.float32, int)) for x in scalars)
@@ -136,20 +137,20 @@ def test_scalars_are_float32_and_integers(bench, shape, small, monkeypatch):
 
 def test_other_shapes_and_other_benches_have_no_time(small):
     for bench, shape in (("gdn_decode", (*SHAPE[:4], "bfloat16")), ("mla", (2, 3, 70, 2))):
-        assert triton_peers.times(bench, shape) == dict.fromkeys(
-            triton_peers.PEERS[bench].columns, ""
+        assert triton_baselines.times(bench, shape) == dict.fromkeys(
+            triton_baselines.PEERS[bench].columns, ""
         )
-    assert triton_peers.times("mla_fp8", SHAPE) == {}
-    assert triton_peers.said("mla_fp8") == []
+    assert triton_baselines.times("mla_fp8", SHAPE) == {}
+    assert triton_baselines.said("mla_fp8") == []
 
 
 def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
     packages = {"jax": "jax", "no_such_module": "some-package"}
-    peer = dataclasses.replace(triton_peers.PEERS["mla"], packages=packages)
-    monkeypatch.setitem(triton_peers.PEERS, "mla", peer)
-    [line] = triton_peers.said("mla")
+    peer = dataclasses.replace(triton_baselines.PEERS["mla"], packages=packages)
+    monkeypatch.setitem(triton_baselines.PEERS, "mla", peer)
+    [line] = triton_baselines.said("mla")
     assert line.endswith("not installed (python3 -m pip install some-package)")
-    assert triton_peers.times("mla", LATENT) == {}
+    assert triton_baselines.times("mla", LATENT) == {}
 
 
 @pytest.mark.gpu
@@ -162,7 +163,7 @@ def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
     ],
 )
 def test_it_is_right_on_a_gpu(bench, shapes):
-    peer = triton_peers.PEERS[bench]
+    peer = triton_baselines.PEERS[bench]
     if lacking := peer.missing():
         pytest.skip(f"not installed: {', '.join(lacking)}")
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""FlashInfer's XQA decode, as its users call it, for `jaxattn.bench.peers`."""
+"""FlashInfer's XQA decode, as its users call it, for `torch_baselines.py`."""
 
 import importlib
 from collections.abc import Callable

@@ -4,7 +4,7 @@ FLA's recurrence runs beside our decode of a gated delta net. It leaves out the 
 gates and the norm of our op. It reads and writes states of the same layout and dtype. FlagGems'
 kernel runs beside our MLA decode, on the same cache. It gives no LSE and does not cut rows.
 vLLM's TurboQuant runs beside ours, over slots of its own (vllm_turboquant.py).
-peers.py times FLA's and FlagGems' as PyTorch launches them.
+torch_baselines.py times FLA's and FlagGems' as PyTorch launches them.
 """
 
 import dataclasses
@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gdn
-from jaxattn.bench import gdn_decode, mla, reference, vllm_turboquant
+from jaxattn.bench import gdn_decode, mla, reference
+from jaxattn.bench.baselines import vllm_turboquant
 from jaxattn.bench.timing import Op, rotation
 from jaxattn.ops.mla.decode import mla_decode
 
@@ -124,7 +125,7 @@ def step_states(
 ) -> tuple[jax.Array, jax.Array]:
     """(o [B, S, Hv, D], states [B, Hv, D, D]) of one launch."""
     jax_triton = importlib.import_module("jax_triton")
-    kernels = importlib.import_module("jaxattn.bench.triton_recurrence")
+    kernels = importlib.import_module("jaxattn.bench.baselines.triton_delta_rule")
     batch, tokens, value_heads, dim = v.shape
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, state))
     return jax_triton.triton_call(
@@ -167,7 +168,7 @@ def attend(arrays: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
     """out [B, H, R] of one launch over (q [B, 1, H, D], cache [L, N, C, D], tables, lengths)."""
     q, cache, tables, lens = arrays
     jax_triton = importlib.import_module("jax_triton")
-    kernels = importlib.import_module("jaxattn.bench.triton_latent")
+    kernels = importlib.import_module("jaxattn.bench.baselines.triton_mla")
     batch, _, heads, dim = q.shape
     pages, page = cache.shape[1:3]
     # A layer's pages lie behind those of the layers before it: nothing is sliced out.

@@ -3,7 +3,7 @@
 Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
 runs in a process of its own, which starts before JAX takes memory:
 
-    python -m jaxattn.bench.peers flashinfer-mla '[128, 128, 4096, 1]' '[1, 16, 32768, 1]'
+    python -m jaxattn.bench.baselines.torch_baselines flashinfer-mla '[1, 16, 32768, 1]'
 
 prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
 loop of calls. Plans are made before, as our schedule is. Two times, as ours are:
@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxattn.bench import flashinfer_xqa, mla, vllm_libraries
+from jaxattn.bench import mla
+from jaxattn.bench.baselines import flash_attention, flashinfer_xqa
 from jaxattn.bench.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
 
 CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
@@ -218,14 +219,14 @@ PEERS = {
     "flashinfer-prefill": Peer(
         "flashinfer", "gdn_prefill", "flashinfer", "flashinfer-python", flashinfer_prefill
     ),
-    "vllm-flashmla": Peer("flashmla (vllm)", "mla", "vllm", "vllm", vllm_libraries.flashmla),
-    "fa3-decode": Peer("fa3", "gqa", "vllm", "vllm", vllm_libraries.flash_attention_decode),
+    "vllm-flashmla": Peer("flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla),
+    "fa3-decode": Peer("fa3", "gqa", "vllm", "vllm", flash_attention.flash_attention_decode),
     "xqa-decode": Peer("xqa", "gqa", "flashinfer", "flashinfer-python", flashinfer_xqa.decode),
     "fa3-prefill": Peer(
-        "fa3", "gqa_prefill", "vllm", "vllm", vllm_libraries.flash_attention_prefill
+        "fa3", "gqa_prefill", "vllm", "vllm", flash_attention.flash_attention_prefill
     ),
     "fa3-mla-prefill": Peer(
-        "fa3", "mla_prefill", "vllm", "vllm", vllm_libraries.flash_attention_mla_prefill
+        "fa3", "mla_prefill", "vllm", "vllm", flash_attention.flash_attention_mla_prefill
     ),
 }
 
@@ -255,7 +256,13 @@ def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
 
 
 def _run(name: str, shapes: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "jaxattn.bench.peers", name, *map(json.dumps, shapes)]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxattn.bench.baselines.torch_baselines",
+        name,
+        *map(json.dumps, shapes),
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -360,7 +367,8 @@ def version(module: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxattn.bench.peers", description="Times another package, in JSON lines."
+        prog="python -m jaxattn.bench.baselines.torch_baselines",
+        description="Times another package, in JSON lines.",
     )
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("shape", nargs="*", type=json.loads, help="as '[128, 128, 4096, 1]'")

@@ -1,0 +1,1 @@
+"""Other libraries at the shapes of the bench. They run from a checkout; no wheel has them."""
