@@ -51,5 +51,5 @@ print("jaxattn", jaxattn.__version__, "from the wheel, with", *sorted(commands))
 code=0
 "$bin/jaxattn-bench" mla --small 2>bench.txt || code=$?
 test "$code" = 2 && grep "baselines run from a checkout of the repository" bench.txt
-"$bin/jaxattn-bench" mla --small --no-peers --only 2,16,70,1 >/dev/null
+"$bin/jaxattn-bench" mla --small --no-peers --only 2,16,256,1 >/dev/null
 "$bin/python" -m pytest -q -p no:cacheprovider test_dispatch.py
