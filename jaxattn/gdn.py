@@ -25,7 +25,5 @@ from jaxattn.ops.gdn.layer import pack_gdn_weights as pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill as gated_delta_rule_prefill
 from jaxattn.ops.gdn.prefill_options import Checkpoints as Checkpoints
 from jaxattn.ops.gdn.prefill_options import OutputNorm as OutputNorm
-from jaxattn.ops.gdn.recent import fold_recent as fold_recent
-from jaxattn.ops.gdn.recent import recent_tokens as recent_tokens
 from jaxattn.ops.gdn.recurrent import gdn_gates as gdn_gates
 from jaxattn.ops.gdn.recurrent import recurrent_gated_delta_rule as recurrent_gated_delta_rule

@@ -18,10 +18,8 @@ from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from jaxattn.ops.gdn.prefill_options import Checkpoints as Checkpoints
 from jaxattn.ops.gdn.prefill_options import OutputNorm as OutputNorm
-from jaxattn.ops.gdn.recent import fold_recent as fold_recent
 from jaxattn.ops.kda.chunk import chunk_kda as chunk_kda
 from jaxattn.ops.kda.decode import kda_decode as kda_decode
-from jaxattn.ops.kda.decode import recent_tokens as recent_tokens
 from jaxattn.ops.kda.gates import kda_gates as kda_gates
 from jaxattn.ops.kda.layer import kimi_delta_attention_decode as kimi_delta_attention_decode
 from jaxattn.ops.kda.layer import pack_kda_weights as pack_kda_weights

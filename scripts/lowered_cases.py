@@ -213,40 +213,6 @@ def delta_net(rows: int, q_len: int, keys: int, values: int) -> Launch:
     return op, (*inputs, f32(6, 2 * values + 128 + 4 * channels), *pools, ints(rows), ints())
 
 
-def beside_recent(decode: Callable[..., Any]) -> Callable[..., Any]:
-    """A decode op, the delta rule's or Kimi's, with recent tokens beside the states."""
-
-    def op(q: Any, k: Any, v: Any, g: Any, b: Any, state: Any, recent: Any, *args: Any) -> Any:
-        slots, filled, A_log, dt_bias, layer = args
-        return decode(
-            q, k, v, g, b, state, slots, A_log=A_log, dt_bias=dt_bias, layer=layer, recent=recent,
-            filled=filled, **MOSAIC,
-        )  # fmt: skip
-
-    return op
-
-
-def with_recent(rows: int, keys: int, values: int, dtype: Any) -> Launch:
-    """The delta rule of a stack of layers, with recent tokens beside the states."""
-    heads = [x(rows, 1, count, 128) for count in (keys, keys, values)]
-    recent = jax.eval_shape(lambda: jaxattn.gdn.recent_tokens(rows, keys, values, layers=6))
-    pool = jax.ShapeDtypeStruct((6, rows, values, 128, 128), dtype)
-    weights = f32(values), f32(values)
-    gates = x(rows, 1, values), x(rows, 1, values)
-    op = beside_recent(jaxattn.gdn.gated_delta_rule_decode)
-    return op, (*heads, *gates, pool, recent, ints(rows), ints(rows), *weights, ints())
-
-
-def kimi_with_recent(rows: int, heads: int) -> Launch:
-    """Kimi's delta rule, with recent tokens beside the states."""
-    of_heads = [x(rows, 1, heads, 128) for _ in range(4)]
-    recent = jax.eval_shape(lambda: jaxattn.kda.recent_tokens(rows, heads, heads, layers=6))
-    pool, weights = f32(6, rows, heads, 128, 128), (f32(heads), f32(heads, 128))
-    given = *of_heads, x(rows, 1, heads), pool, recent
-    op = beside_recent(jaxattn.kda.kda_decode)
-    return op, (*given, ints(rows), ints(rows), *weights, ints())
-
-
 def kimi_delta(rows: int, q_len: int, heads: int) -> Launch:
     """A layer of Kimi Delta Attention in a stack, of so many heads."""
 
@@ -465,12 +431,6 @@ EXTRA: dict[str, Launch] = {
         (*[x(9, 1, h, 128) for h in (2, 2, 4)], *[x(9, 1, 4)] * 2, f32(9, 4, 128, 128), ints(9))
         + (x(4), x(4)),
     ),
-    "gdn_decode_recent_few": with_recent(1, 16, 32, jnp.float32),
-    "gdn_decode_recent_float32": with_recent(9, 2, 4, jnp.float32),
-    "gdn_decode_recent_bfloat16": with_recent(128, 16, 32, jnp.bfloat16),
-    "kda_decode_recent_few": kimi_with_recent(1, 32),
-    "kda_decode_recent_16": kimi_with_recent(16, 32),
-    "kda_decode_recent": kimi_with_recent(128, 32),
     "kda_decode_few_states": kimi_delta(1, 1, 32),
     "kda_decode_large_tiles": kimi_delta(8, 1, 32),
     "kda_decode": kimi_delta(128, 1, 32),

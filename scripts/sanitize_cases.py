@@ -16,7 +16,6 @@ from jaxattn import (
     gated_delta_net_decode,
     gated_delta_rule_decode,
     gated_delta_rule_prefill,
-    gdn,
     gqa,
     kda,
     mla,
@@ -284,33 +283,6 @@ def bare_delta_rule(q_len: int, rows: int = 3, *, each: bool = False) -> Case:
     return case
 
 
-def with_recent(rows: int, *, channels: bool = False) -> Case:
-    """The state's update of a token per row, with recent tokens beside the states: none, one more
-    and so on, and a fold."""
-
-    def case(implementation: Implementation) -> Any:
-        heads, counts = 4, [(15 + row) % 16 for row in range(rows)]
-        reads, _, slots = slots_of(rows, 1, False)
-        rule: Any = kda.kda_decode if channels else gated_delta_rule_decode
-        room = (kda if channels else gdn).recent_tokens(slots, 2, heads)
-
-        def op(q: Any, k: Any, v: Any, a: Any, b: Any, *rest: Any) -> Any:
-            state, recent, reads, filled, A_log, dt_bias = rest
-            return rule(
-                q, k, v, a, b, state, reads, A_log=A_log, dt_bias=dt_bias, recent=recent,
-                filled=filled, implementation=implementation,
-            )  # fmt: skip
-
-        of_decay = (128,) if channels else ()
-        q, k, v = (normal(rows, 1, count, 128) for count in (2, 2, heads))
-        gates = normal(rows, 1, heads, *of_decay), normal(rows, 1, heads)
-        state = normal(slots, heads, 128, 128, dtype=jnp.float32)
-        rates = normal(heads), normal(heads, *of_decay)
-        return op, (q, k, v, *gates, state, room, reads, jnp.array(counts, jnp.int32), *rates)
-
-    return case
-
-
 def mixture(
     tokens: int,
     experts: int,
@@ -426,10 +398,6 @@ CASES: dict[str, Case] = {
     "gdn_decode_few_states_each_token": delta_net("bfloat16", each=True),
     "gdn_decode_bare": bare_delta_rule(1, rows=9),
     "gdn_decode_bare_each_token": bare_delta_rule(3, each=True),
-    "gdn_decode_recent_few_states": with_recent(3),
-    "gdn_decode_recent": with_recent(17),
-    "kda_decode_recent_few_states": with_recent(3, channels=True),
-    "kda_decode_recent_rows": with_recent(17, channels=True),
     "moe_few_tokens": mixture(3, 6, 2),
     "moe_sorted": mixture(70, 5, 3, width=192),
     "moe_many_tokens": mixture(900, 3, 2),

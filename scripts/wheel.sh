@@ -47,4 +47,9 @@ load(EMBEDDED)
 print("jaxattn", jaxattn.__version__, "from the wheel, with", *sorted(commands))'
 "$bin/jaxattn-serve" --plan >plan.txt && head -1 plan.txt
 "$bin/python" kernel.py
+# The baselines of the bench stay in the repository; what it times without them runs.
+code=0
+"$bin/jaxattn-bench" mla --small 2>bench.txt || code=$?
+test "$code" = 2 && grep "baselines run from a checkout of the repository" bench.txt
+"$bin/jaxattn-bench" mla --small --no-peers --only 2,16,256,1 >/dev/null
 "$bin/python" -m pytest -q -p no:cacheprovider test_dispatch.py

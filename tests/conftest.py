@@ -78,11 +78,42 @@ def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:
     return found
 
 
+def why_slow(item: pytest.Item) -> str | None:
+    """What a slow case finds and who finds it too; None where no marker says it."""
+    marks = (*item.iter_markers("slow"), *item.iter_markers("slow_cases"))
+    return next((mark.kwargs["reason"] for mark in marks if mark.kwargs.get("reason")), None)
+
+
+def _print_reasons(items: list[pytest.Item]) -> None:
+    """A row of a Markdown table for each test with slow cases."""
+    tests: dict[tuple[str, str | None], int] = {}
+    for item in filter(lambda item: item.get_closest_marker("slow"), items):
+        row = item.nodeid.partition("[")[0], why_slow(item)
+        tests[row] = tests.get(row, 0) + 1
+    print("\n| test | slow cases | what they find, and what finds it too |\n|---|---|---|")
+    for (test, reason), cases in tests.items():
+        print(f"| `{test}` | {cases} | {reason} |")
+
+
+# Of all that was collected: what slow cases say, and which say nothing.
+REASONS: set[str] = set()
+WITHOUT_REASON: list[str] = []
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run what is slow on a CPU too")
+    parser.addoption(
+        "--slow-reasons", action="store_true", help="print why tests are slow, and end"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    REASONS.update(filter(None, map(why_slow, slow)))
+    WITHOUT_REASON.extend(item.nodeid for item in slow if not why_slow(item))
+    if config.getoption("--slow-reasons"):
+        _print_reasons(items)
+        items.clear()
     # What is marked for a GPU is no work for the interpreter, which wants a CPU: beside a GPU its
     # threads have been seen to wait for one another for ever.
     none = [item for item in items if item.get_closest_marker("gpu") and _is_interpreted(item)]

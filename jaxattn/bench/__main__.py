@@ -3,7 +3,6 @@
     mla, mla-prefill       MLA, decode and prefill
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
-    recent                 their decode with recent tokens beside each state
     moe, moe-cuts          a layer of experts, and each way to cut its kernels
     step                   a decode step of a few layers
     plot                   draws a stored run: plot RUN.json --plot FILE.png
@@ -31,12 +30,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 
 from jaxattn import __version__, interrupt
-from jaxattn.bench import comparison, recent
+from jaxattn.bench import comparison
 from jaxattn.bench.attention import (
     gqa,
     gqa_prefill,
@@ -46,7 +46,6 @@ from jaxattn.bench.attention import (
     turboquant,
     turboquant_prefill,
 )
-from jaxattn.bench.baselines import torch_baselines, triton_baselines
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.peak_rates import ceilings, peak_fractions
 from jaxattn.bench.harness.result_tables import show, store
@@ -77,10 +76,13 @@ MODULES: dict[str, list[Any]] = {
     "gqa-prefill": [gqa_prefill, turboquant_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_output_norm],
     "kda": [kda_decode, kda_prefill],
-    "recent": [recent],
     "moe": [moe],
     "moe-cuts": [moe_tile_configs],
 }
+# What has baselines: times of other libraries.
+COMPARED = ("mla", "mla-prefill", "gqa", "gqa-prefill", "gdn", "kda")
+BASELINES = Path(__file__).with_name("baselines")  # of a checkout alone
+Times = dict[str, dict[str, float]]  # seconds of baselines, by column and shape
 # What has options of its own: (argv after its name, the program's name) -> exit code.
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
@@ -152,6 +154,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.what not in WHATS:
         named = f"no bench {args.what!r}; there are" if args.what else "name a bench:"
         parser.error(f"{named} {', '.join((*WHATS, *COMMANDS))}")
+    if args.what in COMPARED and not (args.no_peers or BASELINES.is_dir()):
+        parser.error(
+            f"baselines run from a checkout of the repository: {Path(__file__).parent} has none. "
+            f"Run {args.what} there, or leave them out with --no-peers"
+        )
     if (args.what == "plot") != (args.run is not None):
         parser.error("RUN.json goes with plot, and plot with RUN.json")
     if args.what == "plot" and args.plot is None:
@@ -220,12 +227,20 @@ def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
     return tuple(shape for shape in found if stores(shape) == args.kv_cache_dtype)
 
 
-def measure_peers(
-    args: argparse.Namespace, facts: dict[str, Any]
-) -> dict[Any, torch_baselines.Times]:
+def baselines() -> tuple[ModuleType, ModuleType]:
+    """Those in PyTorch, and those by jax-triton. A wheel has neither."""
+    from jaxattn.bench.baselines import torch_baselines, triton_baselines
+
+    return torch_baselines, triton_baselines
+
+
+def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, Times]:
     """The peers' times by module, before JAX takes memory; what was used is one of the facts."""
+    if args.what not in COMPARED:
+        return {}
     times = {}
-    for module in MODULES.get(args.what, []):
+    torch_baselines, triton_baselines = baselines()
+    for module in MODULES[args.what]:
         shapes = shapes_of(module, args)
         if not shapes:
             continue
@@ -239,7 +254,7 @@ def measure_peers(
 
 
 def measure(
-    module: Any, args: argparse.Namespace, facts: dict[str, Any], others: torch_baselines.Times
+    module: Any, args: argparse.Namespace, facts: dict[str, Any], others: Times
 ) -> Iterator[dict]:
     """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
     for shape in shapes_of(module, args):
@@ -251,8 +266,8 @@ def measure(
         for who, times in others.items():
             time = times.get(json.dumps(shape))
             row[f"{who} {unit}"] = time / roofline_plot.TIMES[unit] if time else ""
-        if not args.no_peers and not args.small:
-            row |= triton_baselines.times(module.__name__.rpartition(".")[2], shape)
+        if args.what in COMPARED and not args.no_peers and not args.small:
+            row |= baselines()[1].times(module.__name__.rpartition(".")[2], shape)
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
         yield row
 

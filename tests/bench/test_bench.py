@@ -17,10 +17,9 @@ from jaxattn import gdn
 from jaxattn import mla as ops
 from jaxattn.aliasing.checker import AliasingReport, BufferCopy
 from jaxattn.bench import __main__ as bench
-from jaxattn.bench import recent
 from jaxattn.bench.attention import gqa_prefill, mla, mla_fp8, mla_prefill
-from jaxattn.bench.baselines import torch_baselines
-from jaxattn.bench.harness import peak_rates, run_metadata, timing
+from jaxattn.bench.baselines import torch_baselines, triton_baselines
+from jaxattn.bench.harness import peak_rates, result_tables, run_metadata, timing
 from jaxattn.bench.layers import decode_step, moe
 from jaxattn.bench.linear_attention import gdn_decode, gdn_output_norm, gdn_prefill
 from jaxattn.bench.plots import roofline_plot
@@ -199,15 +198,6 @@ def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
     assert peak_rates.peak_fractions(row, {"burst": ones})
     assert roofline_plot.shape(row) == module.label(shape)
-
-
-@pytest.mark.parametrize("shape", recent.SMALL_SHAPES)
-def test_recent_tokens_stand_beside_the_op_without_them(shape, timed):
-    row = recent.measure(shape, None)
-    assert row["us"] == row["without us"] == pytest.approx(1e3)
-    assert row["in step us"] == pytest.approx(1e3) and row["times"] == 1
-    assert 0 < row["relative error"] < 1e-6
-    assert roofline_plot.shape(row) == recent.label(shape)
 
 
 def bits(tree):
@@ -412,6 +402,19 @@ def test_notes_compare_fp8_caches_with_bfloat16():
     assert note.startswith("1,16,9,1: e4m3 1.50 times as fast as bfloat16 (wanted")
 
 
+def test_outside_of_a_checkout_there_are_no_baselines(measured, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "BASELINES", tmp_path / "none")
+    monkeypatch.setattr(bench, "baselines", None)
+    monkeypatch.setattr(run_metadata, "card", dict)  # which asks programs
+    monkeypatch.setattr(run_metadata, "commit", str)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["mla", "--small"])
+    assert "baselines run from a checkout of the repository" in capsys.readouterr().err
+    assert not measured
+    assert bench.main(["mla", "--small", "--no-peers"]) == 0
+    assert measured == list(mla.SMALL_SHAPES)
+
+
 def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch, capsys):
     monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch_baselines.subprocess, "run", None)
@@ -547,9 +550,14 @@ def test_an_output_that_takes_no_more_ends_without_a_traceback(
 
 
 def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
-    benches = {module.__name__.rpartition(".")[2] for each in bench.MODULES.values()
-               for module in each}  # fmt: skip
-    assert all(peer.bench in benches and peer.package for peer in torch_baselines.PEERS.values())
+    benches = {
+        module.__name__.rpartition(".")[2]: what
+        for what, modules in bench.MODULES.items()
+        for module in modules
+    }
+    assert all(peer.package for peer in torch_baselines.PEERS.values())
+    of_torch = {peer.bench for peer in torch_baselines.PEERS.values()}
+    assert {benches[name] for name in of_torch | set(triton_baselines.PEERS)} == set(bench.COMPARED)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
         torch_baselines.fla_decode(1, 1, 1, 1, "bfloat16")
 
@@ -562,6 +570,35 @@ def test_labels_are_spread_as_little_as_they_need():
     assert roofline_plot.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
     assert roofline_plot.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
     assert roofline_plot.spread([0.2, 1.0, 1.0], 0.1) == pytest.approx([0.2, 0.9, 1.0])
+
+
+def test_a_run_is_stored_with_a_measurement_per_line(tmp_path):
+    rows = [{"B": "1", "us": 2.5, "kernels": [["a", 1.0], ["b", 1.5]]}, {"B": "2", "us": None}]
+    kinds = {"decode 1": [{"kind": "attention"}, {"kind": "copy"}], "decode 2": []}
+    run = {"what": "some", "method": {"name": "loop", "s": 1}, "rows": rows, "kinds": kinds}
+    result_tables.store(run | {"notes": [], "peers": ["FLA", "FA3"]}, tmp_path / "run.json")
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text) == run | {"notes": [], "peers": ["FLA", "FA3"]}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert text.splitlines() == [
+        "{",
+        ' "what": "some",',
+        ' "method": {"name": "loop", "s": 1},',
+        ' "rows": [',
+        '  {"B": "1", "us": 2.5, "kernels": [["a", 1.0], ["b", 1.5]]},',
+        '  {"B": "2", "us": null}',
+        " ],",
+        ' "kinds": {',
+        '  "decode 1": [',
+        '   {"kind": "attention"},',
+        '   {"kind": "copy"}',
+        "  ],",
+        '  "decode 2": []',
+        " },",
+        ' "notes": [],',
+        ' "peers": ["FLA", "FA3"]',
+        "}",
+    ]
 
 
 def test_a_stored_run_is_drawn_opaque(tmp_path, request):

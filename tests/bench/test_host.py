@@ -13,7 +13,9 @@ from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import EMBEDDED, load, read_config
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a column of another run; found by several steps of a call, counted one by one too"
+)
 def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "20", "--repeats", "2", "--json", str(file)]
@@ -37,6 +39,9 @@ def test_the_rows_of_the_default_options_fit_the_embedded_model():
         assert command.longest(rows, given.steps) <= model.max_position_embeddings
 
 
+@pytest.mark.slow_cases(
+    reason="a count of one step per call; found by four steps per call, and engines of one step too"
+)
 @pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     file = tmp_path / "host.json"
@@ -46,7 +51,10 @@ def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     assert row["steps"] == several and row["sealed"] == row["same tokens"] == "yes"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a queue that decodes other tokens than the rounds; found by several steps of a call, "
+    "counted one by one too"
+)
 @pytest.mark.parametrize("several", [1, 4])
 def test_the_queue_decodes_what_the_rounds_decode(several):
     """Row by row, through all steps that count: so lengths, pages and experts are the same."""

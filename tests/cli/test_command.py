@@ -63,7 +63,7 @@ def test_a_reader_that_left():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="an exit code of 0; found by a reader that left too")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_no_room_for_the_output():
     with open("/dev/full", "w") as full:
@@ -102,7 +102,10 @@ def test_a_closed_stdin():
     assert done.stderr.endswith("error: --prompt - reads stdin, which is closed\n")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a traceback of the command; found by the same config in test_damaged_folders, and "
+    "codes of other errors there too"
+)
 def test_a_config_nested_too_deeply(tmp_path):
     (tmp_path / "config.json").write_text("[" * 100_000)
     done = command("jaxattn.plan", str(tmp_path))

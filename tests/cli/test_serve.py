@@ -319,7 +319,9 @@ def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
     assert "its vocab_size is 300, not 256" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="two texts in one line; found by JSON of two prompts, and the README's own commands too"
+)
 def test_prompts_stream_as_numbered_lines_and_the_plan_and_summary_go_to_stderr(model, capsys):
     arguments = ["--max-tokens", "20", "--max-model-len", "512", "--prefill-chunk", "128"]
     assert main(["--model", model, *arguments]) == 0
@@ -416,7 +418,9 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
     assert len(traced) <= 12  # of two commands
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a wrong summary of a share; found by engine/test_recompilation_guard and plan/test_plan on shares too"
+)
 def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monkeypatch):
     for name in ("MEM_FRACTION", "PREALLOCATE"):  # so that what it sets is undone
         monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{name}", "0.5" if name[0] == "M" else "true")
@@ -490,7 +494,9 @@ def test_a_picture_without_a_plan(capsys):
     assert "--plot draws a plan: give --plan too" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a handler for one signal only, a text that is lost; found by cli/test_interrupt too"
+)
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )

@@ -81,6 +81,10 @@ class Numbers(Tokenizer):
         raise NotImplementedError
 
 
+@pytest.mark.slow_cases(
+    reason="a folder whose tokens another command changes; found by the tokens of the other "
+    "folder too"
+)
 @pytest.mark.parametrize(
     "folder",
     [pytest.param(YOUTU, marks=pytest.mark.slow), DEEPSEEK],

@@ -1,8 +1,10 @@
 """The docs' tables are those of the stored runs, and the losses stay in them."""
 
 import json
+import re
 
 import pytest
+from jaxattn.bench.tables import written as written_run
 
 from scripts.performance import cells, pages, picture
 from scripts.performance.pages import PAGES, PLACE, stale, written
@@ -27,12 +29,23 @@ def test_every_table_is_on_a_page():
 
 
 def test_every_stored_run_is_shown_or_named():
-    log = (pages.ROOT / "benchmarks" / "log").glob("*.md")
-    text = "\n".join(page.read_text() for page in (*PAGES, *log))
+    """In a table, on a page or in a script: a mention in the log keeps no file."""
+    docs = [pages.ROOT / "README.md", *(pages.ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in docs)
+    scripts = (path.read_text() for path in (pages.ROOT / "scripts").glob("**/*.py"))
+    used = "\n".join((text, *scripts))
     shown = {table.run for table in TABLES.values() if hasattr(table, "run")}
-    for path in cells.RESULTS.glob("*.json"):
+    for path in cells.RESULTS.iterdir():
         by_name = any(path.match(f"{run}.json") for run in shown)
-        assert by_name or path.name in text, f"{path.name} is in no table and not in the log"
+        assert by_name or path.name in used, f"no table, page or script uses {path.name}"
+    for name in re.findall(r"benchmarks/results/([\w.*-]+\w)", text):
+        assert (cells.RESULTS / name).is_file(), f"a page names {name}, which is not stored"
+
+
+def test_a_stored_run_has_a_measurement_per_line():
+    """As the bench writes it, so that a run that is stored again differs by its rows."""
+    for path in cells.RESULTS.glob("*.json"):
+        assert path.read_text() == written_run(json.loads(path.read_text())), path.name
 
 
 def test_a_table_whose_run_changed_is_stale(tmp_path, monkeypatch):

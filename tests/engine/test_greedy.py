@@ -58,7 +58,10 @@ def test_the_stored_texts_are_those_of_the_default_prompts():
     assert all(len(stored["gaps"]) == TOKENS for stored in STORED)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a row's bits that depend on others; found by models/test_batch and the kernels' own "
+    "tests of bits too"
+)
 def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
     limits = Limits(batch=len(BYTES), max_model_len=512)
     config, params = model
@@ -70,7 +73,10 @@ def test_a_text_is_the_same_alone_and_in_a_full_batch(model):
         assert together == [text[:16] for text in TEXTS]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="kernels that do not fit together; found by each kernel against float64, and a GPU's "
+    "own text too"
+)
 def test_the_kernels_in_the_interpreter_agree_with_the_reference(model):
     # Two decode steps: the second reads what the kernels wrote.
     inputs = (*model, BYTES[:2], [text[:3] for text in TEXTS[:2]])

@@ -196,6 +196,10 @@ def test_matrices_are_read_from_their_stacks(device, gdn_per_repeat, depth):
 # Addresses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases(
+    reason="a buffer that moves in 61 layers of attention alone; found by 61 repeats of both "
+    "kinds of layer too"
+)
 @pytest.mark.sampled
 @devices
 @pytest.mark.parametrize(

@@ -102,6 +102,9 @@ def test_a_prompt_that_was_read_before_is_read_from_its_last_block_on(pair):
     assert counts(cached) == PrefixCacheStats(asked=260, hits=128)
 
 
+@pytest.mark.slow_cases(
+    reason="a rare order of conversations; found by 20 rounds, for a frequent one too"
+)
 @pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_the_bits_are_those_without_a_cache_for_random_conversations(pair, rounds):
     """Turns that begin with all that was said before, beside others, in a pool that evicts.

@@ -323,6 +323,9 @@ def test_random_comings_and_goings_leave_nothing_and_change_no_text(tight):
         assert id in aborted or completion.tokens == wanted[id]
 
 
+@pytest.mark.slow_cases(
+    reason="a rare order of faults; found by 800 rounds, for a frequent one too"
+)
 @pytest.mark.parametrize("rounds", [800, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_random_faults_leave_nothing_behind_and_each_request_ends_once(tight, rounds):
     """Requests that come, are aborted, share prefixes and fail in a step: 40,000 rounds have more

@@ -65,7 +65,10 @@ def test_it_is_traced_once_where_it_can_be_exported(model, times):
     assert model.traced == times
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="an export that changes a step; found by the count of traces there and reference "
+    "tokens in cli/test_serve_folder too"
+)
 def test_tokens_are_those_of_steps_that_are_lowered_anew(monkeypatch):
     params, requests = params_of(SMALLEST), prompts(5)
     with Engine(Hybrid(SMALLEST), params, LIMITS) as engine:

@@ -240,6 +240,10 @@ def test_eager_mode_does_not_run_unsealed(params):
     assert not engine.seal.counts
 
 
+@pytest.mark.slow_cases(
+    reason='a step outside of the seal where "xla" is named; found by the best implementation, '
+    "which is XLA's there, too"
+)
 @pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=pytest.mark.slow)])
 def test_no_implementation_escapes_the_seal(params, implementation):
     kept_steps(BUCKETS)  # the best's; what is named has executables of its own

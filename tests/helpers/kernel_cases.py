@@ -28,7 +28,8 @@ both_devices = pytest.mark.parametrize(
 
 
 def slow(*case: object) -> object:
-    """A parameter that the interpreter takes with --slow alone: others check what it checks."""
+    """A parameter that the interpreter takes with --slow alone: others check what it checks, and
+    the test's `slow_cases` says which."""
     return pytest.param(*case, marks=pytest.mark.slow)
 
 

@@ -75,7 +75,10 @@ def test_it_is_prepared_planned_and_sealed():
         check_aliasing(step, slack=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a prefix with two kinds of cache; found by the page's own model and "
+    "models/test_hybrid too"
+)
 def test_beside_attention_it_makes_a_prefix_and_a_repeated_pattern():
     names = program()
     attention = MLA(

@@ -87,7 +87,10 @@ def test_outer_layers_keep_their_format_in_a_cache_of_their_own():
 IN_FP8 = Limits(batch=2, max_model_len=64, prefill_chunk=8, cache_format="fp8")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a plan of another format; found by an engine over codes between native layers and "
+    "steps over pages of two formats too"
+)
 def test_an_engine_serves_the_format_of_its_limits():
     made = model((ATTENTION,) * 2).with_cache_format("fp8")
     with Engine(made, made.init_params(jax.random.key(0)), IN_FP8, strict=True) as engine:

@@ -482,7 +482,10 @@ def test_every_held_out_byte_is_scored_once(size):
     assert counts[0] == 0 and np.all(counts[1:] == 1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a script that trains nothing; found by examples/finetune and what is saved and "
+    "loaded in this file too"
+)
 def test_training_lowers_the_loss_and_leaves_a_model(library, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SMALL.to_dict()))

@@ -85,6 +85,10 @@ def test_the_bytes_of_a_matrix_are_not_touched(folder):
     assert names and {stored[name].tobytes() for name in names} == found
 
 
+@pytest.mark.slow_cases(
+    reason="a product that reads a scale of another matrix; found by logits of Qwen3-Next's "
+    "folder, which has the same layers too"
+)
 @pytest.mark.parametrize("folder", [CLASSES[0], slow(CLASSES[1]), CLASSES[2]], indirect=True)
 def test_logits_are_those_of_the_floats(folder):
     tokens = np.arange(24).reshape(2, 12) * 7 % 192

@@ -56,7 +56,9 @@ def forward() -> np.ndarray:
     return np.asarray(jax.jit(lambda tokens: bound(tokens))(TOKENS))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="what an earlier row left; found by the same for folders in test_parity too"
+)
 def test_chunks_and_decode_continue_the_training_forward_over_dirty_caches():
     held = model().pack(params())
     prefill, decode = jit_step(model().prefill), jit_step(model().decode)
@@ -111,7 +113,10 @@ def test_a_row_longer_than_its_block_table_is_nan_and_leaves_the_others_as_they_
     assert set(np.flatnonzero(written)) <= set(TABLES[1].tolist())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a state or a cache of another dtype; found by an engine of grouped queries over "
+    "TurboQuant's codes too"
+)
 def test_the_engine_says_what_the_training_forward_says():
     bound = jax.jit(lambda tokens: model().bind(params())(tokens))
 

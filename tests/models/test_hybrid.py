@@ -117,7 +117,10 @@ def test_prefill_chunks_and_decode_continue_the_training_forward():
     check(rows, rows.decode(1, 1, count=2))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a segment that another layer decodes; found by chunks and decode against the "
+    "training forward too"
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -139,7 +142,7 @@ def test_every_shape_of_model_decodes_what_it_trains(changes):
     check(rows, rows.decode(1, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a state or a cache of another dtype; found by bfloat16 of folders too")
 def test_bfloat16_follows_its_training_forward_loosely():
     config = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16", gdn_per_repeat=1)
     rows = Rows(config)
@@ -287,7 +290,7 @@ def test_the_structure_of_a_large_model_costs_no_memory():
 # --- training and configuration
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="a segment that trains another layer; found by the finetuning example too")
 def test_the_scanned_decoder_trains():
     config = dataclasses.replace(SMALL, dtype="bfloat16", gdn_per_repeat=1)
     optimizer = optax.adam(3e-3)

@@ -66,8 +66,9 @@ def folder(request, tmp_path_factory) -> Path:
 
 def of(*names: str) -> pytest.MarkDecorator:
     """These folders; the others with --slow alone, and on a GPU."""
+    reason = "a family's layer that is read wrongly; found by logits of all folders in float32 too"
     each = [
-        name if name in names else pytest.param(name, marks=pytest.mark.slow)
+        name if name in names else pytest.param(name, marks=pytest.mark.slow(reason=reason))
         for name in (*FOLDERS, *range(MADE))
     ]
     return pytest.mark.parametrize("folder", each, indirect=True)
@@ -220,7 +221,10 @@ def recurrent(model: DecoderModel) -> bool:
     return any(isinstance(block.mixer, DeltaMixer) for block in model.spec.blocks)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a family's layer that is read wrongly; found by logits of all folders and the "
+    "command's tokens of one too"
+)
 @devices
 @of("qwen3_next_fp8")  # the command's test has deepseek_v3
 def test_the_engine_writes_the_reference_tokens(loaded, wanted, device):

@@ -31,7 +31,10 @@ def test_each_repeat_runs_once_and_in_order(together):
     assert int(found) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a repeat that reads another's weights; found by the loop alone and the same over two "
+    "devices in test_fused_sums too"
+)
 def test_the_same_bits_with_two_repeats_in_a_turn(monkeypatch):
     one = decoded("qwen3_5_moe", "float32")
     monkeypatch.setattr(

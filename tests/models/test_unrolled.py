@@ -62,6 +62,10 @@ def decoded(folder: str, dtype: str) -> tuple[np.ndarray, list[np.ndarray], str]
     return np.stack(found), caches, text
 
 
+@pytest.mark.slow_cases(
+    reason="a layer of latents that is left out; found by Qwen3.5's layers there and DeepSeek-V3 "
+    "on a GPU too"
+)
 @pytest.mark.parametrize(
     "folder", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "qwen3_5_moe"]
 )

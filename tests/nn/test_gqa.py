@@ -123,6 +123,7 @@ def test_prefill_and_decode_continue_the_training_forward(variant, stack):
         assert np.isnan(cache[0]).all()
 
 
+@pytest.mark.slow_cases(reason="a number that float16 has no room for; found by bfloat16 too")
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_narrow_dtypes_follow_loosely_and_norms_may_stay_float32(dtype):
     module = make("qwen3_next", dtype=dtype, param_dtype=dtype, norm_dtype="float32")

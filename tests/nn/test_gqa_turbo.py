@@ -77,6 +77,10 @@ def test_a_prompt_reads_its_own_codes(preset):
     np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
+@pytest.mark.slow_cases(
+    reason="a chunk that reads other codes; found by the same with a gate and a prompt's own "
+    "codes too"
+)
 @pytest.mark.parametrize("gated", [slow(False), True])
 def test_chunks_and_steps_give_what_a_whole_prompt_gives(gated):
     made = module("4bit_nc", gated=gated, window=9, sinks=True)

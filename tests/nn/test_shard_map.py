@@ -104,6 +104,9 @@ def check_with_gradients(op, shared, own):
 # --- GQA
 
 
+@pytest.mark.slow_cases(
+    reason="an operand that is not made to vary; found by operands that are shared too"
+)
 @pytest.mark.parametrize(
     "shared, call",
     [
@@ -146,6 +149,7 @@ def paged():
     )
 
 
+@pytest.mark.slow_cases(reason="an operand that is not made to vary; found by a shared cache too")
 @pytest.mark.parametrize("cache", [slow("own"), "shared"])
 def test_mla_decode_where_devices_read_different_numbers_of_blocks(cache, monkeypatch):
     monkeypatch.setattr(decode, "DECODE_BLOCK", PAGE)
@@ -222,6 +226,9 @@ RULES = {
 }
 
 
+@pytest.mark.slow_cases(
+    reason="an operand that is not made to vary; found by packed sequences of the recurrence too"
+)
 @pytest.mark.parametrize(
     "rule, given",
     [
@@ -243,6 +250,9 @@ def test_gated_delta_rule(rule, given):
     check_with_gradients(op, shared, own)
 
 
+@pytest.mark.slow_cases(
+    reason="an operand that is not made to vary; found by packed sequences with a shared pool too"
+)
 @pytest.mark.parametrize(
     "packed, pool",
     [slow(False, "shared"), slow(True, "own"), (True, "shared")],

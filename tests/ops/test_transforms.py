@@ -64,7 +64,9 @@ def parts(name):
 
 
 def some_slow(names, slow):
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+    reason = "a batching rule that is missing; found by the small kernels and by gradients too"
+    mark = pytest.mark.slow(reason=reason)
+    return [pytest.param(name, marks=mark) if name in slow else name for name in names]
 
 
 OF_ARRAYS = [name for name in every_op.OPS if parts(name)[0]]

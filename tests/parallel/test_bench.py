@@ -20,7 +20,9 @@ YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
 COMMANDS = Path(__file__).parents[2] / "benchmarks" / "several-gpus.sh"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a layout that is timed wrongly; found by the layouts of the first run too"
+)
 @on_virtual_devices
 def test_a_layout_is_timed_beside_one_gpu(tmp_path):
     file = tmp_path / "run.json"

@@ -44,6 +44,7 @@ def plain(
     return DecoderModel(dataclasses.replace(model.spec, stream=stream)).with_fused_sums(0)
 
 
+@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -63,6 +64,10 @@ def test_a_step_gives_the_same_bits(layout):
     np.testing.assert_array_equal(found, tokens)
 
 
+@pytest.mark.slow_cases(
+    reason="a piece in another place; found by rows that meet in two pieces, and both on two "
+    "GPUs too"
+)
 @pytest.mark.parametrize(
     "mixer, pieces",
     [
@@ -122,7 +127,9 @@ def test_repeats_in_one_turn_give_the_same_bits_and_copy_no_state():
     np.testing.assert_array_equal(two[0], one[0])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a sum of another layer; found by experts of both kinds over data groups too"
+)
 @on_virtual_devices
 def test_a_dense_layer_of_data_groups_is_rounded_once_more():
     """What it adds is sent as the others' is, though no other GPU adds to it."""
@@ -189,7 +196,10 @@ def test_logits_take_no_buffer_of_the_state_that_has_as_many_bytes():
     assert aliased == [str(1 + place) for place in range(len(jax.tree.leaves(given[1])))]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a mailbox that the plan leaves out; found by steps with the mailbox there and "
+    "engines in parallel/test_engine too"
+)
 @on_virtual_devices
 def test_an_engine_has_the_mailbox_in_its_plan_and_gives_the_same_tokens():
     """One bucket sums in a launch, and one has more rows than that.

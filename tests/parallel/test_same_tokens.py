@@ -28,6 +28,7 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
     np.testing.assert_allclose(found, logits, atol=2e-5)
 
 
+@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -45,6 +46,7 @@ def test_a_hybrid_with_experts(layout):
     assert_same(HYBRID, False, layout)
 
 
+@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
 @pytest.mark.parametrize(
     "layout",
     [
@@ -59,6 +61,7 @@ def test_grouped_query_attention_and_a_tied_head(layout):
     assert_same(GROUPED, True, layout)
 
 
+@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
 @pytest.mark.parametrize(
     "layers, layout",
     [

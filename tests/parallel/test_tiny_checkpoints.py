@@ -115,7 +115,10 @@ def test_two_devices_give_the_tokens_of_one(name):
         assert_same(name, parallel)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a tensor that is cut elsewhere; found by each device's cut of it in test_loading and "
+    "tokens of its layers in test_same_tokens too"
+)
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("name", [*FOLDERS, "embedded"])
 @on_virtual_devices

@@ -27,7 +27,9 @@ FAULTS = {
     "stuck": "process 1 at 127.0.0.1 is behind by 1",
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(
+    reason="processes that do not agree; found by links and one process of several devices too"
+)
 
 
 def two_ports() -> int:

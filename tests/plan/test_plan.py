@@ -410,7 +410,9 @@ def test_what_would_help_the_decoder_helps_with_its_temp_too():
     assert plan(Hybrid(CONFIG), device, smaller).reserve >= 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="advice that does not fit; found by the share that is advised, which holds a row too"
+)
 @pytest.mark.parametrize(
     "model, limits, device, share, advised",
     [
@@ -442,6 +444,9 @@ def test_the_share_that_is_advised_holds_a_row_at_full_length():
 # The command --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_cases(
+    reason="a search that grows with the GPUs; found by the table for 8 GPUs too"
+)
 @pytest.mark.parametrize("gpus", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_table_of_r1_comes_within_ten_seconds(gpus):
     before = os.times()

@@ -90,7 +90,10 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
         plan(model, "h100", limits, placement=ModelPlacement(gpus=gpus - 1))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a batch that is advised and does not fit; found by the share and the device that are "
+    "advised, in test_plan too"
+)
 def test_what_is_advised_for_one_gpu_fits_it():
     limits = Limits(batch=512, max_model_len=8192, prefill_chunk=512)
     with pytest.raises(PlanError) as refused:

@@ -17,6 +17,7 @@ OF_EACH_OP = ("mla_decode_few_rows", "mla_append", "mla_prefill", "gqa_prefill_w
 )  # fmt: skip
 
 
+@pytest.mark.slow_cases(reason="inputs that an op refuses; found by a case of each op too")
 @pytest.mark.parametrize(
     "name",
     [
@@ -30,7 +31,7 @@ def test_the_ops_take_its_cases(name, capsys):
     assert "nan" not in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.slow(reason="inputs that a kernel refuses; found by scripts.sanitize on a GPU too")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_kernels_take_its_cases(name, monkeypatch):
     """Traced, which is what finds what a kernel does not serve; lowered they are elsewhere."""

@@ -1,1 +1,1 @@
-"""Other libraries on the same shapes, timed by the same method."""
+"""Other libraries at the shapes of the bench. They run from a checkout; no wheel has them."""

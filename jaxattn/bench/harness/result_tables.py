@@ -30,9 +30,31 @@ def _cells(values: Iterable[Any]) -> Iterable[str]:
             yield f"{value:.1f}"
 
 
+def written(result: dict[str, Any]) -> str:
+    """A run's JSON, one measurement per line: a run that is stored again differs by its rows."""
+
+    def value(found: Any, indent: str) -> str:
+        inner = indent + " "
+        if isinstance(found, dict) and found and (not indent or _all_hold_more(found.values())):
+            parts = [f"{json.dumps(name)}: {value(each, inner)}" for name, each in found.items()]
+            around = "{}"
+        elif isinstance(found, list) and found and _all_hold_more(found):
+            parts, around = [json.dumps(each) for each in found], "[]"
+        else:
+            return json.dumps(found)
+        lines = ",\n".join(inner + part for part in parts)
+        return f"{around[0]}\n{lines}\n{indent}{around[1]}"
+
+    return value(result, "") + "\n"
+
+
+def _all_hold_more(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, dict | list) for value in values)
+
+
 def store(result: dict[str, Any], path: Path | None) -> None:
     """Writes a run's JSON, if it is wanted; a run that is cut short keeps what was stored last."""
     if path:
         beside = path.with_name(f"{path.name}.part")
-        beside.write_text(json.dumps(result, indent=1) + "\n")
+        beside.write_text(written(result))
         beside.replace(path)

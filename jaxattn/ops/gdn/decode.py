@@ -27,8 +27,6 @@ from jaxattn.core.validation.array_checks import (
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
-from jaxattn.kernels.gdn_decode.recent import Recent
-from jaxattn.ops.gdn.recent import decode_recent
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates
 
 
@@ -47,8 +45,6 @@ def gated_delta_rule_decode(
     layer: int | Int[Array, ""] | None = None,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
-    recent: Recent | None = None,
-    filled: Int[Array, " B"] | None = None,
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
@@ -73,19 +69,12 @@ def gated_delta_rule_decode(
         layer: index into the stack, a Python int or traced.
         scale: factor on the output, Dk**-0.5 if None.
         use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        recent: room for 16 tokens beside each state, by `recent_tokens`; donate it. A state is then
-            written at every sixteenth token, and read at each. For one token per row, without
-            write_indices and arena. The more rows the more it gains. Fold the tokens into the
-            states by `fold_recent` before anything else reads these.
-        filled: int32, how many recent tokens each row has, 0 to 15. The caller counts: after the
-            call a row has one more, or 0 if it had 15. A smaller number takes tokens back.
         arena: scratch that holds at least `scratch(...)`; o is then a view of it, valid until the
             next op that uses the arena.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
 
     Returns:
-        `(o, state)`, with an arena `(o, state, arena)`, with recent `(o, state, recent)`; o is
-        `[B, S, Hv, Dv]` in v's dtype.
+        `(o, state)`, with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
         TypeError: an argument is no array, or its dtype does not fit.
@@ -109,15 +98,6 @@ def gated_delta_rule_decode(
             jnp.concatenate([b.astype(jnp.float32), a.astype(jnp.float32)], axis=-1),
             jnp.concatenate([A_log.astype(jnp.float32), dt_bias.astype(jnp.float32)]),
         )
-
-    if recent is not None:
-        refuse_beside_recent(op, arena, write_indices)
-        return decode_recent(
-            op, q, k, v, lambda: gdn_gates(a, b, A_log, dt_bias), operands, state, recent,
-            filled, state_indices, layer=layer, scale=scale, use_qk_l2norm=use_qk_l2norm,
-            channels=False, implementation=implementation,
-        )  # fmt: skip
-    refuse_filled(op, filled)
 
     def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
         return gdn_decode_mosaic(
@@ -151,16 +131,6 @@ def gated_delta_rule_decode(
         arena=arena,
         implementation=implementation,
     )
-
-
-def refuse_beside_recent(op: str, arena: Any, write_indices: Any) -> None:
-    if arena is not None or write_indices is not None:
-        raise ValueError(f"{op}: recent is for calls without arena and write_indices")
-
-
-def refuse_filled(op: str, filled: Any) -> None:
-    if filled is not None:
-        raise ValueError(f"{op}: filled says how much of recent is filled; give recent as well")
 
 
 class StateSlots(NamedTuple):

@@ -10,28 +10,9 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import floats
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
-from jaxattn.kernels.gdn_decode.recent import Recent
-from jaxattn.ops.gdn.decode import (
-    StateSlots,
-    check_gate_shapes,
-    decode_rule,
-    refuse_beside_recent,
-    refuse_filled,
-)
-from jaxattn.ops.gdn.recent import decode_recent, recent_zeros
+from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes, decode_rule
 from jaxattn.ops.gdn.recurrent import _check_heads
 from jaxattn.ops.kda.gates import check_lower_bound, kda_gates
-
-
-def recent_tokens(
-    num_slots: int, num_k_heads: int, num_v_heads: int, *, layers: int | None = None,
-    head_k_dim: int = 128, head_v_dim: int = 128,
-) -> Recent:  # fmt: skip
-    """Zeros with room for 16 tokens beside each state of a pool [Z, ..] or a stack [L, Z, ..]."""
-    of_decay = (head_k_dim,)
-    return recent_zeros(
-        num_slots, num_k_heads, num_v_heads, layers, head_k_dim, head_v_dim, of_decay
-    )
 
 
 def kda_decode(
@@ -50,8 +31,6 @@ def kda_decode(
     layer: int | Int[Array, ""] | None = None,
     scale: float | None = None,
     use_qk_l2norm: bool = True,
-    recent: Recent | None = None,
-    filled: Int[Array, " B"] | None = None,
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
@@ -63,13 +42,11 @@ def kda_decode(
     Args:
         q, k, v: one dtype. The recurrence itself is float32.
         f, b, A_log, dt_bias, lower_bound: inputs of `kda_gates`, any float dtype.
-        state, state_indices, write_indices, layer, scale, use_qk_l2norm, filled, arena,
+        state, state_indices, write_indices, layer, scale, use_qk_l2norm, arena,
             implementation: as in `jaxattn.gdn.gated_delta_rule_decode`.
-        recent: as there, by `jaxattn.kda.recent_tokens`.
 
     Returns:
-        `(o, state)`, with an arena `(o, state, arena)`, with recent `(o, state, recent)`; o is
-        `[B, S, Hv, Dv]` in v's dtype.
+        `(o, state)`, with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
         TypeError: an argument is no array, or its dtype does not fit.
@@ -98,14 +75,6 @@ def kda_decode(
         )
 
     of_gates: Any = {"f": lax.collapse(f, 2), "lower_bound": lower_bound}
-    if recent is not None:
-        refuse_beside_recent(op, arena, write_indices)
-        return decode_recent(
-            op, q, k, v, gates, operands, state, recent, filled, state_indices, layer=layer,
-            scale=scale, use_qk_l2norm=use_qk_l2norm, channels=True, implementation=implementation,
-            **of_gates,
-        )  # fmt: skip
-    refuse_filled(op, filled)
 
     def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
         return gdn_decode_mosaic(

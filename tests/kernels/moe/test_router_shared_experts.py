@@ -117,6 +117,10 @@ def weights_in_float64(case, tokens, ids):
     return own / own.sum() * case.router.scale if case.router.normalize else own
 
 
+@pytest.mark.slow_cases(
+    reason="sigmoid scores that are not normed; found by DeepSeek-V2-Lite's there and bits of "
+    "launches with GLM's too"
+)
 @both_devices
 @pytest.mark.parametrize("name", ["v2-lite", slow("glm")])
 def test_a_token_gets_its_experts_and_their_sum(name, implementation):
@@ -254,6 +258,10 @@ def check_norm(name, implementation, **sizes):
     assert relative(result(case, implementation, opened), wanted) < 6e-3
 
 
+@pytest.mark.slow_cases(
+    reason="a norm that is not the router's; found by DeepSeek-V2-Lite's there and float16 with "
+    "GLM's too"
+)
 @both_devices
 @pytest.mark.parametrize("name", ["v2-lite", slow("glm")])
 def test_the_norm_comes_before_the_router(name, implementation):

@@ -111,6 +111,10 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
     np.testing.assert_array_equal(work.positions[: ids.size], listed.positions)
 
 
+@pytest.mark.slow_cases(
+    reason="a pair in another tile; found by 33 of 12 experts, of which 9 are used, and 17 of "
+    "256 with races too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "tokens, experts, top_k, columns, some",

@@ -81,6 +81,9 @@ def assert_alike(form, args, found, expected):
         assert (error <= 0.05 * np.linalg.norm(other, axis=-1) + 1e-6).all()
 
 
+@pytest.mark.slow_cases(
+    reason="bits in another place; found by both widths, in 4bit_nc and 3bit_nc too"
+)
 @pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(

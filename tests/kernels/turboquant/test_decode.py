@@ -55,6 +55,7 @@ def cut_at(case, cuts):
     return PairSchedule(line, kv_heads, case.q.shape[1], case.options["window"])
 
 
+@pytest.mark.slow_cases(reason="bits in another place; found by the two other presets too")
 @both_devices
 @pytest.mark.parametrize("preset", ["4bit_nc", "k3v4_nc", slow("3bit_nc")])
 def test_steps_two_at_a_time_and_one_that_is_left(preset, implementation):
@@ -65,6 +66,10 @@ def test_steps_two_at_a_time_and_one_that_is_left(preset, implementation):
     assert_turbo_close(case, *decode(case, implementation, schedule=schedule), **BOUNDS)
 
 
+@pytest.mark.slow_cases(
+    reason="bits of 3 in another place at 128 dims; found by the ring's steps in 3 bits, 4 bits "
+    "at 256 dims and 8 at 64 too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "preset, group, dim", [("k8v4", 5, 64), ("4bit_nc", 16, 256), slow("3bit_nc", 4, 128)]
@@ -76,6 +81,7 @@ def test_matches_float64(preset, group, dim, implementation):
     assert_turbo_close(case, *out, **BOUNDS)
 
 
+@pytest.mark.slow_cases(reason="errors of one preset's codes; found by 3-bit keys at 64 dims too")
 @both_devices
 @pytest.mark.parametrize(
     "preset, dim",
@@ -87,6 +93,9 @@ def test_values_that_cancel(preset, dim, implementation):
     assert_turbo_close(case, *decode(case, implementation), **BOUNDS)
 
 
+@pytest.mark.slow_cases(
+    reason="a row of another token; found by ragged tokens beside a window, with pages of 32 too"
+)
 @both_devices
 @pytest.mark.parametrize("page", [slow(16), slow(128)])
 def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):

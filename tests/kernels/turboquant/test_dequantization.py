@@ -61,6 +61,7 @@ def unpacked(form, *args, interpret):
     return jax.block_until_ready(jax.jit(op)(*args, jnp.ones(1, jnp.int32), common))
 
 
+@pytest.mark.slow_cases(reason="a code of another place; found by the other presets and pages too")
 @both_devices
 @pytest.mark.parametrize(
     "preset, dim, page",

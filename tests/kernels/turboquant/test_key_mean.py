@@ -15,6 +15,9 @@ from tests.helpers.turbo_cases import turbo_case
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 
 
+@pytest.mark.slow_cases(
+    reason="tokens of another row's page; found by the other presets, dims and pages too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "preset, dim, page, window",

@@ -72,6 +72,10 @@ def test_values_that_cancel(preset, dim):
     assert_turbo_close(case, *attend(case, "xla"), error=4e-3)
 
 
+@pytest.mark.slow_cases(
+    reason="errors of one preset's codes; found by 3-bit keys at 64 and 128 dims and 4-bit ones "
+    "at 64 too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "preset, dim, page",
@@ -88,6 +92,9 @@ def test_the_kernel_of_values_that_cancel(preset, dim, page, implementation):
     assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
 
 
+@pytest.mark.slow_cases(
+    reason="errors of one preset's codes; found by other presets and dims there too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "preset, dim, size, more",
@@ -108,6 +115,7 @@ def test_dims_far_from_zero(preset, dim, size, more, implementation):
     assert_turbo_close(case, out, lse, **BOUNDS)
 
 
+@pytest.mark.slow_cases(reason="errors of 4-bit codes; found by 3-bit keys at 128 dims too")
 @both_devices
 @pytest.mark.parametrize("preset, dim, share", [slow("4bit_nc", 64, 0.5), ("k3v4_nc", 128, 0.1)])
 def test_a_dim_far_from_zero_in_some_keys(preset, dim, share, implementation):
@@ -127,6 +135,9 @@ def assert_within_bounds(case, out, lse):
     assert (abs(np.asarray(lse, np.float64) - expected_lse) <= of_scores + 4e-5).all()
 
 
+@pytest.mark.slow_cases(
+    reason="a common key that is not given back; found by the other options there too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "lens, options",
@@ -148,6 +159,7 @@ def test_what_all_keys_have_in_common_comes_back(lens, options, implementation):
     assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
 
 
+@pytest.mark.slow_cases(reason="a key that is cut too short; found by a key of NaN too")
 @both_devices
 @pytest.mark.parametrize("length, norm", [(80, np.nan), slow(80, 6e4), slow(81, 2e3)])
 def test_a_key_unlike_all_others_counts_for_those_who_see_it(length, norm, implementation):
@@ -172,6 +184,10 @@ def off_rows(x, wanted):
     return np.linalg.norm(x - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
 
+@pytest.mark.slow_cases(
+    reason="tokens counted twice with pages of 128; found by 4-bit keys at 64 dims, with pages "
+    "of 16, and turboquant/test_key_mean too"
+)
 @pytest.mark.parametrize("preset, dim, page", [("4bit_nc", 64, 16), slow("3bit_nc", 256, 128)])
 def test_the_common_key_is_a_mean_of_tokens_of_the_row(preset, dim, page):
     """128 of them, from all parts of it; all else is NaN. The random keys' norms are alike, but for

@@ -85,7 +85,7 @@ def scratch(
     )
 
 
-def refuse(
+def _refuse(
     name: str, batch: int, tokens: int, heads: tuple[int, ...], conv_state: jax.Array | None
 ) -> None:
     if not 1 <= batch <= MAX_ROWS:
@@ -151,7 +151,7 @@ def gdn_decode_mosaic(
     """
     require_hopper(name, interpret=interpret)
     batch, q_len, _ = qkvz.shape
-    refuse(name, batch, q_len, state.shape[-3:], conv_state)
+    _refuse(name, batch, q_len, state.shape[-3:], conv_state)
     num_value_heads = state.shape[-3]
     op = GdnDecodeConfig(
         q_len=q_len,

@@ -88,6 +88,10 @@ def assert_normed(pooled, arguments, out):
     assert (np.asarray(out, np.float32)[0, ~tokens] == 0).all()
 
 
+@pytest.mark.slow_cases(
+    reason="halves in blocks of their own that XLA does not norm; found by a gate of another "
+    "dtype, normed by XLA too"
+)
 @both_devices
 @pytest.mark.parametrize("inside", [True, slow(False)])
 def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun, monkeypatch):
@@ -103,7 +107,10 @@ def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun
 
 
 @both_devices
-@pytest.mark.slow
+@pytest.mark.slow(
+    reason="a sigmoid that overflows; found by float16 in test_float16 and the norm of packed "
+    "sequences too"
+)
 def test_gated_norm_of_float16_and_of_gates_of_any_size(implementation, monkeypatch):
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
     pooled, arguments = gated_case([70], [0], dtype=jnp.float16)

@@ -49,6 +49,7 @@ def cut_at(case, cuts):
     return PairSchedule(line, kv_heads, case.q.shape[1], case.options["window"])
 
 
+@pytest.mark.slow_cases(reason="a row of another head; found by groups of 1 and 16 heads too")
 @both_devices
 @pytest.mark.parametrize("group, dim", [(1, 64), slow(5, 128), (16, 256)])
 def test_matches_float64(group, dim, implementation):
@@ -56,6 +57,7 @@ def test_matches_float64(group, dim, implementation):
     assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, [(0, 0)])))
 
 
+@pytest.mark.slow_cases(reason="a piece that ends in another page; found by pages of 16 too")
 @both_devices
 @pytest.mark.parametrize("page", [16, slow(128)])
 def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
@@ -69,6 +71,7 @@ def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
     assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
 
 
+@pytest.mark.slow_cases(reason="a window within a page; found by a window of 100 too")
 @both_devices
 @pytest.mark.parametrize("window, page", [slow(1, 64), slow(64, 16), (100, 128)])
 def test_what_lies_left_of_the_window_is_not_read(window, page, implementation):
@@ -87,6 +90,9 @@ def test_a_pair_of_many_pieces_has_its_sink_and_its_gate_once(implementation):
     assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, cuts)))
 
 
+@pytest.mark.slow_cases(
+    reason="a piece of another row at 256 dims; found by 19 pieces at 128 dims too"
+)
 @both_devices
 @pytest.mark.parametrize("pieces, dim", [(19, 128), slow(9, 256)])
 def test_pieces_are_merged_by_many_and_then_by_few(pieces, dim, implementation):
@@ -95,6 +101,9 @@ def test_pieces_are_merged_by_many_and_then_by_few(pieces, dim, implementation):
     assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, cuts)))
 
 
+@pytest.mark.slow_cases(
+    reason="a pair that is two parts'; found by long pairs, the last of them in pieces too"
+)
 @both_devices
 @pytest.mark.parametrize("lens", [slow([70, 0, 130, 66]), slow([770, 0, 0])])
 def test_long_pairs_are_parts_of_their_own(lens, implementation, monkeypatch):
@@ -200,6 +209,7 @@ def test_the_ops_own_schedule_and_an_arena_with_poison(implementation):
 SCALES = [[1.0, 0.01], [40.0, 0.5]]  # of two heads' keys, and values
 
 
+@pytest.mark.slow_cases(reason="a scale of another head; found by FP8 of 128 dims too")
 @both_devices
 @pytest.mark.parametrize(
     "dim, options",
@@ -310,6 +320,7 @@ def test_real_shapes(lens, group, kv_heads, dim, options):
     assert_gqa_close(case, *decode(case, "mosaic_gpu"))
 
 
+@pytest.mark.slow_cases(reason="a place that changes bits at 128 dims; found by 64 dims too")
 @both_devices
 @pytest.mark.parametrize("dim", [64, slow(128)])
 def test_a_batch_invariant_rows_bits_do_not_depend_on_its_place_in_a_part(dim, implementation):

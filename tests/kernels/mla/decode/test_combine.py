@@ -37,6 +37,7 @@ def merged_exactly(partial, lse):
     return out, found
 
 
+@pytest.mark.slow_cases(reason="a slot of another row; found by 1 and 16 parts and three rows too")
 @pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(

@@ -123,6 +123,9 @@ def assert_as_xla(some: Stored, out, lse) -> None:
     np.testing.assert_allclose(lse, wanted[1], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow_cases(
+    reason="a scale of another token; found by FP8 with 130 heads and block scales of cut rows too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "format, ordered", [("bfloat16", False), slow("float8_e4m3fn", True), ("uint8", True)]
@@ -148,6 +151,10 @@ def test_ragged_rows_of_two_blocks_and_small_pages(implementation):
     assert (np.asarray(out)[beyond] == 0).all()
 
 
+@pytest.mark.slow_cases(
+    reason="tokens that see one piece alone; found by five tokens of bfloat16 and FP8 with 130 "
+    "heads too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "format, q_len, heads, lens, cuts",

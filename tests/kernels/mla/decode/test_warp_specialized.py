@@ -86,6 +86,10 @@ def even_cuts(lens, parts):
     return [(0, pages * part // parts) for part in range(parts)] + [(1, 0)]
 
 
+@pytest.mark.slow_cases(
+    reason="a column or a tile of another token; found by 3 and 192 heads there, five tokens and "
+    "columns in test_swap_ab too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "lens, q_len, heads",
@@ -102,6 +106,9 @@ def test_matches_float64(lens, q_len, heads, implementation):
     assert_mla_close(case, *decode(case, implementation))
 
 
+@pytest.mark.slow_cases(
+    reason="a part read in another place; found by 192 heads in two parts against float64 too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "lens, q_len, heads",
@@ -119,6 +126,9 @@ def test_queries_in_two_parts_give_the_bits_of_one(lens, q_len, heads, implement
         np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
 
 
+@pytest.mark.slow_cases(
+    reason="a length that is not compared; found by batches that are not invariant, and columns too"
+)
 @both_devices
 @pytest.mark.parametrize("heads, batch_invariant", [(64, False), slow(64, True), (16, True)])
 def test_rows_of_which_the_schedule_knows_another_length_are_nan(
@@ -151,6 +161,10 @@ def test_latents_without_rotated_dims(lens, q_len, heads):
     assert_mla_close(case, *decode(case, "mosaic_gpu"))
 
 
+@pytest.mark.slow_cases(
+    reason="a piece of another row; found by such pieces in test_combine and rows merged side by "
+    "side too"
+)
 @both_devices
 @pytest.mark.parametrize("lens", [slow([330, 64, 0, 1])])
 def test_splits_that_see_nothing(lens, implementation):
@@ -159,6 +173,9 @@ def test_splits_that_see_nothing(lens, implementation):
     assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
 
+@pytest.mark.slow_cases(
+    reason="an index past the row; found by tables that end in 2,147,480,000 too"
+)
 @both_devices
 @pytest.mark.parametrize("table_tail", [slow(-1), 2147480000])
 def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
@@ -166,6 +183,7 @@ def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
     assert_mla_close(case, *decode(case, implementation))
 
 
+@pytest.mark.slow_cases(reason="an index into another page; found by pages of 16 and 32 too")
 @both_devices
 @pytest.mark.parametrize("page", [16, slow(128)])  # 32 in the next test
 def test_pages_of_other_sizes(page, implementation):
@@ -204,6 +222,9 @@ def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
         np.testing.assert_array_equal(np.asarray(one[0]), np.asarray(other[0]))
 
 
+@pytest.mark.slow_cases(
+    reason="float16 as columns; found by float16 as rows and columns in test_swap_ab too"
+)
 @both_devices
 @pytest.mark.parametrize("heads", [slow(8), 28])  # heads as columns, and as rows
 def test_float16(heads, implementation):
@@ -211,6 +232,7 @@ def test_float16(heads, implementation):
     assert_mla_close(case, *decode(case, implementation))
 
 
+@pytest.mark.slow_cases(reason="a place of another cut; found by other cuts there too")
 @pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize(
@@ -259,6 +281,7 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
     assert np.isfinite(out[1]).all() and np.isfinite(lse[1]).all()
 
 
+@pytest.mark.slow_cases(reason="an underflow in a tile of 26 heads; found by 64 heads too")
 @both_devices
 @pytest.mark.parametrize("heads", [slow(26), pytest.param(8, marks=pytest.mark.gpu), 64])
 def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
@@ -272,6 +295,7 @@ def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     np.testing.assert_allclose(lse[0, 0, 0], score, rtol=1e-5)
 
 
+@pytest.mark.slow_cases(reason="a NaN of a row that is not cut; found by a row that is cut too")
 @both_devices
 @pytest.mark.parametrize("cuts", [slow(None), [(0, 0), (1, 1)]])
 def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
@@ -297,6 +321,9 @@ def test_a_length_beyond_the_table_is_padding(implementation):
     np.testing.assert_array_equal(np.asarray(out[0]), np.asarray(within[0]))
 
 
+@pytest.mark.slow_cases(
+    reason="int64 addresses; found by x64 of every kernel in ops/test_transforms too"
+)
 @both_devices
 @pytest.mark.parametrize("cuts", [slow(None), slow([(0, 0), (0, 1)])])
 def test_with_x64_enabled(cuts, implementation):
@@ -305,6 +332,7 @@ def test_with_x64_enabled(cuts, implementation):
         assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
 
+@pytest.mark.slow_cases(reason="padding as columns; found by heads as rows too")
 @both_devices
 @pytest.mark.parametrize("q_len, heads", [slow(1, 9), (4, 7)])  # heads as columns, and as rows
 @pytest.mark.parametrize("padding", [3, pytest.param(127, marks=pytest.mark.gpu)])
@@ -336,6 +364,7 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
     assert_mla_close(case, *outs)
 
 
+@pytest.mark.slow_cases(reason="a row of another part with one token; found by two tokens too")
 @pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("q_len", [slow(1), 2])
@@ -369,6 +398,7 @@ def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation)
     assert_mla_close(case, *decode(lone, implementation, cuts=[(0, 0), (0, 1)]))
 
 
+@pytest.mark.slow_cases(reason="a head of another tile; found by 192 heads in two parts too")
 @both_devices
 @pytest.mark.parametrize("heads, in_two_parts", [slow(130, False), (192, True)])
 def test_more_heads_than_two_tiles(heads, in_two_parts, implementation):

@@ -111,6 +111,7 @@ def test_matches_float64(tokens, keys, heads, bounds, implementation):
     run(make_case(tokens, keys, heads, bounds), implementation)
 
 
+@pytest.mark.slow_cases(reason="a ring that comes round; found by three blocks too")
 @both_devices
 @pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation):
@@ -259,7 +260,7 @@ def test_no_race_where_a_cached_prefix_is_merged(monkeypatch):
 
 
 @both_devices
-@pytest.mark.slow
+@pytest.mark.slow(reason="int64 addresses; found by x64 of every kernel in ops/test_transforms too")
 def test_prefill_of_a_block_scaled_prefix_with_x64_enabled(implementation):
     case = prefill_case([100, 3], [20, 3])
     format = mla.LatentFormat("uint8", 128, 64)

@@ -76,7 +76,7 @@ def xla_codes(factor=1.0):
 @pytest.mark.parametrize("preset", TURBOQUANT)
 def test_a_right_decode_of_codes_has_a_time_and_a_wrong_one_is_refused(preset, small, monkeypatch):
     shape = turboquant.TurboquantDecodeShape(2, 4, 2, 64, 70, preset)
-    columns = triton_baselines.PEERS["gqa_turbo"].columns
+    columns = triton_baselines.PEERS["turboquant"].columns
     monkeypatch.setattr(vllm_turboquant, "levels", lambda form: LEVELS[: 2**form.key_bits])
     monkeypatch.setattr(vllm_turboquant, "store", stored)
     monkeypatch.setattr(vllm_turboquant, "attend", xla_codes())
