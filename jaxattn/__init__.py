@@ -20,6 +20,7 @@ from jaxattn.aliasing.checker import check_aliasing as check_aliasing
 from jaxattn.arena import Arena as Arena
 from jaxattn.arena import ArenaError as ArenaError
 from jaxattn.arena import ArenaSpec as ArenaSpec
+from jaxattn.core import moved_modules
 from jaxattn.core.cache.formats import LatentFormat as LatentFormat
 from jaxattn.core.numerics.rope import RopeConfig as RopeConfig
 from jaxattn.core.numerics.rope import YarnConfig as YarnConfig
@@ -47,5 +48,7 @@ from jaxattn.ops.mla.decode import mla_decode as mla_decode
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
 from jaxattn.ops.mla.state_merge import merge_attention_states as merge_attention_states
 from jaxattn.parallel import Parallel as Parallel
+
+moved_modules.install()
 
 __version__ = "0.1.0"

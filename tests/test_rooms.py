@@ -1,5 +1,7 @@
-"""The import graph: rooms import downwards only, and no files import each other in a circle."""
+"""The structure of the package: which room imports which, how large rooms are, and their names."""
 
+import ast
+import collections
 import functools
 from pathlib import Path
 
@@ -32,14 +34,16 @@ def test_no_files_import_each_other_in_a_circle():
 @pytest.mark.parametrize(
     "module, target",
     [
-        ("core.checks", "ops.mla.decode"),
-        ("ops.mla.decode", "models.hybrid"),
+        ("core.validation.array_checks", "ops.mla.decode"),
+        ("ops.mla.decode", "models.embedded.model"),
         ("ops.gdn.decode", "ops.mla.decode"),
-        ("arena", "core.checks"),
-        ("text.hub", "models.base"),
-        ("text.hub", "core.checks"),
-        ("kernels.mla_append", "ops.mla.append"),
-        ("engine.engine", "models.hybrid"),
+        ("arena", "core.validation.array_checks"),
+        ("text.hub_tokenizer", "models.interface"),
+        ("text.hub_tokenizer", "core.validation.array_checks"),
+        ("kernels.mla.append", "ops.mla.append"),
+        ("kernels.attention.tile_scheduler", "kernels.mla.append"),
+        ("engine.sampling.sampler", "engine.scheduling.scheduler"),
+        ("engine.engine", "models.embedded.model"),
     ],
 )
 def test_a_wrong_arrow_is_found(module, target):
@@ -57,10 +61,61 @@ def test_imports_inside_functions_and_of_submodules_count(tmp_path: Path):
     (package / "core").mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "core" / "__init__.py").touch()
-    (package / "core" / "array_checks.py").write_text("def f():\n    from jaxattn.ops import mla\n")
+    (package / "core" / "checks.py").write_text("def f():\n    from jaxattn.ops import mla\n")
     (package / "ops").mkdir()
     (package / "ops" / "__init__.py").touch()
-    (package / "ops" / "mla.py").write_text("import jaxattn.core.validation.array_checks\n")
+    (package / "ops" / "mla.py").write_text("import jaxattn.core.checks\n")
     graph = import_graph.import_graph(tmp_path)
     assert graph["core.checks"] == {"ops.mla": 2}
     assert graph["ops.mla"] == {"core.checks": 1}
+
+
+PACKAGE = import_graph.ROOT / "jaxattn"
+MOST_ENTRIES = 12
+# Words that say nothing of what a module or a class provides until it is opened: participles,
+# prepositions, numbers, pronouns, and names of whatever has no other.
+VAGUE = {
+    "apart", "beside", "best", "body", "common", "cut", "few", "fine", "fitting", "helpers",
+    "kept", "kinds", "looped", "lowered", "meeting", "met", "misc", "narrow", "opening", "own",
+    "part", "parts", "piece", "place", "places", "prepare", "several", "stuff", "things", "told",
+    "turned", "utils", "whole", "written",
+}  # fmt: skip
+
+
+def folders():
+    """The package's folders below its root, which holds one file per public face and command."""
+    return [path.parent for path in sorted(PACKAGE.rglob("__init__.py")) if path.parent != PACKAGE]
+
+
+@pytest.mark.parametrize("folder", folders(), ids=lambda folder: str(folder.relative_to(PACKAGE)))
+def test_a_room_opens_into_a_handful(folder):
+    entries = [
+        path.name
+        for path in folder.iterdir()
+        if (path.suffix == ".py" and path.stem not in ("__init__", "__main__"))
+        or (path / "__init__.py").is_file()
+    ]
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+def classes():
+    """(name, file) of each class at the top of a module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                yield node.name, str(path.relative_to(PACKAGE))
+
+
+def test_a_class_name_is_unique_in_the_package():
+    found = collections.defaultdict(list)
+    for name, file in classes():
+        found[name].append(file)
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_modules_and_classes_are_named_for_what_they_provide():
+    modules = [path for path in PACKAGE.rglob("*.py") if path.stem in VAGUE]
+    assert modules == [] and {name for name, _ in classes() if name.lower() in VAGUE} <= {"Meeting"}
+    verbs = ("align", "compare", "fill", "fit", "load", "measure", "open", "quantize", "send")
+    named = [path for path in PACKAGE.rglob("*.py") if path.stem.split("_")[0] in verbs]
+    assert [str(path.relative_to(PACKAGE)) for path in named] == ["bench/load/load_test.py"]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+import jaxattn
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.compilation import compiler, executable_cache
 from jaxattn.engine.compilation.executable_cache import (
@@ -115,9 +117,18 @@ def test_nothing_else_is_taken_for_it(folder, decides):
     assert opened(folder).load("another step") is None
 
 
-@pytest.mark.parametrize("what", ["source", "processor"])
+@pytest.mark.parametrize("what", ["source_hash", "processor"])
 def test_a_change_of_source_or_processor_is_another_executable(folder, monkeypatch, what):
     monkeypatch.setattr(executable_cache, what, lambda: "another")
+    assert opened(folder).load("a step") is None
+
+
+def test_a_change_of_a_kernel_is_another_executable(folder, monkeypatch):
+    """The hash covers the whole package, however deep the file lies that computes it."""
+    kernel = Path(jaxattn.__file__).parent / "kernels" / "mla" / "append.py"
+    read = Path.read_bytes
+    assert kernel.is_file()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == kernel))
     assert opened(folder).load("a step") is None
 
 
