@@ -85,7 +85,8 @@ def test_an_implementation_refuses_by_refusal_alone():
 def test_nobody_takes_an_error_of_jax_for_a_refusal():
     """Whoever asks whether a kernel serves catches `Refusal`, in every room.
 
-    `compilation/executable_cache.py` and `compilation/step_export.py` ask JAX whether it can write a step down.
+    `compilation/executable_cache.py` and `compilation/step_export.py` ask JAX whether it can write
+    a step down.
     """
     asking = [ROOT / "engine" / name for name in ("executable_cache.py", "lowered.py")]
     found = [

@@ -1,1 +1,1 @@
-"""Decode of the gated delta rule: gdn/decode/launch.py starts it, gdn/decode/mainloop.py is one block's work."""
+"""Decode of the gated delta rule with a few recent tokens beside each state."""

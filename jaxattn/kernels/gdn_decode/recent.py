@@ -90,8 +90,9 @@ class RecentBlock(GdnDecodeCta):
     """A value head of a row, or 32 rows of its state."""
 
     def __init__(
-        self, op: GdnDecodeConfig, config: GdnDecodeTileConfig, *args: Any, keys_ref: Any, deltas_ref: Any, decays_ref: Any,
-        filled_ref: Any, rows: Any, decays: Any = None, **kwargs: Any,
+        self, op: GdnDecodeConfig, config: GdnDecodeTileConfig, *args: Any, keys_ref: Any,
+        deltas_ref: Any, decays_ref: Any, filled_ref: Any, rows: Any, decays: Any = None,
+        **kwargs: Any,
     ):  # fmt: skip
         super().__init__(op, config, *args, **kwargs)
         self.rows, self.decays = rows, decays

@@ -10,11 +10,13 @@ the shared experts and write their rows of h. `mixture_of_experts` goes on with 
 
 The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
 
-The token may come without its norm. Then each block norms what it multiplies (reduce/rms_norm_prologue.py).
+The token may come without its norm. Then each block norms what it multiplies
+(reduce/rms_norm_prologue.py).
 
 Limits: one token, 64 experts (128 columns of a router in two halves), F a multiple of 128, I of 64,
 bfloat16 or float16. With a norm F is 1024 or 2048.
-Reference: `jaxattn.ops.moe.router_shared_experts` (implementation="xla"); tests: tests/kernels/moe/test_router_shared_experts.py.
+Reference: `jaxattn.ops.moe.router_shared_experts` (implementation="xla"); tests:
+tests/kernels/moe/test_router_shared_experts.py.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """A step's codes as operands in registers; the interpreter's way beside.
 
-Both terms (fp8_split.py) stand as columns n and N + n of one product, and `joined_terms` adds them up.
+Both terms (fp8_split.py) stand as columns n and N + n of one product, and `joined_terms` adds them
+up.
 """
 
 from typing import Any

@@ -77,7 +77,7 @@ def summed_dims(form: TurboFormat) -> int:
 
 
 def bytes_of(form: TurboFormat, columns: int, room: TurboCtaResources) -> int:
-    """Shared memory of all arrays of `TurboDecodeSmem`, each of which begins at a multiple of ALIGNED."""
+    """Bytes of all arrays of `TurboDecodeSmem`, each of which begins at a multiple of ALIGNED."""
     w, dim = room.consumers, form.head_dim
     sizes = (
         w * room.steps * GROUPS * room.pitch,  # codes

@@ -78,7 +78,7 @@ class Mixer(abc.ABC):
 
     Attributes:
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
-        norms: whether the module's `decode` takes tokens as an `PendingNorm`.
+        norms: whether the module's `decode` takes tokens as a `PendingNorm`.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
@@ -191,7 +191,7 @@ class FeedForward(abc.ABC):
 
     Attributes:
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
-        norms: whether `step` takes tokens as an `PendingNorm`.
+        norms: whether `step` takes tokens as a `PendingNorm`.
         stacked: parameters that a step reads out of the stack of all repeats, which are too many
             bytes to be sliced out of it.
     """

@@ -81,7 +81,8 @@ class ModelSizes(abc.ABC):
         max_position_embeddings: the longest row in tokens.
         stored: how the weights lie in memory, in words.
         unread: tensors of its checkpoint that the loader skips, in words; "" for none.
-        block: side of the squares that share a scale, where `WeightGroup.quantized` decides; else 0.
+        block: side of the squares that share a scale, where `WeightGroup.quantized` decides; else
+            0.
     """
 
     name: str

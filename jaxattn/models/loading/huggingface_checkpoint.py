@@ -6,9 +6,10 @@ The headers of all files are checked against the family's table before one byte 
 What is missing, unknown or of another shape or dtype is named, all of it at once. Then the
 parameters are allocated and filled (`weight_loader.py`).
 
-Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups (`components/quantization.py`).
-Routed experts in FP8 stay FP8, and with `dense` other matrices too (`fp8_linears.py`). Every other
-quantized weight becomes a float: its product with its scale in float32, rounded once.
+Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups
+(`components/quantization.py`). Routed experts in FP8 stay FP8, and with `dense` other matrices too
+(`fp8_linears.py`). Every other quantized weight becomes a float: its product with its scale in
+float32, rounded once.
 
 No code of a repository is run, and no pickle is read.
 """

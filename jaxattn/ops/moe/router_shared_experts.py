@@ -49,8 +49,8 @@ def router_shared_experts(
     """(ids, weights, the list of work, the arena) for `mixture_of_experts`.
 
     Args:
-        x: a token; it is rounded to the router's dtype. If x is an `PendingNorm` [*T, F], the kernel
-            makes the norm too, where it can.
+        x: a token; it is rounded to the router's dtype. If x is a `PendingNorm` [*T, F], the
+            kernel makes the norm too, where it can.
         router: of all layers, what `split_router` makes of it, without a gate.
         bias: of all layers, as `route` has it.
         gate_up: of all layers, [L, E + always, 2 I, F] as `mixture_of_experts` has it.

@@ -137,8 +137,8 @@ class GdnDecodeInputs:
     """
 
     def __init__(
-        self, op: GdnDecodeConfig, qkvz: Any, ba: Any, f: Any, z: Any, weights: Any, conv: Any, row: Any,
-        key_head: Any, heads: list[Any],
+        self, op: GdnDecodeConfig, qkvz: Any, ba: Any, f: Any, z: Any, weights: Any, conv: Any,
+        row: Any, key_head: Any, heads: list[Any],
     ) -> None:  # fmt: skip
         self.op, self.qkvz, self.ba, self.weights, self.conv = op, qkvz, ba, weights, conv
         self.f, self.z, self.row, self.heads = f, z, row, heads

@@ -120,7 +120,8 @@ class GqaDecodeTile:
         first: the first of the piece's steps that is this warpgroup's.
         first_token: of the piece.
         length: tokens of the pair's row.
-        begin: the first key that one of its query tokens sees, where `GqaDecodeCta.first_key` gives it.
+        begin: the first key that one of its query tokens sees, where `GqaDecodeCta.first_key` gives
+            it.
         visible: [N, 64], how many keys each score's packed row sees.
         least: how many the one that sees fewest does, of a row without padding; 0 of others.
         factor: of scores, a number or [N, 64].

@@ -117,7 +117,10 @@ class GqaPrefillSmem(NamedTuple):
 def scratch_types(
     config: GqaPrefillTileConfig, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...]
 ) -> GqaPrefillSmem:
-    """Of `GqaPrefillSmem`; `copies` are a step's boxes of values, `pieces` the dims of keys' pieces."""
+    """Types of a `GqaPrefillSmem`.
+
+    `copies` are a step's boxes of values, `pieces` the dims of the keys' pieces.
+    """
     tiles = swizzled(dtype)
     count, stages = config.warpgroups, config.stages
 

@@ -73,7 +73,8 @@ class InterChunkConfig:
         from_pool: whether states before the runs are in the pool.
         keeps: whether states after chunks are kept there.
         eps: of the norm; None: outputs leave as they are.
-        channels: of the key have decays of their own; keys and queries come by chunk, see `ChunkStateUpdate`.
+        channels: of the key have decays of their own; keys and queries come by chunk, see
+            `ChunkStateUpdate`.
     """
 
     blocks: int

@@ -6,10 +6,11 @@ With `G` the running sum of the log decay inside a chunk and rows i, j of it,
     X    = (I + A)^-1 diag(beta)                        by triangular_inverse.py
     P_ij = scale (q_i . k_j) exp(G_i - G_j)             for i >= j, else 0
 
-and vectors that scale rows and columns of the products in inter_chunk/launch.py. Everything is masked
-before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and queries
-alone, their copies and lengths, is done once for several value heads of a key head, as many as
-leave no warpgroup idle; the next keys and queries are on their way while the last of them inverts.
+and vectors that scale rows and columns of the products in inter_chunk/launch.py. Everything is
+masked before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and
+queries alone, their copies and lengths, is done once for several value heads of a key head, as many
+as leave no warpgroup idle; the next keys and queries are on their way while the last of them
+inverts.
 """
 
 import jax
