@@ -19,7 +19,7 @@ from jaxattn.aliasing.checker import AliasingReport, BufferCopy
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench import recent
 from jaxattn.bench.attention import gqa_prefill, mla, mla_fp8, mla_prefill
-from jaxattn.bench.baselines import torch_baselines
+from jaxattn.bench.baselines import torch_baselines, triton_baselines
 from jaxattn.bench.harness import peak_rates, run_metadata, timing
 from jaxattn.bench.layers import decode_step, moe
 from jaxattn.bench.linear_attention import gdn_decode, gdn_output_norm, gdn_prefill
@@ -550,6 +550,7 @@ def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
     benches = {module.__name__.rpartition(".")[2] for each in bench.MODULES.values()
                for module in each}  # fmt: skip
     assert all(peer.bench in benches and peer.package for peer in torch_baselines.PEERS.values())
+    assert set(triton_baselines.PEERS) <= benches
     with pytest.raises(ValueError, match="float32, not bfloat16"):
         torch_baselines.fla_decode(1, 1, 1, 1, "bfloat16")
 

@@ -220,7 +220,7 @@ PEERS: dict[str, TritonBaseline] = {
         op=lambda shape: latent(*shape),
         error=latent_error,
     ),
-    "gqa_turbo": TritonBaseline(
+    "turboquant": TritonBaseline(
         name="vllm",
         packages=COMMON | {"vllm": "vllm"},
         takes=lambda shape: True,

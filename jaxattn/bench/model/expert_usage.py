@@ -111,7 +111,7 @@ def distinct(
     if len(choices.seen) != layers * len(batches):
         raise RuntimeError(
             f"{len(choices.seen)} calls of experts were seen in {len(batches)} steps of {layers} "
-            "layers with experts; WatchedExperts has to follow MixtureOfExperts"
+            "layers with experts; RecordingExperts has to follow MixtureOfExperts"
         )
     return {count: list(_distinct(choices.seen, count)) for count in rows}, state
 

@@ -113,13 +113,15 @@ def router_shared_experts_mosaic(
         valid: int32 [1], 0 for padding.
         norm: the norm of x + added, which comes first. x is then float32.
     """
-    require_hopper("open_experts", interpret=interpret)
+    require_hopper("router_shared_experts", interpret=interpret)
     pairs = choice["top_k"] + always
     if why := refusal(x, router, gate_up, experts, choice["top_k"], always):
-        raise Refusal(f"open_experts: {why}")
+        raise Refusal(f"router_shared_experts: {why}")
     if norm is not None and not supports_norm(x.shape[1]):
-        raise Refusal(f"open_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}")
-    x, router, bias, gate_up = without_gradient("open_experts", (x, router, bias, gate_up))
+        raise Refusal(
+            f"router_shared_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}"
+        )
+    x, router, bias, gate_up = without_gradient("router_shared_experts", (x, router, bias, gate_up))
     dtype = router.dtype
     x = x.astype(dtype if norm is None else jnp.float32)
     features, width = x.shape[1], gate_up.shape[2] // 2

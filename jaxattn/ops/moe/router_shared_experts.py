@@ -1,6 +1,6 @@
 """The beginning of a token's experts in a loop over layers: its choice, and the shared experts' h.
 
-    ids, weights, listed, arena = open_experts(x, router, bias, gate_up, config, ...)
+    ids, weights, listed, arena = router_shared_experts(x, router, bias, gate_up, config, ...)
     y, arena = mixture_of_experts(x, ids, weights, gate_up, down, arena=arena, listed=listed, ...)
 
 The kernel does in one launch what the router's product, the choice and the shared experts' gate and
@@ -90,4 +90,4 @@ def router_shared_experts(
         )  # fmt: skip
         return *chosen, arena
 
-    return dispatch_kernel("open_experts", implementation, mosaic, xla)
+    return dispatch_kernel("router_shared_experts", implementation, mosaic, xla)

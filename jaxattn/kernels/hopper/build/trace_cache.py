@@ -31,7 +31,7 @@ from jaxattn.kernels.hopper.device import cache_ptxas_version
 type Shared = dict[object, Callable[..., Any]]
 
 PLAIN = (str, int, bool, bytes, type(None))
-_shared: ContextVar[Shared | None] = ContextVar("launches_shared", default=None)
+_shared: ContextVar[Shared | None] = ContextVar("share_launches", default=None)
 _launched: ContextVar[Callable[..., Any]] = ContextVar("launched")
 
 
@@ -136,4 +136,8 @@ def cache_key(value: object, around: tuple[int, ...] = ()) -> object:
     hash(value)
     if isinstance(value, type) or type(value).__hash__ is not object.__hash__:
         return type(value), value
-    return type(value), IdentityKey(value), part(getattr(value, "__dict__", None))  # which may change
+    return (
+        type(value),
+        IdentityKey(value),
+        part(getattr(value, "__dict__", None)),
+    )  # which may change
