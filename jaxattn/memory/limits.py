@@ -46,8 +46,8 @@ class Limits:
         steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
             prompt is being read, and no row has a stop string, a grammar or log-probabilities.
             Tokens come as many at a time, and a request comes in up to two such calls later. None
-            lets `prepare` choose (several.py): more than one where a step is shorter than its host
-            takes. On one GPU alone, and not beside `speculate`.
+            lets `prepare` choose (decode_step_count.py): more than one where a step is shorter than
+            its host takes. On one GPU alone, and not beside `speculate`.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;

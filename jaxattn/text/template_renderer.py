@@ -129,7 +129,7 @@ def render(source: str, variables: dict[str, Any], most: int) -> str:
 
     Raises:
         OutputTooLong: it has more.
-        Refused: the template refuses the messages.
+        TemplateRefusal: the template refuses the messages.
         Exception: whatever the template raises.
     """
     found = {**variables, "messages": [readable(each) for each in variables["messages"]]}

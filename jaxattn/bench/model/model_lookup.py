@@ -24,7 +24,7 @@ def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, 
         dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
 
     Raises:
-        UnknownModel: there is none, or its family or a field of it is not implemented.
+        UnknownModelError: there is none, or its family or a field of it is not implemented.
     """
     shipped = {each.lower(): each for each in public_models.NAMES}
     begin = [each for each in shipped if each.startswith(name.lower())]

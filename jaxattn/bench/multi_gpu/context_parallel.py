@@ -5,8 +5,8 @@
 Latent attention of one new token to so many cached ones, as a layer of a decode step with `--tensor
 N --context N` has it. Each GPU has the queries of an Nth of the heads, and an Nth of the pages.
 Queries are gathered, each GPU attends with all heads, outputs are exchanged and merged
-(`jaxattn.parallel.Spread`). Projections are left out. 32 heads are Kimi-Linear's, 128 are
-DeepSeek-V3's.
+(`jaxattn.parallel.ContextParallelPages`). Projections are left out. 32 heads are Kimi-Linear's, 128
+are DeepSeek-V3's.
 
 `us` is a layer's share of a loop over layers in turn: a loop less a shorter one. `roof us` is what
 the latents of a GPU take, read once at the card's rate. `kernels us` are a layer's kernels, by a

@@ -100,7 +100,7 @@ class ProcessGroup:
     def leading(
         cls, address: str, processes: int, *, timeout: float = 300.0, **options: Any
     ) -> "ProcessGroup":
-        """The crew of process 0, as soon as all others are there; arguments of `links.lead`.
+        """Process 0's group, as soon as all others are there; arguments of `listen_for_workers`.
 
         Raises:
             HostError: some have not come.

@@ -21,7 +21,7 @@ from jaxattn.models.interface import Model
 
 @dataclasses.dataclass(frozen=True)
 class ExecutableMemory:
-    """What is known of one executable's memory; `basis` says how (see `Item`)."""
+    """What is known of one executable's memory; `basis` says how (see `PlanItem`)."""
 
     in_out: int
     temp: int

@@ -3,7 +3,7 @@
     y^T [128, T] = sum over steps of K    scale * (W x^T)      W [128, 128] of a matrix [N, K]
 
 The cut, the cluster's sums and the store are those of `linear_layer` (cta.py). Matrices
-lie as checkpoints have them, [N, K], with K in pairs (`core.fp8_blocks.in_pairs`): four bytes in a
+lie as checkpoints have them, [N, K], with K in pairs (`interleave_columns`): four bytes in a
 row become two registers of wgmma (hopper/fp8_operands.py). A step is as deep as a block of scales.
 Its product is finished before it is multiplied by the scale and added, in float32.
 

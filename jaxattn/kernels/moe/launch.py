@@ -118,7 +118,7 @@ def mixture_of_experts_mosaic(
 ) -> Any:
     """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
 
-    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is a `ExpertOutputs`.
+    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is an `ExpertOutputs`.
     """
     refuse(x, gate_up, interpret=interpret)
     # Without an arena the op has a gradient of its own, and this is never differentiated.

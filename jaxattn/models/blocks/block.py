@@ -1,8 +1,9 @@
 """What every block of a decoder is: a mixer of tokens and a feed-forward, each with its norm.
 
 A `Block` is a description, equal to every block that does the same; a list of blocks is a model
-(`decoder_spec.py`). Its mixer says what the engine has to know: its cache, its scratch, the values
-that all its layers share in a step, and the small weights that decoding reads from one stack.
+(`network/decoder_spec.py`). Its mixer says what the engine has to know: its cache, its scratch, the
+values that all its layers share in a step, and the small weights that decoding reads from one
+stack.
 """
 
 import abc
@@ -252,7 +253,7 @@ class FeedForward(abc.ABC):
             stacks: the parameters `stacked`, [repeats, ...] each.
             layer: the number of this layer in them.
             arena: None in prefill.
-            apart: whether the output may be an `Unsummed`, which the next norm sums up.
+            apart: whether the output may be an `ExpertOutputs`, which the next norm sums up.
             share: of the step, see `share`.
         """
         return module(x), arena

@@ -65,7 +65,7 @@ def load_weights(
     Args:
         shapes: of the parameters, of which there is one at least.
         weights: all that they are made of.
-        readers: threads that read, a block of `cutting.BLOCK_BYTES` each. The host holds at most
+        readers: threads that read, a block of `read_plan.BLOCK_BYTES` each. The host holds at most
             `PART_BYTES` for each of them, all in all.
         on_progress: called with the bytes that are placed and the bytes in all.
 

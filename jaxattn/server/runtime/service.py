@@ -222,7 +222,7 @@ class Service:
         continues: bool,
         grammar: tuple[str, str] | None = None,
     ) -> Generation:
-        """`sampling.choices` rows for each prompt, not queued yet.
+        """`SamplingParams.choices` rows for each prompt, not queued yet.
 
         Args:
             rooms: see `room`.

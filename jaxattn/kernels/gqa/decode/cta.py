@@ -51,7 +51,7 @@ class GqaDecodeConfig:
         columns: N, packed rows s * group + j of a block.
         out_rows: packed rows that partial results have of a pair.
         parts: of the schedule.
-        first_rows: `Results.first_rows`.
+        first_rows: `GqaDecodeOutputs.first_rows`.
         scale: of all scores; each packed row may have a factor beside it.
         consumers: w, warpgroups that take steps in turns.
         registers: of each thread that loads, and of each that computes; None leaves all warpgroups
@@ -93,7 +93,8 @@ class GqaDecodeRefs:
     sinks_ref: Any  # float32 [H]
     gate_ref: Any  # [B * S * H, D]
     kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
-    part_slots_ref: Any = None  # of `FineLine`; None: part i's pieces have 2 i and 2 i + 1
+    # Of `OversubscribedSchedule`; None: part i's pieces have 2 i and 2 i + 1.
+    part_slots_ref: Any = None
     out_ref: Any  # [.., D]
     partial_ref: Any  # None: no pair is cut
     lse_ref: Any  # float32 [B * S * H]

@@ -95,7 +95,7 @@ class GqaPrefillSmem(NamedTuple):
         queries_read, keys_read, values_read: what may be overwritten.
         turn: the tensor cores are this warpgroup's.
         cleared: values that nobody owns are 0.
-        queue: of `work_queue.Turns`.
+        queue: of `WorkQueue`.
     """
 
     queries: Any

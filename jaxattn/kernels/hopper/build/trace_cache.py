@@ -4,7 +4,7 @@ Three layers of one kind launch one kernel on the same shapes. Python traces and
 thread at a time, and Mosaic compiles one kernel at a time in a process. Each launch makes its body
 anew, so JAX takes it for another kernel. Within
 
-    with launches_shared():
+    with share_launches():
         jax.jit(step).lower(...)
 
 launches are the same kernel if their bodies hold the same: their code, and what they close over.

@@ -56,7 +56,7 @@ def chunk_matrices(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """X, P and the vectors of every chunk, and a 0 for work_queue.py.
+    """X, P and the vectors of every chunk, and a 0 for attention/work_queue.py.
 
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.

@@ -1,4 +1,4 @@
-"""A warpgroup's pages of a piece in `mla_decode_columns`, of an FP8 cache.
+"""A warpgroup's pages of a piece in `mla_decode_swap_ab`, of an FP8 cache.
 
 Pages are widened on their way through registers, by mla/decode/fp8_operands.py, without their
 scales. Those of a block of a token multiply its scores, which so are a product a block, and its P,

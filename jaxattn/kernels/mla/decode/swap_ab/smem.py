@@ -1,4 +1,4 @@
-"""What `mla_decode_columns` keeps in shared memory, its layouts in registers and how one becomes
+"""What `mla_decode_swap_ab` keeps in shared memory, its layouts in registers and how one becomes
 the other, and the barriers of its two warpgroups."""
 
 from typing import Any

@@ -115,7 +115,7 @@ class MlaDecodeConfig:
         parts: of the schedule.
         latents: the cache's format.
         rope: whether there are rope columns: D 576, or 512.
-        first_rows: `Results.first_rows`.
+        first_rows: `MlaDecodeOutputs.first_rows`.
         output_by_tma: whether a whole row's output leaves through its last page's slot, or by
             stores of four bytes from registers.
     """
