@@ -1,4 +1,4 @@
-"""What an engine is asked to hold: batch, lengths, cache, buckets."""
+"""The limits of an engine: batch, lengths, cache and buckets."""
 
 import dataclasses
 from typing import Any

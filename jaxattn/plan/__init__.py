@@ -1,4 +1,4 @@
-"""What memory a model takes, to the byte and with the reason, before anything is allocated.
+"""The memory plan of a model: bytes with their reasons, before anything is allocated.
 
     plan(model, device, limits)       of a model or of a named public one; needs no device
     python -m jaxattn.plan NAME       the same as a table

@@ -1,4 +1,4 @@
-"""What others take for the same shapes on the same GPU, in the same run.
+"""Baselines of other libraries in PyTorch, timed on the same shapes and GPU in the same run.
 
 Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
 runs in a process of its own, which starts before JAX takes memory:

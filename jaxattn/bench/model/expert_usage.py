@@ -1,4 +1,4 @@
-"""Which experts a decode step really touches, counted in a pass of its own that is not timed.
+"""Counts of the experts that a decode step touches, from a pass of its own that is not timed.
 
 The model is built a second time from blocks that do the same and tell a listener what their routers
 chose. It takes the same parameters and the same state.

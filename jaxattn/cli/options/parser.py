@@ -1,4 +1,4 @@
-"""What the commands' options share: defaults, layout, cache formats, and what a refusal says."""
+"""The option parser of the commands: defaults, layout, cache formats and refusals."""
 
 import argparse
 import re

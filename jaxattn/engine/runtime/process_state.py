@@ -1,4 +1,4 @@
-"""What the engines of one process share, in one object: `PROCESS_STATE`.
+"""`PROCESS_STATE`, the one object that all engines of a process share.
 
 JAX itself has one allocator, one set of listeners and one cache of executables per process, so an
 engine has to know of the others. Nothing else in the package keeps state in a module.

@@ -1,4 +1,4 @@
-"""What the host has to tell the device of rows, until it is sent: packed arrays of one size."""
+"""Pending updates of the device's rows, sent as packed arrays of one size."""
 
 from collections.abc import Iterator, Sequence
 

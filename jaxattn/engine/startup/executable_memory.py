@@ -1,4 +1,4 @@
-"""What an executable takes of a device: from its shapes, or once it is compiled."""
+"""Device memory of an executable: bounds from its shapes, or XLA's figures once it is compiled."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a token's experts begin with, in one launch: its router, its choice, and the shared experts.
+"""Router, top-k gating and shared experts' gate and up products of a token, in one launch.
 
 Which experts a token takes is known late: the router's product and the choice are two launches that
 wait for one another, while hardly anything is read. The shared experts are known before. So a

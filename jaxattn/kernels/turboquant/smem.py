@@ -1,4 +1,4 @@
-"""What a block of `turbo_decode` keeps in shared memory, and how its threads are divided."""
+"""Shared memory of a `turbo_decode` block, and the division of its threads."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What every block of a decoder is: a mixer of tokens and a feed-forward, each with its norm.
+"""A decoder's block: a mixer of tokens and a feed-forward, each with its norm.
 
 A `Block` is a description, equal to every block that does the same; a list of blocks is a model
 (`network/decoder_spec.py`). Its mixer says what the engine has to know: its cache, its scratch, the

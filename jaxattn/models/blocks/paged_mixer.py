@@ -1,4 +1,4 @@
-"""What mixers that attend over pages share: where rows and pages are, on one GPU of several."""
+"""The base of mixers that attend over pages: places of rows and pages, on one GPU of several."""
 
 import abc
 import dataclasses

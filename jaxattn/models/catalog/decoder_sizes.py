@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model that this package runs: from the shapes of its parameters.
+"""Sizes of a model that this package runs, from the shapes of its parameters.
 
     DecoderSizes.of("Youtu-LLM-2B", model)
 

@@ -1,4 +1,4 @@
-"""What a memory plan needs to know of a model: its weights in lines, its caches, its scratch.
+"""Sizes of a model for a memory plan: its weights in lines, its caches and its scratch.
 
 `DecoderSizes` (decoder_sizes.py) takes them from a model that this package runs.
 """

@@ -1,4 +1,4 @@
-"""What one of several GPUs has of a parameter: ranges along one of its axes.
+"""Sharding of a parameter along one of its axes: the ranges that one GPU has.
 
 The columns q | k | v of a projection with 4 query and 2 key heads of D, over 2 GPUs:
 

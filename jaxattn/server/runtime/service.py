@@ -1,4 +1,4 @@
-"""What the routes share: one model, its worker, who may come in, and what is counted."""
+"""The service behind the routes: one model, its worker, admission and metrics."""
 
 import asyncio
 import collections

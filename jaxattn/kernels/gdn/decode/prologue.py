@@ -1,4 +1,4 @@
-"""What a block of the delta rule's decode reads beside the states, and what it makes of that.
+"""The prologue of delta-rule decode: loads beside the states, the convolution and the gates.
 
 The channels of its q, k and values with their convolution, the gates, and what makes q and k unit
 vectors. A thread has one channel of a head's 128.

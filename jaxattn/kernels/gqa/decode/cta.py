@@ -1,4 +1,4 @@
-"""What a block of `gqa_decode`, or of `turbo_decode`, has in hand, and what its warpgroups do.
+"""The block (CTA) of `gqa_decode` and `turbo_decode`: its operands and its warpgroups' roles.
 
 One warpgroup loads; it walks the part ahead of the others. The others take a part's steps, 64
 tokens each, in turns, from piece to piece. How a cache is read and multiplied is a subclass for

@@ -1,4 +1,4 @@
-"""How a block of `gqa_prefill` is cut for each head dim, and what it keeps in shared memory."""
+"""Tile configurations of `gqa_prefill` for each head dim, and its shared memory."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""How every kernel is launched: a body and what it works on, by name.
+"""The launch of every kernel: a body and its references, by name.
 
     out = launch(
         body,

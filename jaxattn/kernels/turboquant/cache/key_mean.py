@@ -1,4 +1,4 @@
-"""What a row's keys have in common, for what reads prompts: the mean of some of them.
+"""The mean of some of a row's keys, which prefill takes off all of them.
 
 A block is a warpgroup with a row's KV head. Its warps take two groups of 16 tokens each, a lane
 the dims that dequantization.py gives it. Tokens are summed up in registers and between lanes, the

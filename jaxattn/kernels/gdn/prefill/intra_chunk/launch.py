@@ -1,4 +1,4 @@
-"""What the gated delta rule's prefill needs of each chunk of 64 tokens alone, on tensor cores.
+"""Intra-chunk work of the gated delta rule's prefill: each chunk of 64 tokens alone.
 
 With `G` the running sum of the log decay inside a chunk and rows i, j of it,
 

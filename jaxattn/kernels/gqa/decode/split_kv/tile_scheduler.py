@@ -1,4 +1,4 @@
-"""Who reads what in `gqa_decode`: the steps of all (row, KV head) pairs, cut into parts.
+"""The schedule of `gqa_decode`: the steps of all (row, KV head) pairs, cut into parts.
 
 The cutting is mla_decode's, of pairs in the place of rows; work_partition.py says how they are
 counted.

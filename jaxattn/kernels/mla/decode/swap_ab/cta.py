@@ -1,4 +1,4 @@
-"""What a block of `mla_decode_swap_ab` has in hand."""
+"""The block (CTA) of `mla_decode_swap_ab`: its configuration and its references."""
 
 import dataclasses
 from collections.abc import Sequence

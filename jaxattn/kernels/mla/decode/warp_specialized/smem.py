@@ -1,4 +1,4 @@
-"""What `mla_decode` keeps in shared memory, and what a block of it has in hand.
+"""Shared memory of `mla_decode`, and the references of its block.
 
 kernel.py says when a page is where.
 """
