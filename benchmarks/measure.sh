@@ -29,11 +29,11 @@ model() { local name=$1; shift; bench "model-${name,,}" model "$name" --no-peers
 
 case $TOPIC in
   suite)
-    suite tests/kernels/mla_decode tests/kernels/mla_prefill tests/ops/mla
-    suite tests/kernels/gdn_decode tests/kernels/gdn_prefill tests/ops/gdn tests/ops/kda
-    suite tests/kernels/gqa_decode tests/kernels/gqa_prefill tests/kernels/gqa_turbo tests/ops/gqa
-    suite tests/kernels/moe tests/kernels/linear/test_linear.py tests/ops tests/nn tests/core tests/padding --ignore=tests/ops/mla \
-      --ignore=tests/ops/gdn --ignore=tests/ops/kda --ignore=tests/ops/gqa
+    suite tests/kernels/mla tests/kernels/attention tests/ops/mla
+    suite tests/kernels/gdn tests/ops/gdn tests/ops/kda
+    suite tests/kernels/gqa tests/kernels/turboquant tests/ops/gqa tests/ops/turboquant
+    suite tests/kernels/moe tests/kernels/linear tests/kernels/hopper tests/ops tests/nn tests/core tests/padding --ignore=tests/ops/mla \
+      --ignore=tests/ops/gdn --ignore=tests/ops/kda --ignore=tests/ops/gqa --ignore=tests/ops/turboquant
     suite tests/engine tests/cli tests/bench tests/plan tests/server
     suite tests/models
     run 600 python -m pytest -q -m 'gpu and large'

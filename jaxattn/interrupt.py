@@ -1,4 +1,4 @@
-"""What Ctrl-C does to a command of this package: one line and exit code 130, at any time.
+"""Ctrl-C in the package's commands: one line and exit code 130, at any time.
 
 `jaxattn/__init__.py` calls `guard_command` before it imports JAX, which takes a second or more. A
 KeyboardInterrupt in the middle of an import prints a traceback, or is lost where Python ignores

@@ -1,4 +1,4 @@
-"""Times `jaxattn.models.loading.huggingface_checkpoint.load` on shards of DeepSeek-V2-Lite's layout.
+"""Times `load` of loading/huggingface_checkpoint.py on shards of DeepSeek-V2-Lite's layout.
 
     python -m scripts.time_loading make FOLDER --gigabytes 20 [--weights fp8]
     python -m scripts.time_loading load FOLDER [--readers 8] [--cold]

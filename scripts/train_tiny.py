@@ -1,7 +1,7 @@
-"""Trains the byte-level model in jaxattn/models/embedded/tiny on the Python standard library's sources.
+"""Trains the byte-level model in models/embedded/tiny on the Python standard library's sources.
 
-    python -m scripts.train_tiny --minutes 8 --out jaxattn/models/embedded/tiny     # on an H200
-    python -m scripts.train_tiny --eval --out jaxattn/models/embedded/tiny          # bits per byte, anywhere
+    python -m scripts.train_tiny --minutes 8 --out jaxattn/models/embedded/tiny  # on an H200
+    python -m scripts.train_tiny --eval --out jaxattn/models/embedded/tiny       # bits per byte
 
 What is read: every *.py of the running interpreter's standard library (or of `--corpus DIR`, a copy
 of such a folder), without third-party packages, files that are mostly numbers (code tables and the

@@ -1,4 +1,4 @@
-"""Where the values of an HLO module come from, and which of its instructions copy them.
+"""Dataflow analysis of an HLO module: the origins of its values, and the instructions that copy.
 
 A value's origins are the entry parameters that it is a version of: the parameter itself, what was
 moved out of it, what was written into it, and what was computed from it in its own type. They are

@@ -27,7 +27,7 @@ def load(path: Path) -> dict[str, Any]:
     """A run that `--json` stored.
 
     Raises:
-        NotComparable: the file cannot be read, or holds no rows or no method.
+        ComparisonError: the file cannot be read, or holds no rows or no method.
     """
     try:
         run = json.loads(path.read_text())
@@ -53,7 +53,7 @@ def conditions(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Raises NotComparable, naming each difference, unless the runs may be compared."""
+    """Raises ComparisonError, naming each difference, unless the runs may be compared."""
     ours, theirs = conditions(a), conditions(b)
     different = [
         f"{name}: {ours.get(name)!r} and {theirs.get(name)!r}"

@@ -1,4 +1,4 @@
-"""How the commands end: one line and an exit code where what they were asked for cannot be done."""
+"""Exit codes and one-line errors of the commands."""
 
 import contextlib
 import errno

@@ -59,8 +59,8 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "model",
         nargs="?",
-        help=f"{', '.join(public_models.NAMES)}, or a folder with a config.json (one of those models', or "
-        "one of jaxattn's own)",
+        help=f"{', '.join(public_models.NAMES)}, or a folder with a config.json (one of those "
+        "models', or one of jaxattn's own)",
     )
     root.add_argument(
         "--device",

@@ -1,1 +1,1 @@
-"""What ops share: checks, dispatch, formats, slots, pages. It knows no op and no model."""
+"""Code that ops share: checks, dispatch, formats, slots and pages. It knows no op and no model."""

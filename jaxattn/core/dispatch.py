@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the best that accepts, or the one that was named.
+"""Dispatch of an op: the first implementation that accepts the arguments, or the named one.
 
 An implementation refuses by raising `Refusal` with its reason before it traces. Any other error, a
 `NotImplementedError` of JAX's included, is an error of the call. Where a GPU's kernel refuses and

@@ -1,4 +1,4 @@
-"""Modules that the docs of version 0.1 named elsewhere: the old paths import for one more version."""
+"""Old paths of modules that the docs named: they import the moved module for one more version."""
 
 import importlib
 import importlib.abc
@@ -22,6 +22,12 @@ MOVED = {
     "jaxattn.ops.peer_exchange": "jaxattn.ops.collectives.peer_exchange",
 }
 
+# Names of those modules that the docs gave -> their names now.
+RENAMED = {
+    "jaxattn.engine.crew": {"Crew": "ProcessGroup"},
+    "jaxattn.ops.norm_linear": {"Unnormed": "PendingNorm"},
+}
+
 
 class MovedModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports a module by its old name, with a DeprecationWarning that gives the new one."""
@@ -38,7 +44,10 @@ class MovedModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             DeprecationWarning,
             stacklevel=2,
         )
-        sys.modules[module.__name__] = importlib.import_module(new)
+        found = importlib.import_module(new)
+        for old_name, name in RENAMED.get(module.__name__, {}).items():
+            setattr(found, old_name, getattr(found, name))
+        sys.modules[module.__name__] = found
 
 
 def install() -> None:

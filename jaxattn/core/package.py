@@ -1,4 +1,4 @@
-"""Where the package lies: the one place that knows how deep its files are."""
+"""The package's folder: the one place that knows how deep its files are."""
 
 from pathlib import Path
 

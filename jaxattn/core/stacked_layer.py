@@ -32,7 +32,7 @@ def split_layer_index(layer: Any) -> tuple[Any, tuple[int, int], Any]:
 
 
 def checkable_layer(layer: Any) -> Any:
-    """What `check_layer` takes of a layer that may be a `StackedLayer`: traced, its repeat will do."""
+    """The number that `check_layer` checks of a layer: a traced `StackedLayer` gives its repeat."""
     if not isinstance(layer, StackedLayer):
         return layer
     return layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index

@@ -5,10 +5,10 @@
         completions = engine.generate([Request(b"def fib(n):"), Request(b"import ")])
 
 `generate` is a loop over `add` and `step`. Each `step` sends a round of the device's steps, and
-gives the events of a round before it (overlap_loop.py). A row that finishes frees its pages and its slot,
-and the next waiting request takes them (scheduler.py). The steps are executables of fixed shapes,
-so nothing can be compiled after `start`. State and rows are donated to each step and come back in
-the same buffers.
+gives the events of a round before it (execution/overlap_loop.py). A row that finishes frees its
+pages and its slot, and the next waiting request takes them (scheduling/scheduler.py). The steps are
+executables of fixed shapes, so nothing can be compiled after `start`. State and rows are donated to
+each step and come back in the same buffers.
 """
 
 import time

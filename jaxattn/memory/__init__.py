@@ -1,1 +1,1 @@
-"""What the planner stands on: lines of a plan, limits, devices, bounds."""
+"""Memory budgets: plan lines, limits, devices and bounds."""

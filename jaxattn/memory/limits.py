@@ -1,4 +1,4 @@
-"""What an engine is asked to hold: batch, lengths, cache, buckets."""
+"""The limits of an engine: batch, lengths, cache and buckets."""
 
 import dataclasses
 from typing import Any
@@ -38,16 +38,16 @@ class Limits:
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
             its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
-        cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto" is the
-            model's own. The parameters are then those of `model.with_cache_format(...)`.
+        cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto"
+            is the model's own. The parameters are then those of `model.with_cache_format(...)`.
         speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
-            3 (prompt_lookup.py). What rows say is the same up to rounding; it may come sooner. A row
-            with recurrent states takes as many slots more. On one GPU alone.
+            3 (prompt_lookup.py). What rows say is the same up to rounding; it may come sooner. A
+            row with recurrent states takes as many slots more. On one GPU alone.
         steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
             prompt is being read, and no row has a stop string, a grammar or log-probabilities.
             Tokens come as many at a time, and a request comes in up to two such calls later. None
-            lets `prepare` choose (several.py): more than one where a step is shorter than its host
-            takes. On one GPU alone, and not beside `speculate`.
+            lets `prepare` choose (decode_step_count.py): more than one where a step is shorter than
+            its host takes. On one GPU alone, and not beside `speculate`.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;

@@ -1,4 +1,4 @@
-"""What this process holds of a GPU, as NVIDIA's management library counts it for each process.
+"""GPU memory of this process, as NVIDIA's management library counts it.
 
 Unlike the driver's free bytes it does not change with what other processes take and give back.
 """

@@ -1,4 +1,4 @@
-"""What the engine asks of a model: its caches, its scratch and its two steps.
+"""The interface of a model to the engine: its caches, its scratch and its two steps.
 
     prefill(params, state, batch) -> (logits [B, vocab], state)
     decode(params, state, batch) -> (logits [B, vocab], state)

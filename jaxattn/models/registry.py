@@ -1,4 +1,4 @@
-"""Which families of published models there are, by the `model_type` of their config.json."""
+"""The registry of published model families, by the `model_type` of their config.json."""
 
 import dataclasses
 from collections.abc import Collection, Mapping

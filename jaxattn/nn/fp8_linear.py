@@ -27,9 +27,9 @@ from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 class Fp8Linear(Linear):
     """`Linear` with a weight float8_e4m3fn [out_features, in_features] and its scales.
 
-    The columns are in pairs (`jaxattn.core.numerics.fp8_block_scaling.in_pairs`); `in_features` is a multiple of
-    16. The scale is float32 [ceil(out_features / 128), ceil(in_features / 128)]. Differentiable for
-    x.
+    The columns are in pairs (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`);
+    `in_features` is a multiple of 16. The scale is float32 [ceil(out_features / 128),
+    ceil(in_features / 128)]. Differentiable for x.
     """
 
     stacked: ClassVar[Mapping[str, str]] = {"weight": "in_stack", "scale": "scale_in_stack"}

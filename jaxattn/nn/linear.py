@@ -171,7 +171,7 @@ class Linear(nnx.Module):
         """`module(x)` for each module of this kind, see `linears`.
 
         Args:
-            give: whether an `PendingNorm` x keeps the normed token, for others that read it.
+            give: whether a `PendingNorm` x keeps the normed token, for others that read it.
         """
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
@@ -196,7 +196,7 @@ def linears(
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
-    If x is an `PendingNorm`, the launch makes the norm too, where it can. Modules of another kind,
+    If x is a `PendingNorm`, the launch makes the norm too, where it can. Modules of another kind,
     such as those with FP8 weights, have a launch of their own.
 
     Args:

@@ -242,7 +242,7 @@ class MixtureOfExperts(nnx.Module):
         arena: Arena,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], RoutedToken | None, Arena]:
-        """A token's experts and their weights, and what `router_shared_experts` makes beside them."""
+        """A token's experts and weights, and what `router_shared_experts` makes beside them."""
         return router_shared_experts(
             tokens,
             stacks["router"],

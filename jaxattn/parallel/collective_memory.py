@@ -1,4 +1,4 @@
-"""What NCCL and XLA's collective kernels take of each GPU: measured, before anything is loaded.
+"""Memory of NCCL and XLA's collective kernels on each GPU, measured before anything is loaded.
 
     taken = collectives_bytes(Group(Parallel(tensor=2), devices))
 

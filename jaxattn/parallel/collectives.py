@@ -1,4 +1,4 @@
-"""What passes between the GPUs of a step. Each function is called inside `jax.shard_map`.
+"""Collectives between the GPUs of a step. Each function is called inside `jax.shard_map`.
 
 All are the identity where the dimension has one part, so that a step on one GPU has none of them.
 """

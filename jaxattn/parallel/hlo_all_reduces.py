@@ -38,7 +38,7 @@ class HloAllReduce:
 
     @property
     def of_layers(self) -> bool:
-        """Whether it sums a layer's outputs (`collectives.total`), and not a sampler's."""
+        """Whether it sums a layer's outputs (`collectives.all_reduce`), and not a sampler's."""
         return SCOPE in self.origin
 
     @property

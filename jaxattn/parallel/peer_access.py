@@ -1,4 +1,4 @@
-"""Whether the GPUs of a process reach each other's memory, as CUDA's driver says."""
+"""Peer access between the GPUs of a process, as CUDA's driver reports it."""
 
 import ctypes
 import itertools

@@ -1,4 +1,4 @@
-"""What memory a model takes, to the byte and with the reason, before anything is allocated.
+"""The memory plan of a model: bytes with their reasons, before anything is allocated.
 
     plan(model, device, limits)       of a model or of a named public one; needs no device
     python -m jaxattn.plan NAME       the same as a table
@@ -42,9 +42,10 @@ def plan(
     `prepare` replaces it by what the executables say.
 
     Args:
-        model: such as `jaxattn.models.Hybrid(config)`, or `jaxattn.models.catalog.public_models.load(name)`.
-        device: its memory, or its name for `known_device` (memory/device_memory.py). What its `free` says
-            is in use is left alone.
+        model: such as `jaxattn.models.Hybrid(config)`, or
+            `jaxattn.models.catalog.public_models.load(name)`.
+        device: its memory, or its name for `known_device` (memory/device_memory.py). What its
+            `free` says is in use is left alone.
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
             leaves of the device.
         placement: how several GPUs hold a decoder or a known model.

@@ -41,7 +41,7 @@ def plan_parallel(
     """The plan of each GPU of a layout; the data groups share the batch of `limits`.
 
     Raises:
-        CannotDivide: the model has no such layout.
+        ShardingError: the model has no such layout.
         PlanError: it does not fit, or the cache that is left holds no row at full length.
     """
     one, limits = _one(name, model, memory, limits, parallel)

@@ -1,4 +1,4 @@
-"""How a group of GPUs holds a model: what one of them has of weights, cache and states."""
+"""Placement of a model on a group of GPUs: one GPU's share of weights, cache and states."""
 
 import dataclasses
 from typing import Literal

@@ -153,7 +153,7 @@ def save_plot(plan: MemoryPlan, path: Path) -> None:
     """The stacked bar as a PNG.
 
     Raises:
-        PlotError: matplotlib is not installed, or the file cannot be written.
+        PlanPlotError: matplotlib is not installed, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What a plan says beside its lines: its title, its assumptions, and what reads the cache."""
+"""Notes of a plan beside its lines: its title, its assumptions, and what reads the cache."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What other designs of the scratch memory would have cost: the arithmetic of five pull requests.
+"""Scratch memory of other designs: the arithmetic of five pull requests.
 
 Each formula is checked against what its report says was allocated. "Naive" is a buffer for each
 layer, or a workspace for the longest context that the model could have. Of split attention "here"

@@ -1,4 +1,4 @@
-"""What a server is started with: addresses, keys, limits and times."""
+"""Settings of a server: addresses, keys, limits and times."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a server says of itself: health, version, models, metrics, and the numbers of its page."""
+"""Status endpoints: health, version, models, metrics, and the numbers of the server's page."""
 
 import dataclasses
 import time

@@ -49,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without its own ideas of signals; `Run` has ours."""
+    """uvicorn without its own ideas of signals; `run` has ours."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""How a vocabulary spells text: from a token as tokenizer.json writes it to the token's bytes.
+"""The decoder of a vocabulary's spelling: from a token in tokenizer.json to its bytes.
 
 Three spellings are known, and each gives the bytes of one token without looking at the others:
 

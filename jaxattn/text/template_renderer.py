@@ -2,8 +2,9 @@
 
 A template comes with a model, and whoever wrote it may have made it loop for ever, or multiply a
 text by a billion. jinja2's sandbox keeps it from Python's internals, not from either. So templates
-are rendered in a process of their own, which can be ended at any time (jaxattn/text/renderer_process.py).
-This file imports nothing of jaxattn, so that the process starts without JAX.
+are rendered in a process of their own, which can be ended at any time
+(jaxattn/text/renderer_process.py). This file imports nothing of jaxattn, so that the process starts
+without JAX.
 
 Requests and answers are JSON, after a length of 8 bytes.
 """
@@ -128,7 +129,7 @@ def render(source: str, variables: dict[str, Any], most: int) -> str:
 
     Raises:
         OutputTooLong: it has more.
-        Refused: the template refuses the messages.
+        TemplateRefusal: the template refuses the messages.
         Exception: whatever the template raises.
     """
     found = {**variables, "messages": [readable(each) for each in variables["messages"]]}

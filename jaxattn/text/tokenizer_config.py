@@ -1,4 +1,4 @@
-"""What the JSON files of a folder say about its text: stop tokens, BOS, sampling, templates.
+"""Text settings in a folder's JSON files: stop tokens, BOS, sampling and templates.
 
 Three files count: generation_config.json, config.json and tokenizer_config.json. Each may be
 missing. A field that is there has to be of its type.

@@ -154,7 +154,7 @@ def test_what_xla_made_is_found_by_scope_and_function(ran):
         ("nvjet_tst_64x8", "ragged_dot_general mixture_of_experts _grouped ", "experts"),
         ("loop_dynamic_slice_fusion", "jit(f)/mlp/dot_general ", "copies"),
         ("moe_combine", "", "experts"),
-        ("loop_add_fusion", "jit(f)/add Decoder.decode ", "other"),
+        ("loop_add_fusion", "jit(f)/add DecoderNetwork.decode ", "other"),
     ],
 )
 def test_a_kernel_is_of_the_kind_that_its_name_or_its_origin_says(kernel, origin, kind):

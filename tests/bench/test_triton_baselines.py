@@ -80,11 +80,11 @@ def test_a_right_decode_of_codes_has_a_time_and_a_wrong_one_is_refused(preset, s
     monkeypatch.setattr(vllm_turboquant, "levels", lambda form: LEVELS[: 2**form.key_bits])
     monkeypatch.setattr(vllm_turboquant, "store", stored)
     monkeypatch.setattr(vllm_turboquant, "attend", xla_codes())
-    found = triton_baselines.times("gqa_turbo", shape)
+    found = triton_baselines.times("turboquant", shape)
     assert list(found) == columns and list(found.values()) == [pytest.approx(3), pytest.approx(4)]
     monkeypatch.setattr(vllm_turboquant, "attend", xla_codes(1.05))
     with pytest.raises(AssertionError, match="relative error 0.0"):
-        triton_baselines.times("gqa_turbo", shape)
+        triton_baselines.times("turboquant", shape)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
         ("gdn_decode", [(3, 2, 4, 1), (3, 2, 4, 4)]),
         ("mla", [(3, 20, 130, 1), (2, 128, 300, 1)]),
         (
-            "gqa_turbo",
+            "turboquant",
             [turboquant.TurboquantDecodeShape(2, 8, 2, 128, 130, preset) for preset in TURBOQUANT],
         ),
     ],

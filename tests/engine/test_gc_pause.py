@@ -88,8 +88,9 @@ def test_what_a_callback_keeps_is_searched_between_rounds(engine):
 def test_what_is_kept_is_not_searched():
     # In a process of its own: this one's objects have to be found.
     code = (
-        "import gc; from jaxattn.engine import garbage; before = len(gc.get_objects()); "
-        "garbage.keep_all(); print(before > 10_000, len(gc.get_objects()) < 1_000, gc.isenabled())"
+        "import gc; from jaxattn.engine.runtime import gc_pause; before = len(gc.get_objects()); "
+        "gc_pause.freeze_gc_heap(); "
+        "print(before > 10_000, len(gc.get_objects()) < 1_000, gc.isenabled())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True"] * 3

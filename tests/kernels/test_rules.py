@@ -45,7 +45,7 @@ def test_every_kernel_is_started_by_launch():
         and isinstance(node.value, ast.Name)
         and (node.value.id, node.attr) == ("plgpu", "kernel")
     }
-    assert starts == {"build/launch.py"}
+    assert starts == {"hopper/build/launch.py"}
 
 
 def test_what_jax_promises_nothing_about_is_imported_in_one_room():
@@ -85,9 +85,12 @@ def test_an_implementation_refuses_by_refusal_alone():
 def test_nobody_takes_an_error_of_jax_for_a_refusal():
     """Whoever asks whether a kernel serves catches `Refusal`, in every room.
 
-    `compilation/executable_cache.py` and `compilation/step_export.py` ask JAX whether it can write a step down.
+    `compilation/executable_cache.py` and `compilation/step_export.py` ask JAX whether it can write
+    a step down.
     """
-    asking = [ROOT / "engine" / name for name in ("executable_cache.py", "lowered.py")]
+    asking = [
+        ROOT / "engine" / "compilation" / name for name in ("executable_cache.py", "step_export.py")
+    ]
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files(ROOT)

@@ -59,7 +59,7 @@ def decoded(implementation: str):
 
 
 def test_the_decode_kernel_refuses_no_number_of_heads():
-    """What it computes for 20 heads is in tests/kernels/mla_decode."""
+    """What it computes for 20 heads is in tests/kernels/mla/decode."""
     y, pages = jax.eval_shape(lambda: decoded("mosaic_gpu_interpret"))
     assert (y.shape, pages.shape) == ((1, 1, HIDDEN), (2, PAGE, 576))
 

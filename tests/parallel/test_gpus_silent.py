@@ -19,21 +19,22 @@ TURNS = 2**20
 ALONE = f"""
 import time
 import jax, jax.numpy as jnp
-from jaxattn.kernels.hopper import inbox
-from jaxattn.parallel import Group, Parallel, rank
-from jaxattn.core.cache.symmetric_memory import Mailbox, addressed
+from jaxattn.kernels.collectives import symmetric_memory
+from jaxattn.parallel import DeviceGroup, Parallel, rank
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
 
-inbox.MOST_TURNS = {TURNS}
-group = Group(Parallel(tensor=2), tuple(jax.devices()[:2]))
+symmetric_memory.MOST_TURNS = {TURNS}
+group = DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2]))
 axes, own = group.parallel.axes("all"), group.each
 
 def make():  # the GPUs take their calls for different ones
-    made = Mailbox.empty(2, 4, 512)
-    return Mailbox(made.inbox, made.counts + 2 * rank(group.parallel, "tensor"), made.addresses)
+    made = SymmetricBuffer.empty(2, 4, 512)
+    counts = made.counts + 2 * rank(group.parallel, "tensor")
+    return SymmetricBuffer(made.inbox, counts, made.addresses)
 
 box = group.make(make, own)
-box = addressed(box)
+box = with_addresses(box)
 part = jnp.zeros((2, 4, 1, 1, 512), jnp.bfloat16)
 
 def step(part, box):

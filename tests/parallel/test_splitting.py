@@ -70,9 +70,9 @@ def test_xla_reads_the_flag_when_its_backend_starts_though_jax_was_imported_befo
     program = f"""
 import os
 import jax, jaxattn.cli.startup.multihost
-from jaxattn.parallel.comm_split import never_split
+from jaxattn.parallel.comm_split import disable_comm_split
 os.environ["{VARIABLE}"] = "{NAME}=true --xla_dump_to={tmp_path}"
-never_split(os.environ)
+disable_comm_split(os.environ)
 jax.jit(lambda x: x + 1)(1.0)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)

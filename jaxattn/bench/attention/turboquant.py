@@ -1,7 +1,7 @@
 """The second table of `python -m jaxattn.bench gqa`: decode over TurboQuant caches.
 
-The columns are those of `jaxattn.bench.attention.gqa`. GB/s counts the bytes that the cache has, and a note
-says how long their copy alone would take.
+The columns are those of `jaxattn.bench.attention.gqa`. GB/s counts the bytes that the cache has,
+and a note says how long their copy alone would take.
 """
 
 import functools

@@ -1,9 +1,10 @@
-"""What others take for the same shapes on the same GPU, in the same run.
+"""Baselines of other libraries in PyTorch, timed on the same shapes and GPU in the same run.
 
 Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
 runs in a process of its own, which starts before JAX takes memory:
 
-    python -m jaxattn.bench.baselines.torch_baselines flashinfer-mla '[128, 128, 4096, 1]' '[1, 16, 32768, 1]'
+    python -m jaxattn.bench.baselines.torch_baselines flashinfer-mla '[128, 128, 4096, 1]' \\
+        '[1, 16, 32768, 1]'
 
 prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
 loop of calls. Plans are made before, as our schedule is. Two times, as ours are:

@@ -1,4 +1,4 @@
-"""What a run was made on: the commit, the card, its driver, clocks and power."""
+"""Facts about a run's device: the commit, the card, its driver, clocks and power."""
 
 import subprocess
 import sys

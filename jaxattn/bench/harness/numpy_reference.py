@@ -1,4 +1,4 @@
-"""What the ops are, for the few rows and heads that a bench checks: float64, NumPy, not compiled.
+"""Float64 NumPy references of the ops, for the few rows and heads that a bench checks.
 
 XLA's references take longer to compile than everything that a bench measures of a shape.
 """

@@ -1,4 +1,4 @@
-"""What this GPU reaches in this run: copying, reading, and multiplying matrices.
+"""Peak rates of this GPU in this run: copies, reads and matrix products.
 
 Each ceiling is taken in two ways, as an op's times are. In a burst, by a profile: beside `us`. In
 a long loop, in which the card reaches its power limit: beside `call us`. A share of a ceiling holds

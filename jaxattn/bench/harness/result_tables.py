@@ -1,4 +1,4 @@
-"""How a run is shown and stored."""
+"""Display and storage of a run's result tables."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What every result file says of its run: when, of what, on what, and how it was timed.
+"""The metadata of a result file: time, subject, device and method of its run.
 
 `python -m jaxattn.bench compare` holds two files side by side by it.
 """

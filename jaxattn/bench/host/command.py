@@ -2,12 +2,12 @@
 
 `round ms` is wall time per decode step of `Engine.generate` with callbacks on, once all rows
 decode. `executable ms` is that of the same executable, queued: the same steps of the same rows,
-from prompts that are read anew (executable_replay.py). Nothing is read until all have run. `read ms` is
-that with its tokens read as the engine reads them, and nothing done with them: what JAX alone
-takes. `call us` is what the host takes to send it, where no queue holds it up, `copy us` to ask for
-its tokens, and `take us` to read them once they are there. `exposed us` is the difference of the
-first two: the time per step for which the device waits for its host. Both are run in turn, and each
-column is the median of the runs; `spread us` is the largest exposed time of a run less the
+from prompts that are read anew (executable_replay.py). Nothing is read until all have run. `read
+ms` is that with its tokens read as the engine reads them, and nothing done with them: what JAX
+alone takes. `call us` is what the host takes to send it, where no queue holds it up, `copy us` to
+ask for its tokens, and `take us` to read them once they are there. `exposed us` is the difference
+of the first two: the time per step for which the device waits for its host. Both are run in turn,
+and each column is the median of the runs; `spread us` is the largest exposed time of a run less the
 smallest. `host us` is what the host takes for a step beside its waiting for the device: hidden
 while it is shorter than a step. `same tokens` says whether queue and rounds decoded the same; where
 they did not, their difference says nothing.

@@ -1,4 +1,4 @@
-"""Grammars for `jaxattn.bench.host.command`: rows that may say words alone, in a vocabulary of any size."""
+"""Grammars for `jaxattn.bench.host.command` that allow words only, in a vocabulary of any size."""
 
 import string
 from collections.abc import Callable, Sequence

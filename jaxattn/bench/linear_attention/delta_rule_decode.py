@@ -1,4 +1,4 @@
-"""What the benches of decoding a delta rule's layer share: the op that is timed, and its check.
+"""The timed op and its check, shared by the benches of delta-rule decode.
 
 Timed are states that barely decay, so that they stay the random ones that were drawn; the gates of
 a model would leave one token's v k^T of them.

@@ -1,7 +1,7 @@
 """The last table of `python -m jaxattn.bench gdn`: prefill with the gated norm of its output.
 
 `ms` is the op with its `gate`, which is the projection q | k | v | z as a layer has it; `XLA norm
-ms` the op without it and then `jaxattn.ops.linear.rms_norm.gated_rms_norm`, compiled together.
+ms` the op without it and then `jaxattn.core.numerics.rms_norm.gated_rms_norm`, compiled together.
 """
 
 import functools

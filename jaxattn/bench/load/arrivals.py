@@ -1,4 +1,4 @@
-"""How requests are sent: at given times, whatever the server does, or a fixed number at a time.
+"""Arrivals of requests: at given times, or with a fixed number in flight.
 
 An open loop shows what users meet: requests come at random (a Poisson process), and their times
 count from when they were due. A closed loop shows what a server can do: the next request is sent

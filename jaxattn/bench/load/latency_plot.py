@@ -12,7 +12,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     """Writes the picture.
 
     Raises:
-        PlotError: matplotlib is not installed.
+        BenchPlotError: matplotlib is not installed.
     """
     figure = require_matplotlib()(figsize=(10, 4.2), layout="constrained")
     figure.suptitle(title)

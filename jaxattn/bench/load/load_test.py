@@ -28,7 +28,7 @@ async def run(args: argparse.Namespace, key: str | None, on_row: OnRow) -> dict[
     """All loads of a command; the facts of the run and its rows.
 
     Raises:
-        Unreachable: the server cannot be asked.
+        ServerUnreachable: the server cannot be asked.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     connector = aiohttp.TCPConnector(limit=0)

@@ -1,4 +1,4 @@
-"""What a run asks for: prompts and answers whose lengths are drawn from a seed.
+"""Requests of a load test, with lengths of prompts and answers drawn from a seed.
 
 The lengths of chats in ShareGPT are spread over two orders of magnitude: many short prompts, a long
 tail, and answers that are longer than their prompts in the middle. Two log-normal distributions

@@ -1,4 +1,4 @@
-"""Which experts a decode step really touches, counted in a pass of its own that is not timed.
+"""Counts of the experts that a decode step touches, from a pass of its own that is not timed.
 
 The model is built a second time from blocks that do the same and tell a listener what their routers
 chose. It takes the same parameters and the same state.
@@ -111,7 +111,7 @@ def distinct(
     if len(choices.seen) != layers * len(batches):
         raise RuntimeError(
             f"{len(choices.seen)} calls of experts were seen in {len(batches)} steps of {layers} "
-            "layers with experts; WatchedExperts has to follow MixtureOfExperts"
+            "layers with experts; RecordingExperts has to follow MixtureOfExperts"
         )
     return {count: list(_distinct(choices.seen, count)) for count in rows}, state
 

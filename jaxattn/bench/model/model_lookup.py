@@ -24,7 +24,7 @@ def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, 
         dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
 
     Raises:
-        UnknownModel: there is none, or its family or a field of it is not implemented.
+        UnknownModelError: there is none, or its family or a field of it is not implemented.
     """
     shipped = {each.lower(): each for each in public_models.NAMES}
     begin = [each for each in shipped if each.startswith(name.lower())]
@@ -34,8 +34,8 @@ def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, 
     path = public_models.DATA / f"{found}.json" if name.lower() in shipped else Path(name) / CONFIG
     if not path.is_file():
         raise UnknownModelError(
-            f"unknown model {name!r}: use one of {', '.join(public_models.NAMES)}, or a folder with a "
-            f"{CONFIG}"
+            f"unknown model {name!r}: use one of {', '.join(public_models.NAMES)}, or a folder "
+            f"with a {CONFIG}"
         )
     try:
         fields = read_json(path)

@@ -1,4 +1,4 @@
-"""Where a step's time goes: what the GPU ran, by kind of op.
+"""The time of a step by category of op.
 
 A kernel's kind is in its name where it is ours. What XLA made is looked up in the compiled step:
 the scopes, and the functions of this package that its instruction came from.

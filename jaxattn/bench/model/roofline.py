@@ -46,7 +46,7 @@ class RooflineBytes:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """The same by the kinds of `kinds.KINDS`; the router's few are among the products'."""
+        """The same by `op_categories.KINDS`; the router's few are among the products'."""
         attention = self.pages + self.states
         return {"attention": attention, "experts": self.experts, "dense products": self.weights}
 

@@ -196,7 +196,7 @@ def arena(model: DecoderModel, rows: BenchBatches) -> ArenaSpec:
 
 
 def check_room(model: DecoderModel, rows: BenchBatches) -> None:
-    """Raises DoesNotFit where weights and caches are larger than the device."""
+    """Raises OutOfMemoryError where weights and caches are larger than the device."""
     state = jax.eval_shape(lambda: init_state(model, rows.size, arena(model, rows)))
     weights, caches = nbytes(model.param_shapes()), nbytes(state)
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -1,4 +1,4 @@
-"""What vLLM takes for the same decode steps, with its own random weights, where it is installed.
+"""vLLM's time for the same decode steps, with its own random weights, where it is installed.
 
 It runs in a process of its own, before JAX takes memory. `vllm bench latency` times a whole batch
 of requests. Two output lengths differ by `STEPS` decode steps and by nothing else, so a step is the

@@ -5,17 +5,18 @@
 Latent attention of one new token to so many cached ones, as a layer of a decode step with `--tensor
 N --context N` has it. Each GPU has the queries of an Nth of the heads, and an Nth of the pages.
 Queries are gathered, each GPU attends with all heads, outputs are exchanged and merged
-(`jaxattn.parallel.Spread`). Projections are left out. 32 heads are Kimi-Linear's, 128 are
-DeepSeek-V3's.
+(`jaxattn.parallel.ContextParallelPages`). Projections are left out. 32 heads are Kimi-Linear's, 128
+are DeepSeek-V3's.
 
 `us` is a layer's share of a loop over layers in turn: a loop less a shorter one. `roof us` is what
 the latents of a GPU take, read once at the card's rate. `kernels us` are a layer's kernels, by a
 profile. Of these `attention us` attend and merge a GPU's own pieces; `meeting us` merge these, send
 them and merge all GPUs' in one launch; `gather us` and `exchange us` are the two collectives,
-waiting included; the launches of `jaxattn.ops.collectives.peer_exchange` are both in the latter. `efficiency`
-is per doubling of the GPUs: 1 if twice the GPUs take half the time. `relative error` is that of the
-output, beside XLA's on one GPU. With `--apart` rows of several GPUs come once more, merged, sent
-and merged again in launches of their own; with `--nccl` once more, by XLA's collectives.
+waiting included; the launches of `jaxattn.ops.collectives.peer_exchange` are both in the latter.
+`efficiency` is per doubling of the GPUs: 1 if twice the GPUs take half the time. `relative error`
+is that of the output, beside XLA's on one GPU. With `--apart` rows of several GPUs come once more,
+merged, sent and merged again in launches of their own; with `--nccl` once more, by XLA's
+collectives.
 """
 
 import argparse

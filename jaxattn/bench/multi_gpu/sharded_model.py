@@ -65,7 +65,7 @@ class ShardedModel:
         options: each step is compiled with each of these, from one lowering.
 
     Raises:
-        CannotDivide: the model has no such layout.
+        ShardingError: the model has no such layout.
     """
 
     def __init__(

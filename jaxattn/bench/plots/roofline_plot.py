@@ -31,7 +31,7 @@ def require_matplotlib() -> Any:
     """matplotlib's Figure.
 
     Raises:
-        PlotError: it is not installed.
+        BenchPlotError: it is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def load(path: Path) -> dict[str, Any]:
     """A run that `--json` stored.
 
     Raises:
-        PlotError: the file cannot be read.
+        BenchPlotError: the file cannot be read.
     """
     try:
         return json.loads(path.read_text())
@@ -82,7 +82,7 @@ def save(result: dict[str, Any], path: Path) -> None:
     whole model bars alone.
 
     Raises:
-        PlotError: matplotlib is not installed, the run has nothing to draw, or the file cannot
+        BenchPlotError: matplotlib is not installed, the run has nothing to draw, or the file cannot
             be written.
     """
     figure_type = require_matplotlib()

@@ -1,4 +1,4 @@
-"""What the commands' options share: defaults, layout, cache formats, and what a refusal says."""
+"""The option parser of the commands: defaults, layout, cache formats and refusals."""
 
 import argparse
 import re
@@ -22,7 +22,7 @@ RENAMED = {
     "cache_format": "--kv-cache-dtype",
     "native_layers": "--kv-cache-native-layers",
 }
-# Names of `Limits` and `Placement` in a message, with "=value" or without. Those that are also
+# Names of `Limits` and `ModelPlacement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
     r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|speculate|decode_buckets|prefill_buckets|q_lens"
@@ -119,6 +119,6 @@ def add_dense(group: argparse._ActionsContainer) -> None:
 
 
 def add_layout(group: argparse._ActionsContainer) -> None:
-    """--data, --tensor, --context and --expert; `layout.read_layout` reads them."""
+    """--data, --tensor, --context and --expert; `parallel_layout.read_layout` reads them."""
     for name, what in LAYOUT.items():
         group.add_argument(f"--{name}", metavar="N", type=size, default=1, help=what)

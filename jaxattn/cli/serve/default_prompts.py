@@ -1,4 +1,4 @@
-"""What `python -m jaxattn.serve` continues when it is given nothing.
+"""The prompts that `python -m jaxattn.serve` continues when it is given none.
 
 Beginnings of Python whose greedy continuation by the embedded model is varied, and decided at every
 byte: the best two logits differ by a tenth or more, far above what another device's rounding

@@ -1,4 +1,4 @@
-"""What goes into the engine: prompts as tokens, sampling parameters, limits."""
+"""Requests from the command line: prompts as tokens, sampling parameters and limits."""
 
 import argparse
 import dataclasses

@@ -1,1 +1,1 @@
-"""How a command starts an engine: model source, compile cache, hosts, progress, report."""
+"""Startup of a command's engine: model source, compile cache, hosts, progress and report."""

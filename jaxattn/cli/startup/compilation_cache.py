@@ -1,4 +1,4 @@
-"""Where executables are kept for the next start.
+"""The folder of compiled executables for the next start.
 
 JAX names each one by its program, its options, and the versions of jaxlib and of the device's
 software. It does not name the processor, and code for one may stop another. So each kind of

@@ -86,7 +86,7 @@ class BackgroundLoad:
         self._future = self._pool.submit(self._load, self)
 
     def watch(self) -> None:
-        """Raises Stopped if the loading was ended."""
+        """Raises LoadCancelled if the loading was ended."""
         if self._ended.is_set():
             raise LoadCancelled
 

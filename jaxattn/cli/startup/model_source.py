@@ -1,4 +1,4 @@
-"""Which model a command serves: a folder of either format, a name on the hub, or the embedded one.
+"""The source of a command's model: a folder of either format, a hub name, or the embedded model.
 
 Each step can refuse the model before the next costs anything: config.json, then the tokenizer, then
 the weights.

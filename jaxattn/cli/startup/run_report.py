@@ -1,4 +1,4 @@
-"""What `python -m jaxattn.serve` says before and after the text: the plan, and the summary."""
+"""The report of `python -m jaxattn.serve`: the plan before the text, and a summary after it."""
 
 import dataclasses
 import importlib.metadata

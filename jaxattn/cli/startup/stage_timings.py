@@ -1,4 +1,4 @@
-"""How long a command takes until it serves, by what it does meanwhile."""
+"""Timings of the stages between a command's start and its first request."""
 
 import os
 import time

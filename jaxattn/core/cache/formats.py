@@ -1,4 +1,4 @@
-"""How caches store tokens: page size, and the formats of MLA's latents and of keys and values.
+"""Cache formats: the page size, and the storage of MLA's latents and of keys and values.
 
 A latent is R dims that keys and values share and P rotated dims. FP8 formats store one scale per
 cache (float8_e4m3fn) or one per 128 dims beside the codes (uint8). Keys and values are a slot per

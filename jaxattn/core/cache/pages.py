@@ -1,6 +1,4 @@
-"""What ops on a paged cache share: where new tokens go, reading it block by block, and a softmax
-that is built up over a row's blocks.
-"""
+"""Paged caches: slot mapping, reads block by block, and an online softmax over a row's blocks."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -22,8 +22,8 @@ class SymmetricBuffer:
         inbox: int32 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
         counts: int32 [1, T, 1], the number of calls that were for a token. No output of a step has
             such a shape: JAX would give an array's donated buffer to the first one that has.
-        addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `with_addresses`. Then the
-            GPU's own number.
+        addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `with_addresses`. Then
+            the GPU's own number.
     """
 
     inbox: Int[Array, "2 N T F"]

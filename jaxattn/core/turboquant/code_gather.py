@@ -1,6 +1,6 @@
 """Keys and values of a TurboQuant cache out of its groups, each number from the bytes that have it.
 
-`turbo_slots.unpack` turns the bytes of a group round, part by part, and XLA makes several passes
+`slot_layout.unpack` turns the bytes of a group round, part by part, and XLA makes several passes
 over memory of it. Here a table says where the bits of each code lie, and one pass reads them. Both
 give the same numbers; this one is for many tokens at a time.
 """

@@ -1,4 +1,4 @@
-"""What ops and modules check of any argument, before a kernel starts."""
+"""Checks of array arguments, which ops and modules make before a kernel starts."""
 
 import dataclasses
 import operator

@@ -45,7 +45,8 @@ class Integer:
         if not fits or value % self.multiple_of:
             kind = "an integer" if self.multiple_of == 1 else f"a multiple of {self.multiple_of}"
             raise ValueError(
-                f"{name} must be {kind} from {self.least:,} to {self.most:,}; got {short_repr(value)}"
+                f"{name} must be {kind} from {self.least:,} to {self.most:,}; got "
+                f"{short_repr(value)}"
             )
         return int(value)
 

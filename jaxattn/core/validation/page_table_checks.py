@@ -1,6 +1,6 @@
-"""What can be checked of page tables before anything runs, where their numbers are known.
+"""Checks of page tables whose numbers are known before anything runs.
 
-Slots of a state pool have the same checks, in slots.py.
+Slots of a state pool have the same checks, in core/cache/slots.py.
 """
 
 from typing import Any

@@ -57,7 +57,7 @@ class ExecutableCache:
         decides: what decides the executables, beside their names and the machine.
 
     Raises:
-        UnknownError: something of `decides` cannot be written down.
+        UnstableReprError: something of `decides` cannot be written down.
     """
 
     def __init__(self, folder: Path, device: jax.Device, decides: Sequence[object]):
@@ -210,7 +210,7 @@ def stable_repr(value: object) -> str:
     """A value as a text that no other value has.
 
     Raises:
-        UnknownError: it holds something whose text may leave a part of it out.
+        UnstableReprError: it holds something whose text may leave a part of it out.
     """
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"

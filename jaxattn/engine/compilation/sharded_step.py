@@ -1,4 +1,4 @@
-"""How the steps of an engine run on its devices: on one, or as one program over a group.
+"""Steps on the engine's devices: on one, or as one program over a group.
 
 The model's steps run inside `jax.shard_map`, each device with its share of weights, pages and
 states. Rows and what the host sends are whole on every device. Logits stay divided by tokens, and

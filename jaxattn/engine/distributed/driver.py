@@ -5,9 +5,10 @@ Every process makes the same engine over the devices of all of them, after
 step is given to the others before it sends the step itself. A process that follows has no
 scheduler: it runs the leader's steps in the leader's order, and reads no token.
 
-    leader                                                  others
-    crew = Crew.leading("0.0.0.0:9876", processes=2)        crew = Crew.following("host-0:9876", 1)
-    engine.lead(crew)                                       engine.follow(crew)
+    leader    crew = ProcessGroup.leading("0.0.0.0:9876", processes=2)
+              engine.lead(crew)
+    others    crew = ProcessGroup.following("host-0:9876", 1)
+              engine.follow(crew)
 
 `follow` returns when the leader closes its engine. process_group.py says how all of them end.
 """

@@ -1,6 +1,7 @@
 """The processes of one engine on several hosts: who they are, and how all of them end together.
 
-    crew = Crew.leading("0.0.0.0:1235", processes=2)        or Crew.following("host-0:1235", rank=1)
+    crew = ProcessGroup.leading("0.0.0.0:1235", processes=2)
+    crew = ProcessGroup.following("host-0:1235", rank=1)        in the others
     crew.agree({"jaxattn": "0.9", "checkpoint": "5f3c..."})     before anything is loaded
     with crew.together():
         ...                        what one raises here, all are told
@@ -99,7 +100,7 @@ class ProcessGroup:
     def leading(
         cls, address: str, processes: int, *, timeout: float = 300.0, **options: Any
     ) -> "ProcessGroup":
-        """The crew of process 0, as soon as all others are there; arguments of `links.lead`.
+        """Process 0's group, as soon as all others are there; arguments of `listen_for_workers`.
 
         Raises:
             HostError: some have not come.

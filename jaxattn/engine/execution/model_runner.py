@@ -65,7 +65,7 @@ class ModelRunner:
         return self.failed or any(leaf.is_deleted() for leaf in leaves)
 
     def update(self, packed: np.ndarray) -> None:
-        """Rows that come, and pages: of `Deltas.drain`."""
+        """Rows that come, and pages: of `BatchUpdate.drain`."""
         with self.seal.allowed():
             self.rows = self._step(BatchUpdateStep())(self.rows, packed)
 
@@ -104,7 +104,7 @@ class ModelRunner:
 
         Args:
             places: -1 for the logits of other rows.
-            words: `masks` of these rows, if one has a grammar.
+            words: `fill_bitmask` of these rows, if one has a grammar.
         """
         with self.seal.allowed():
             return self._sample(self._masked(logits, words), places, level)
@@ -119,7 +119,7 @@ class ModelRunner:
         """Decodes the rows at `places`, and samples them. What comes back is on its way.
 
         Args:
-            words: makes `masks` of so many lines, while the device decodes.
+            words: makes the bitmasks of so many lines, while the device decodes.
             steps: decode steps, one after another: 1, or `limits.round_steps` at a level that
                 such a round has.
         """

@@ -1,4 +1,4 @@
-"""What becomes of tokens that come back: events, and rows that end with them."""
+"""Events from tokens that the device returned, and the end of rows that finish with them."""
 
 import dataclasses
 import functools

@@ -1,1 +1,1 @@
-"""What callers give and get: requests, outputs, ids and statistics."""
+"""Requests and results of the engine: prompts, outputs, ids and statistics."""

@@ -1,4 +1,4 @@
-"""What comes out of an engine: tokens as they come, why a request ended, and completions."""
+"""Outputs of an engine: token events, finish reasons and completions."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""What goes into an engine: a prompt, and how to continue it."""
+"""A request to the engine: a prompt, and how to continue it."""
 
 import contextlib
 import dataclasses

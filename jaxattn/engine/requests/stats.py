@@ -1,4 +1,4 @@
-"""What a run took: counts and times."""
+"""Statistics of a run: counts and times."""
 
 import dataclasses
 

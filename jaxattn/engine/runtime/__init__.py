@@ -1,1 +1,1 @@
-"""What one process shares: its state, pauses of the garbage collector, and guards."""
+"""Process-wide state, garbage-collector pauses, and the guards of threads and compilation."""

@@ -1,4 +1,4 @@
-"""What the engines of one process share, in one object: `PROCESS_STATE`.
+"""`PROCESS_STATE`, the one object that all engines of a process share.
 
 JAX itself has one allocator, one set of listeners and one cache of executables per process, so an
 engine has to know of the others. Nothing else in the package keeps state in a module.
@@ -18,7 +18,7 @@ class ProcessState:
     """What the engines of a process share. Nothing here keeps an engine or an array alive.
 
     Attributes:
-        steps: compiled `Steps` by what decides them, while an engine or its plan holds them.
+        steps: `CompiledSteps` by what decides them, while an engine or its plan holds them.
         collectives: bytes that collectives took of each of these devices when they first ran, by
             the layout: another may make GPUs of several processes meet in other sets.
         lowering: held by who lowers steps. It is work of Python, which one thread runs at a time.
@@ -63,7 +63,7 @@ class ProcessState:
 
     @property
     def seal(self) -> Any:
-        """The `Seal` that this thread is inside of, or None."""
+        """The `RecompilationGuard` that this thread is inside of, or None."""
         return getattr(self._inside, "seal", None)
 
     @seal.setter

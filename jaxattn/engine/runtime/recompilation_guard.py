@@ -1,9 +1,9 @@
 """After the warm-up nothing is traced, compiled or tuned, and no buffer comes to stay.
 
 JAX announces every trace, lowering and compilation before it begins (`jax.monitoring`). While a
-thread is inside `RecompilationGuard.watch` they belong to that seal's engine: counted, or in strict mode refused
-before they start. Tuning happens inside a compilation, so it is refused with it. What other threads
-and other engines compile meanwhile is theirs.
+thread is inside `RecompilationGuard.watch` they belong to that seal's engine: counted, or in strict
+mode refused before they start. Tuning happens inside a compilation, so it is refused with it. What
+other threads and other engines compile meanwhile is theirs.
 
 Buffers: the engine's own must stay at the addresses that they had when it was sealed, and a step
 may leave no other behind. In strict mode a thread inside `watch` runs and copies nothing on the

@@ -1,4 +1,4 @@
-"""Who uses an engine now: one thread at a time, and what its callbacks may call."""
+"""A guard that lets one thread at a time use an engine, and limits what callbacks may call."""
 
 import contextlib
 import threading

@@ -1,4 +1,4 @@
-"""What a request takes from or adds to its logits before a token is chosen."""
+"""Penalties and biases that a request applies to its logits before a token is chosen."""
 
 import jax
 import jax.numpy as jnp

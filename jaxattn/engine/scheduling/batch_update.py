@@ -1,4 +1,4 @@
-"""What the host has to tell the device of rows, until it is sent: packed arrays of one size."""
+"""Pending updates of the device's rows, sent as packed arrays of one size."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ _NO_TOKEN = 2**31 - 1
 
 
 class BatchUpdate:
-    """Rows that join and pages that rows get, for `rows.update`.
+    """Rows that join and pages that rows get, for `device_batch.update`.
 
     Args:
         batch: rows of the engine.
@@ -60,7 +60,7 @@ class BatchUpdate:
 
 
 def _controls(slot: int, last: int, request: Request) -> np.ndarray:
-    """A row of `Rows.controls`."""
+    """A row of `DeviceBatch.controls`."""
     values = {
         "slot": slot,
         "last": last,
@@ -82,7 +82,7 @@ def device_stops(request: Request) -> tuple[int, ...]:
 
 
 def _biases(request: Request) -> np.ndarray:
-    """A row of `Rows.biases`, flat: tokens, and the bits of what is added."""
+    """A row of `DeviceBatch.biases`, flat: tokens, and the bits of what is added."""
     tokens, biases = np.full(MOST_BIASES, _NO_TOKEN, np.int32), np.zeros(MOST_BIASES, np.float32)
     pairs = [pair for pair in request.biases if 0 <= pair[0] < _NO_TOKEN]
     tokens[: len(pairs)] = [token for token, _ in pairs]

@@ -1,4 +1,4 @@
-"""Who owns which page of the latent cache and which state slot: the host's side of both pools.
+"""Pools of cache pages and state slots: the host's record of their owners.
 
 The device holds the pools themselves (`kv_cache[:, page]`, `ssm_state[:, slot]`); here are only the
 numbers. A freed page or slot is given out again as it is: a row reads no token that it did not

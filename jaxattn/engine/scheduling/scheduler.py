@@ -1,4 +1,4 @@
-"""Which request runs in which row, with which pages and slot: all of it on the host.
+"""The scheduler: it assigns rows, pages and state slots to requests, on the host alone.
 
 Requests wait in the order of their priority, then of their arrival; one that finds no pages waits,
 and those behind it wait with it, so that a long one does not starve. A request that the pool can

@@ -1,4 +1,4 @@
-"""How many decode steps one call runs.
+"""The number of decode steps in one call.
 
 To send a call, to be told its tokens and to hand them on takes the host about as long whether the
 call runs one step or several. So where a step is shorter than that, one call runs several of them:

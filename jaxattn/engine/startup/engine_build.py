@@ -45,7 +45,7 @@ class EngineBuild:
     Attributes:
         limits: as they were given; with `utilization`, with the pages that fit; with the steps of
             a round, where `prepare` chose several.
-        steps: the executables; the keys of `steps.executables` are their list.
+        steps: the executables; the keys of `step_catalog.executables` are their list.
         known: what XLA says of each executable's memory.
         plan: what memory the engine will take and why.
         params: the packed parameters, as shapes.

@@ -1,4 +1,4 @@
-"""What an executable takes of a device: from its shapes, or once it is compiled."""
+"""Device memory of an executable: bounds from its shapes, or XLA's figures once it is compiled."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from jaxattn.models.interface import Model
 
 @dataclasses.dataclass(frozen=True)
 class ExecutableMemory:
-    """What is known of one executable's memory; `basis` says how (see `Item`)."""
+    """What is known of one executable's memory; `basis` says how (see `PlanItem`)."""
 
     in_out: int
     temp: int

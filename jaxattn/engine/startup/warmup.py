@@ -1,4 +1,4 @@
-"""How an engine begins: the trial, the last look at the device's memory, and the warm-up."""
+"""Warm-up of an engine: a trial run, the final memory reading, and a run of each step."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What the device keeps of each row between steps, so that no step waits for the host.
+"""The batch on the device: the state of each row between steps, so that no step waits for the host.
 
     cursor     the last token, how many tokens are cached, and whether the row goes on
     controls   its slot, where it ends, how it samples, its stop tokens

@@ -1,4 +1,4 @@
-"""What the steps of an engine change, state and rows: their shapes, and how they are made."""
+"""Shapes and allocation of what the steps change: state and rows."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What an executable of an engine is, before it is compiled."""
+"""The interface of an engine's step before it is compiled."""
 
 import abc
 from collections.abc import Callable

@@ -125,7 +125,8 @@ def verify(
         level: without log-probabilities.
 
     Returns:
-        (the rows; int32 [b, S, 2]: tokens, each with an `FinishCode`; IDLE behind those that count).
+        (the rows; int32 [b, S, 2]: tokens, each with a `FinishCode`; IDLE behind those that
+        count).
     """
     found, active = made.read, made.active
     count, width = made.tokens.shape

@@ -7,11 +7,13 @@
     mask of B rows             what grammars do not allow, out of the logits (grammar_bitmask.py)
     sample of B rows: level    the rows' next tokens (token_selection.py)
     round of B rows: level     decode and sample in one, at the levels that most rows have
-    N rounds of B rows: level  several of them in one call, where a step is short (decode_step_count.py)
+    N rounds of B rows: level  several of them in one call, where a step is short
+                               (decode_step_count.py)
     draft of B x N tokens: level   in the place of rounds where rows speculate (prompt_lookup.py)
     update of rows             rows that come, and pages (device_batch.py)
     history of P x T tokens    prompts of rows with penalties
-    copy of states             to a checkpoint and back (prefix_cache.py), where there are checkpoints
+    copy of states             to a checkpoint and back, where there are checkpoints
+                               (prefix_cache.py)
 
 Prefill and decode are the model's own: (weights, state, batch) -> (logits, state), where `weights`
 are the leaves of the packed parameters: to take a tree of modules apart costs the host more than

@@ -43,8 +43,8 @@ def advance(
         remembers: whether every row has a history, and not those with penalties alone.
 
     Returns:
-        (the rows; int32 [b, 2]: the token and an `FinishCode`; at `SamplingMode.LOGPROBS` followed by
-        `logprobs`). The rows come first: JAX gives a donated buffer to the first result of its
+        (the rows; int32 [b, 2]: the token and a `FinishCode`; at `SamplingMode.LOGPROBS` followed
+        by `logprobs`). The rows come first: JAX gives a donated buffer to the first result of its
         shape, and block tables of two pages have the shape of the second.
     """
     found = read(rows, places)

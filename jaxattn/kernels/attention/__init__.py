@@ -1,1 +1,1 @@
-"""What attention kernels of several families share: tile scheduler, work partition, work queue."""
+"""Scheduling of attention kernels: tile scheduler, work partition and work queue."""

@@ -1,4 +1,4 @@
-"""Which block of a causal attention kernel takes which tiles of queries, and in which order."""
+"""The assignment and order of query tiles in the blocks of a causal attention kernel."""
 
 import functools
 import heapq

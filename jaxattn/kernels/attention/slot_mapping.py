@@ -1,4 +1,4 @@
-"""Where in a paged cache a block's token goes: what the kernels that append have in common."""
+"""The slot of a block's token in a paged cache, shared by the kernels that append."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a block of the MLA decode kernels has to do: its part of the rows, in pieces, page by page.
+"""A block's part of the rows in MLA decode: its pieces, page by page.
 
 A piece is a row, or what of it lies in this part. Warpgroups may share a piece, and take its pages
 in turns. Who multiplies walks its pieces one by one; who loads ahead of that finds the page behind

@@ -8,8 +8,8 @@ same bits.
 `kernels/collectives/symmetric_memory.py` has the inboxes and why nothing is lost in them.
 
 Limits: 256 to 8192 features, a multiple of 256; 2 to 8 GPUs, which are all of the mesh, in one
-process; an inbox below 2 GiB. Reference: `jaxattn.ops.collectives.all_reduce_norm` (implementation="xla");
-tests: tests/parallel/test_gpus_norm.py.
+process; an inbox below 2 GiB. Reference: `jaxattn.ops.collectives.all_reduce_norm`
+(implementation="xla"); tests: tests/parallel/test_gpus_norm.py.
 """
 
 from typing import Any, Literal

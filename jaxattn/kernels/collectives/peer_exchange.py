@@ -2,8 +2,8 @@
 
 NCCL's launches are in no CUDA graph, so that a layer with two of them is five graphs. Here a GPU
 writes what is for another into its inbox, and copies what comes out of its own. Numbers are moved
-as they are, whatever bits they have. `kernels/collectives/symmetric_memory.py` has the inboxes and why nothing is
-lost in them.
+as they are, whatever bits they have. `kernels/collectives/symmetric_memory.py` has the inboxes and
+why nothing is lost in them.
 
 Limits: 256 to 8192 numbers of 16 bits, a multiple of 256; 2 to 8 GPUs, which are all of the mesh,
 in one process; an inbox below 2 GiB. Reference: `jaxattn.ops.collectives.peer_exchange`

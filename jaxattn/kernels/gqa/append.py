@@ -224,8 +224,8 @@ def gqa_append_mosaic(
     layers = kv_cache if layer is not None else kv_cache[None]
     cache_ref = jax.new_ref(layers.reshape(*layers.shape[:4], kv_heads * dim))
     out = launch_append(
-        "gqa_append", GqaAppendCta, q, k, v, weights, cache_ref, block_tables, seq_lens, angles=angles,
-        page_size=layers.shape[3], interleaved=interleaved, eps=eps, dtype=dtype,
+        "gqa_append", GqaAppendCta, q, k, v, weights, cache_ref, block_tables, seq_lens,
+        angles=angles, page_size=layers.shape[3], interleaved=interleaved, eps=eps, dtype=dtype,
         query_lens=query_lens, layer=layer, kv_scale=kv_scale, interpret=interpret,
         gates=gates, detect_races=detect_races,
     )  # fmt: skip

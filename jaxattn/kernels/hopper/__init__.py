@@ -1,1 +1,1 @@
-"""What kernels need of the machine, and of JAX that is not public."""
+"""The Hopper layer of all kernels: launches, device checks, PTX, and JAX's internals."""

@@ -1,4 +1,4 @@
-"""What every kernel here needs of the machine, and how it is run without one."""
+"""Device requirements of the kernels, and the interpreter that runs them elsewhere."""
 
 import contextlib
 import functools

@@ -3,7 +3,7 @@
 A tile [64, 128] has rows of 128 bytes, chunks of 16 swizzled: chunk c of row i is at c ^ (i % 8).
 Warp w, lane 4 g + t has of each step of 16 columns the rows 16 w + g and 8 below, and columns 2 t
 and 2 t + 1, and 8 behind: two bytes a load, of which the warp's lie in banks of their own. Columns
-that are stored in pairs (`core.fp8_blocks.in_pairs`) are four bytes a load.
+that are stored in pairs (`interleave_columns`) are four bytes a load.
 
 float16 has e4m3's numbers by one conversion. For bfloat16 the bits of an e4m3 number are moved to
 where bfloat16 has them, which makes it 2**-120 times itself, and it is multiplied by 2**120: both

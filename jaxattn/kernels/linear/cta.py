@@ -1,4 +1,4 @@
-"""What a block of `linear_layer` does: copies, products, the cluster's sums, the store."""
+"""The block (CTA) of `linear_layer`: copies, products, the cluster's sums and the store."""
 
 import dataclasses
 from functools import partial

@@ -3,14 +3,15 @@
     y^T [128, T] = sum over steps of K    scale * (W x^T)      W [128, 128] of a matrix [N, K]
 
 The cut, the cluster's sums and the store are those of `linear_layer` (cta.py). Matrices
-lie as checkpoints have them, [N, K], with K in pairs (`core.fp8_blocks.in_pairs`): four bytes in a
-row become two registers of wgmma (hopper/fp8_operands.py). A step is as deep as a block of scales. Its
-product is finished before it is multiplied by the scale and added, in float32.
+lie as checkpoints have them, [N, K], with K in pairs (`interleave_columns`): four bytes in a
+row become two registers of wgmma (hopper/fp8_operands.py). A step is as deep as a block of scales.
+Its product is finished before it is multiplied by the scale and added, in float32.
 
-Limits: 32 tokens (fp8_batched_linear.py has more); K a multiple of 128; N a multiple of 64, at least
-128; tokens in bfloat16 or float16. With a norm before it (reduce/rms_norm_prologue.py): one token. There are
-no heads.
-Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests: tests/kernels/linear/test_fp8_linear.py.
+Limits: 32 tokens (fp8_batched_linear.py has more); K a multiple of 128; N a multiple of 64, at
+least 128; tokens in bfloat16 or float16. With a norm before it (reduce/rms_norm_prologue.py): one
+token. There are no heads.
+Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:
+tests/kernels/linear/test_fp8_linear.py.
 """
 
 from collections.abc import Sequence
@@ -90,7 +91,7 @@ def refusal_with_norm(inner: int, weights: Sequence[Shaped]) -> str | None:
 
 
 def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
-    """Whether the launch should sum up so many rows, as `jaxattn.kernels.linear.launch.sums_parts`."""
+    """Whether the launch should sum up so many rows, as `sums_parts` of linear/launch.py says."""
     inner = weights[0].shape[-1]
     return rows * (inner // (_with_norm(inner, weights).parts * ROWS)) <= MOST_SUMMED
 

@@ -18,7 +18,8 @@ The norm of a token may come first (reduce/rms_norm_prologue.py).
 
 Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
 have N at least 128. With a norm: one token.
-Reference and tests: `jaxattn.ops.linear.linear` (implementation="xla"), tests/kernels/linear/test_linear.py.
+Reference and tests: `jaxattn.ops.linear.linear` (implementation="xla"),
+tests/kernels/linear/test_linear.py.
 """
 
 import dataclasses

@@ -12,16 +12,17 @@ into a ring of `stages` steps of K, the next item's too. One or two warpgroups m
 own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
 cut, so a token's result does not depend on the other tokens.
 
-FP8 weights are widened on their way through registers (hopper/fp8_operands.py). Each step's product,
-of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in float32. Where few
-multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through shared
-memory to gate's warpgroup.
+FP8 weights are widened on their way through registers (hopper/fp8_operands.py). Each step's
+product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in float32.
+Where few multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through
+shared memory to gate's warpgroup.
 
 Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 
-Limits: K a multiple of 64, rows of weights of `GemmTileConfig.rows` * parts; bfloat16 or float16. Of FP8
-weights K is a multiple of 128.
-Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"), tests/kernels/moe/test_kernel.py.
+Limits: K a multiple of 64, rows of weights of `GemmTileConfig.rows` * parts; bfloat16 or float16.
+Of FP8 weights K is a multiple of 128.
+Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
+tests/kernels/moe/test_kernel.py.
 """
 
 import dataclasses
@@ -388,7 +389,7 @@ class GroupedGemmCta:
 
 
 class ScaledAccumulators:
-    """`GroupedGemmCta`'s sums of FP8 weights: each step's product has a scale, read a step ahead."""
+    """Sums of a `GroupedGemmCta` with FP8 weights; each step's scale is read a step ahead."""
 
     def __init__(self, block: GroupedGemmCta):
         self.block = block

@@ -1,8 +1,8 @@
-"""`jaxattn.ops.moe.experts.mixture_of_experts` on a Hopper GPU: the list of work, two products, the sum.
+"""`mixture_of_experts` (ops/moe/experts.py) on a Hopper GPU: alignment, two products and the sum.
 
     small_batch_alignment.py, token_sort.py, token_alignment.py
                        who has work: of few tokens and of some hundred pairs in one launch, else XLA
-    grouped_gemm.py         gate and up, then down, each expert's tokens times its weights
+    grouped_gemm.py    gate and up, then down, each expert's tokens times its weights
     combine.py         the sum of each token's experts
 
 Limits: F a multiple of 128, I of 64, of FP8 weights I of 128; bfloat16, float16, or weights in
@@ -118,7 +118,7 @@ def mixture_of_experts_mosaic(
 ) -> Any:
     """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
 
-    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is a `ExpertOutputs`.
+    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is an `ExpertOutputs`.
     """
     refuse(x, gate_up, interpret=interpret)
     # Without an arena the op has a gradient of its own, and this is never differentiated.

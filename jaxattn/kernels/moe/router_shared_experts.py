@@ -1,4 +1,4 @@
-"""What a token's experts begin with, in one launch: its router, its choice, and the shared experts.
+"""Router, top-k gating and shared experts' gate and up products of a token, in one launch.
 
 Which experts a token takes is known late: the router's product and the choice are two launches that
 wait for one another, while hardly anything is read. The shared experts are known before. So a
@@ -10,11 +10,13 @@ the shared experts and write their rows of h. `mixture_of_experts` goes on with 
 
 The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
 
-The token may come without its norm. Then each block norms what it multiplies (reduce/rms_norm_prologue.py).
+The token may come without its norm. Then each block norms what it multiplies
+(reduce/rms_norm_prologue.py).
 
 Limits: one token, 64 experts (128 columns of a router in two halves), F a multiple of 128, I of 64,
 bfloat16 or float16. With a norm F is 1024 or 2048.
-Reference: `jaxattn.ops.moe.router_shared_experts` (implementation="xla"); tests: tests/kernels/moe/test_router_shared_experts.py.
+Reference: `jaxattn.ops.moe.router_shared_experts` (implementation="xla"); tests:
+tests/kernels/moe/test_router_shared_experts.py.
 """
 
 import dataclasses
@@ -111,13 +113,15 @@ def router_shared_experts_mosaic(
         valid: int32 [1], 0 for padding.
         norm: the norm of x + added, which comes first. x is then float32.
     """
-    require_hopper("open_experts", interpret=interpret)
+    require_hopper("router_shared_experts", interpret=interpret)
     pairs = choice["top_k"] + always
     if why := refusal(x, router, gate_up, experts, choice["top_k"], always):
-        raise Refusal(f"open_experts: {why}")
+        raise Refusal(f"router_shared_experts: {why}")
     if norm is not None and not supports_norm(x.shape[1]):
-        raise Refusal(f"open_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}")
-    x, router, bias, gate_up = without_gradient("open_experts", (x, router, bias, gate_up))
+        raise Refusal(
+            f"router_shared_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}"
+        )
+    x, router, bias, gate_up = without_gradient("router_shared_experts", (x, router, bias, gate_up))
     dtype = router.dtype
     x = x.astype(dtype if norm is None else jnp.float32)
     features, width = x.shape[1], gate_up.shape[2] // 2

@@ -1,4 +1,4 @@
-"""How the grouped products are cut, and the sizes that follow from it."""
+"""Tile configurations of the grouped products, and the sizes that follow from them."""
 
 import dataclasses
 import math

@@ -10,7 +10,8 @@ Q and s P, the probabilities times their tokens' scales, are two e4m3 terms each
 by side as columns. s P is divided by a unit per packed row and step, so that e4m3 has room for it;
 the product is added to float32 sums, times that unit. What the middle codes stand for is a sum over
 tokens alone, and joins the output at a piece's end. The rest is gqa_decode's, of decode/cta.py and
-load.py: a step's place is free as soon as all warps have its codes in registers.
+gqa/decode/load/producer.py: a step's place is free as soon as all warps have its codes in
+registers.
 
 With few packed rows a warpgroup takes two of its steps at a time, and a last odd one alone. So work
 that does not depend on the number of tokens is done once per 128 tokens: maxima between lanes, P's

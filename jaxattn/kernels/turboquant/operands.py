@@ -1,6 +1,7 @@
 """A step's codes as operands in registers; the interpreter's way beside.
 
-Both terms (fp8_split.py) stand as columns n and N + n of one product, and `joined_terms` adds them up.
+Both terms (fp8_split.py) stand as columns n and N + n of one product, and `joined_terms` adds them
+up.
 """
 
 from typing import Any
@@ -42,7 +43,7 @@ from jaxattn.kernels.turboquant.smem import summed_dims
 
 
 class WordRegisters:
-    """`codes.Words` of this thread; `ref` is a step's codes, `low` the constant held, if any is."""
+    """`WordOpsProtocol` of a thread; `ref` is a step's codes, `low` the held constant, if any."""
 
     def __init__(self, ref: Any, low: Any = None):
         place = WarpgroupThread()
@@ -84,7 +85,7 @@ class WordRegisters:
 
 
 class TurboOperands:
-    """Operands out of a step's codes, as `Memory.codes` has them.
+    """Operands out of a step's codes, as `TurboDecodeSmem.codes` has them.
 
     Args:
         form: the cache's format.

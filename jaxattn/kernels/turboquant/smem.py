@@ -1,4 +1,4 @@
-"""What a block of `turbo_decode` keeps in shared memory, and how its threads are divided."""
+"""Shared memory of a `turbo_decode` block, and the division of its threads."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def summed_dims(form: TurboFormat) -> int:
 
 
 def bytes_of(form: TurboFormat, columns: int, room: TurboCtaResources) -> int:
-    """Shared memory of all arrays of `TurboDecodeSmem`, each of which begins at a multiple of ALIGNED."""
+    """Bytes of all arrays of `TurboDecodeSmem`, each of which begins at a multiple of ALIGNED."""
     w, dim = room.consumers, form.head_dim
     sizes = (
         w * room.steps * GROUPS * room.pitch,  # codes

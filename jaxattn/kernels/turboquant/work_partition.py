@@ -37,7 +37,7 @@ class TurboWorkPartition(HeadWorkPartition):
 
         Args:
             numbers: as `HeadWorkPartition.numbers_of` gives them.
-            to: a step of `Memory.codes`.
+            to: a step of `TurboDecodeSmem.codes`.
         """
         head = self.row_and_head(pair)[1]
         places = [n * self.kv_heads + head for n in numbers]

@@ -1,8 +1,9 @@
-"""What every block of a decoder is: a mixer of tokens and a feed-forward, each with its norm.
+"""A decoder's block: a mixer of tokens and a feed-forward, each with its norm.
 
 A `Block` is a description, equal to every block that does the same; a list of blocks is a model
-(`decoder_spec.py`). Its mixer says what the engine has to know: its cache, its scratch, the values
-that all its layers share in a step, and the small weights that decoding reads from one stack.
+(`network/decoder_spec.py`). Its mixer says what the engine has to know: its cache, its scratch, the
+values that all its layers share in a step, and the small weights that decoding reads from one
+stack.
 """
 
 import abc
@@ -78,7 +79,7 @@ class Mixer(abc.ABC):
 
     Attributes:
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
-        norms: whether the module's `decode` takes tokens as an `PendingNorm`.
+        norms: whether the module's `decode` takes tokens as a `PendingNorm`.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
@@ -191,7 +192,7 @@ class FeedForward(abc.ABC):
 
     Attributes:
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
-        norms: whether `step` takes tokens as an `PendingNorm`.
+        norms: whether `step` takes tokens as a `PendingNorm`.
         stacked: parameters that a step reads out of the stack of all repeats, which are too many
             bytes to be sliced out of it.
     """
@@ -252,7 +253,7 @@ class FeedForward(abc.ABC):
             stacks: the parameters `stacked`, [repeats, ...] each.
             layer: the number of this layer in them.
             arena: None in prefill.
-            apart: whether the output may be an `Unsummed`, which the next norm sums up.
+            apart: whether the output may be an `ExpertOutputs`, which the next norm sums up.
             share: of the step, see `share`.
         """
         return module(x), arena

@@ -1,4 +1,4 @@
-"""What mixers that attend over pages share: where rows and pages are, on one GPU of several."""
+"""The base of mixers that attend over pages: places of rows and pages, on one GPU of several."""
 
 import abc
 import dataclasses
@@ -73,7 +73,7 @@ class PagedMixer(Mixer):
     def exchanging(
         self, shared: dict[str, Any], arrays: Arrays, implementation: Implementation | None
     ) -> dict[str, Any]:
-        """`shared` with the mailbox among the arrays, if there is one, in its `ContextParallelPages`."""
+        """`shared` with the arrays' symmetric buffer, if any, in its `ContextParallelPages`."""
         spread = shared["spread"]
         if spread is None or not has_buffer(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
             return shared

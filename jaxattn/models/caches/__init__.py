@@ -1,1 +1,1 @@
-"""What a model keeps between steps: pages, recurrent states, symmetric memory."""
+"""Caches of a model between steps: pages, recurrent states and symmetric memory."""

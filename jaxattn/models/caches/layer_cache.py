@@ -1,4 +1,4 @@
-"""What a model keeps of its rows between steps: a cache for each kind of layer, and the state."""
+"""The interface of a layer's cache, and the decode state that holds the caches."""
 
 import abc
 import dataclasses

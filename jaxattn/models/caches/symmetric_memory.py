@@ -1,7 +1,7 @@
-"""What a kernel keeps on each GPU to sum layers' outputs over GPUs: a cache that no row has.
+"""Symmetric memory for sums of layers' outputs over GPUs, as a cache that no row has.
 
-See `jaxattn.ops.collectives.all_reduce_norm`. The other GPUs write into it, so it is state of the step, at one
-address as long as the engine lives.
+See `jaxattn.ops.collectives.all_reduce_norm`. The other GPUs write into it, so it is state of the
+step, at one address as long as the engine lives.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""What a plan needs to know of a model that this package runs: from the shapes of its parameters.
+"""Sizes of a model that this package runs, from the shapes of its parameters.
 
-    BuiltModel.of("Youtu-LLM-2B", model)
+    DecoderSizes.of("Youtu-LLM-2B", model)
 
 Its parameters are those that the loader allocates, so that a line of the plan is a sum of their
 bytes.

@@ -1,6 +1,6 @@
-"""What a memory plan needs to know of a model: its weights in lines, its caches, its scratch.
+"""Sizes of a model for a memory plan: its weights in lines, its caches and its scratch.
 
-`BuiltModel` (decoder_sizes.py) takes them from a model that this package runs.
+`DecoderSizes` (decoder_sizes.py) takes them from a model that this package runs.
 """
 
 import abc
@@ -19,7 +19,7 @@ class WeightGroup:
     Attributes:
         kind: the line of the plan they belong to.
         shape: of one of them.
-        split: how several GPUs divide them, see `parts.Split`.
+        split: how several GPUs divide them, see `partition_rules.Split`.
         quantized: stored in the checkpoint's quantized format, if it has one.
         dtype_bytes: otherwise.
         scales: of quantized numbers: they are bytes and no parameters.
@@ -81,7 +81,8 @@ class ModelSizes(abc.ABC):
         max_position_embeddings: the longest row in tokens.
         stored: how the weights lie in memory, in words.
         unread: tensors of its checkpoint that the loader skips, in words; "" for none.
-        block: side of the squares that share a scale, where `WeightGroup.quantized` decides; else 0.
+        block: side of the squares that share a scale, where `WeightGroup.quantized` decides; else
+            0.
     """
 
     name: str

@@ -32,7 +32,7 @@ def shipped_config(name: str) -> dict[str, Any]:
     """The fields of a shipped configuration; case does not matter.
 
     Raises:
-        KnownModelError: there is none of that name; the message lists them.
+        CatalogError: there is none of that name; the message lists them.
     """
     for known in NAMES:
         if known.lower() == name.lower():
@@ -50,7 +50,7 @@ def load(name: str, dense: WeightsFormat | None = None) -> ModelSizes:
         dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
 
     Raises:
-        KnownModelError: there is none, or its config.json is not understood. The words are those
+        CatalogError: there is none, or its config.json is not understood. The words are those
             of the loader.
     """
     for known in NAMES:
@@ -78,7 +78,7 @@ def from_config(
         dense: of `load`.
 
     Raises:
-        KnownModelError: the model type is unknown, or a field is missing or does not fit.
+        CatalogError: the model type is unknown, or a field is missing or does not fit.
     """
     try:
         fields = ConfigFields(config, where)

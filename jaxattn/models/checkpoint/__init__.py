@@ -1,4 +1,4 @@
-"""The package's own checkpoint format, and what it shares with Hugging Face's safetensors folders."""
+"""The package's own checkpoint format, and the safetensors code that Hugging Face folders share."""
 
 from jaxattn.models.checkpoint.native_format import EMBEDDED as EMBEDDED
 from jaxattn.models.checkpoint.native_format import CheckpointError as CheckpointError

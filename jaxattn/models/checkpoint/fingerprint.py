@@ -1,4 +1,4 @@
-"""Whether two folders hold the same checkpoint, told without reading all of it."""
+"""A fingerprint that tells whether two folders hold the same checkpoint, without a full read."""
 
 import hashlib
 from pathlib import Path

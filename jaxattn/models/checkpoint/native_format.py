@@ -192,10 +192,10 @@ def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
         return
     kind = values.get("model_type")
     raise CheckpointError(
-        f"{file} is a Hugging Face configuration (model_type {short_repr(kind)}). This loader reads "
-        "jaxattn's own format, which jaxattn.models.checkpoint describes and its save() writes. "
-        f"jaxattn.models.load(folder) reads these types too: {', '.join(FAMILIES)}. `python -m "
-        f"jaxattn.plan {file.parent}` plans their memory"
+        f"{file} is a Hugging Face configuration (model_type {short_repr(kind)}). This loader "
+        "reads jaxattn's own format, which jaxattn.models.checkpoint describes and its save() "
+        f"writes. jaxattn.models.load(folder) reads these types too: {', '.join(FAMILIES)}. "
+        f"`python -m jaxattn.plan {file.parent}` plans their memory"
     )
 
 

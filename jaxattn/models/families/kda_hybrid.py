@@ -1,4 +1,4 @@
-"""What families with Kimi Delta Attention share: the decoder's parts, and their tensors."""
+"""The common base of families with Kimi Delta Attention: the decoder's parts, and their tensors."""
 
 from collections.abc import Sequence
 

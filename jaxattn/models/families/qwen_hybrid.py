@@ -1,4 +1,4 @@
-"""What Qwen3-Next and Qwen3.5 share: gated delta nets, and in every few layers gated attention.
+"""The common base of Qwen3-Next and Qwen3.5: gated delta nets with gated attention in between.
 
 The norms before the blocks, the last one and those of heads are published as w of 1 + w, which
 bfloat16 would round away: their weights are float32 here. The norm behind the delta rule is plain.

@@ -6,9 +6,10 @@ The headers of all files are checked against the family's table before one byte 
 What is missing, unknown or of another shape or dtype is named, all of it at once. Then the
 parameters are allocated and filled (`weight_loader.py`).
 
-Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups (`components/quantization.py`).
-Routed experts in FP8 stay FP8, and with `dense` other matrices too (`fp8_linears.py`). Every other
-quantized weight becomes a float: its product with its scale in float32, rounded once.
+Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups
+(`families/components/quantization.py`). Routed experts in FP8 stay FP8, and with `dense` other
+matrices too (`weight_map/fp8_linears.py`). Every other quantized weight becomes a float: its
+product with its scale in float32, rounded once.
 
 No code of a repository is run, and no pickle is read.
 """
@@ -59,8 +60,8 @@ def load(
             `dtype` of FP8 ones, also where that is float32.
         dense: the same of the matrices beside the routed experts; None is `registry.DENSE` where
             they are stored in FP8. Those with a shape that no kernel reads become `dtype`.
-        readers: threads that read ahead. Loading takes at most `filling.PART_BYTES` of host memory
-            for each, whatever the model's size.
+        readers: threads that read ahead. Loading takes at most `weight_loader.PART_BYTES` of host
+            memory for each, whatever the model's size.
         on_progress: called with the bytes that are placed and the bytes in all.
 
     Raises:

@@ -180,8 +180,9 @@ def load(
     """The model of a folder and its parameters, on JAX's default device.
 
     Args:
-        folder: in the layout of the Hugging Face hub (`jaxattn.models.loading.huggingface_checkpoint`), or in the
-            package's own format (`jaxattn.models.checkpoint`).
+        folder: in the layout of the Hugging Face hub
+            (`jaxattn.models.loading.huggingface_checkpoint`), or in the package's own format
+            (`jaxattn.models.checkpoint`).
         dtype, experts, dense: see `read_folder`.
         cache_format, native_layers: those of the `Limits` that the model will be served with; an
             FP8 cache reads its scales from the folder, or takes 1.

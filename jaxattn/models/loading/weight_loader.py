@@ -46,7 +46,8 @@ PART_BYTES = 24 * 2**20  # of host memory, for each reader
 MOST_COMPILERS = 4
 # XLA tries out other forms of a program on the device, and compiles each. These programs only copy.
 UNTUNED = {"xla_gpu_autotune_level": 0}
-# Bytes for which JAX has no dtype on every device travel as integers; `WeightEncoding.decode` knows them.
+# Bytes for which JAX has no dtype on every device travel as integers, which
+# `WeightEncoding.decode` takes.
 SENT_AS = {"float8_e8m0fnu": "uint8"}
 
 OnProgress = Callable[[int, int], None]
@@ -64,7 +65,7 @@ def load_weights(
     Args:
         shapes: of the parameters, of which there is one at least.
         weights: all that they are made of.
-        readers: threads that read, a block of `cutting.BLOCK_BYTES` each. The host holds at most
+        readers: threads that read, a block of `read_plan.BLOCK_BYTES` each. The host holds at most
             `PART_BYTES` for each of them, all in all.
         on_progress: called with the bytes that are placed and the bytes in all.
 

@@ -82,7 +82,7 @@ class DecodeStep:
 
         Args:
             stacks: the feed-forward's weights of all repeats, which it reads where they lie.
-            unrolled: whether the layers have no loop: what is added then may be an `Unsummed`.
+            unrolled: whether the layers have no loop: what is added then may be an `ExpertOutputs`.
         """
         (x, y, state), block = carry, place.block
         name, spec = block.mixer.cache_name, self.meeting.spec

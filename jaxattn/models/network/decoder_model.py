@@ -110,8 +110,8 @@ class DecoderModel(Model):
         """The same model that, on several GPUs, sums layers' outputs of so many tokens by a kernel.
 
         Decode steps of up to `tokens` tokens have one launch where XLA has an all-reduce and a norm
-        (`jaxattn.ops.collectives.all_reduce_norm`). It is for bfloat16 and one process, and for `data` 1 or
-        data groups of one GPU with experts over all; elsewhere the steps have XLA's.
+        (`jaxattn.ops.collectives.all_reduce_norm`). It is for bfloat16 and one process, and for
+        `data` 1 or data groups of one GPU with experts over all; elsewhere the steps have XLA's.
 
         Args:
             tokens: the most of a data group. None: as many as send 2 MiB from each GPU, at most

@@ -1,4 +1,4 @@
-"""What a decoder of blocks is: its layers in order, their segments, and the caches they share."""
+"""The specification of a decoder: its layers in order, their segments and shared caches."""
 
 import dataclasses
 from collections import Counter

@@ -1,7 +1,7 @@
-"""How what a GPU has of a layer's output meets what the others have; on one GPU nothing happens.
+"""Collectives over the residual stream: sums of layers' outputs over GPUs; none on one GPU.
 
-Where `fused`, a step sums in the launches of its norms (`ops/collectives/all_reduce_norm.py`). What a layer
-gives is then one GPU's part, until the next norm.
+Where `fused`, a step sums in the launches of its norms (`ops/collectives/all_reduce_norm.py`). What
+a layer gives is then one GPU's part, until the next norm.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""How several GPUs divide a decoder: what each has of its layers, and of their parameters.
+"""Sharding of a decoder over GPUs: its layers, and their parameters.
 
     divided(model, parallel)      the model that one GPU runs (decoder.py)
     Cut                           what GPUs have of one parameter (axis_sharding.py)

@@ -1,4 +1,4 @@
-"""What one of several GPUs has of a parameter: ranges along one of its axes.
+"""Sharding of a parameter along one of its axes: the ranges that one GPU has.
 
 The columns q | k | v of a projection with 4 query and 2 key heads of D, over 2 GPUs:
 
@@ -109,7 +109,7 @@ def of_fp8(cut: AxisSharding, parts: int, name: str, scales: bool) -> AxisShardi
         name: of the linear, for the message.
 
     Raises:
-        CannotDivide: a part ends within a block of scales.
+        ShardingError: a part ends within a block of scales.
     """
     axis = -3 - cut.axis
     if not scales:
@@ -158,7 +158,7 @@ def divided_layer(layer: Any, stream: Any, parallel: Parallel) -> ShardedLayer[A
     """A mixer or a feed-forward as one GPU has it, and how its parameters are cut.
 
     Raises:
-        CannotDivide: it has no such layout, or none is known.
+        ShardingError: it has no such layout, or none is known.
     """
     raise ShardingError(
         f"nothing says how GPUs divide a {type(layer).__name__}; register it with "

@@ -87,7 +87,7 @@ def divided(model: Model, parallel: Parallel) -> Model:
     """The model that one GPU of the layout runs, a `ShardedDecoder`; on one GPU, the model itself.
 
     Raises:
-        CannotDivide: the model has no such layout; the message says what it has.
+        ShardingError: the model has no such layout; the message says what it has.
     """
     if parallel.gpus == 1:
         return model

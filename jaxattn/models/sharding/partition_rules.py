@@ -1,4 +1,4 @@
-"""Which part of a decoder a parameter is, and how several GPUs divide it: by its place in the tree.
+"""Partition rules of a decoder's parameters, by their place in the tree.
 
     ("segments", 1, "layers", 0, "mixer", "q_b_proj", "weight")    MLA, by heads
     ("segments", 1, "layers", 0, "mlp", "down_proj")               experts, whole ones

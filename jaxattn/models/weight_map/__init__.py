@@ -1,1 +1,1 @@
-"""Where a published tensor goes, and which transform it takes on the way."""
+"""The map of published tensors to parameters, with the transform of each."""

@@ -1,10 +1,10 @@
-"""How the numbers of a published weight are stored, and how the device makes weights of them.
+"""Encodings of published weights, and their decoding on the device.
 
-    Floats      the weight itself, bfloat16, float16 or float32
-    Fp8Blocks   F8_E4M3 numbers beside a scale for each block of 128 x 128, `weight_scale_inv`
-    Int4Groups  eight numbers in an I32 word beside a scale for each 32 columns, `weight_packed`
-    Numbers     FP8 numbers that stay FP8
-    Scales      scales that stay beside them
+    FloatEncoding      the weight itself, bfloat16, float16 or float32
+    Fp8BlockEncoding   F8_E4M3 numbers, and a scale `weight_scale_inv` for each 128 x 128 block
+    Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 columns
+    Fp8NumberEncoding  FP8 numbers that stay FP8
+    ScaleEncoding      scales that stay beside them
 
 `decode` runs on the device, on whole blocks of a weight's leading rows.
 """

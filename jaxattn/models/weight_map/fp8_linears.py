@@ -1,4 +1,4 @@
-"""Which matrices beside the experts stay FP8, and where a checkpoint's numbers and scales go.
+"""Matrices beside the experts that stay FP8, and the places of their numbers and scales.
 
 A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published but for
 the order of columns, beside a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has

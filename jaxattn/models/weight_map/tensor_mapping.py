@@ -1,8 +1,8 @@
-"""Where the tensors of a published checkpoint go: places in a decoder's parameters.
+"""The mapping of a published checkpoint's tensors to a decoder's parameters.
 
 Published linears are [out, in], the modules' weights [in, out], and a decoder stacks its layers. A
-`WeightMapping` says for one tensor which parameter it fills, which row of the stack, and what is done to
-it on the way. That happens on the device, to blocks of the tensor's leading rows.
+`WeightMapping` says for one tensor which parameter it fills, which row of the stack, and what is
+done to it on the way. That happens on the device, to blocks of the tensor's leading rows.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What is done to blocks of a tensor's rows between a published checkpoint and the parameters."""
+"""Transforms of a published tensor's blocks of rows on their way to the parameters."""
 
 import abc
 import dataclasses

@@ -154,7 +154,8 @@ class GroupedQueryAttention(PagedAttention):
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
             parallel: the layout of the GPUs that have a part of each row's pages, inside
-                `jax.shard_map`; `block_tables` are then stripes (`jaxattn.parallel.Spread`).
+                `jax.shard_map`; `block_tables` are then stripes
+                (`jaxattn.parallel.ContextParallelPages`).
 
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a

@@ -165,7 +165,8 @@ class MultiHeadLatentAttention(PagedAttention):
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
             kv_scale: of a float8_e4m3fn cache.
             parallel: the layout of the GPUs that have a part of each row's pages, inside
-                `jax.shard_map`; `block_tables` are then stripes (`jaxattn.parallel.Spread`).
+                `jax.shard_map`; `block_tables` are then stripes
+                (`jaxattn.parallel.ContextParallelPages`).
 
         Returns:
             (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a

@@ -1,4 +1,4 @@
-"""What modules of attention over pages share: checks of a call, and the rotation of a step."""
+"""The base of attention modules over pages: checks of a call, and the rotation of a step."""
 
 from typing import Any, ClassVar
 

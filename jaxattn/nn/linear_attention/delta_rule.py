@@ -1,4 +1,4 @@
-"""What the layers of delta rules share: weights, checks, and a chunk of rows' prompts."""
+"""The base of delta-rule layers: weights, checks, and a chunk of rows' prompts."""
 
 import abc
 import dataclasses

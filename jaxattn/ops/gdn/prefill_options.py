@@ -1,4 +1,4 @@
-"""What `gated_delta_rule_prefill` takes in groups: checkpoints, and the norm of its output."""
+"""Grouped options of `gated_delta_rule_prefill`: checkpoints, and the norm of its output."""
 
 import dataclasses
 from typing import Any

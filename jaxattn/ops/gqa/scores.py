@@ -1,4 +1,4 @@
-"""What the attentions of this room share: which keys a query sees, their scores, and the output.
+"""Scores of grouped-query attention: visible keys, masking, softmax and output.
 
 Inside, rows are [B, Hk, Q * g] for Q tokens of g = H / Hk query heads each, row s * g + j of a
 key-value head: the g query heads that read it, token by token.

@@ -4,9 +4,10 @@
     h = gated_fp8_layer(x, (gate_proj, up_proj), (gate_scale, up_scale), layer=l)
 
 Matrices are [N, K], as checkpoints have them, with a scale for each block of 128 x 128. Columns are
-put in pairs on loading, `in_pairs(numbers)`. For up to 256 tokens kernels read matrices where they
-lie, a byte for each number: one for up to 32, one for more. XLA's product takes a layer's matrix
-out of the stack, and rounds its weights to the tokens' dtype: it is made for many tokens.
+put in pairs on loading, `interleave_columns(numbers)`. For up to 256 tokens kernels read matrices
+where they lie, a byte for each number: one for up to 32, one for more. XLA's product takes a
+layer's matrix out of the stack, and rounds its weights to the tokens' dtype: it is made for many
+tokens.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ def linear_fp8_layer(
     Args:
         x: tokens; the kernels have bfloat16 and float16.
         weights: stacks of float8_e4m3fn, of any N each and K a multiple of 16, in pairs
-            (`jaxattn.core.numerics.fp8_block_scaling.in_pairs`).
+            (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`).
         scales: float32, of blocks of 128 x 128 of each; sizes are rounded up.
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
         out_dtypes: of the results; float32 if None.

@@ -5,8 +5,9 @@
     x = stream.total                                         x + added
 
 In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. So the first
-product of a layer makes the norm while its own weights are on their way (hopper/reduce/rms_norm_prologue.py).
-Where the kernel cannot do this, the norm is a launch of its own (ops/linear/rms_norm.py).
+product of a layer makes the norm while its own weights are on their way
+(hopper/reduce/rms_norm_prologue.py). Where the kernel cannot do this, the norm is a launch of its
+own (ops/linear/rms_norm.py).
 """
 
 import dataclasses
@@ -79,8 +80,9 @@ class PendingNorm:
     def before(
         self, layer: StackedLayer, give: bool = True, parts: bool = False
     ) -> tuple[Array, RmsNormPrologueParams] | None:
-        """(x [1, F], its `RmsNormPrologueParams`) for a kernel that is given the number of `layer`, or None where
-        no kernel makes this norm. Such a kernel has no gradient.
+        """(x [1, F], its `RmsNormPrologueParams`) for a kernel that is given the number of `layer`.
+
+        None where no kernel makes this norm. Such a kernel has no gradient.
 
         Args:
             give: whether the kernel also gives the normed token.
@@ -184,10 +186,10 @@ class PendingNorm:
 
 
 def array_of(added: Any, shape: tuple[int, ...]) -> Array:
-    """`ExpertOutputs`, summed up by a launch of their own in this shape, or the array that it is."""
+    """An array as it is; `ExpertOutputs` summed up by a launch of their own in this shape."""
     return added.total.reshape(shape) if isinstance(added, ExpertOutputs) else added
 
 
 def tokens_of(x: Any) -> Array:
-    """The normed tokens of an `PendingNorm`, or the array that x is."""
+    """The normed tokens of a `PendingNorm`, or the array that x is."""
     return x.__jax_array__() if isinstance(x, PendingNorm) else x

@@ -1,6 +1,6 @@
 """The beginning of a token's experts in a loop over layers: its choice, and the shared experts' h.
 
-    ids, weights, listed, arena = open_experts(x, router, bias, gate_up, config, ...)
+    ids, weights, listed, arena = router_shared_experts(x, router, bias, gate_up, config, ...)
     y, arena = mixture_of_experts(x, ids, weights, gate_up, down, arena=arena, listed=listed, ...)
 
 The kernel does in one launch what the router's product, the choice and the shared experts' gate and
@@ -49,8 +49,8 @@ def router_shared_experts(
     """(ids, weights, the list of work, the arena) for `mixture_of_experts`.
 
     Args:
-        x: a token; it is rounded to the router's dtype. If x is an `PendingNorm` [*T, F], the kernel
-            makes the norm too, where it can.
+        x: a token; it is rounded to the router's dtype. If x is a `PendingNorm` [*T, F], the
+            kernel makes the norm too, where it can.
         router: of all layers, what `split_router` makes of it, without a gate.
         bias: of all layers, as `route` has it.
         gate_up: of all layers, [L, E + always, 2 I, F] as `mixture_of_experts` has it.
@@ -90,4 +90,4 @@ def router_shared_experts(
         )  # fmt: skip
         return *chosen, arena
 
-    return dispatch_kernel("open_experts", implementation, mosaic, xla)
+    return dispatch_kernel("router_shared_experts", implementation, mosaic, xla)

@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with what weights: float32 throughout.
+"""Routing of tokens to experts with their weights, float32 throughout.
 
 A bias rounded to bfloat16 chooses other experts.
 """

@@ -1,6 +1,7 @@
 """New tokens on their way into a TurboQuant cache: codes, packed and written.
 
-kv_cache uint8 [L, N, Hk, C * slot_bytes]    pages of codes; turboquant/slot_layout.py has their order
+kv_cache uint8 [L, N, Hk, C * slot_bytes]    pages of codes, in the order of
+                                             turboquant/slot_layout.py
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What the keys of a row have in common: a key that is taken off all of them.
+"""The key mean of a row, which is taken off all of its keys.
 
 A softmax does not change where one number is taken off all scores of a query, so it does not change
 where one vector is taken off all keys. Real models have dims that are large and nearly the same in

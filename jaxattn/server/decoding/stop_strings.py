@@ -41,8 +41,8 @@ class StopStrings:
 class StopText:
     """Says of each token of a row whether it completes a stop string: `Request.ends_at`.
 
-    It reads the tokens as the row's `Choice` does, so the row ends where its text ends. The
-    engine's thread calls it.
+    It reads the tokens as the row's `ChoiceDetokenizer` does, so the row ends where its text ends.
+    The engine's thread calls it.
     """
 
     def __init__(self, stream: TokenStream, stops: Sequence[str]):

@@ -1,7 +1,7 @@
-"""What an answer must look like: JSON, JSON of a schema, a regular expression, or calls of tools.
+"""Structured outputs: JSON, JSON of a schema, a regular expression, or calls of tools.
 
-llguidance says before each token which ones may come. The engine asks a `GrammarMatcher` in the device
-thread; compiling a grammar happens in a thread of texts, within the limits below.
+llguidance says before each token which ones may come. The engine asks a `GrammarMatcher` in the
+device thread; compiling a grammar happens in a thread of texts, within the limits below.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Which web pages may call the server: its own, and those that were named.
+"""Origins of web pages that may call the server: its own, and those that were named.
 
 A server on one's own machine can be reached by every page that the browser there has open. A
 request from another site has that site in its `Origin`, or a name of it in `Host` where the name

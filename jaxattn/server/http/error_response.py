@@ -1,4 +1,4 @@
-"""An error as a whole response, for what has no `Exchange`."""
+"""Error responses outside of an `HttpRequest`."""
 
 import orjson
 from starlette.responses import Response

@@ -53,7 +53,7 @@ class HttpRequest:
 
         Raises:
             ApiError: 413 if it is too large, 408 if it takes too long, 400 if it is no object.
-            ClientLeft: it ends before its end.
+            ClientClosed: it ends before its end.
         """
         data = await self._body()
         try:
@@ -87,7 +87,7 @@ class HttpRequest:
         """Does work for as long as the client is there. The body must have been read.
 
         Raises:
-            ClientLeft: the client left, and the work was cancelled.
+            ClientClosed: the client left, and the work was cancelled.
         """
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(self._gone())

@@ -39,7 +39,7 @@ class ResponseWriter:
 
         Raises:
             ApiError: a row was refused or failed, or a time limit has passed.
-            ClientLeft: the client left.
+            ClientClosed: the client left.
         """
         generation = self.generation
         self.ticket.grow(len(generation.requests), self.prompt_tokens)

@@ -1,4 +1,4 @@
-"""Who may come in: counted at the door, before a body is read or a prompt is divided into tokens.
+"""Admission control: requests are counted before a body is read or a prompt is tokenized.
 
 A request that would only wait too long is refused at once, with the time after which to try again.
 """

@@ -1,4 +1,4 @@
-"""What a server counts and times, for Prometheus, by vLLM's names where it has them, and ours.
+"""Prometheus metrics of the server, under vLLM's names where it has them.
 
 Times are of one clock, from a request's arrival to the step that gave a token. A scrape reads the
 last step's snapshot; it never asks the device thread.

@@ -1,4 +1,4 @@
-"""What a server is doing: starting, ready, draining or failed; and what it says of it."""
+"""States of a server: starting, ready, draining or failed, and their responses."""
 
 import enum
 

@@ -1,4 +1,4 @@
-"""What the routes share: one model, its worker, who may come in, and what is counted."""
+"""The service behind the routes: one model, its worker, admission and metrics."""
 
 import asyncio
 import collections
@@ -222,7 +222,7 @@ class Service:
         continues: bool,
         grammar: tuple[str, str] | None = None,
     ) -> Generation:
-        """`sampling.choices` rows for each prompt, not queued yet.
+        """`SamplingParams.choices` rows for each prompt, not queued yet.
 
         Args:
             rooms: see `room`.

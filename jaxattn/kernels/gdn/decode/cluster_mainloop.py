@@ -4,8 +4,8 @@ For one token a row, and so few states that each may have four multiprocessors: 
 are latencies. The blocks of a key head's value heads are a cluster, and a block has 32 rows of one
 state [Dv, Dk], which go from memory to registers and back. It convolves their 32 values, and all of
 q and k. All that it needs of the others is the sum of their outputs' squares, for the norm
-(cluster_reduction.py); who has that may also overwrite the convolution's state of q and k, which they have
-read.
+(cluster_reduction.py); who has that may also overwrite the convolution's state of q and k, which
+they have read.
 
 Half of its time it waits for memory. What no slot says where it is, it asks for before it knows the
 slot; and for everything else at once.

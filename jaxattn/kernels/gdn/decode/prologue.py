@@ -1,4 +1,4 @@
-"""What a block of the delta rule's decode reads beside the states, and what it makes of that.
+"""The prologue of delta-rule decode: loads beside the states, the convolution and the gates.
 
 The channels of its q, k and values with their convolution, the gates, and what makes q and k unit
 vectors. A thread has one channel of a head's 128.
@@ -137,8 +137,8 @@ class GdnDecodeInputs:
     """
 
     def __init__(
-        self, op: GdnDecodeConfig, qkvz: Any, ba: Any, f: Any, z: Any, weights: Any, conv: Any, row: Any,
-        key_head: Any, heads: list[Any],
+        self, op: GdnDecodeConfig, qkvz: Any, ba: Any, f: Any, z: Any, weights: Any, conv: Any,
+        row: Any, key_head: Any, heads: list[Any],
     ) -> None:  # fmt: skip
         self.op, self.qkvz, self.ba, self.weights, self.conv = op, qkvz, ba, weights, conv
         self.f, self.z, self.row, self.heads = f, z, row, heads

@@ -1,4 +1,4 @@
-"""What the kernels of the gated delta rule's prefill share: sizes, scratch and its copies."""
+"""Tile sizes, scratch and copies of the gated delta rule's prefill kernels."""
 
 from typing import Any
 

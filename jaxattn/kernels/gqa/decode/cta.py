@@ -1,4 +1,4 @@
-"""What a block of `gqa_decode`, or of `turbo_decode`, has in hand, and what its warpgroups do.
+"""The block (CTA) of `gqa_decode` and `turbo_decode`: its operands and its warpgroups' roles.
 
 One warpgroup loads; it walks the part ahead of the others. The others take a part's steps, 64
 tokens each, in turns, from piece to piece. How a cache is read and multiplied is a subclass for
@@ -51,7 +51,7 @@ class GqaDecodeConfig:
         columns: N, packed rows s * group + j of a block.
         out_rows: packed rows that partial results have of a pair.
         parts: of the schedule.
-        first_rows: `Results.first_rows`.
+        first_rows: `GqaDecodeOutputs.first_rows`.
         scale: of all scores; each packed row may have a factor beside it.
         consumers: w, warpgroups that take steps in turns.
         registers: of each thread that loads, and of each that computes; None leaves all warpgroups
@@ -93,7 +93,8 @@ class GqaDecodeRefs:
     sinks_ref: Any  # float32 [H]
     gate_ref: Any  # [B * S * H, D]
     kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
-    part_slots_ref: Any = None  # of `FineLine`; None: part i's pieces have 2 i and 2 i + 1
+    # Of `OversubscribedSchedule`; None: part i's pieces have 2 i and 2 i + 1.
+    part_slots_ref: Any = None
     out_ref: Any  # [.., D]
     partial_ref: Any  # None: no pair is cut
     lse_ref: Any  # float32 [B * S * H]
@@ -120,7 +121,8 @@ class GqaDecodeTile:
         first: the first of the piece's steps that is this warpgroup's.
         first_token: of the piece.
         length: tokens of the pair's row.
-        begin: the first key that one of its query tokens sees, where `GqaDecodeCta.first_key` gives it.
+        begin: the first key that one of its query tokens sees, where `GqaDecodeCta.first_key` gives
+            it.
         visible: [N, 64], how many keys each score's packed row sees.
         least: how many the one that sees fewest does, of a row without padding; 0 of others.
         factor: of scores, a number or [N, 64].

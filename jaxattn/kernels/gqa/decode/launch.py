@@ -2,8 +2,8 @@
 
 A block for each (part of the schedule, tile of packed rows), as many as the GPU runs at a time, or
 more where pairs are long. A block goes through the pieces of (row, KV head) pairs of its part. What
-it does is in mainloop.py and epilogue.py; split_kv/tile_scheduler.py makes the parts, and split_kv/combine.py merges the pairs
-that were cut.
+it does is in mainloop.py and epilogue.py; split_kv/tile_scheduler.py makes the parts, and
+split_kv/combine.py merges the pairs that were cut.
 
 Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, a cache of q's
 dtype or float8_e4m3fn, any S and group.

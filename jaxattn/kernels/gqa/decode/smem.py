@@ -1,4 +1,4 @@
-"""What a block of `gqa_decode` keeps in shared memory, and how many columns its products have."""
+"""Shared memory of a `gqa_decode` block, and the number of columns of its products."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -1,10 +1,11 @@
 """Grouped-query prefill: softmax(q K^T) V of new tokens, over a cached prefix and themselves.
 
 Resident blocks draw tiles, of 128 packed rows of a head (192 where D is 64), one after another.
-What a tile is, is in tile_scheduler.py; producer.py is the warpgroup that loads, mainloop.py those that compute, and
-smem.py has the numbers for each D. The running softmax goes through the prefix, read page by
-page from the cache, and on through the new tokens: there is no memory beside the output and the
-LSE. Where a row has few new tokens the group's heads lie beside each other as packed rows.
+What a tile is, is in tile_scheduler.py; producer.py is the warpgroup that loads, mainloop.py those
+that compute, and smem.py has the numbers for each D. The running softmax goes through the prefix,
+read page by page from the cache, and on through the new tokens: there is no memory beside the
+output and the LSE. Where a row has few new tokens the group's heads lie beside each other as packed
+rows.
 
 Limits: D 64, 128 or 256, q, k, v and cache all bfloat16 or all float16, pages of 16, 32, 64 or 128
 tokens, any T, group and number of rows.

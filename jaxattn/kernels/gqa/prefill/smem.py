@@ -1,4 +1,4 @@
-"""How a block of `gqa_prefill` is cut for each head dim, and what it keeps in shared memory."""
+"""Tile configurations of `gqa_prefill` for each head dim, and its shared memory."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -95,7 +95,7 @@ class GqaPrefillSmem(NamedTuple):
         queries_read, keys_read, values_read: what may be overwritten.
         turn: the tensor cores are this warpgroup's.
         cleared: values that nobody owns are 0.
-        queue: of `work_queue.Turns`.
+        queue: of `WorkQueue`.
     """
 
     queries: Any
@@ -117,7 +117,10 @@ class GqaPrefillSmem(NamedTuple):
 def scratch_types(
     config: GqaPrefillTileConfig, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...]
 ) -> GqaPrefillSmem:
-    """Of `GqaPrefillSmem`; `copies` are a step's boxes of values, `pieces` the dims of keys' pieces."""
+    """Types of a `GqaPrefillSmem`.
+
+    `copies` are a step's boxes of values, `pieces` the dims of the keys' pieces.
+    """
     tiles = swizzled(dtype)
     count, stages = config.warpgroups, config.stages
 

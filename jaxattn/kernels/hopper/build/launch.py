@@ -1,4 +1,4 @@
-"""How every kernel is launched: a body and what it works on, by name.
+"""The launch of every kernel: a body and its references, by name.
 
     out = launch(
         body,
@@ -21,8 +21,8 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import kernels_untraced
-from jaxattn.kernels.hopper.device import interpret_mode
 from jaxattn.kernels.hopper.build.trace_cache import trace_once
+from jaxattn.kernels.hopper.device import interpret_mode
 
 type Named = Mapping[str, Any]
 NOTHING: Named = {}

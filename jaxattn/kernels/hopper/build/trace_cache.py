@@ -4,7 +4,7 @@ Three layers of one kind launch one kernel on the same shapes. Python traces and
 thread at a time, and Mosaic compiles one kernel at a time in a process. Each launch makes its body
 anew, so JAX takes it for another kernel. Within
 
-    with launches_shared():
+    with share_launches():
         jax.jit(step).lower(...)
 
 launches are the same kernel if their bodies hold the same: their code, and what they close over.
@@ -31,7 +31,7 @@ from jaxattn.kernels.hopper.device import cache_ptxas_version
 type Shared = dict[object, Callable[..., Any]]
 
 PLAIN = (str, int, bool, bytes, type(None))
-_shared: ContextVar[Shared | None] = ContextVar("launches_shared", default=None)
+_shared: ContextVar[Shared | None] = ContextVar("share_launches", default=None)
 _launched: ContextVar[Callable[..., Any]] = ContextVar("launched")
 
 
@@ -136,4 +136,8 @@ def cache_key(value: object, around: tuple[int, ...] = ()) -> object:
     hash(value)
     if isinstance(value, type) or type(value).__hash__ is not object.__hash__:
         return type(value), value
-    return type(value), IdentityKey(value), part(getattr(value, "__dict__", None))  # which may change
+    return (
+        type(value),
+        IdentityKey(value),
+        part(getattr(value, "__dict__", None)),
+    )  # which may change

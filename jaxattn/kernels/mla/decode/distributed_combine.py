@@ -5,10 +5,10 @@ merges what its GPU has of half a head's output, and sends it with its log-sum-e
 owns the head. There the block of that half head waits for all GPUs' pieces and writes their merged
 output. So a layer has one launch where merging, packing, sending and merging again are seven.
 
-`kernels/collectives/symmetric_memory.py` has the inboxes and why nothing is lost in them. A GPU sends a head's
-halves to one GPU each, so each block has a count of its own. Each launch receives from all GPUs,
-as every GPU owns heads: so nobody writes over what has not been read. Blocks that wait for one
-place are neighbours, and all blocks before them send first.
+`kernels/collectives/symmetric_memory.py` has the inboxes and why nothing is lost in them. A GPU
+sends a head's halves to one GPU each, so each block has a count of its own. Each launch receives
+from all GPUs, as every GPU owns heads: so nobody writes over what has not been read. Blocks that
+wait for one place are neighbours, and all blocks before them send first.
 
 Limits: heads that divide over 2 to 8 GPUs, which are all of the mesh, in one process; rows that may
 be cut. Reference: `jaxattn.mla.mla_decode` (implementation="xla") with `met`; tests:
@@ -49,7 +49,8 @@ class DistributedCombineArgs:
     """With what the outputs of several GPUs meet.
 
     Attributes:
-        inbox, counts, addresses: of `kernels/collectives/symmetric_memory.py`, of `mailbox_shape` tokens and features.
+        inbox, counts, addresses: of `kernels/collectives/symmetric_memory.py`, of `mailbox_shape`
+            tokens and features.
         axes: the mesh axes of the GPUs, all axes of the mesh in its order.
         heads: of the queries, those that there are; the others fill a tile.
     """

@@ -6,8 +6,8 @@ stored, in float16, which one conversion makes of two of them; scales meet other
 has put a page's scales side by side. Queries become float16, a power of two apart, by
 `halve_queries`.
 
-A page's 64 tokens lie there in one of two ways, `Fp8PageLayout`: block-scaled ones as in the cache, 656
-bytes a token, so that the same 16 bytes of eight tokens lie in banks of their own; others 128
+A page's 64 tokens lie there in one of two ways, `Fp8PageLayout`: block-scaled ones as in the cache,
+656 bytes a token, so that the same 16 bytes of eight tokens lie in banks of their own; others 128
 bytes of each token a tile, chunks swizzled. A thread reads its numbers so that what lies together
 in memory lies together in its registers, which puts them in an order of their own, warp w, lane
 4 g + t, rows g + 8 h of a warp's 16:

@@ -2,7 +2,8 @@
 
 A block for each (part of the schedule, tile of 64 packed rows of S tokens x H heads), as many as
 the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
-in warp_specialized/kernel.py; attention/tile_scheduler.py makes the parts, and combine.py merges the rows that were cut.
+in warp_specialized/kernel.py; attention/tile_scheduler.py makes the parts, and combine.py merges
+the rows that were cut.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
 any H and S; few packed rows, and FP8 caches of up to 32, are handed to swap_ab/launch.py.
@@ -119,8 +120,8 @@ def mla_decode_mosaic(
     takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
     32 of an FP8 cache.
     `met`: see `MlaDecodeOutputs.finish` for what comes back.
-    `output_by_tma` (see warp_specialized/smem.py) is the faster by up to 8 us where most rows are whole, and
-    by 3 us the slower where they are cut; None chooses by B.
+    `output_by_tma` (see warp_specialized/smem.py) is the faster by up to 8 us where most rows are
+    whole, and by 3 us the slower where they are cut; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
     latent = q[0] if isinstance(q, tuple) else q

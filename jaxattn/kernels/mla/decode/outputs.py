@@ -1,4 +1,4 @@
-"""Where the decode kernels of MLA write, and what becomes of it.
+"""Outputs of the MLA decode kernels: places to write, and the result.
 
 A kernel writes rows of 2-D arrays, arrays of its own or the arena's whole lanes: a row's output, or
 for a row that was cut its partial results, which `mla_combine` then merges into the output.

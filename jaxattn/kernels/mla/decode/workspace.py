@@ -1,4 +1,4 @@
-"""What both MLA decode kernels share: the schedule's shape, and what they keep in the arena."""
+"""The schedule's shape and the arena workspace of both MLA decode kernels."""
 
 import dataclasses
 from typing import Any

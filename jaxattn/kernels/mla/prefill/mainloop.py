@@ -11,7 +11,8 @@ and are never joined in memory. A compute warpgroup's step i is
 and a barrier that goes back and forth lets one warpgroup's products run during the other's softmax.
 P stays in registers; the output leaves through the queries' shared memory. Tiles with the most keys
 go first, and the heads that work at one time are few enough for their keys and values to stay in
-L2. Where all rows are known to be whole, a block of each SM takes many tiles (`MlaPrefillTileConfig.resident`).
+L2. Where all rows are known to be whole, a block of each SM takes many tiles
+(`MlaPrefillTileConfig.resident`).
 """
 
 import dataclasses

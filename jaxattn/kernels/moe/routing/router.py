@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with what weights, in one launch: a warpgroup for each token.
+"""Top-k routing of tokens to experts in one launch, with a warpgroup for each token.
 
 What surrounds the choice (topk_gating.py) is in the launch too, as each step of it would be one of
 XLA's: the sum of the logits' two halves, the experts that every token takes and their gate, and

@@ -1,9 +1,9 @@
 """The list of work for up to 8 tokens, in one launch: a thread for each pair (token, expert).
 
 XLA takes half a dozen kernels for it, which is as long as a token's experts take to be read. The
-list is `jaxattn.kernels.moe.routing.token_alignment.work_list`'s of tokens that stay where they are. Fewer than 8 are
-copied on the way to where there are 8 rows, as a tile reads so many; no one reads what the others
-become.
+list is `jaxattn.kernels.moe.routing.token_alignment.align_tokens`'s of tokens that stay where they
+are. Fewer than 8 are copied on the way to where there are 8 rows, as a tile reads so many; no one
+reads what the others become.
 
 One token's list is made where it was routed (`routing/router.py`), by the same code.
 

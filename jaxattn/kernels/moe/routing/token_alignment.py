@@ -1,4 +1,4 @@
-"""Which rows of weights meet which tokens: the list that the grouped products walk over.
+"""Alignment of tokens to expert tiles: the list of work of the grouped products.
 
 Tokens are sorted by expert. An expert's begin at a multiple of 8 rows, so that whole groups of 8
 are stored and none touches a neighbour's. Only experts that somebody chose are in the list.

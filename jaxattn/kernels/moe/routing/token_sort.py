@@ -3,7 +3,8 @@
 XLA takes ten kernels for it, 14 us of a layer on an H200. Here every block counts the pairs (token,
 expert) of each expert, and then does what belongs to a few of the pairs: it copies their tokens to
 their rows, and writes the tiles of experts whose first pair is among them. The list is
-`jaxattn.kernels.moe.routing.token_alignment.work_list`'s. Rows without a token are read, and nobody uses them.
+`jaxattn.kernels.moe.routing.token_alignment.align_tokens`'s. Rows without a token are read, and
+nobody uses them.
 
     rank of a pair       pairs before it with its expert
     first row of it      the padded counts of experts with a lower number, summed

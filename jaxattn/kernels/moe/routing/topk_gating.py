@@ -1,4 +1,4 @@
-"""Which experts a token takes of its scores, and with what weights: a warpgroup's work.
+"""Top-k gating of a token's scores by one warpgroup: its experts and their weights.
 
 XLA sorts all E scores of a token in several kernels. Here the best is taken K times; of equal ones
 the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN.

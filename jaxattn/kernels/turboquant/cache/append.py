@@ -1,8 +1,8 @@
 """Norms, rotation, codes and write of new tokens' heads: a block of a warpgroup per token and head.
 
 Norms, rotation by position and the block's division are gqa_append's. A block of a key and a value
-then leaves both in shared memory, and two warps make codes of them (quantization.py). A token's bytes are
-its own: nothing of the page is read.
+then leaves both in shared memory, and two warps make codes of them (quantization.py). A token's
+bytes are its own: nothing of the page is read.
 
 Limits: D 64, 128 or 256, H and Hk even where D is 64, any preset and number of tokens.
 Reference: `jaxattn.gqa.turbo_append` (implementation="xla"); tests:

@@ -7,7 +7,8 @@ float16 alike, and such errors add up in a score. What a row's keys have in comm
 first. Values come with a token a byte, so that a warp turns blocks of eight by eight round.
 
 Limits: D 64, 128 or 256, any preset, pages of whole 64 tokens.
-Reference: `jaxattn.core.turboquant.code_gather.page_codes`; tests: tests/kernels/turboquant/test_dequantization.py.
+Reference: `jaxattn.core.turboquant.code_gather.page_codes`; tests:
+tests/kernels/turboquant/test_dequantization.py.
 """
 
 import dataclasses

@@ -1,11 +1,12 @@
-"""What a row's keys have in common, for what reads prompts: the mean of some of them.
+"""The mean of some of a row's keys, which prefill takes off all of them.
 
 A block is a warpgroup with a row's KV head. Its warps take two groups of 16 tokens each, a lane
-the dims that dequantization.py gives it. Tokens are summed up in registers and between lanes, the sum is
-rotated back, and the warps' sums meet in shared memory.
+the dims that dequantization.py gives it. Tokens are summed up in registers and between lanes, the
+sum is rotated back, and the warps' sums meet in shared memory.
 
 Limits: D 64, 128 or 256, presets that rotate keys, pages of whole groups.
-Reference: `jaxattn.ops.turboquant.key_mean.common_key`; tests: tests/kernels/turboquant/test_key_mean.py.
+Reference: `jaxattn.ops.turboquant.key_mean.common_key`; tests:
+tests/kernels/turboquant/test_key_mean.py.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
 """Codes of a TurboQuant cache to the registers of an FP8 wgmma's left operand, by byte permutes.
 
 A register holds four e4m3 numbers: of keys [64 tokens, D], four dims of a token; of values
-[D, 64 tokens], four tokens of a dim. turboquant/slot_layout.py has the order of the codes. Each of four
-nibbles picks a byte of a table of eight, in one PRMT; a sign is or-ed to it. Per number that is
+[D, 64 tokens], four tokens of a dim. turboquant/slot_layout.py has the order of the codes. Each of
+four nibbles picks a byte of a table of eight, in one PRMT; a sign is or-ed to it. Per number that
+is
 
     keys      0 operations of 8 bits, 0.88 of 4, 0.66 of 3
     values    1.13 of 4 bits, 1.63 of 3

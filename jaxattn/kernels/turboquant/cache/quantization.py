@@ -2,8 +2,8 @@
 
 Half a warp has a head. Its lane l has dims 4 l to 4 l + 3 of every 64, so that the four numbers of
 one of its registers lie together in the cache, or come to lie together after an exchange with one
-other lane. turboquant/codec.py has the arithmetic, in the same order; turboquant/slot_layout.py has the
-order of the bytes.
+other lane. turboquant/codec.py has the arithmetic, in the same order; turboquant/slot_layout.py has
+the order of the bytes.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""What several families share: attention, experts, configuration fields, quantization."""
+"""Components of several families: attention, experts, config fields and quantization."""

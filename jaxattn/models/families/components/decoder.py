@@ -1,4 +1,4 @@
-"""What all families share: fields of the decoder, and tensors of norms and dense MLPs."""
+"""Decoder fields, and tensors of norms and dense MLPs, of all families."""
 
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.models.families.components.config_fields import ConfigFields

@@ -1,4 +1,4 @@
-"""What families with Qwen's grouped-query attention share: its fields and its tensors."""
+"""Fields and tensors of Qwen's grouped-query attention."""
 
 from jaxattn.models.blocks import GQA
 from jaxattn.models.families.components.config_fields import ConfigFields

@@ -1,4 +1,4 @@
-"""What families with DeepSeek's MLA share: its fields and its tensors."""
+"""Fields and tensors of DeepSeek's multi-head latent attention."""
 
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import MLA

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxattn import kda
-from jaxattn.kernels.gdn.prefill.inter_chunk import launch
-from jaxattn.kernels.gdn.prefill.kda_intra_chunk import launch
+from jaxattn.kernels.gdn.prefill.inter_chunk import launch as inter_chunk_launch
+from jaxattn.kernels.gdn.prefill.kda_intra_chunk import launch as kda_launch
 from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
@@ -87,8 +87,8 @@ def test_states_by_slot_beside_padding(implementation):
 def test_no_race_in_the_interpreter(monkeypatch):
     """With a checkpoint over the slot that the sequence started from, and blocks that draw more
     runs than one."""
-    monkeypatch.setattr(launch, "NUM_SMS", 3)
-    monkeypatch.setattr(launch, "NUM_SMS", 2)
+    monkeypatch.setattr(inter_chunk_launch, "NUM_SMS", 3)
+    monkeypatch.setattr(kda_launch, "NUM_SMS", 2)
     pooled = on_a_pool(make([0, 130]), [0, 2], [0, 3], [[-1], [2]], num_slots=4)
     live, (reads, writes) = jnp.ones(2, bool), jnp.array([[0, 2], [-1, 3]])
     pool = PrefillStatePool(

@@ -3,7 +3,7 @@
 A warpgroup owns 64 of the 128 rows of a (run of chunks, value head)'s state: a row is one value
 channel, and rows never meet. The two of a state share a block, or have one each where that leaves
 no SM without work; a further one issues the TMA copies, and draws what the block does next from
-work_queue.py; and one more may norm what comes out, see norm_epilogue.py. With everything
+attention/work_queue.py; and one more may norm what comes out, see norm_epilogue.py. With everything
 transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
 
     W^T = V^T + read * (S K^T)                          S [64, Dk] float32, rounded to be an operand
@@ -74,7 +74,7 @@ def output_pass(
         runs: int32 [7, N + 1 + R], a column for each chunk of x and one more, and then the runs,
             with the rows above, padding last.
         starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.
-        drawn: int32 [1], 0: for work_queue.py.
+        drawn: int32 [1], 0: for attention/work_queue.py.
         layer: int32 [1], of the pool.
         finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated
             in place; or the number of states of a new one of a single layer.

@@ -1,7 +1,7 @@
 """The body of the state pass: what its warpgroups do with the runs that a block draws.
 
 One or two multiply, each a half of the state; one copies, and draws what the block does next
-(work_queue.py); one norms what comes out, where that is asked for (norm_epilogue.py).
+(attention/work_queue.py); one norms what comes out, where that is asked for (norm_epilogue.py).
 """
 
 import dataclasses
@@ -73,7 +73,8 @@ class InterChunkConfig:
         from_pool: whether states before the runs are in the pool.
         keeps: whether states after chunks are kept there.
         eps: of the norm; None: outputs leave as they are.
-        channels: of the key have decays of their own; keys and queries come by chunk, see `ChunkStateUpdate`.
+        channels: of the key have decays of their own; keys and queries come by chunk, see
+            `ChunkStateUpdate`.
     """
 
     blocks: int

@@ -5,7 +5,8 @@ head's channels each, and go on; it takes 16 tokens at a time, of which 8 lanes 
 channels, and stores y from its registers. What a thread needs of z it has copied to shared memory
 for itself, three times 16 tokens ahead: so nobody waits for that but the thread.
 
-Reference: `jaxattn.ops.linear.rms_norm.gated_rms_norm`; tests: tests/kernels/gdn/prefill/test_norm_epilogue.py.
+Reference: `jaxattn.core.numerics.rms_norm.gated_rms_norm`; tests:
+tests/kernels/gdn/prefill/test_norm_epilogue.py.
 """
 
 from typing import Any, NamedTuple

@@ -1,5 +1,4 @@
-"""What the passes over a run's chunks share: the state in a warpgroup's registers, a chunk's
-products with it, and the ring through which chunks come."""
+"""The state update of a chunk: state in registers, products with it, and the ring of chunks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the gated delta rule's prefill needs of each chunk of 64 tokens alone, on tensor cores.
+"""Intra-chunk work of the gated delta rule's prefill: each chunk of 64 tokens alone.
 
 With `G` the running sum of the log decay inside a chunk and rows i, j of it,
 
@@ -6,10 +6,11 @@ With `G` the running sum of the log decay inside a chunk and rows i, j of it,
     X    = (I + A)^-1 diag(beta)                        by triangular_inverse.py
     P_ij = scale (q_i . k_j) exp(G_i - G_j)             for i >= j, else 0
 
-and vectors that scale rows and columns of the products in inter_chunk/launch.py. Everything is masked
-before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and queries
-alone, their copies and lengths, is done once for several value heads of a key head, as many as
-leave no warpgroup idle; the next keys and queries are on their way while the last of them inverts.
+and vectors that scale rows and columns of the products in inter_chunk/launch.py. Everything is
+masked before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and
+queries alone, their copies and lengths, is done once for several value heads of a key head, as many
+as leave no warpgroup idle; the next keys and queries are on their way while the last of them
+inverts.
 """
 
 import jax
@@ -55,7 +56,7 @@ def chunk_matrices(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """X, P and the vectors of every chunk, and a 0 for work_queue.py.
+    """X, P and the vectors of every chunk, and a 0 for attention/work_queue.py.
 
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.

@@ -1,4 +1,4 @@
-"""What Kimi's delta rule's prefill needs of each chunk of 64 tokens alone, on tensor cores.
+"""Intra-chunk work of Kimi Delta Attention's prefill: each chunk of 64 tokens alone.
 
 Every channel of the key decays by itself. With `G` [64, 128] the running sums of the log decays in
 a chunk, and rows i, j of it,

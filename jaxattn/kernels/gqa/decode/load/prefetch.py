@@ -1,4 +1,4 @@
-"""What a block reads in turn before its first page is on the way, asked for at once.
+"""Prefetches of what a block reads before its first page is on the way.
 
 Which row a part begins with says where its length is, and both say where its page's number is. Each
 read waits for the memory, as caches of a few hundred megabytes have passed through L2 since the

@@ -1,4 +1,4 @@
-"""How a pair's queries come to shared memory: gathered from the caller's array.
+"""Gather of a pair's queries from the caller's array into shared memory.
 
 In two turns, of which the first starts loads and the second waits for them: the first step's copies
 of the cache start between the two.

@@ -1,5 +1,4 @@
-"""How the decode kernels of grouped queries see a call's heads, where they write, and what becomes
-of it.
+"""Outputs of the grouped-query decode kernels: head packing, places to write, and the result.
 
 A kernel writes rows of 2-D arrays, arrays of its own or the arena's whole lanes: a pair's output,
 or for a pair that was cut its partial results, which combine.py merges into the output.

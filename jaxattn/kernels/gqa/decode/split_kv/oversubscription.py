@@ -81,7 +81,7 @@ def oversubscribe(
     number = jnp.sum(pages > 0, dtype=jnp.int32)
     turns, full = full_waves(number, usual)
 
-    # Forth and back, as `deal_out` does it, but the end.
+    # Forth and back, as `assign_whole_rows` does it, but the end.
     ranked = jnp.argsort(-jnp.where(pages > 0, pages + cost, 0), stable=True).astype(jnp.int32)
     mine, turn = place // jnp.maximum(turns, 1), place % jnp.maximum(turns, 1)
     rank = turn * usual + jnp.where(turn % 2 == 0, mine, usual - 1 - mine)

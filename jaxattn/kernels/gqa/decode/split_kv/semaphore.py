@@ -1,4 +1,4 @@
-"""Which block has the last piece of a pair that was cut: it merges the partial results of all.
+"""A semaphore of split pairs: the block that arrives last merges the partial results of all.
 
 Each block writes its partial result, and then counts on in global memory. Whoever comes last sees
 what the others have written. Which one that is changes nothing in what is computed.

@@ -1,6 +1,7 @@
-"""Who reads what in `gqa_decode`: the steps of all (row, KV head) pairs, cut into parts.
+"""The schedule of `gqa_decode`: the steps of all (row, KV head) pairs, cut into parts.
 
-The cutting is mla_decode's, of pairs in the place of rows; work_partition.py says how they are counted.
+The cutting is mla_decode's, of pairs in the place of rows; work_partition.py says how they are
+counted.
 """
 
 import dataclasses
@@ -51,8 +52,8 @@ class PairSchedule:
 
     Attributes:
         line: the parts, of pairs p = row * Hk + head.
-        arrived: uint32 [pairs * tiles], 0: `Arrivals.counts` of the calls that have this schedule,
-            which run one after another. None: each call makes its own.
+        arrived: uint32 [pairs * tiles], 0: `SplitSemaphore.counts` of the calls that have this
+            schedule, which run one after another. None: each call makes its own.
         seq_lens: int32 [B], the lengths that it was made of, 0 where they were too long. A call
             gives NaN for rows of other lengths. None: it was made of the call's own lengths.
         num_kv_heads: Hk.

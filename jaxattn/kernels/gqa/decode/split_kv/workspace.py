@@ -1,4 +1,4 @@
-"""What `gqa_decode` keeps in the arena."""
+"""The arena workspace of `gqa_decode`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a block of `mla_decode_columns` has in hand."""
+"""The block (CTA) of `mla_decode_swap_ab`: its configuration and its references."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class SwapAbConfig:
         columns: N, packed rows (query token, head) of a block.
         parts: of the schedule.
         out_rows: packed rows that the output keeps of a request.
-        first_rows: `Results.first_rows`.
+        first_rows: `MlaDecodeOutputs.first_rows`.
         page_size: tokens of a page of the cache; a "page" in these files is 64 tokens.
         latents: the cache's format.
         rope: whether a latent has rotated dims behind its 512.

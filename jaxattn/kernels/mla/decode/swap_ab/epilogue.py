@@ -1,4 +1,4 @@
-"""The end of a piece in `mla_decode_columns`: one result of two warpgroups', and where it goes.
+"""The end of a piece in `mla_decode_swap_ab`: one result of two warpgroups', and where it goes.
 
 Each has the maxima and sums of all packed rows over the pages it took, and an output of its own.
 They show each other all of it in shared memory; then each adds up the outputs of half of the packed
@@ -71,7 +71,7 @@ class SwapAbOutputTile:
     """Where the results of a block's packed rows go.
 
     Attributes:
-        first_rows: `Results.first_rows`.
+        first_rows: `MlaDecodeOutputs.first_rows`.
         rows: packed rows that the arrays keep of a request.
         columns: the block's of them, a `pl.ds`.
         out, lse: of whole rows.

@@ -1,8 +1,8 @@
-"""A warpgroup's pages of a piece in `mla_decode_columns`, of an FP8 cache.
+"""A warpgroup's pages of a piece in `mla_decode_swap_ab`, of an FP8 cache.
 
-Pages are widened on their way through registers, by mla/decode/fp8_operands.py, without their scales. Those
-of a block of a token multiply its scores, which so are a product a block, and its P, of which so
-there is one a block:
+Pages are widened on their way through registers, by mla/decode/fp8_operands.py, without their
+scales. Those of a block of a token multiply its scores, which so are a product a block, and its P,
+of which so there is one a block:
 
     scores^T = rope + sum_b s_b (K_b Q_b^T)          out_b^T += V_b^T (s_b P / unit)^T
 

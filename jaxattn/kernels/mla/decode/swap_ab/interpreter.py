@@ -1,4 +1,4 @@
-"""What the interpreter runs in place of wgmma and mla/decode/fp8_operands.py; sums are in another order.
+"""Stand-ins of the interpreter for wgmma and mla/decode/fp8_operands.py; they sum in other order.
 
 JAX 0.11.2's interpreter knows no operands in registers and no stores to an accumulator.
 """

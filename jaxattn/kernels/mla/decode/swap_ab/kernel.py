@@ -1,4 +1,4 @@
-"""The body of `mla_decode_columns`: two warpgroups that take a row's pages in turns.
+"""The body of `mla_decode_swap_ab`: two warpgroups that take a row's pages in turns.
 
 Heads are the columns of both products, so that a few of them cost a few columns:
 

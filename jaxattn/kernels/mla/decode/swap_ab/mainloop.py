@@ -1,7 +1,7 @@
-"""A warpgroup's pages of a piece in `mla_decode_columns`, of a 16-bit cache.
+"""A warpgroup's pages of a piece in `mla_decode_swap_ab`, of a 16-bit cache.
 
-K and V are read by wgmma where they lie. `SwapAbMainloop` is also what the other ways to store a cache build
-on: the softmax between the two products is the same for all.
+K and V are read by wgmma where they lie. `SwapAbMainloop` is also what the other ways to store a
+cache build on: the softmax between the two products is the same for all.
 """
 
 import functools

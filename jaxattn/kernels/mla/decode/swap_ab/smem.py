@@ -1,5 +1,4 @@
-"""What `mla_decode_columns` keeps in shared memory, its layouts in registers and how one becomes
-the other, and the barriers of its two warpgroups."""
+"""Shared memory of `mla_decode_swap_ab`, its register layouts and barriers."""
 
 from typing import Any
 

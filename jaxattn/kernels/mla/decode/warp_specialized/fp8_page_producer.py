@@ -1,4 +1,4 @@
-"""How warpgroups 1 and 2 of `mla_decode` bring the pages of an FP8 cache.
+"""The producer of FP8 pages in `mla_decode`, in warpgroups 1 and 2.
 
 A page comes by TMA as it is stored, to places of its own, and each warpgroup widens what it will
 multiply, once, to where the products read it. Both products then are those of a bfloat16 cache.

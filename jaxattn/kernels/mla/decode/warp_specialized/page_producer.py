@@ -1,4 +1,4 @@
-"""How warpgroups 1 and 2 of `mla_decode` bring pages to shared memory, of a 16-bit cache.
+"""The producer of 16-bit pages in `mla_decode`, in warpgroups 1 and 2.
 
 Each brings what it multiplies by P: two quarters of 128 columns; and the second the rope columns.
 fp8_page_producer.py is of FP8 caches.

@@ -1,4 +1,4 @@
-"""What `mla_decode` keeps in shared memory, and what a block of it has in hand.
+"""Shared memory of `mla_decode`, and the references of its block.
 
 kernel.py says when a page is where.
 """
@@ -115,7 +115,7 @@ class MlaDecodeConfig:
         parts: of the schedule.
         latents: the cache's format.
         rope: whether there are rope columns: D 576, or 512.
-        first_rows: `Results.first_rows`.
+        first_rows: `MlaDecodeOutputs.first_rows`.
         output_by_tma: whether a whole row's output leaves through its last page's slot, or by
             stores of four bytes from registers.
     """
