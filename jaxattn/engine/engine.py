@@ -35,8 +35,6 @@ from jaxattn.engine.requests.stats import GenerationStats, RequestTimes
 from jaxattn.engine.runtime.gc_pause import gc_paused
 from jaxattn.engine.runtime.thread_guard import EngineBusyError as EngineBusyError
 from jaxattn.engine.startup.engine_build import EngineBuild, prepare
-from jaxattn.engine.startup.placed_params import packed_params
-from jaxattn.engine.startup.warmup import check_arrays
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
 from jaxattn.parallel import ALONE, Parallel
@@ -81,7 +79,6 @@ class Engine(EngineLifecycle):
         detokenize: Detokenize | None = None,
         parallel: Parallel = ALONE,
     ):
-        check_arrays(params)
         prepared = prepare(
             model,
             params,
@@ -91,9 +88,9 @@ class Engine(EngineLifecycle):
             on_compile=on_compile,
             workers=workers,
             parallel=parallel,
+            loaded=True,
         )
-        packed = packed_params(prepared.model, params, prepared.devices)
-        self._open(prepared, packed, strict, detokenize)
+        self._open(prepared, strict, detokenize)
 
     @classmethod
     def of(
@@ -101,7 +98,7 @@ class Engine(EngineLifecycle):
     ) -> Self:
         """An engine of what `prepare` made; `start(params)` gives it its parameters."""
         engine = cls.__new__(cls)
-        engine._open(prepared, None, strict, detokenize)
+        engine._open(prepared, strict, detokenize)
         return engine
 
     # --- requests in, events out

@@ -1,6 +1,7 @@
 """The life of an engine: what it is made of, how it starts, and how it ends."""
 
 import contextlib
+import dataclasses
 from typing import Any, Self
 
 import jax
@@ -21,8 +22,8 @@ from jaxattn.engine.runtime.thread_guard import ThreadGuard
 from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.startup.engine_build import EngineBuild, of_this_process
-from jaxattn.engine.startup.placed_params import checked_params, packed_params
-from jaxattn.engine.startup.warmup import allocate_state, check_arrays, profile_memory, trial_run
+from jaxattn.engine.startup.placed_params import CheckedParams
+from jaxattn.engine.startup.warmup import allocate_state, profile_memory, trial_run
 from jaxattn.engine.steps.engine_state import recurrent
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.budget import MemoryPlan
@@ -42,10 +43,10 @@ class EngineLifecycle:
     scheduler: Scheduler
     seal: RecompilationGuard
 
-    def _open(
-        self, prepared: EngineBuild, params: Any, strict: bool, detokenize: Detokenize | None
-    ) -> None:
-        self._prepared, self._params = prepared, params
+    def _open(self, prepared: EngineBuild, strict: bool, detokenize: Detokenize | None) -> None:
+        self._weights = prepared.params.place() if prepared.params else None
+        # Without what was given: it would stay in memory beside what is packed.
+        self._prepared = dataclasses.replace(prepared, params=None)
         self._runner: ModelRunner | None = None
         self._loop: OverlapLoop | None = None
         self._owner = ThreadGuard()
@@ -123,13 +124,12 @@ class EngineLifecycle:
             if params is not None:
                 if self._runner is not None:
                     raise RuntimeError("start: this engine runs already; make another one")
-                check_arrays(params)
-                checked_params(self.model, params)
-                self._params = packed_params(self.model, params, self._prepared.devices)
+                devices = self._prepared.devices
+                self._weights = CheckedParams.of(self.model, params, devices).place()
             self._start()
 
     def _start(self) -> None:
-        if self._params is None:
+        if self._weights is None:
             raise ValueError("this engine has no parameters: give them to start(params)")
         if self._runner is not None and not self._runner.lost:
             return
@@ -144,15 +144,14 @@ class EngineLifecycle:
             self._runner.delete()
         self._runner = self._loop = None
         with jax.default_device(of_this_process(self._prepared.devices)[0]):
-            self._prepared = trial_run(self._prepared, self._params)
+            self._prepared = trial_run(self._prepared, self._weights)
             PROCESS_STATE.closed(self)  # its own temp is a line of its plan
             try:
-                self._replan(profile_memory(self._prepared, self._params))
+                self._replan(profile_memory(self._prepared, self._weights))
             finally:
                 PROCESS_STATE.opened(self)
-            state, rows = allocate_state(self._prepared, self._params)
-        weights = tuple(jax.tree.leaves(self._params))
-        executables = self._prepared.steps.executables
+            state, rows = allocate_state(self._prepared, self._weights)
+        weights, executables = self._weights, self._prepared.steps.executables
         group = group_of(self.model, self._prepared.devices)
         self._runner = ModelRunner(self.limits, executables, weights, state, rows, self.seal, group)
         self._loop = OverlapLoop(self.scheduler, self._runner, self._endings)
@@ -211,7 +210,7 @@ class EngineLifecycle:
             self._clear()
             if self._runner is not None:
                 self._runner.delete()
-            self._runner = self._loop = self._params = None
+            self._runner = self._loop = self._weights = None
 
     def __enter__(self) -> Self:
         return self

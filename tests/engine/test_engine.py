@@ -17,7 +17,7 @@ from jaxattn.memory.limits import Limits
 from jaxattn.models.embedded.model import Hybrid
 from jaxattn.parallel import Parallel
 from jaxattn.plan import PlanError
-from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps
+from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
 
 PROMPTS = (
     b"class Stack:\n",
@@ -302,19 +302,19 @@ def test_two_requests_cannot_share_an_id(engine):
         engine.generate([Request(b"a", id=1), Request(b"b", id=1)])
 
 
-def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled(engine):
+def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled():
     with pytest.raises(PlanError, match="does not fit is the .*kv cache"):
         Engine(
             Hybrid(SMALLEST),
-            engine._params,
+            params_of(SMALLEST),
             dataclasses.replace(LIMITS, num_pages=10**9),
             on_compile=lambda name, seconds: pytest.fail("compiled"),
         )
 
 
-def test_a_model_length_beyond_the_models_is_refused(engine):
+def test_a_model_length_beyond_the_models_is_refused():
     with pytest.raises(ValueError, match="max_model_len=257 is longer than .*=256"):
-        Engine(Hybrid(SMALLEST), engine._params, Limits(max_model_len=257))
+        Engine(Hybrid(SMALLEST), params_of(SMALLEST), Limits(max_model_len=257))
 
 
 @pytest.mark.parametrize("field", ["batch", "max_model_len", "num_pages", "prefill_chunk"])

@@ -129,11 +129,11 @@ def test_without_detokenize_a_stop_string_is_refused_with_words(params):
     assert done.finish_reason == "refused" and "detokenize" in done.detail
 
 
-def test_length_says_which_limit_it_was(engine):
+def test_length_says_which_limit_it_was(engine, params):
     [short] = engine.generate([Request(b"a", max_tokens=3)])
     assert (short.finish_reason, short.detail) == ("length", "max_tokens")
     kept_steps(WHOLE)
-    [cut] = Engine(MODEL, engine._params, WHOLE).generate([Request(b"a" * 251, max_tokens=99)])
+    [cut] = Engine(MODEL, MODEL.pack(params), WHOLE).generate([Request(b"a" * 251, max_tokens=99)])
     assert (len(cut.tokens), cut.detail) == (5, "max_model_len")
 
 
@@ -378,8 +378,18 @@ def test_ids_are_kept_apart_from_places(engine):
 def test_parameters_of_numpy_are_put_on_the_device_once(params):
     host = jax.tree.map(np.asarray, params)
     engine = Engine(MODEL, host, LIMITS)
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(engine._params))
+    assert all(isinstance(leaf, jax.Array) for leaf in engine._weights)
     assert engine.generate(prompts(1))[0].tokens
+
+
+def test_an_engine_keeps_what_is_packed_and_not_what_was_given():
+    given = params_of(SMALLEST)
+    norm = weakref.ref(jax.tree.leaves(given["segments"][0]["layers"][0]["norm"])[0])
+    engine = Engine(MODEL, given, LIMITS)
+    assert norm() is not None
+    del given
+    gc.collect()
+    assert norm() is None and engine.generate(prompts(1))[0].tokens
 
 
 def test_parameters_come_once(params):

@@ -135,6 +135,20 @@ def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_
 
 
 @on_virtual_devices
+def test_parameters_on_another_device_are_named_before_anything_is_compiled():
+    one, other = jax.devices()[:2]
+    elsewhere = jax.device_put(params(), other)
+    with pytest.raises(ValueError, match=r"parameter 'embedding.* lies on .*1, and the engine"):
+        Engine(
+            Hybrid(CONFIG),
+            elsewhere,
+            LIMITS,
+            one,
+            on_compile=lambda name, seconds: pytest.fail("compiled"),
+        )
+
+
+@on_virtual_devices
 def test_each_device_holds_its_share_alone():
     group = engine(LAYOUT)
     held = {

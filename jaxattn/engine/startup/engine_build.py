@@ -25,7 +25,7 @@ from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.capacity_planner import CapacityPlanner
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
-from jaxattn.engine.startup.placed_params import checked_params, on_device
+from jaxattn.engine.startup.placed_params import CheckedParams
 from jaxattn.memory import device_memory
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device_memory import DeviceMemory
@@ -48,11 +48,11 @@ class EngineBuild:
         steps: the executables; the keys of `step_catalog.executables` are their list.
         known: what XLA says of each executable's memory.
         plan: what memory the engine will take and why.
-        params: the packed parameters, as shapes.
         devices: that will run the steps.
         wanted: the limits as they were given, with the steps of a call and the layout.
         trial: with `utilization`, the same steps beside a cache of one row. They run before the
             cache exists, so that what drivers and libraries take is measured.
+        params: loaded parameters, which `Engine` places.
     """
 
     model: Model
@@ -60,11 +60,11 @@ class EngineBuild:
     steps: CompiledSteps
     known: dict[str, ExecutableMemory]
     plan: MemoryPlan
-    params: Any
     devices: tuple[jax.Device, ...]
     wanted: Limits
     compiler: "CapacityPlanner"
     trial: "tuple[Limits, CompiledSteps] | None" = None
+    params: CheckedParams | None = None
 
 
 def prepare(
@@ -78,6 +78,7 @@ def prepare(
     on_fits: Callable[[], None] | None = None,
     workers: int = 1,
     parallel: Parallel = ALONE,
+    loaded: bool = False,
 ) -> EngineBuild:
     """Compiles and plans an engine. Allocates nothing on the device.
 
@@ -93,12 +94,14 @@ def prepare(
             anything is compiled: parameters that were given as shapes may be loaded from then on.
         workers: executables that are compiled at a time.
         parallel: how several devices divide the model; the plan is then of each of them.
+        loaded: refuse shapes, and give the parameters on in `EngineBuild.params`.
 
     Raises:
         TypeError: an argument is of another type; the message names it.
         ValueError: the model has no cache in `limits.cache_format`, `params` are not those of the
-            model with such a cache, `max_model_len` is longer than the model's
-            `max_position_embeddings`, or `utilization` is asked for on a device of unknown memory.
+            model with such a cache, `loaded` ones lie on another device, `max_model_len` is longer
+            than the model's `max_position_embeddings`, or `utilization` is asked for on a device
+            of unknown memory.
         CollectiveError: the devices of a group cannot send to each other.
         PlanError: the device has not enough memory, or with `utilization` the cache that is left
             holds no row at full length.
@@ -119,25 +122,22 @@ def prepare(
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     whole, limits = model, _laid_out(limits, parallel)
     model = divided(whole, parallel)
-    own_devices, packed = _devices(devices, parallel), checked_params(model, params)
+    own_devices = _devices(devices, parallel)
     if not peers_reach(own_devices):
         model = divided(whole.without_peer_memory(), parallel)
+    checked = CheckedParams.of(model, params, own_devices, loaded=loaded)
     gpu = own_devices[0].platform == "gpu"
-    limits = choose_decode_steps(limits, packed, gpu=gpu, gpus=parallel.gpus)
+    limits = choose_decode_steps(limits, checked.packed, gpu=gpu, gpus=parallel.gpus)
     compiler = CapacityPlanner(
         model=model,
-        params=packed,
+        params=checked.packed,
         devices=own_devices,
         collectives=collectives_of(model, own_devices),
         implementation=implementation,
         on_compile=on_compile,
         workers=workers,
     )
-    memory, own, trial = (
-        smallest_memory(compiler.devices),
-        on_device(params, compiler.devices),
-        None,
-    )
+    memory, own, trial = smallest_memory(own_devices), checked.nbytes, None
     if limits.utilization is None:
         filled = limits
         compiler.plan(filled, {}, memory, own, wanted=limits)  # before minutes of compiling
@@ -166,11 +166,11 @@ def prepare(
         steps=steps,
         known=known,
         plan=compiler.plan(filled, known, memory, own, wanted=limits),
-        params=compiler.params,
-        devices=compiler.devices,
+        devices=own_devices,
         wanted=limits,
         compiler=compiler,
         trial=trial,
+        params=checked if loaded else None,
     )
 
 

@@ -1,7 +1,7 @@
-"""Parameters on their way into an engine: checked, put on its devices and packed."""
+"""Parameters on their way into an engine: checked once, then put on its devices and packed."""
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from typing import Any, Self
 
 import jax
 
@@ -11,71 +11,85 @@ from jaxattn.models.interface import Model, check_params
 from jaxattn.parallel import DeviceGroup
 
 
-def checked_params(model: Model, params: Any) -> Any:
-    """The packed parameters as shapes.
+@dataclasses.dataclass(frozen=True, eq=False)
+class CheckedParams:
+    """A model's parameters, or their shapes, for an engine on these devices.
 
-    Raises:
-        ValueError: `params` are neither the model's parameters nor its packed ones.
+    Attributes:
+        given: as the caller has them.
+        packed: the packed parameters, as shapes.
+        sharded: they are over the group already, each GPU's share on its device.
     """
-    packed = packed_shapes(model)
-    if str(jax.tree.structure(params)) == str(jax.tree.structure(packed)):
-        check_params(packed, params)
-    elif not is_placed(model, params):
-        check_params(model.whole.param_shapes(), params)
-    return packed
+
+    model: Model
+    devices: tuple[jax.Device, ...]
+    given: Any
+    packed: Any
+    sharded: bool
+
+    @classmethod
+    def of(
+        cls, model: Model, params: Any, devices: tuple[jax.Device, ...], *, loaded: bool = True
+    ) -> Self:
+        """Checks parameters.
+
+        Args:
+            loaded: refuse shapes, and arrays on a device that is not the engine's.
+
+        Raises:
+            TypeError: `params` are shapes.
+            ValueError: `params` are neither the model's parameters nor its packed ones, or an array
+                lies on another device: it would be copied in every step.
+        """
+        for path, leaf in jax.tree.leaves_with_path(params) if loaded else ():
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    "params are shapes; an engine needs arrays. To compile before they are loaded, "
+                    "use Engine.of(prepare(model, shapes, limits)) and start(params)"
+                )
+            on = leaf.devices() if isinstance(leaf, jax.Array) else set()
+            if len(devices) == 1 and not on <= set(devices):
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ValueError(
+                    f"parameter {name!r} lies on {', '.join(map(str, on))}, and the engine runs on "
+                    f"{devices[0]}; move the parameters with jax.device_put"
+                )
+        packed, sharded = packed_shapes(model), False
+        if str(jax.tree.structure(params)) == str(jax.tree.structure(packed)):
+            check_params(packed, params)
+        elif not (sharded := _is_sharded(model, params)):
+            check_params(model.whole.param_shapes(), params)
+        return cls(model, devices, params, packed, sharded)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, on each device, of what lies on these devices already: shapes take none."""
+        arrays = [leaf for leaf in jax.tree.leaves(self.given) if isinstance(leaf, jax.Array)]
+        return nbytes_each([leaf for leaf in arrays if leaf.devices() & set(self.devices)])
+
+    def place(self) -> tuple[jax.Array, ...]:
+        """The leaves of the packed parameters, on the devices, as the steps take them."""
+        model, devices = self.model, self.devices
+        if len(devices) > 1:
+            group = DeviceGroup(model.parallel, devices)
+            over = self.given if self.sharded else model.place_params(self.given, group)
+            shares = [model.pack(own) for own in group.split(over)]
+            return tuple(jax.tree.leaves(group.join(shares, model.packed_specs())))
+
+        def put(leaf: Any) -> jax.Array:
+            return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, devices[0])
+
+        return tuple(jax.tree.leaves(model.pack(jax.tree.map(put, self.given))))
 
 
-def is_placed(model: Model, params: Any) -> bool:
-    """Whether the parameters are over a group already, each GPU's share on its device."""
-    if model.parallel.gpus == 1:
-        return False
-    local = model.param_shapes()
-    if str(jax.tree.structure(params)) != str(jax.tree.structure(local)):
+def _is_sharded(model: Model, params: Any) -> bool:
+    """Whether each GPU's share lies on its device already."""
+    gpus, local = model.parallel.gpus, model.param_shapes()
+    if gpus == 1 or str(jax.tree.structure(params)) != str(jax.tree.structure(local)):
         return False
     return all(
         isinstance(leaf, jax.Array)
-        and len(leaf.sharding.device_set) == model.parallel.gpus
+        and len(leaf.sharding.device_set) == gpus
         and leaf.sharding.shard_shape(leaf.shape) == own.shape
         for leaf, own in zip(jax.tree.leaves(params), jax.tree.leaves(local), strict=True)
     )
-
-
-def on_device(params: Any, devices: Sequence[jax.Device]) -> int:
-    """Bytes, on each device, of the arrays among them that lie on these: shapes take none."""
-    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    return nbytes_each([leaf for leaf in leaves if leaf.devices() & set(devices)])
-
-
-def packed_params(model: Model, params: Any, devices: tuple[jax.Device, ...]) -> Any:
-    """The parameters on the engine's devices, as its steps read them.
-
-    Raises:
-        ValueError: see `placed_params`.
-    """
-    if len(devices) == 1:
-        return model.pack(placed_params(params, devices))
-    group = DeviceGroup(model.parallel, devices)
-    if not is_placed(model, params):
-        params = model.place_params(params, group)
-    return group.join([model.pack(own) for own in group.split(params)], model.packed_specs())
-
-
-def placed_params(params: Any, devices: Sequence[jax.Device]) -> Any:
-    """The parameters on the engine's devices: NumPy arrays are put there.
-
-    Raises:
-        ValueError: an array lies on another device; it would be copied in every step.
-    """
-
-    def placed(path: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array):
-            return jax.device_put(leaf, devices[0])
-        if not leaf.devices() <= set(devices):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise ValueError(
-                f"parameter {name!r} lies on {', '.join(map(str, leaf.devices()))}, and the engine "
-                f"runs on {devices[0]}; move the parameters with jax.device_put"
-            )
-        return leaf
-
-    return jax.tree.map_with_path(placed, params)

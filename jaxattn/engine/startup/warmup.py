@@ -15,38 +15,30 @@ from jaxattn.engine.compilation.sharded_step import (
 )
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.engine.startup.engine_build import EngineBuild, smallest_memory
-from jaxattn.engine.startup.placed_params import on_device
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.budget import check_allocated
+from jaxattn.memory.budget import check_allocated, nbytes_each
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState, line_name
 from jaxattn.models.interface import Model
 from jaxattn.parallel import DeviceGroup
 
-
-def check_arrays(params: Any) -> None:
-    """Raises TypeError for parameters that are shapes."""
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-        raise TypeError(
-            "params are shapes; an engine needs arrays. To compile before they are loaded, use "
-            "Engine.of(prepare(model, shapes, limits)) and start(params)"
-        )
+Weights = tuple[jax.Array, ...]  # the leaves of packed parameters
 
 
-def trial_run(prepared: EngineBuild, params: Any) -> EngineBuild:
+def trial_run(prepared: EngineBuild, weights: Weights) -> EngineBuild:
     """Runs the trial's steps, so that drivers and libraries have what they want."""
     if not prepared.trial:
         return prepared
     limits, steps = prepared.trial
     model, group = prepared.model, group_of(prepared.model, prepared.devices)
     state, rows = _new(model, limits, group)
-    warm_up(model, limits, steps.executables, params, state, rows, group)
+    warm_up(model, limits, steps.executables, weights, state, rows, group)
     return dataclasses.replace(prepared, trial=None)
 
 
-def profile_memory(prepared: EngineBuild, params: Any) -> EngineBuild:
+def profile_memory(prepared: EngineBuild, weights: Weights) -> EngineBuild:
     """Plans again with what the device has now; fewer pages are found where it has less.
 
     Raises:
@@ -54,7 +46,7 @@ def profile_memory(prepared: EngineBuild, params: Any) -> EngineBuild:
     """
     compiler, known = prepared.compiler, prepared.known
     memory = smallest_memory(prepared.devices)
-    own = on_device(params, prepared.devices)
+    own = nbytes_each(weights)
     if prepared.wanted.utilization is not None and memory is not None:
         filled = compiler.fill(prepared.wanted, known, memory, own)
         if filled.pages < prepared.limits.pages:
@@ -64,7 +56,7 @@ def profile_memory(prepared: EngineBuild, params: Any) -> EngineBuild:
     return dataclasses.replace(prepared, plan=plan)
 
 
-def allocate_state(prepared: EngineBuild, params: Any) -> tuple[DecodeState, DeviceBatch]:
+def allocate_state(prepared: EngineBuild, weights: Weights) -> tuple[DecodeState, DeviceBatch]:
     """State and rows, as they were planned, beside which every step has run.
 
     Raises:
@@ -79,7 +71,7 @@ def allocate_state(prepared: EngineBuild, params: Any) -> tuple[DecodeState, Dev
         for name, array in arrays.items():
             check_allocated(line_name(name), array, plan[line_name(name)])
     executables = prepared.steps.executables
-    return warm_up(prepared.model, limits, executables, params, state, rows, group)
+    return warm_up(prepared.model, limits, executables, weights, state, rows, group)
 
 
 def _new(
@@ -94,7 +86,7 @@ def warm_up(
     model: Model,
     limits: Limits,
     executables: Mapping[str, Any],
-    params: Any,
+    weights: Weights,
     state: DecodeState,
     rows: DeviceBatch,
     group: DeviceGroup | None = None,
@@ -104,7 +96,6 @@ def warm_up(
     The first two runs are special on a GPU: one loads the modules, one records the command
     buffer.
     """
-    weights = tuple(jax.tree.leaves(params))
     for step in all_steps(limits) * 2:
         given, executable = step.padding(model, limits), executables[str(step)]
         if group is not None:
