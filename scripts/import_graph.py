@@ -44,7 +44,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("kernels.hopper",),
     ("memory",),
-    ("core", "text"),
+    ("text",),
+    ("core",),
     ("arena", "aliasing", "interrupt"),
 )
 
