@@ -57,7 +57,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels.attention",),
     ("kernels.hopper",),
     ("memory",),
-    ("core", "text"),
+    ("text",),
+    ("core",),
     ("arena", "aliasing", "interrupt"),
 )
 

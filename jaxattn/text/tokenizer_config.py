@@ -6,11 +6,12 @@ missing. A field that is there has to be of its type.
 
 import dataclasses
 import math
-import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxattn.core.validation.config_fields import Integer, ListOf, Text
+from jaxattn.core.validation.field_reader import OptionalFields
 from jaxattn.text.json_files import TextError, read_object, read_text
 
 GENERATION, CONFIG, TOKENIZER = "generation_config.json", "config.json", "tokenizer_config.json"
@@ -18,6 +19,7 @@ TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MOST_TEMPLATE_BYTES = 2**20
 MOST_ID = 2**31 - 1
 EOS = "eos_token_id"
+ID, TEXT = Integer(0, MOST_ID), Text()
 # The tokens that a chat template may name.
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -96,101 +98,52 @@ def read_settings(folder: Path) -> TokenizerConfig:
     Raises:
         TextError: one is damaged, or a field has another type than it should.
     """
-    generation = _JsonObject(folder / GENERATION, read_object(folder / GENERATION))
-    config = _JsonObject(folder / CONFIG, read_object(folder / CONFIG))
-    tokenizer = _JsonObject(folder / TOKENIZER, read_object(folder / TOKENIZER))
+    generation = _fields(folder / GENERATION)
+    config = _fields(folder / CONFIG)
+    tokenizer = _fields(folder / TOKENIZER)
     inner = config.object("text_config")  # models of images and text keep it one level down
     named = {f"{name}_token": tokenizer.token(f"{name}_token") for name in NAMED}
     eos_ids = generation.ids(EOS) or config.ids(EOS) or inner.ids(EOS)
     return TokenizerConfig(
         folder=folder,
         named={name: token for name, token in named.items() if token is not None},
-        more=tokenizer.tokens("additional_special_tokens"),
+        more=tokenizer.items("additional_special_tokens", ListOf(_content), "a list of tokens"),
         add_bos=tokenizer.flag("add_bos_token"),
         eos_ids=eos_ids,
         defaults=_defaults(generation),
-        vocab_size=config.integer("vocab_size") or inner.integer("vocab_size"),
+        vocab_size=config.optional("vocab_size", ID) or inner.optional("vocab_size", ID),
         added=_added(tokenizer),
         tokenizer_class=tokenizer.text("tokenizer_class"),
         templates=_templates(folder, tokenizer),
     )
 
 
-class _JsonObject:
-    """A JSON object whose fields are read by their types; a field that is null is missing."""
+class _FileFields(OptionalFields):
+    """The fields of a file, or of an object in it; a refusal is a TextError."""
 
-    def __init__(self, where: Path | str, values: dict[str, Any]):
-        self.where = where
-        self.values = values
+    def name(self, field: str) -> str:
+        return f"{self.where}: {field:.60}"
 
-    def wrong(self, name: str, wanted: str) -> TextError:
-        got = reprlib.repr(self.values[name])
-        return TextError(f"{self.where}: {name:.60} must be {wanted}; got {got}")
+    def error(self, field: str, message: str) -> TextError:
+        return TextError(message)
 
-    def flag(self, name: str) -> bool | None:
-        value = self.values.get(name)
-        if value is None or isinstance(value, bool):
-            return value
-        raise self.wrong(name, "true or false")
-
-    def text(self, name: str) -> str | None:
-        value = self.values.get(name)
-        if value is None or isinstance(value, str):
-            return value
-        raise self.wrong(name, "a text")
-
-    def integer(self, name: str) -> int | None:
-        value = self.values.get(name)
-        if value is None or _is_id(value):
-            return value
-        raise self.wrong(name, f"an integer from 0 to {MOST_ID:,}")
-
-    def number(self, name: str, least: float, most: float, wanted: str) -> float | None:
-        value = self.values.get(name)
-        if value is None:
-            return None
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not least <= value <= most:
-            raise self.wrong(name, wanted)
-        return float(value)
-
-    def object(self, name: str) -> "_JsonObject":
-        value = self.values.get(name)
-        if value is None or isinstance(value, dict):
-            return _JsonObject(f"{self.where}: {name}", value or {})
-        raise self.wrong(name, "an object")
-
-    def ids(self, name: str) -> tuple[int, ...]:
+    def ids(self, field: str) -> tuple[int, ...]:
         """One id or a list of ids."""
-        value = self.values.get(name)
-        found = [] if value is None else value if isinstance(value, list) else [value]
-        if not all(_is_id(each) for each in found):
-            raise self.wrong(name, f"an id from 0 to {MOST_ID:,} or a list of ids")
-        return tuple(sorted(set(found)))
+        wanted = f"an id from 0 to {MOST_ID:,} or a list of ids"
+        return tuple(sorted(set(self.items(field, ListOf(ID, single=True), wanted))))
 
-    def token(self, name: str) -> str | None:
+    def token(self, field: str) -> str | None:
         """A token's text: given as it is, or as an object with `content`."""
-        value = self.values.get(name)
-        if value is None:
-            return None
-        content = _content(value)
-        if content is None:
-            raise self.wrong(name, "a text or an object with a text `content`")
-        return content
-
-    def tokens(self, name: str) -> tuple[str, ...]:
-        value = self.values.get(name)
-        if value is None:
-            return ()
-        found = [_content(each) for each in value] if isinstance(value, list) else [None]
-        if None in found:
-            raise self.wrong(name, "a list of tokens")
-        return tuple(each for each in found if each is not None)
+        return self.optional(field, _content, "a text or an object with a text `content`")
 
 
-def _content(value: object) -> str | None:
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
+def _fields(path: Path) -> _FileFields:
+    return _FileFields(read_object(path), str(path))
+
+
+def _content(name: str, value: Any) -> str:
+    """The rule of a token, which is a text or an object with one."""
+    return TEXT(name, value.get("content") if isinstance(value, dict) else value)
 
 
 def _is_unicode(text: str) -> bool:
@@ -198,11 +151,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_ID
-
-
-def _defaults(generation: _JsonObject) -> SamplingDefaults:
+def _defaults(generation: _FileFields) -> SamplingDefaults:
     least = math.ulp(0.0)
     top_k = generation.number("top_k", -1, MOST_ID, "an integer from -1")
     if top_k is not None and not top_k.is_integer():
@@ -215,20 +164,20 @@ def _defaults(generation: _JsonObject) -> SamplingDefaults:
     )
 
 
-def _added(tokenizer: _JsonObject) -> dict[int, AddedVocabToken]:
+def _added(tokenizer: _FileFields) -> dict[int, AddedVocabToken]:
     field = tokenizer.object("added_tokens_decoder")
     found = {}
     for key in field.values:
         entry = field.object(key)
         content = entry.text("content")
         digits = key.isdecimal() and len(key) <= len(str(MOST_ID))
-        if not digits or not _is_id(int(key)) or not content or not _is_unicode(content):
+        if not digits or int(key) > MOST_ID or not content or not _is_unicode(content):
             raise field.wrong(key, "an entry of an id, with a `content` that is not empty")
         found[int(key)] = AddedVocabToken(content=content, special=bool(entry.flag("special")))
     return found
 
 
-def _templates(folder: Path, tokenizer: _JsonObject) -> dict[str, TemplateFile]:
+def _templates(folder: Path, tokenizer: _FileFields) -> dict[str, TemplateFile]:
     """The templates of files of their own, else those of tokenizer_config.json."""
     paths = {"default": folder / TEMPLATE}
     paths |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
@@ -244,7 +193,7 @@ def _templates(folder: Path, tokenizer: _JsonObject) -> dict[str, TemplateFile]:
     }
 
 
-def _named_templates(tokenizer: _JsonObject) -> dict[str, str]:
+def _named_templates(tokenizer: _FileFields) -> dict[str, str]:
     value = tokenizer.values.get("chat_template")
     if value is None or isinstance(value, str):
         return {"default": value} if value else {}

@@ -13,6 +13,7 @@ name. Each number has a largest and a smallest value, so no rule lets NaN or inf
 """
 
 import dataclasses
+import math
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,6 +94,54 @@ class OneOf:
         if not isinstance(value, str) or value not in self.texts:
             raise ValueError(f"{name} must be one of {self.texts}; got {short_repr(value)}")
         return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Texts of `least` to `most` characters; None for no bound."""
+
+    most: int | None = None
+    least: int = 0
+
+    def __call__(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or len(value) < self.least:
+            raise ValueError(f"{name} must be a text; got {short_repr(value)}")
+        if self.most is not None and len(value) > self.most:
+            raise ValueError(
+                f"{name} must be at most {self.most:,} characters, and has {len(value):,}; got "
+                f"{short_repr(value)}"
+            )
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class ListOf[T]:
+    """Lists of `least` to `most` items that a rule accepts.
+
+    Attributes:
+        single: an item stands for a list of it alone.
+    """
+
+    item: Callable[[str, Any], T]
+    most: float = math.inf
+    least: int = 0
+    single: bool = False
+
+    def __call__(self, name: str, value: Any) -> tuple[T, ...]:
+        items = [value] if self.single and not isinstance(value, list) else value
+        if not isinstance(items, list) or not self.least <= len(items) <= self.most:
+            raise ValueError(
+                f"{name} must be a list of {self.least:,} to {self.most:,} items; got "
+                f"{short_repr(value)}"
+            )
+        return tuple(self.item(name, item) for item in items)
+
+
+def json_object(name: str, value: Any) -> dict[str, Any]:
+    """The rule of a JSON object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object; got {short_repr(value)}")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

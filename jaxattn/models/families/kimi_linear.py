@@ -9,6 +9,7 @@ every nth layer only, other routing than by sigmoid.
 
 from collections.abc import Collection
 
+from jaxattn.core.validation.config_fields import json_object
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
 from jaxattn.models.families import deepseek, kda_hybrid
 from jaxattn.models.families.components import decoder, experts, mla
@@ -33,10 +34,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     fields = fields.renamed(**kda_hybrid.SPELLED, scoring_func="moe_router_activation_func")
     fields.require("mla_use_nope", True)
     fields.require("moe_layer_freq", 1)
-    given = fields.values.get(_DELTA)
-    if not isinstance(given, dict):
-        raise ConfigError(f"{fields.where}: {_DELTA} must be an object; got {given!r}")
-    of_delta = ConfigFields(given, f"{fields.where}: {_DELTA}")
+    of_delta = fields.of(_DELTA, fields.checked(_DELTA, fields.values.get(_DELTA), json_object))
     dim = of_delta.integer("head_dim")
     delta = KDA(
         num_heads=of_delta.integer("num_heads"),

@@ -5,13 +5,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.generation import OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell, completion_logprobs
 from jaxattn.server.decoding.sampling_params import read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad
-from jaxattn.server.http.json_fields import JsonFields, is_integer
+from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
 from jaxattn.server.openai.response_writer import ResponseWriter

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
-from jaxattn.core.validation.config_fields import short_repr
+from jaxattn.core.validation.config_fields import json_object, short_repr
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.weight_map.encodings import (
     INT4_GROUP,
@@ -37,10 +37,8 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
     values = fields.values.get("quantization_config")
     if values is None:
         return None
-    where = f"{fields.where}: quantization_config"
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where} must be an object or null; got {short_repr(values)}")
-    given = ConfigFields(values, where)
+    fields.checked("quantization_config", values, json_object, "an object or null")
+    given = fields.of("quantization_config", values)
     given.require("quant_method", *METHODS, missing=None)
     if values["quant_method"] == "fp8":
         _check_fp8(given)
@@ -66,9 +64,7 @@ def _check_int4(given: ConfigFields) -> None:
     given.require("format", "pack-quantized", missing=None)
     groups = given.values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise ConfigError(
-            f"{given.where}: config_groups must be an object; got {short_repr(groups)}"
-        )
+        raise given.wrong("config_groups", "an object")
     for name, group in groups.items():
         where = f"{given.where}.config_groups.{name}"
         weights = group.get("weights") if isinstance(group, dict) else None
