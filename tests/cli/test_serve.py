@@ -419,8 +419,8 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
 
 
 @pytest.mark.slow(
-    reason="a wrong summary of a share; found by engine/test_recompilation_guard and plan/test_plan "
-    "on shares too"
+    reason="a wrong summary of a share; found by engine/test_recompilation_guard and "
+    "plan/test_plan on shares too"
 )
 def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monkeypatch):
     for name in ("MEM_FRACTION", "PREALLOCATE"):  # so that what it sets is undone
