@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from jaxattn.bench.tables import written as written_run
+from jaxattn.bench.harness.result_tables import run_json
 
 from scripts.performance import cells, pages, picture
 from scripts.performance.pages import PAGES, PLACE, stale, written
@@ -45,7 +45,7 @@ def test_every_stored_run_is_shown_or_named():
 def test_a_stored_run_has_a_measurement_per_line():
     """As the bench writes it, so that a run that is stored again differs by its rows."""
     for path in cells.RESULTS.glob("*.json"):
-        assert path.read_text() == written_run(json.loads(path.read_text())), path.name
+        assert path.read_text() == run_json(json.loads(path.read_text())), path.name
 
 
 def test_a_table_whose_run_changed_is_stale(tmp_path, monkeypatch):

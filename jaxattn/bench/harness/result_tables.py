@@ -30,7 +30,7 @@ def _cells(values: Iterable[Any]) -> Iterable[str]:
             yield f"{value:.1f}"
 
 
-def written(result: dict[str, Any]) -> str:
+def run_json(result: dict[str, Any]) -> str:
     """A run's JSON, one measurement per line: a run that is stored again differs by its rows."""
 
     def value(found: Any, indent: str) -> str:
@@ -56,5 +56,5 @@ def store(result: dict[str, Any], path: Path | None) -> None:
     """Writes a run's JSON, if it is wanted; a run that is cut short keeps what was stored last."""
     if path:
         beside = path.with_name(f"{path.name}.part")
-        beside.write_text(written(result))
+        beside.write_text(run_json(result))
         beside.replace(path)
