@@ -54,11 +54,11 @@ class CheckedParams:
                     f"parameter {name!r} lies on {', '.join(map(str, on))}, and the engine runs on "
                     f"{devices[0]}; move the parameters with jax.device_put"
                 )
-        packed, sharded = packed_shapes(model), False
-        if str(jax.tree.structure(params)) == str(jax.tree.structure(packed)):
-            check_params(packed, params)
-        elif not (sharded := _is_sharded(model, params)):
-            check_params(model.whole.param_shapes(), params)
+        packed = packed_shapes(model)
+        is_packed = str(jax.tree.structure(params)) == str(jax.tree.structure(packed))
+        sharded = not is_packed and _is_sharded(model, params)
+        if not sharded:
+            check_params(packed if is_packed else model.whole.param_shapes(), params)
         return cls(model, devices, params, packed, sharded)
 
     @property
