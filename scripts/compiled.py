@@ -5,7 +5,7 @@
 
 XLA compiles for a topology that it is told of, and Mosaic writes down what becomes of each launch:
 OUT has a file of PTX, ptxas's remarks and the resources of each. A row of the table is a launch,
-by the name of its kernel and its place in the case. The cases are those of scripts/lowered.py.
+by the name of its kernel and its place in the case. The cases are those of scripts/cases.
 """
 
 import argparse
@@ -19,9 +19,8 @@ import jax
 from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scripts.cases import CASES
 from scripts.lowered import HOPPER
-from scripts.lowered_cases import EXTRA
-from scripts.sanitize_cases import CASES
 
 # What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone. Without the
 # driver's version XLA puts hardly a kernel into CUDA graphs.
@@ -92,7 +91,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="a folder, made if there is none")
-    names = [name for name in (*CASES, *EXTRA) if name != "out_of_bounds"]
+    names = [name for name in CASES if name != "out_of_bounds"]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE")
     args = parser.parse_args()
     os.environ |= {f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in DUMPS}
@@ -101,7 +100,7 @@ def main() -> None:
         folder = args.out / name
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
-        compiled(*(EXTRA[name] if name in EXTRA else CASES[name]("mosaic_gpu")))
+        compiled(*CASES[name].launch())
         for launch, *numbers in rows(folder):
             print(f"{name + ' ' + launch:60}" + "".join(f"{x:>10}" for x in numbers), flush=True)
 

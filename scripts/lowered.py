@@ -5,8 +5,7 @@
 
 A file has the op's StableHLO and then the Mosaic GPU module of each launch. Neither says where in
 the sources it comes from, so that a tree whose files lie elsewhere gives the same text. All files
-have some 200 MB. The cases are those of sanitize_cases.py, and lowered_cases.py has
-what they leave out.
+have some 200 MB. The cases are those of scripts/cases.
 """
 
 import argparse
@@ -22,8 +21,7 @@ import jax
 from jax._src.lib.mlir import ir
 
 import jaxattn
-from scripts.lowered_cases import EXTRA
-from scripts.sanitize_cases import CASES
+from scripts.cases import CASES
 
 # What an op asks of the device.
 HOPPER = types.SimpleNamespace(device_kind="H200", compute_capability="9.0", core_count=132)
@@ -68,14 +66,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="a folder, made if there is none")
-    names = [*CASES, *EXTRA]
+    names = list(CASES)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CASE")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     print("of", Path(jaxattn.__file__).parent)
     for name in args.only:
         began = time.monotonic()
-        text = lowered(*(EXTRA[name] if name in EXTRA else CASES[name]("mosaic_gpu")))
+        text = lowered(*CASES[name].launch())
         (args.out / f"{name}.txt").write_text(text + "\n")
         print(f"{name}: {len(text):,} characters, {time.monotonic() - began:.1f} s", flush=True)
 

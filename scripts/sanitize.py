@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxattn.core.dispatch import Implementation
-from scripts.sanitize_cases import CASES
+from scripts.cases import SMALL
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,8 +36,9 @@ SECONDS = 300  # the most that a case may take
 
 def run(name: str, implementation: Implementation = "mosaic_gpu") -> None:
     """A case in this process."""
-    op, arguments = CASES[name](implementation)
-    out = jax.block_until_ready(jax.jit(op)(*arguments))
+    case = SMALL[name]
+    arrays = jax.device_put(tuple(case.arrays().values()))
+    out = jax.block_until_ready(jax.jit(case.function(implementation))(*arrays))
     first = np.asarray(jax.tree.leaves(out)[0], np.float32)
     print(f"{name}: {first.shape}, mean of squares {np.square(first).mean():.4g}")
 
@@ -68,9 +69,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tool", nargs="+", choices=TOOLS, default=list(TOOLS))
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--only", nargs="+", choices=SMALL, default=list(SMALL), metavar="CASE")
     parser.add_argument("--jobs", type=int, default=6, help="cases at a time")
-    parser.add_argument("--case", choices=CASES, help="runs this case alone, which nobody watches")
+    parser.add_argument("--case", choices=SMALL, help="runs this case alone, which nobody watches")
     args = parser.parse_args()
     if args.case:
         run(args.case)

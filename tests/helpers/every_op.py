@@ -1,9 +1,11 @@
 """Every public op and module once, on small NumPy arrays: what holds of all of them is tested here.
 
-`arguments(**sizes)` gives each op's arguments by name; an op takes them as keywords.
+`arguments(**sizes)` gives each op's arguments by name; an op takes them as keywords. The arrays of
+an op that has a kernel are those of scripts/cases/ops.py.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,10 @@ from jaxattn.nn import (
     RMSNorm,
 )
 from jaxattn.ops.linear.rms_norm import rms_norm_layer
+from scripts.cases.case import fill
+from scripts.cases.ops import OPS as KERNELS
+from scripts.cases.ops import PAGED
+from scripts.cases.shapes import shapes
 
 CONFIG = RopeConfig(dim=4)
 HIDDEN, PAGES, PAGE, SLOTS = 16, 8, 4, 4
@@ -143,9 +149,132 @@ OPS = {
 }
 
 
+# Sizes of the ops that share a name for another thing; a text is the size that has the value.
+OF_MLA = dict(D=LATENT, latent=LATENT, nope=NOPE, rope=ROPE, rank=RANK, Dv=VALUES, W=7)
+OF_MLA |= dict(ragged=True)
+OF_GQA = dict(D=HEAD, sinks=True, gate=True, ragged=True, lengths=True)
+OF_KDA = dict(H="Hv", D=DK, Dv=DK)
+NO_OPTIONS: dict[str, Any] = {}
+LAYER, SCALED, FINAL = dict(layer=1), dict(scale=0.3), dict(output_final_state=True, scale=0.5)
+DECODED = dict(layer=1, scale=0.5)
+MASKED = dict(scale=0.3, window=4, soft_cap=2.0)
+NEW, SLOT = f"{PAGED} query_lens:i32[B]", "state_indices:i32[B]"
+CACHE, PAIRS = "kv_cache[*L,N,C,D]", "kv_cache[*L,N,2,C,Hk,D]"
+X, CHANNELS = "x[B,T,hidden]", "2*Hk*Dk+Hv*Dv"
+POOLS = f"conv_state[*L,Z,taps-1,{CHANNELS}] ssm_state[*L,Z,Hv,Dv,Dk] {SLOT}"
+KDA_POOLS = f"conv_state[*L,Z,taps-1,3*H*D] ssm_state[*L,Z,H,D,D] {SLOT}"
+LENS = "query_lens:i32[B] seq_lens:i32[B]"
+
+
+def _schedule(s: Any) -> dict[str, Any]:
+    return dict(q_len=s["T"], num_heads=s["H"], max_pages=2, page_size=PAGE)
+
+
+def _positions(s: Any) -> np.ndarray:
+    return np.zeros((s["B"], s["T"]), np.int32)
+
+
+def _turned(s: Any) -> dict[str, Any]:
+    return dict(layer=1, eps=1e-6, rotation=rotation(_positions(s), CONFIG), config=CONFIG)
+
+
+def _of_mla(s: Any) -> dict[str, Any]:
+    return dict(sizes=dict(num_heads=s["H"]))
+
+
+def _of_gqa(s: Any) -> dict[str, Any]:
+    return dict(sizes=dict(num_heads=s["H"], num_kv_heads=s["Hk"]))
+
+
+def _of_gdn(s: Any) -> dict[str, Any]:
+    return dict(sizes=dict(num_k_heads=s["Hk"], num_v_heads=s["Hv"]))
+
+
+def _layer_of(sizes: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    return lambda s: sizes(s) | LAYER
+
+
+# Of each op its arrays, None for those of its kernel; its options, or what makes them of sizes; and
+# the sizes that are its own.
+TABLE: dict[str, tuple[str | None, Any, dict[str, Any]]] = {
+    "mla_decode": (None, dict(scale=0.3, kv_lora_rank=RANK, layer=1), OF_MLA),
+    "mla_prefill": (None, SCALED | LAYER, OF_MLA),
+    "mla_cache_write": (f"{CACHE} latent[B,T,D] {NEW}", LAYER, OF_MLA),
+    "mla_append": (None, _turned, OF_MLA),
+    "absorb_query": ("q_nope[B,T,H,nope] w_uk[H,nope,rank]", NO_OPTIONS, OF_MLA),
+    "absorb_output": ("out[B,T,H,rank] w_uv[H,rank,Dv]", NO_OPTIONS, OF_MLA),
+    "merge_attention_states": (
+        "outs[B,T,H,Dv]@two lses[B,T,H]@two", NO_OPTIONS, OF_MLA | dict(two=(1, 1)),
+    ),
+    "causal_attention": (None, SCALED, dict(D=8, Dk=8, Dv=VALUES, lengths=True)),
+    "pack_mla_weights": ("kv_norm[rank]", dict(rope_dim=ROPE), OF_MLA),
+    "mla.decode_schedule": ("seq_lens:i32[B]", _schedule, {}),
+    "mla.scratch": ("", lambda s: _schedule(s) | dict(batch=s["B"], kv_lora_rank=RANK), {}),
+    "gqa_decode": (None, MASKED | LAYER, OF_GQA),
+    "gqa_prefill": (None, MASKED | LAYER, OF_GQA),
+    "gqa_attention": (None, MASKED, OF_GQA),
+    "gqa_cache_write": (f"{PAIRS} k[B,T,Hk,D] v[B,T,Hk,D] {NEW}", LAYER, OF_GQA),
+    "gqa.scratch": (
+        "",
+        lambda s: _schedule(s)
+        | dict(batch=s["B"], num_kv_heads=s["Hk"], head_dim=HEAD, dtype=np.float32),
+        {},
+    ),
+    "chunk_gated_delta_rule": (None, FINAL, {}),
+    "recurrent_gated_delta_rule": (KERNELS["chunk_gated_delta_rule"].arrays, FINAL, {}),
+    "gated_delta_rule_prefill": (None, DECODED, {}),
+    "gated_delta_rule_decode": (None, DECODED, {}),
+    "gated_delta_net_decode": (None, DECODED | dict(eps=1e-6), {}),
+    "gdn_gates": ("a[B,T,Hv] b[B,T,Hv] A_log[Hv] dt_bias[Hv]", NO_OPTIONS, {}),
+    "pack_gdn_weights": (
+        f"A_log[Hv] dt_bias[Hv] norm[Dv] conv[{CHANNELS},taps]", NO_OPTIONS, {},
+    ),
+    "gdn.scratch": (
+        "",
+        lambda s: dict(
+            batch=s["B"], q_len=s["T"], num_v_heads=s["Hv"], head_v_dim=DV, dtype=np.float32
+        ),
+        {},
+    ),
+    "chunk_kda": (None, FINAL, dict(channels=True)),
+    "recurrent_kda": (KERNELS["chunk_kda"].arrays, FINAL, dict(channels=True)),
+    "kda_prefill": (None, DECODED, dict(channels=True)),
+    "kda_decode": (None, DECODED, {}),
+    "kimi_delta_attention_decode": (None, DECODED | dict(eps=1e-6), OF_KDA),
+    "kda_gates": ("f[B,T,Hv,Dk] b[B,T,Hv] A_log[Hv] dt_bias[Hv,Dk]", NO_OPTIONS, {}),
+    "pack_kda_weights": (
+        "A_log[H] dt_bias[H*D] norm[D] conv[3*H*D,taps]", NO_OPTIONS, OF_KDA,
+    ),
+    "causal_conv1d": ("x[B,T,F] weight[F,taps]", NO_OPTIONS, {}),
+    "causal_conv1d_update": (
+        f"x[B,T,F] weight[F,taps] conv_state[*L,Z,taps-1,F] {SLOT}", LAYER, {},
+    ),
+    "state_read": (f"pool[*L,Z,F] {SLOT}", LAYER, {}),
+    "state_write": (f"pool[*L,Z,F] values[B,F] {SLOT}", LAYER, {}),
+    "rms_norm_layer": ("x[B,T,F] weights[*L,F]", dict(layer=1, eps=1e-6), {}),
+    "rotation": ("", lambda s: dict(positions=_positions(s), config=CONFIG), {}),
+    "softmax_scale": ("", dict(qk_head_dim=192, config=CONFIG), {}),
+    "RMSNorm": ("x[B,T,F]", lambda s: dict(sizes=dict(features=s["F"])), {}),
+    "Linear": ("x[B,T,F]", lambda s: dict(sizes=dict(inputs=s["F"], outputs=3)), {}),
+    "GatedMLP": ("x[B,T,F]", lambda s: dict(sizes=dict(hidden=s["F"], inner=3)), {}),
+    "MultiHeadLatentAttention": (X, _of_mla, {}),
+    "MultiHeadLatentAttention.prefill": (f"{X} {CACHE} {NEW}", _layer_of(_of_mla), OF_MLA),
+    "MultiHeadLatentAttention.decode": (f"{X} {CACHE} {NEW}", _layer_of(_of_mla), OF_MLA),
+    "GroupedQueryAttention": (X, _of_gqa, {}),
+    "GroupedQueryAttention.prefill": (f"{X} {PAIRS} {NEW}", _layer_of(_of_gqa), OF_GQA),
+    "GroupedQueryAttention.decode": (f"{X} {PAIRS} {NEW}", _layer_of(_of_gqa), OF_GQA),
+    "GatedDeltaNet": (X, _of_gdn, {}),
+    "GatedDeltaNet.prefill": (f"{X} {POOLS} {LENS}", _layer_of(_of_gdn), {}),
+    "GatedDeltaNet.decode": (f"{X} {POOLS}", _layer_of(_of_gdn), {}),
+    "KimiDeltaAttention": (X, _of_mla, OF_KDA),
+    "KimiDeltaAttention.prefill": (f"{X} {KDA_POOLS} {LENS}", _layer_of(_of_mla), OF_KDA),
+    "KimiDeltaAttention.decode": (f"{X} {KDA_POOLS}", _layer_of(_of_mla), OF_KDA),
+}  # fmt: skip
+
+
 @functools.cache
-def _draw(shape: tuple[int, ...], seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+def _draw(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
 
 def arguments(
@@ -156,236 +285,17 @@ def arguments(
 
     Integers are int32 arrays, floats float32 ones. `layer` is given where the op has one.
     """
-
-    def draw(*shape: int) -> np.ndarray:
-        return _draw(shape, sum(shape))
-
-    def ints(*numbers: int) -> np.ndarray:
-        return np.array(numbers, np.int32)
-
-    stack = draw(2, PAGES, PAGE, LATENT)
-    paged = dict(
-        block_tables=np.arange(2 * batch, dtype=np.int32).reshape(batch, 2),
-        seq_lens=ints(*[5] * batch),
-        layer=1,
-    )
-    new = dict(query_lens=ints(*[min(tokens, 5)] * batch))
-    qkv = dict(
-        q=draw(batch, tokens, keys, DK),
-        k=draw(batch, tokens, keys, DK) / 4,
-        v=draw(batch, tokens, values, DV),
-    )
-    gates = dict(
-        g=-abs(draw(batch, tokens, values)), beta=1 / (1 + np.exp(draw(batch, tokens, values)))
-    )
-    channels = 2 * keys * DK + values * DV
-    pool = dict(state=draw(2, SLOTS, values, DV, DK), layer=1)
-    slots = dict(state_indices=np.arange(batch, dtype=np.int32))
-    A_log, dt_bias = draw(values), draw(values)
-    mla_sizes = dict(sizes=dict(num_heads=heads))
-    gqa_sizes = dict(sizes=dict(num_heads=heads, num_kv_heads=keys))
-    pairs = draw(2, PAGES, 2, PAGE, keys, HEAD)
-    grouped = dict(
-        q=draw(batch, tokens, heads, HEAD),
-        scale=0.3,
-        window=4,
-        soft_cap=2.0,
-        sinks=draw(heads),
-        gate=draw(batch, tokens, heads, HEAD),
-    )
-    of_keys = draw(batch, tokens, keys, HEAD)
-    gdn_sizes = dict(sizes=dict(num_k_heads=keys, num_v_heads=values))
-    x = dict(x=draw(batch, tokens, HIDDEN))
-    pools = dict(
-        conv_state=draw(2, SLOTS, WIDTH - 1, channels),
-        ssm_state=draw(2, SLOTS, values, DV, DK),
-        layer=1,
-    )
-    of_channels = dict(g=-abs(draw(batch, tokens, values, DK)), beta=gates["beta"])
-    kda_sizes, width = dict(sizes=dict(num_heads=values)), values * DK
-    kda_pools = dict(
-        conv_state=draw(2, SLOTS, WIDTH - 1, 3 * width),
-        ssm_state=draw(2, SLOTS, values, DK, DK),
-        layer=1,
-    )
-    schedule = dict(q_len=tokens, num_heads=heads, max_pages=2, page_size=PAGE)
-    make = {
-        "mla_decode": lambda: (
-            paged
-            | new
-            | dict(
-                q=draw(batch, tokens, heads, LATENT), kv_cache=stack, scale=0.3, kv_lora_rank=RANK
-            )
-        ),
-        "mla_prefill": lambda: (
-            paged
-            | new
-            | dict(
-                q=draw(batch, tokens, heads, NOPE + ROPE),
-                latent=draw(batch, tokens, LATENT),
-                w_uk=draw(heads, NOPE, RANK),
-                w_uv=draw(heads, RANK, VALUES),
-                kv_cache=stack,
-                scale=0.3,
-            )
-        ),
-        "mla_cache_write": lambda: (
-            paged | new | dict(kv_cache=stack, latent=draw(batch, tokens, LATENT))
-        ),
-        "mla_append": lambda: (
-            paged
-            | new
-            | dict(
-                kv=draw(batch, tokens, LATENT),
-                q=draw(batch, tokens, 7),
-                weights=draw(2, LATENT + 7),
-                kv_cache=stack,
-                rotation=rotation(np.zeros((batch, tokens), np.int32), CONFIG),
-                config=CONFIG,
-                eps=1e-6,
-            )
-        ),
-        "absorb_query": lambda: dict(
-            q_nope=draw(batch, tokens, heads, NOPE), w_uk=draw(heads, NOPE, RANK)
-        ),
-        "absorb_output": lambda: dict(
-            out=draw(batch, tokens, heads, RANK), w_uv=draw(heads, RANK, VALUES)
-        ),
-        "merge_attention_states": lambda: dict(
-            outs=[draw(batch, tokens, heads, VALUES)] * 2, lses=[draw(batch, tokens, heads)] * 2
-        ),
-        "causal_attention": lambda: dict(
-            q=draw(batch, tokens, heads, 8),
-            k=draw(batch, tokens, heads, 8),
-            v=draw(batch, tokens, heads, VALUES),
-            scale=0.3,
-            lengths=ints(*[tokens] * batch),
-        ),
-        "pack_mla_weights": lambda: dict(kv_norm=draw(RANK), rope_dim=ROPE),
-        "mla.decode_schedule": lambda: dict(seq_lens=paged["seq_lens"]) | schedule,
-        "mla.scratch": lambda: dict(batch=batch, kv_lora_rank=RANK) | schedule,
-        "gqa_decode": lambda: paged | new | grouped | dict(kv_cache=pairs),
-        "gqa_prefill": lambda: (
-            paged | new | grouped | dict(kv_cache=pairs, k=of_keys, v=of_keys / 2)
-        ),
-        "gqa_attention": lambda: (
-            grouped | dict(k=of_keys, v=of_keys / 2, lengths=ints(*[tokens] * batch))
-        ),
-        "gqa_cache_write": lambda: paged | new | dict(kv_cache=pairs, k=of_keys, v=of_keys / 2),
-        "gqa.scratch": lambda: (
-            dict(batch=batch, num_kv_heads=keys, head_dim=HEAD, dtype=np.float32) | schedule
-        ),
-        "chunk_gated_delta_rule": lambda: qkv | gates | dict(output_final_state=True, scale=0.5),
-        "recurrent_gated_delta_rule": lambda: (
-            qkv | gates | dict(output_final_state=True, scale=0.5)
-        ),
-        "gated_delta_rule_prefill": lambda: qkv | gates | pool | slots | dict(scale=0.5),
-        "gated_delta_rule_decode": lambda: (
-            qkv
-            | pool
-            | slots
-            | dict(a=gates["g"], b=gates["beta"], A_log=A_log, dt_bias=dt_bias, scale=0.5)
-        ),
-        "gated_delta_net_decode": lambda: (
-            pool
-            | slots
-            | dict(
-                qkvz=draw(batch, tokens, channels + values * DV),
-                ba=draw(batch, tokens, 2 * values),
-                weights=draw(2, 2 * values + DV + WIDTH * channels),
-                conv_state=pools["conv_state"],
-                scale=0.5,
-                eps=1e-6,
-            )
-        ),
-        "gdn_gates": lambda: dict(a=gates["g"], b=gates["beta"], A_log=A_log, dt_bias=dt_bias),
-        "pack_gdn_weights": lambda: dict(
-            A_log=A_log, dt_bias=dt_bias, norm=draw(DV), conv=draw(channels, WIDTH)
-        ),
-        "gdn.scratch": lambda: dict(
-            batch=batch, q_len=tokens, num_v_heads=values, head_v_dim=DV, dtype=np.float32
-        ),
-        "chunk_kda": lambda: qkv | of_channels | dict(output_final_state=True, scale=0.5),
-        "recurrent_kda": lambda: qkv | of_channels | dict(output_final_state=True, scale=0.5),
-        "kda_prefill": lambda: qkv | of_channels | pool | slots | dict(scale=0.5),
-        "kda_decode": lambda: (
-            qkv
-            | pool
-            | slots
-            | dict(
-                f=of_channels["g"],
-                b=gates["beta"],
-                A_log=A_log,
-                dt_bias=draw(values, DK),
-                scale=0.5,
-            )
-        ),
-        "kimi_delta_attention_decode": lambda: (
-            slots
-            | dict(
-                qkv=draw(batch, tokens, 3 * width),
-                f=draw(batch, tokens, width),
-                b=draw(batch, tokens, values),
-                gate=draw(batch, tokens, width),
-                weights=draw(2, values + width + DK + WIDTH * 3 * width),
-                conv_state=kda_pools["conv_state"],
-                state=kda_pools["ssm_state"],
-                layer=1,
-                scale=0.5,
-                eps=1e-6,
-            )
-        ),
-        "kda_gates": lambda: dict(
-            f=of_channels["g"], b=gates["beta"], A_log=A_log, dt_bias=draw(values, DK)
-        ),
-        "pack_kda_weights": lambda: dict(
-            A_log=A_log, dt_bias=draw(width), norm=draw(DK), conv=draw(3 * width, WIDTH)
-        ),
-        "causal_conv1d": lambda: dict(x=draw(batch, tokens, features), weight=draw(features, 4)),
-        "causal_conv1d_update": lambda: (
-            slots
-            | dict(
-                x=draw(batch, tokens, features),
-                weight=draw(features, WIDTH),
-                conv_state=draw(2, SLOTS, WIDTH - 1, features),
-                layer=1,
-            )
-        ),
-        "state_read": lambda: slots | dict(pool=draw(2, SLOTS, features), layer=1),
-        "state_write": lambda: (
-            slots | dict(pool=draw(2, SLOTS, features), values=draw(batch, features), layer=1)
-        ),
-        "rms_norm_layer": lambda: dict(
-            x=draw(batch, tokens, features), weights=draw(2, features), layer=1, eps=1e-6
-        ),
-        "rotation": lambda: dict(positions=np.zeros((batch, tokens), np.int32), config=CONFIG),
-        "softmax_scale": lambda: dict(qk_head_dim=192, config=CONFIG),
-        "RMSNorm": lambda: dict(x=draw(batch, tokens, features), sizes=dict(features=features)),
-        "Linear": lambda: dict(
-            x=draw(batch, tokens, features), sizes=dict(inputs=features, outputs=3)
-        ),
-        "GatedMLP": lambda: dict(
-            x=draw(batch, tokens, features), sizes=dict(hidden=features, inner=3)
-        ),
-        "MultiHeadLatentAttention": lambda: x | mla_sizes,
-        "MultiHeadLatentAttention.prefill": lambda: (
-            x | mla_sizes | paged | new | dict(kv_cache=stack)
-        ),
-        "MultiHeadLatentAttention.decode": lambda: (
-            x | mla_sizes | paged | new | dict(kv_cache=stack)
-        ),
-        "GroupedQueryAttention": lambda: x | gqa_sizes,
-        "GroupedQueryAttention.prefill": lambda: x | gqa_sizes | paged | new | dict(kv_cache=pairs),
-        "GroupedQueryAttention.decode": lambda: x | gqa_sizes | paged | new | dict(kv_cache=pairs),
-        "GatedDeltaNet": lambda: x | gdn_sizes,
-        "GatedDeltaNet.prefill": lambda: (
-            x | gdn_sizes | pools | slots | new | dict(seq_lens=paged["seq_lens"])
-        ),
-        "GatedDeltaNet.decode": lambda: x | gdn_sizes | pools | slots,
-        "KimiDeltaAttention": lambda: x | kda_sizes,
-        "KimiDeltaAttention.prefill": lambda: (
-            x | kda_sizes | kda_pools | slots | new | dict(seq_lens=paged["seq_lens"])
-        ),
-        "KimiDeltaAttention.decode": lambda: x | kda_sizes | kda_pools | slots,
+    integers = {
+        "block_tables": np.arange(2 * batch).reshape(batch, 2),
+        "seq_lens": [5] * batch,
+        "query_lens": [min(tokens, 5)] * batch,
+        "lengths": [tokens] * batch,
+        "state_indices": np.arange(batch),
     }
-    return make[name]()
+    sizes: dict[str, Any] = dict(B=batch, T=tokens, H=heads, Hk=keys, Hv=values, F=features)
+    sizes |= dict(P=2, N=PAGES, C=PAGE, L=2, Z=SLOTS, Dk=DK, Dv=DV, taps=WIDTH, hidden=HIDDEN)
+    arrays, options, own = TABLE[name]
+    sizes |= {key: sizes[size] if isinstance(size, str) else size for key, size in own.items()}
+    made = shapes(KERNELS[name].arrays if arrays is None else arrays, "float32", sizes)
+    more = options(sizes) if callable(options) else options
+    return fill(made, integers, _draw) | more

@@ -8,7 +8,7 @@ import pytest
 
 from scripts import sanitize
 
-NAMES = [name for name in sanitize.CASES if name != "out_of_bounds"]
+NAMES = [name for name in sanitize.SMALL if name != "out_of_bounds"]
 # Other cases' functions and kinds of inputs, in sizes that take XLA seconds on a CPU.
 LARGE = ("gdn_prefill_many", "mla_decode_many_rows")
 # One of each op; the kernels below are given the same inputs of all cases.
@@ -38,7 +38,7 @@ def test_the_kernels_take_its_cases(name, monkeypatch):
     for module in [module for at, module in sys.modules.items() if at.startswith("jaxattn.")]:
         if hasattr(module, "require_hopper"):
             monkeypatch.setattr(module, "require_hopper", lambda *args, **kwargs: None)
-    op, arguments = sanitize.CASES[name]("mosaic_gpu")
+    op, arguments = sanitize.SMALL[name].launch()
     assert "kernel_name=" in str(jax.make_jaxpr(op)(*arguments))
 
 

@@ -1,0 +1,162 @@
+"""The functions that cases call, by the names of their ops.
+
+An op is called with its arrays by name, the options of the case and `implementation`. Where an
+argument depends on others, such as a schedule or the angles of positions, a function here makes it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn import gdn, gqa, mla, moe
+from jaxattn.arena import Arena
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
+from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
+from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
+from jaxattn.mla import LatentFormat
+from jaxattn.ops.linear import linear
+from jaxattn.ops.linear.norm_linear import PendingNorm
+from jaxattn.ops.moe.router_shared_experts import router_shared_experts
+
+
+def in_pattern(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op whose layer is one of a pattern, (period, offset), if it is traced."""
+
+    def call(*arrays: Any, pattern: tuple[int, int] | None = None, **given: Any) -> Any:
+        if pattern is not None:
+            given["layer"] = StackedLayer(given["layer"], *pattern)
+        return op(*arrays, **given)
+
+    return call
+
+
+def mla_decode(
+    *, invariant: bool = False, packed: str | None = None, kv_cache: Any, **given: Any
+) -> Any:
+    """By the schedule that does not depend on the batch, or of a cache that is packed first."""
+    q, tables = given["q"], given["block_tables"]
+    if invariant:
+        shape: Any = {"q_len": q.shape[1], "num_heads": q.shape[2], "max_pages": tables.shape[1]}
+        lens = given["seq_lens"]
+        given["schedule"] = mla.decode_schedule(lens, batch_invariant=True, **shape)
+    if packed:
+        kv_cache = LatentFormat(packed).pack(kv_cache, given["kv_scale"])
+    return mla.mla_decode(kv_cache=kv_cache, **given)
+
+
+def append_of(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An append; where no angles are given, of two tokens from each row's end, or `positions`."""
+
+    def call(*, config: RopeConfig, positions: Any = None, **given: Any) -> Any:
+        if "rotation" not in given:
+            if positions is None:
+                positions = given["seq_lens"][:, None] + jnp.arange(2)
+            given["rotation"] = rotation(positions, config)
+        return op(config=config, **given)
+
+    return call
+
+
+def gqa_append_and_decode(
+    *, q: Any, k: Any, v: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, sinks: Any = None,
+    window: int | None = None, config: RopeConfig, gated: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """A chunk in each row is cached and attended to what is cached, and then its last two tokens
+    alone."""
+    append: Any = gqa.turbo_append if "form" in options else gqa.gqa_append
+    attend: Any = gqa.turbo_attention if "form" in options else gqa.gqa_decode
+    new, paged = q.shape[1], (block_tables, seq_lens)
+    angles = rotation(jnp.maximum(seq_lens - new, 0)[:, None] + jnp.arange(new), config)
+    queries, cache = append(
+        q, k, v, None, kv_cache, *paged, rotation=angles, config=config, **options
+    )
+    more = options | {"window": window, "sinks": sinks}
+    if "form" in options:
+        chunk = attend(queries, cache, *paged, **more)
+    else:
+        chunk = gqa.gqa_prefill(queries, k, v, cache, *paged, jnp.minimum(seq_lens, new), **more)
+    gate = q[:, -2:] if gated else None
+    return attend(queries[:, -2:], cache, *paged, gate=gate, **more), chunk
+
+
+def delta_rule_prefill(op: Callable[..., Any]) -> Callable[..., Any]:
+    """With checkpoints after every so many tokens, and a norm of the output."""
+
+    def call(
+        *, checkpoints: Any = None, tokens: int = 0, gate: Any = None, weight: Any = None,
+        **given: Any,
+    ) -> Any:  # fmt: skip
+        kept = None if checkpoints is None else gdn.Checkpoints(slots=checkpoints, tokens=tokens)
+        norm = None if gate is None else gdn.OutputNorm(gate=gate, weight=weight)
+        return op(checkpoints=kept, output_norm=norm, **given)
+
+    return call
+
+
+def gated_delta_net_decode(
+    *, arena: bool = False, pattern: tuple[int, int] | None = None, **given: Any
+) -> Any:
+    """With its output in an arena, if it is so wished."""
+    batch, q_len, gates = given["ba"].shape
+    if arena:
+        scratch = gdn.scratch(batch=batch, q_len=q_len, num_v_heads=gates // 2)
+        given["arena"] = Arena.allocate(scratch)
+    return in_pattern(gdn.gated_delta_net_decode)(pattern=pattern, **given)
+
+
+def bare_decode(
+    q: Any, k: Any, v: Any, a: Any, b: Any, state: Any, state_indices: Any, A_log: Any,
+    dt_bias: Any, **options: Any,
+) -> Any:  # fmt: skip
+    options |= {"A_log": A_log, "dt_bias": dt_bias, "use_qk_l2norm": False}
+    return gdn.gated_delta_rule_decode(q, k, v, a, b, state, state_indices, **options)
+
+
+def shared_experts_and_mixture(
+    *, x: Any, halves: Any, bias: Any = None, gate_up: Any, down: Any, valid: Any, always: int,
+    router: moe.Router, implementation: Any,
+) -> Any:  # fmt: skip
+    """A token's router, choice and shared experts, and then the rest of its experts."""
+    with jax.ensure_compile_time_eval():
+        layer = StackedLayer(jnp.int32(1), 2, 1)
+    spec = moe.scratch(
+        tokens=1, top_k=router.top_k + always, experts=gate_up.shape[1], hidden=x.shape[1],
+        expert_size=down.shape[-1],
+    )  # fmt: skip
+    more: Any = {"layer": layer, "implementation": implementation}
+    ids, weights, listed, arena = router_shared_experts(
+        x, halves, bias, gate_up, router, always=always, valid=valid,
+        arena=Arena.allocate(spec), **more,
+    )  # fmt: skip
+    return moe.mixture_of_experts(
+        x, ids, weights, gate_up, down, arena=arena, listed=listed, **more
+    )[0]
+
+
+def normed_linears(
+    *, stream: Any, added: Any, norms: Any, layer: Any, weights: Any, **options: Any
+) -> Any:
+    """A token's residual sum, its norm, and the products that read it, in one launch."""
+    place = StackedLayer(layer, 2, 1)
+    token = PendingNorm(stream, added, norms, layer=place, eps=1e-6, dtype=jnp.bfloat16, **options)
+    assert token.serves(weights, place)
+    return token.linears(weights, layer=place, out_dtypes=[jnp.bfloat16] * len(weights))
+
+
+def normed_fp8_linears(
+    *, stream: Any, added: Any, norms: Any, layer: Any, weights: Any, scales: Any
+) -> Any:
+    """As `linear_fp8_layer`, with a norm that comes before the products."""
+    norm = RmsNormPrologueParams(added=added, weights=norms, affine=(2, 1), eps=1e-6)
+    out = [jnp.bfloat16] * len(weights)
+    return linears_fp8_mosaic(stream, weights, scales, layer=layer, out_dtypes=out, norm=norm)
+
+
+def heads_layer(*, angles: Any = None, **given: Any) -> Any:
+    """With rotated dims behind those that are multiplied, where there are angles."""
+    config = RopeConfig(dim=64, interleaved=True)
+    turned = None if angles is None else (Rotation(angles), config)
+    return linear.heads_layer(turned=turned, **given)
