@@ -30,14 +30,15 @@ AVOIDED = {
     "apart": "separate",
 }
 # "This" and its like stand for a noun of another sentence where a verb follows them.
+AUXILIARIES = "are were have do did can could may might will would should must also only"
 VERBS = (
-    "is are was were has have had does do did can could may might will would should must also only "
-    "means makes gives takes needs uses costs saves keeps holds runs leaves prints loads applies "
-    "adds includes lists says shows works happens requires allows avoids counts depends"
+    "is was has had does means makes gives takes needs uses costs saves keeps holds runs leaves "
+    "prints loads applies adds includes says shows works happens requires allows avoids depends"
 )
 PRONOUN = re.compile(
-    r"[(\"*]*(?:(?:They|Them|It|Its|Their|He|She)\b|"
-    rf"(?:This|That|These|Those|Such|Both|Each|Neither)(?= (?:{'|'.join(VERBS.split())})\b))"
+    r"[(\"*]*(?:(?:They|Them|It|Its|Their)\b|"
+    rf"(?:This|That|Such|Each|Neither)(?= (?:{'|'.join((VERBS + ' ' + AUXILIARIES).split())})\b)|"
+    rf"(?:These|Those|Both)(?= (?:{'|'.join(AUXILIARIES.split())})\b))"
 )
 # Where a sentence ends: a stop, with a closing mark behind it, and a space.
 STOP = re.compile(r"(?<=[.!?])[\")*]* +(?=[\"(*`]*(?:[A-Z0-9`\[]|jaxattn\b))")
