@@ -1,9 +1,10 @@
-"""Finds sentences that are too long in the project's Markdown.
+"""Checks the English of the project's Markdown.
 
-    python -m scripts.prose README.md docs/*.md --most 30
+    python -m scripts.prose README.md CONTRIBUTING.md docs/*.md
 
-Prints each with its file, line and number of words; exit code 1 if there is one. A word of code, a
-link and a number count as one word. Code blocks, tables of figures and headings are not looked at.
+Prints each sentence that is longer than 30 words, uses a word of `AVOIDED`, or begins with a
+pronoun whose noun is in another sentence. The exit code is 1 if there is one. A code span, a link
+and a number count as one word. The checker skips code blocks, and counts no words in headings.
 """
 
 import argparse
@@ -15,10 +16,32 @@ from typing import NamedTuple
 
 MOST = 30
 FENCE = re.compile(r"^ *(```|~~~)")
+HEADING = re.compile(r"^#+ +")
 NOT_PROSE = re.compile(r"^ *(#|\||<!--|!\[|---|\$ )")
 ITEM = re.compile(r"^ *(?:[-*]|\d+\.) +")
+# What the rules of CONTRIBUTING.md replace, and by what.
+AVOIDED = {
+    "alone": "only, by itself",
+    "beside": "compared with, next to, in addition to",
+    "in the place of": "instead of",
+    "but for": "except",
+    "wants": "needs, uses",
+    "want": "need, use",
+    "apart": "separate",
+}
+# "This" and its like stand for a noun of another sentence where a verb follows them.
+AUXILIARIES = "are were have do did can could may might will would should must also only"
+VERBS = (
+    "is was has had does means makes gives takes needs uses costs saves keeps holds runs leaves "
+    "prints loads applies adds includes says shows works happens requires allows avoids depends"
+)
+PRONOUN = re.compile(
+    r"[(\"*]*(?:(?:They|Them|It|Its|Their)\b|"
+    rf"(?:This|That|Such|Each|Neither)(?= (?:{'|'.join((VERBS + ' ' + AUXILIARIES).split())})\b)|"
+    rf"(?:These|Those|Both)(?= (?:{'|'.join(AUXILIARIES.split())})\b))"
+)
 # Where a sentence ends: a stop, with a closing mark behind it, and a space.
-STOP = re.compile(r"(?<=[.!?])[\")*]* +(?=[\"(*`]*[A-Z0-9`\[])")
+STOP = re.compile(r"(?<=[.!?])[\")*]* +(?=[\"(*`]*(?:[A-Z0-9`\[]|jaxattn\b))")
 
 
 class Sentence(NamedTuple):
@@ -30,6 +53,18 @@ class Sentence(NamedTuple):
     @property
     def words(self) -> int:
         return len(re.findall(r"\S*\w\S*", self.text))
+
+    @property
+    def faults(self) -> list[str]:
+        """The words of this sentence that the rules replace, and a pronoun at its beginning."""
+        found = [
+            f"{word!r}: write {better}"
+            for word, better in AVOIDED.items()
+            if re.search(rf"\b{word}\b", self.text, re.IGNORECASE)
+        ]
+        if pronoun := PRONOUN.match(self.text):
+            found.append(f"begins with {pronoun[0]!r}: name the noun")
+        return found
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
@@ -59,21 +94,40 @@ def sentences(text: str) -> Iterator[Sentence]:
             yield Sentence(line, sentence)
 
 
+def headings(text: str) -> Iterator[Sentence]:
+    """Each heading of a Markdown page."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        fenced ^= bool(FENCE.match(line))
+        if not fenced and HEADING.match(line):
+            yield Sentence(number, HEADING.sub("", line))
+
+
 def too_long(text: str, most: int = MOST) -> list[Sentence]:
     """The page's sentences of more than `most` words."""
     return [sentence for sentence in sentences(text) if sentence.words > most]
 
 
+def faulty(text: str) -> list[Sentence]:
+    """The page's sentences and headings with a word or a pronoun that the rules replace."""
+    return [each for each in (*headings(text), *sentences(text)) if each.faults]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.prose", description="Finds sentences that are too long."
+        prog="python -m scripts.prose", description="Checks the English of Markdown pages."
     )
     parser.add_argument("page", nargs="+", type=Path)
     parser.add_argument("--most", type=int, default=MOST, help="words of a sentence (%(default)s)")
     args = parser.parse_args(argv)
-    found = [(page, each) for page in args.page for each in too_long(page.read_text(), args.most)]
-    for page, sentence in found:
-        print(f"{page}:{sentence.line}: {sentence.words} words: {sentence.text}")
+    found = 0
+    for page in args.page:
+        text = page.read_text()
+        long = [(each, f"{each.words} words") for each in too_long(text, args.most)]
+        rest = [(each, "; ".join(each.faults)) for each in faulty(text)]
+        for sentence, fault in [*long, *rest]:
+            print(f"{page}:{sentence.line}: {fault}: {sentence.text}")
+        found += len(long) + len(rest)
     return 1 if found else 0
 
 

@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
-from jaxattn.bench.harness.result_tables import run_json
 
+from jaxattn.bench.harness.result_tables import run_json
 from scripts.performance import cells, pages, picture
 from scripts.performance.pages import PAGES, PLACE, stale, written
 from scripts.performance.tables import CLAIMS, TABLES
