@@ -4,8 +4,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
+
+# Of float32: the exponent's bias, and the place of its lowest bit.
+FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
+# Numbers from 2**15 on are divided, before float16 has no room for them.
+FLOAT16_EXPONENT = 15
+# To which powers of two the delta rules bring a state's rows then, and what a chunk adds to them
+# before X, which may make it larger.
+STATE_TO, ADDED_TO = 14, 8
 
 
 def summed(spec: str, a: Array, b: Array) -> Array:
@@ -61,3 +70,22 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return product(a.astype(wide), b.astype(wide))
 
     return lax.platform_dependent(a, b, cpu=widened, default=product)
+
+
+def float16_scale(largest: jax.Array, to: int) -> tuple[jax.Array, jax.Array]:
+    """Powers of two, float32: by what numbers are multiplied on their way to float16, and by what
+    their products with others are. 1 and 1 up to 2**15; beyond, the largest comes to 2**to and
+    more. Infinities and NaN stay what they are.
+
+    Args:
+        largest: float32, of the numbers' magnitudes; it has no gradient.
+        to: FLOAT16_EXPONENT - 1, or less where products of the numbers are to be narrow too.
+    """
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = lax.shift_right_logical(bits, EXPONENT_AT) - FLOAT_BIAS
+    shift = jnp.where(exponent >= FLOAT16_EXPONENT, exponent - to, 0)
+
+    def power(biased: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
+
+    return power(FLOAT_BIAS - shift), power(FLOAT_BIAS + shift)

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import math
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from jaxattn.kernels.hopper.ptx import asm
 NUM_SMS = 132
 # Shared memory of a multiprocessor in bytes, of which each block has 1 KiB that is not its own.
 SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
+# Of shared memory that Mosaic gives a block: where each array begins, and what a barrier takes.
+SHARED_ALIGNMENT, MBARRIER_BYTES = 1024, 8
 # CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion,
 # which has no updates: 12.9.1, the last of CUDA 12, is 12090 there too. jax's own attention_mgpu
 # refuses the same range.
@@ -121,6 +125,23 @@ def swizzled(dtype: DTypeLike, width: int = 128) -> Any:
     """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of `width` bytes."""
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
+
+
+def shared_bytes(scratch: Iterable[Any]) -> int:
+    """Bytes of shared memory that Mosaic allocates for a block's arrays and barriers.
+
+    Args:
+        scratch: `plgpu.SMEM`, `plgpu.RefUnion`, `plgpu.Barrier` and `plgpu.ClusterBarrier`.
+    """
+    arrays = barriers = 0
+    for each in jax.tree.leaves(list(scratch)):
+        if isinstance(each, plgpu.Barrier | plgpu.ClusterBarrier):
+            count = each.num_barriers
+            barriers += count if isinstance(count, int) else math.prod(count)
+            continue
+        size = math.prod(each.shape) * jnp.dtype(each.dtype).itemsize
+        arrays += -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
+    return arrays + barriers * MBARRIER_BYTES
 
 
 def warpgroup_barrier(*, interpret: bool) -> None:

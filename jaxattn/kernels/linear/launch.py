@@ -17,7 +17,7 @@ A matrix of 64 columns counts as one of 128: TMA takes those behind its end for 
 The norm of a token may come first (reduce/rms_norm_prologue.py).
 
 Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
-have N at least 128. With a norm: one token.
+with rotated dims have N a multiple of 128. With a norm: one token.
 Reference and tests: `jaxattn.ops.linear.linear` (implementation="xla"),
 tests/kernels/linear/test_linear.py.
 """
@@ -191,7 +191,7 @@ def linears_mosaic(
     dtype = x.dtype if norm is None else weights[0].dtype
     refuse(
         jax.ShapeDtypeStruct((tokens, inner), dtype), weights, gated=gated,
-        least=ROWS if heads > 1 else STEP, interpret=interpret,
+        least=STEP if turned is None else ROWS, interpret=interpret,
     )  # fmt: skip
     columns = -(-tokens // 8) * 8
     steps = inner // STEP
@@ -270,7 +270,9 @@ def linears_mosaic(
         detect_races=detect_races,
     )
     products = (
-        y if size == width else y[:, :width]
+        y
+        if size == width
+        else y.reshape(tokens, heads, size)[..., :width].reshape(tokens, heads * width)
         for y, size, width in zip(out["out_refs"], sizes, widths, strict=True)
     )
     return [*products, *(out[each] for each in ("total_ref", "normed_ref") if each in out)]

@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.slots import checkpoint_slots, state_write
-from jaxattn.core.numerics.matmul import matmul, summed
+from jaxattn.core.numerics.matmul import ADDED_TO, STATE_TO, float16_scale, matmul, summed
 from jaxattn.core.validation.shard_map_axes import match_varying_axes
 from jaxattn.ops.gdn.triangular_inverse import unit_lower_inverse
 
@@ -195,16 +195,22 @@ def gated_delta_rule_chunks(
 
     made = operands(q, k, g, beta, dtype)
 
-    def chunk_step(state: Array, chunk: tuple[Any, ...]) -> tuple[Array, tuple[Array, Array]]:
+    def chunk_step(state: Array, chunk: tuple[Any, ...]) -> tuple[Array, tuple[Any, ...]]:
         (q, k, written, x, from_start, to_end, decay), v = chunk
-        seen = matmul("bhcd,bhvd->bhcv", k, state, dtype)
-        read = matmul("bhcd,bhvd->bhcv", q, state, dtype)
+        narrow, wider = _for_float16(state, -1, STATE_TO, dtype)
+        seen = matmul("bhcd,bhvd->bhcv", k, narrow, dtype)
+        read = matmul("bhcd,bhvd->bhcv", q, narrow, dtype)
+        if wider is not None:
+            seen, read = (wider.swapaxes(-1, -2) * each for each in (seen, read))
         if from_start is not None:
             seen, read = from_start * seen, from_start * read
-        u = matmul("bhij,bhjv->bhiv", x, v.astype(jnp.float32) - seen, dtype)
+        w, wider = _for_float16(v.astype(jnp.float32) - seen, -2, ADDED_TO, dtype)
+        u = matmul("bhij,bhjv->bhiv", x, w, dtype)
         weighted = u if to_end is None else u * to_end
         added = matmul("bhcv,bhcd->bhvd", weighted, written, dtype)
-        return decay * state + added, (u.astype(dtype), read)
+        if wider is not None:
+            added = wider.swapaxes(-1, -2) * added
+        return decay * state + added, (u.astype(dtype), wider, read)
 
     if initial_state is not None:
         start = initial_state
@@ -237,15 +243,16 @@ def gated_delta_rule_chunks(
     with jax.named_scope("scan_chunks"):
         if packing is None or cu_seqlens is None:
             unroll = len(q) if len(q) <= UNROLLED_CHUNKS else UNROLL
-            (final, pool), (u, read) = lax.scan(step, (start, pool), chunks, unroll=unroll)
+            (final, pool), (u, wider, read) = lax.scan(step, (start, pool), chunks, unroll=unroll)
         else:
             count = cu_seqlens.shape[0] - 1
             # A zero-length sequence has no chunk: its final state is the one it started with.
             start = jnp.broadcast_to(start, (count, *start.shape[1:]))
-            (final, pool), (u, read) = _scan_packed(step, start, pool, chunks, packing)
+            (final, pool), (u, wider, read) = _scan_packed(step, start, pool, chunks, packing)
 
     with jax.named_scope("output"):
-        out = scale * (read + matmul("nbhij,nbhjv->nbhiv", made.p(), u, dtype))
+        inside = matmul("nbhij,nbhjv->nbhiv", made.p(), u, dtype)
+        out = scale * (read + (inside if wider is None else wider * inside))
         out = jnp.moveaxis(out.astype(v.dtype), 3, 2)  # [N, B, C, Hv, Dv]
         if packing is None:
             out = jnp.moveaxis(out, 0, 1).reshape(batch, padded, value_heads, value_dim)
@@ -253,6 +260,16 @@ def gated_delta_rule_chunks(
         out = out.reshape(-1, value_heads, value_dim)
         out = out.at[packing.row].get(mode="fill", fill_value=0, unique_indices=True)
         return out[None], final, pool
+
+
+def _for_float16(x: Array, axis: int, to: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """x as it may become an operand, and what products of it are to be multiplied by, with that
+    axis of 1; None where it may be one as it is."""
+    if dtype != jnp.float16:
+        return x, None
+    largest = lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
+    by, back = float16_scale(largest, to)
+    return x * by, back
 
 
 def _scan_packed(

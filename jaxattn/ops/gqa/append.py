@@ -159,7 +159,8 @@ def gqa_append(
         layer: index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
         gates: whether the heads' gates are returned too, in one array of their own. E is 2 D.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
-            has D 64, 128 and 256 and a cache of bfloat16, float16 or FP8.
+            has D 64, 128 and 256, even H and Hk where D is 64, and a cache of bfloat16, float16 or
+            FP8.
 
     Returns:
         (queries [B, S, H, D], the cache), and with `gates` the gates [B, S, H, D] in q's dtype. A

@@ -67,11 +67,12 @@ def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
     close(found, wanted(x, weights, 1))
 
 
+@pytest.mark.parametrize("size", [192, 64])
 @pytest.mark.parametrize(
     "config", [LinearTileConfig(parts=1, stages=2), LinearTileConfig(parts=2, stages=1)]
 )
-def test_heads_have_matrices_of_their_own(config):
-    x, (weights,) = case(3, 128, 192, layers=6)  # two layers of three heads
+def test_heads_have_matrices_of_their_own(config, size):
+    x, (weights,) = case(3, 128, size, layers=6)  # two layers of three heads
     x = jnp.concatenate([x, 2 * x, 3 * x], axis=-1)
     (found,) = linears_mosaic(
         x, [weights], layer=jnp.int32(1), heads=3, config=config, interpret=True,
@@ -318,7 +319,7 @@ def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
     jax.tree.map(np.testing.assert_array_equal, found, again)
 
 
-HEADS = [(16, 128, 512), (16, 512, 128), (20, 192, 512)]
+HEADS = [(16, 128, 512), (16, 512, 128), (20, 192, 512), (7, 128, 64)]
 
 
 @pytest.mark.gpu

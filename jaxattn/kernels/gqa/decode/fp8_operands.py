@@ -48,8 +48,9 @@ TILE_TOKENS = 8
 QUERY_EXPONENT = 14
 # Of float32: the exponent's bias, and its lowest bit, int32 as lax wants it in x64 mode too.
 FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
-# So much larger P is, in powers of two: e4m3's largest number times this is no infinity in float32,
-# and float16 has what is down to 2**-38 of the largest.
+# So much larger a float16 P is, in powers of two, with values of e4m3 and of float16: their largest
+# number times this is no infinity in float32, and float16 has what is down to 2**-38 of the largest
+# of a row. What is below is 0: a dim in which the keys of larger weights have values of 0 loses it.
 P_EXPONENT = 14
 
 

@@ -147,7 +147,7 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
         scores = self.softened(scores, piece.factor, piece, token)[1]
         # A power of two by which P is larger than its sum says, beside the sum of such P.
-        room = P_EXPONENT if self.cut.fp8 else 0
+        room = P_EXPONENT if self.cut.dtype == jnp.float16 else 0
         new_top = jnp.maximum(top, scores.max(axis=1) - room)
         p = jnp.exp2(scores - self.over_keys(new_top))
         return new_top, p, jnp.exp2(top - new_top)

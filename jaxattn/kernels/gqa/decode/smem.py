@@ -11,7 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.cache.formats import FP8
 from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
 from jaxattn.kernels.gqa.decode.fp8_operands import tiles_of
-from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, swizzled
+from jaxattn.kernels.hopper.device import (
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    shared_bytes,
+    swizzled,
+)
 from jaxattn.kernels.mla.decode.swap_ab.smem import MARGIN
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -101,10 +106,23 @@ def cta_resources(columns: int, head_dim: int, cache_dtype: Any, steps: int) -> 
     ahead = min(keys, boxes // 2), min(values, boxes - boxes // 2)
     if together > 1:
         return GqaCtaResources(consumers, (STEPS_OF_FEW, STEPS_OF_FEW), None)
-    if consumers == 3:
-        return GqaCtaResources(consumers, ahead, REGISTERS_OF_FOUR)
-    return GqaCtaResources(
-        consumers, ahead, REGISTERS_OF_MANY if columns * head_dim >= MANY_NUMBERS else None
+    many = REGISTERS_OF_MANY if columns * head_dim >= MANY_NUMBERS else None
+    registers = REGISTERS_OF_FOUR if consumers == 3 else many
+    return _fitting(GqaCtaResources(consumers, ahead, registers), columns, head_dim, cache_dtype)
+
+
+def _fitting(
+    room: GqaCtaResources, columns: int, head_dim: int, cache_dtype: Any
+) -> GqaCtaResources:
+    """The room, with a step of values less where what arrays are aligned to takes its place."""
+    half = jnp.dtype(jnp.float16)  # as wide as what else queries and P may be
+    types = scratch_types(half, cache_dtype, columns, head_dim, PAGE, room)
+    needed = shared_bytes(x for x in types if x is not None)
+    keys, values = room.ahead
+    if needed <= SHARED_BYTES - RESERVED_BYTES or values == 1:
+        return room
+    return _fitting(
+        dataclasses.replace(room, ahead=(keys, values - 1)), columns, head_dim, cache_dtype
     )
 
 

@@ -20,9 +20,14 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.dispatch import kernels_untraced
+from jaxattn.core.dispatch import Refusal, kernels_untraced
 from jaxattn.kernels.hopper.build.trace_cache import trace_once
-from jaxattn.kernels.hopper.device import interpret_mode
+from jaxattn.kernels.hopper.device import (
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    interpret_mode,
+    shared_bytes,
+)
 
 type Named = Mapping[str, Any]
 NOTHING: Named = {}
@@ -59,6 +64,7 @@ def launch(
 
     Raises:
         ValueError: two of inputs, outputs and scratch have one name.
+        Refusal: `scratch` is more shared memory than a block has.
     """
     names = [*inputs, *outputs, *scratch]
     if twice := sorted({each for each in names if names.count(each) > 1}):
@@ -66,6 +72,13 @@ def launch(
     given, made, used = (
         {key: x for key, x in some.items() if x is not None} for some in (inputs, outputs, scratch)
     )
+
+    room = SHARED_BYTES - RESERVED_BYTES
+    if not interpret and (needed := shared_bytes(used.values())) > room:
+        raise Refusal(
+            f"{name}: a block would keep {needed:,} bytes in shared memory, and a Hopper "
+            f"multiprocessor gives it {room:,}"
+        )
 
     def run(*refs: Any) -> None:
         if kernels_untraced.value:

@@ -305,18 +305,19 @@ class InterChunkMainloop:
         values, read_by = step.values(), step.factor(READ)
         if self.block.norm is None:
             self._wait_for_copies()
-        w = step.residual(read_by, seen.read(pending=2), values)
-        u.add_transposed(w, step.x)
+        w = step.residual(read_by, operand.widened(seen.read(pending=2)), values)
+        u.add_transposed(w.tiles[0], step.x)
         weight = step.factor(WRITE)
         added = u.read()
-        accs = [WgmmaAccumulator(ref, half) for ref, half in zip(refs[4:], decayed, strict=True)]
+        starts = (w.divided(half) for half in decayed)
+        accs = [WgmmaAccumulator(ref, half) for ref, half in zip(refs[4:], starts, strict=True)]
         inside.add_transposed(added.astype(self.cut.dtype), self.refs.p_smem.at[slot])
         step.write(accs, added, weight)
         # The output leaves while the state's products run.
-        before = times(step.factor(OUT), out.read(pending=4))
-        tile = (before + inside.read(pending=2)).astype(self.cut.dtype)
+        before = times(step.factor(OUT), operand.widened(out.read(pending=4)))
+        tile = (before + w.widened(inside.read(pending=2))).astype(self.cut.dtype)
         self._write_out(tile, self.start + i * CHUNK, left)
-        return tuple(acc.read() for acc in accs)
+        return tuple(w.widened(acc.read()) for acc in accs)
 
     def store_if(self, target: jax.Array, state: tuple[jax.Array, ...]) -> None:
         """The state to a slot of the pool, unless that is -1."""

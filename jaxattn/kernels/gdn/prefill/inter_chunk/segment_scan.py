@@ -172,15 +172,17 @@ def _transition_body(
                     zeros = functools.partial(zero_tile, dtype)
                     values = lax.cond(kind == VALUES, step.values, zeros)
                     read_by = step.factor(READ)
-                    u.add_transposed(step.residual(read_by, seen.read(), values), step.x)
+                    w = step.residual(read_by, operand.widened(seen.read()), values)
+                    u.add_transposed(w.tiles[0], step.x)
                     weight = step.factor(WRITE)
                     added = u.read()
+                    starts = (w.divided(half) for half in decayed)
                     accs = [
                         WgmmaAccumulator(ref, half)
-                        for ref, half in zip(refs[2:], decayed, strict=True)
+                        for ref, half in zip(refs[2:], starts, strict=True)
                     ]
                     step.write(accs, added, weight)
-                    return tuple(acc.read() for acc in accs)
+                    return tuple(w.widened(acc.read()) for acc in accs)
 
                 state = with_accumulators(with_refs, 4, interpret=interpret)
                 fence_proxy_async(interpret=interpret)

@@ -1,6 +1,7 @@
 """The state update of a chunk: state in registers, products with it, and the ring of chunks."""
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.numerics.matmul import ADDED_TO, STATE_TO, float16_scale
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator
-from jaxattn.kernels.gdn.prefill.tiles import BY_COLUMN, CHUNK, DECAY, TILE, iota, over_columns
+from jaxattn.kernels.gdn.prefill.tiles import (
+    BY_COLUMN,
+    CHUNK,
+    DECAY,
+    TILE,
+    iota,
+    over_columns,
+    over_rows,
+)
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 STAGES = 3  # chunks in shared memory
@@ -67,6 +77,40 @@ def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), TILE)
 
 
+class Narrow(NamedTuple):
+    """What is rounded to be an operand. Rows of numbers that float16 has no room for are divided by
+    a power of two before, and what is made of them is multiplied by it.
+
+    Attributes:
+        tiles: [64, 64] each, in the operands' dtype.
+        by, back: float32 [64], of each row; None with other dtypes.
+    """
+
+    tiles: tuple[jax.Array, ...]
+    by: jax.Array | None
+    back: jax.Array | None
+
+    @classmethod
+    def of(cls, tiles: tuple[jax.Array, ...], dtype: Any, to: int) -> "Narrow":
+        by = back = None
+        if jnp.dtype(dtype) == jnp.float16:
+            tops = [jnp.max(jnp.abs(tile), axis=1) for tile in tiles]
+            by, back = float16_scale(functools.reduce(jnp.maximum, tops), to)
+        return cls(tuple(_rows_times(by, tile).astype(dtype) for tile in tiles), by, back)
+
+    def divided(self, x: jax.Array) -> jax.Array:
+        """x, to be added to what is made of these rows."""
+        return _rows_times(self.by, x)
+
+    def widened(self, product: jax.Array) -> jax.Array:
+        """What the rows gave, as if they had not been divided."""
+        return _rows_times(self.back, product)
+
+
+def _rows_times(factor: jax.Array | None, tile: jax.Array) -> jax.Array:
+    return tile if factor is None else over_rows(factor) * tile
+
+
 class ChunkStateUpdate:
     """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk.
 
@@ -106,15 +150,13 @@ class ChunkStateUpdate:
             plgpu.barrier_arrive(cleared)
             plgpu.barrier_wait(cleared)
 
-    def rounded(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(half.astype(self.dtype) for half in state)
+    def rounded(self, state: tuple[jax.Array, ...]) -> Narrow:
+        return Narrow.of(state, self.dtype, STATE_TO)
 
-    def times_transposed(
-        self, acc: WgmmaAccumulator, state: tuple[jax.Array, ...], rows: Any
-    ) -> None:
+    def times_transposed(self, acc: WgmmaAccumulator, state: Narrow, rows: Any) -> None:
         """acc += state rows^T, for keys or queries [2, 64, 64]."""
         for half in range(2):
-            acc.add(state[half], rows.at[half].transpose((1, 0)))
+            acc.add(state.tiles[half], rows.at[half].transpose((1, 0)))
 
     def values(self) -> jax.Array:
         """V^T"""
@@ -124,9 +166,10 @@ class ChunkStateUpdate:
         """A vector that multiplies a product; None where the product's operand has it."""
         return None if self.channels else self.vector(row)
 
-    def residual(self, read: jax.Array | None, seen: jax.Array, values: jax.Array) -> jax.Array:
+    def residual(self, read: jax.Array | None, seen: jax.Array, values: jax.Array) -> Narrow:
         """W^T = V^T + read * (S K^T)"""
-        return (values.astype(jnp.float32) + times(read, seen)).astype(self.dtype)
+        w = values.astype(jnp.float32) + times(read, seen)
+        return Narrow.of((w,), self.dtype, ADDED_TO)
 
     def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if self.channels:
