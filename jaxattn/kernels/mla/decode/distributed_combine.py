@@ -26,11 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.kernels.collectives import symmetric_memory as peers
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.mla.decode.combine import CombineReduction, full_of, merge_into, weight_of
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 HALVES = RANK // peers.STATE_DIMS

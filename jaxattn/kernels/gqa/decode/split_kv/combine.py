@@ -15,14 +15,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.epilogue import gated, with_sink
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax import EMPTY, LOG2E
 from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.kernels.gqa.decode.epilogue import gated, with_sink
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import issue_loads
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E
 
 # Partial results that are read at a time, by how many times 64 dims, for each of which a result
 # takes four registers; and where few are left.
