@@ -17,6 +17,8 @@ import pytest
 from jax import Array
 
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
 
 NO_SUCH_PAGE = 2147480000
 
@@ -94,6 +96,28 @@ def mla_case(
     cache = poisoned(np.array(owned, np.int32), blocks.astype(dtype), shape=shape, layer=layer)
     q = jnp.asarray(draw(len(lens), q_len, heads, dim).astype(dtype))
     return MLACase(q, cache, jnp.asarray(tables), jnp.asarray(lens, jnp.int32), layer)
+
+
+def launch_mla_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    columns: bool | None = None,
+    output_by_tma: bool | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+    **asked,
+) -> tuple[Array, ...]:
+    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    call = MlaDecodeCall(
+        q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
+    )
+    return mla_decode_mosaic(
+        call, columns=columns, output_by_tma=output_by_tma, interpret=interpret,
+        detect_races=detect_races,
+    )  # fmt: skip
 
 
 def mla_oracle(case: MLACase) -> tuple[np.ndarray, np.ndarray]:
