@@ -14,7 +14,6 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
 from jaxattn.kernels.gqa import append as gqa_append_kernel
 from jaxattn.kernels.gqa.decode import launch as gqa_decode
-from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as gqa_schedule
 from jaxattn.kernels.gqa.prefill import launch as gqa_prefill
 from jaxattn.kernels.mla import append
@@ -28,6 +27,7 @@ from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.mla.prefill import causal_attention
 from jaxattn.ops.moe.experts import mixture_of_experts
+from tests.helpers.gqa_cases import launch_gqa_decode
 from tests.helpers.kernel_cases import launch_mla_decode
 
 
@@ -262,7 +262,7 @@ def test_gqa_decode(heads, kv_heads, dim, page, options):
             max_pages=4096 // page, page_size=page, window=window,
             batch_invariant=bool(get("batch_invariant")),
         )  # fmt: skip
-        return gqa_decode_mosaic(
+        return launch_gqa_decode(
             q, cache, tables, lens, scale=0.1, layer=1, query_lens=query_lens, window=window,
             sinks=sinks, soft_cap=get("soft_cap"), gate=gate, kv_scale=kv_scale,
             schedule=schedule,
