@@ -160,8 +160,8 @@ def gdn_decode_mosaic(
     if config.split:
         if q_len != 1 or op.group * SPLIT > MOST_BLOCKS:
             raise ValueError(
-                f"{call.op}: split is for one token of 1 or 2 value heads a key head, got S={q_len}, "
-                f"Hv / Hk = {op.group}"
+                f"{call.op}: split is for one token of 1 or 2 value heads a key head, got "
+                f"S={q_len}, Hv / Hk = {op.group}"
             )
         blocks = op.group * SPLIT
         block: Any = functools.partial(
