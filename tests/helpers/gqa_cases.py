@@ -12,6 +12,8 @@ import numpy as np
 from jax import Array
 
 from jaxattn.core.cache.formats import FP8, FP8_MAX
+from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
+from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, poisoned, relative
 
 
@@ -95,6 +97,23 @@ def gqa_case(
         jnp.asarray(q.astype(dtype)), cache, jnp.asarray(tables), jnp.asarray(lens, jnp.int32),
         layer, options,
     )  # fmt: skip
+
+
+def launch_gqa_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    interpret: bool = False,
+    detect_races: bool = False,
+    **asked: Any,
+) -> tuple[Array, ...]:
+    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    call = GqaDecodeCall(
+        q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
+    )
+    return gqa_decode_mosaic(call, interpret=interpret, detect_races=detect_races)
 
 
 def gqa_oracle(case: GQACase) -> tuple[np.ndarray, np.ndarray]:

@@ -17,6 +17,10 @@ import pytest
 from jax import Array
 
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
+from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
+from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
 
 NO_SUCH_PAGE = 2147480000
 
@@ -95,6 +99,28 @@ def mla_case(
     cache = poisoned(np.array(owned, np.int32), blocks.astype(dtype), shape=shape, layer=layer)
     q = jnp.asarray(draw(len(lens), q_len, heads, dim).astype(dtype))
     return MLACase(q, cache, jnp.asarray(tables), jnp.asarray(lens, jnp.int32), layer)
+
+
+def launch_mla_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    columns: bool | None = None,
+    output_by_tma: bool | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+    **asked,
+) -> tuple[Array, ...]:
+    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    call = MlaDecodeCall(
+        q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
+    )
+    return mla_decode_mosaic(
+        call, columns=columns, output_by_tma=output_by_tma, interpret=interpret,
+        detect_races=detect_races,
+    )  # fmt: skip
 
 
 def mla_oracle(case: MLACase) -> tuple[np.ndarray, np.ndarray]:
@@ -193,6 +219,31 @@ def gdn_case(
         A_log=jnp.asarray(np.log(rng.uniform(0.1, 16, value_heads)), jnp.float32),
         dt_bias=jnp.asarray(rng.normal(size=value_heads), jnp.float32),
         layer=layer,
+    )
+
+
+def launch_gdn_decode(
+    op: str,
+    qkvz: Array,
+    ba: Array,
+    weights: Array,
+    conv_state: Array | None,
+    state: Array,
+    reads: Array,
+    writes: Array,
+    *,
+    config: GdnDecodeTileConfig | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+    **asked,
+) -> tuple[Array, ...]:
+    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    call = GdnDecodeCall(
+        op=op, qkvz=qkvz, ba=ba, weights=weights, conv_state=conv_state, state=state, reads=reads,
+        writes=writes, **asked,
+    )  # fmt: skip
+    return gdn_decode.gdn_decode_mosaic(
+        call, config=config, interpret=interpret, detect_races=detect_races
     )
 
 

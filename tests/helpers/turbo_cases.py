@@ -13,6 +13,8 @@ import numpy as np
 from jax import Array
 
 from jaxattn.core.turboquant.codec import TurboFormat
+from jaxattn.kernels.turboquant.call import TurboDecodeCall
+from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, relative
 from tests.helpers.turbo_compiled import slot_pages
 
@@ -198,6 +200,23 @@ def random_slots(form: TurboFormat, shape: tuple[int, ...], rng: Any) -> np.ndar
     halves = np.stack(numbers, axis=-1).astype(np.float16)
     slots[..., -form.meta_bytes :] = halves.view(np.uint8)
     return slots
+
+
+def launch_turbo_decode(
+    q: Array,
+    kv_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    *,
+    interpret: bool = False,
+    detect_races: bool = False,
+    **asked: Any,
+) -> tuple[Array, ...]:
+    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    call = TurboDecodeCall(
+        q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
+    )
+    return turbo_decode_mosaic(call, interpret=interpret, detect_races=detect_races)
 
 
 def turbo_oracle(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:

@@ -14,12 +14,10 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
 from jaxattn.kernels.gqa import append as gqa_append_kernel
 from jaxattn.kernels.gqa.decode import launch as gqa_decode
-from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as gqa_schedule
 from jaxattn.kernels.gqa.prefill import launch as gqa_prefill
 from jaxattn.kernels.mla import append
 from jaxattn.kernels.mla.decode import launch as mla_decode
-from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
 from jaxattn.kernels.mla.decode.workspace import decode_schedule
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
@@ -29,6 +27,8 @@ from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.mla.prefill import causal_attention
 from jaxattn.ops.moe.experts import mixture_of_experts
+from tests.helpers.gqa_cases import launch_gqa_decode
+from tests.helpers.kernel_cases import launch_mla_decode
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ def test_mla_decode(options):
             lens, q_len=q_len, num_heads=heads, max_pages=pages, page_size=page,
             batch_invariant=invariant,
         )  # fmt: skip
-        return mla_decode_mosaic(
+        return launch_mla_decode(
             q, cache, tables, lens, scale=0.1, query_lens=query_lens, schedule=schedule, **options
         )
 
@@ -108,7 +108,7 @@ def test_mla_decode_with_heads_as_columns(cache, width, page, heads, q_len):
     kv_scale = shape(dtype=jnp.float32) if cache == "float8_e4m3fn" else None
 
     def step(q, cache, tables, lens, query_lens, kv_scale):
-        return mla_decode_mosaic(
+        return launch_mla_decode(
             q, cache, tables, lens, scale=0.1, columns=True, query_lens=query_lens,
             kv_scale=kv_scale,
         )  # fmt: skip
@@ -127,7 +127,7 @@ def test_mla_decode_of_more_rows_than_parts(columns):
     def step(q, cache, tables, lens):
         schedule = decode_schedule(lens, q_len=1, num_heads=heads, max_pages=64)
         assert schedule.order is not None
-        return mla_decode_mosaic(
+        return launch_mla_decode(
             q, cache, tables, lens, scale=0.1, columns=columns, schedule=schedule
         )
 
@@ -262,7 +262,7 @@ def test_gqa_decode(heads, kv_heads, dim, page, options):
             max_pages=4096 // page, page_size=page, window=window,
             batch_invariant=bool(get("batch_invariant")),
         )  # fmt: skip
-        return gqa_decode_mosaic(
+        return launch_gqa_decode(
             q, cache, tables, lens, scale=0.1, layer=1, query_lens=query_lens, window=window,
             sinks=sinks, soft_cap=get("soft_cap"), gate=gate, kv_scale=kv_scale,
             schedule=schedule,

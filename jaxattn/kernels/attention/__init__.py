@@ -1,1 +1,1 @@
-"""Scheduling of attention kernels: tile scheduler, work partition and work queue."""
+"""Parts of attention kernels: tile scheduler, work partition, layouts, softmax and epilogue."""

@@ -12,10 +12,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import E4M3
+from jaxattn.kernels.attention.layouts import SCORES
 from jaxattn.kernels.gqa.decode.fp8_operands import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.hopper.mlir import arith, ir, vector
 from jaxattn.kernels.hopper.ptx import asm, element, f32, fragmented, i32, joined, number
-from jaxattn.kernels.mla.decode.swap_ab.smem import SCORES
 
 SECOND_TERM = 16.0
 TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8

@@ -30,6 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat
+from jaxattn.kernels.attention.layouts import BY_COLUMN, BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax import LOG2E, MASKED
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.gqa.decode.cta import (
     GqaDecodeConfig,
@@ -43,8 +45,6 @@ from jaxattn.kernels.gqa.decode.smem import over_out
 from jaxattn.kernels.hopper.device import issue_loads, warpgroup_barrier
 from jaxattn.kernels.hopper.ptx import zeros
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_COLUMN, BY_ROW, SCORES
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E, MASKED
 from jaxattn.kernels.turboquant.fp8_split import store_terms
 from jaxattn.kernels.turboquant.operands import TurboOperands, joined_terms
 from jaxattn.kernels.turboquant.query_rotation import RotatedQueryGather

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import E4M3, TurboFormat, of_levels
 from jaxattn.core.turboquant.slot_layout import GROUP, ungroup, unpack
+from jaxattn.kernels.attention.layouts import SCORES
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
@@ -29,7 +30,6 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
-from jaxattn.kernels.mla.decode.swap_ab.smem import SCORES
 from jaxattn.kernels.turboquant.cache.lookup_table import (
     GROUPS,
     key_registers,

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat, butterfly
+from jaxattn.kernels.attention.layouts import SCORES
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import (
@@ -25,7 +26,6 @@ from jaxattn.kernels.hopper.ptx import (
     joined,
     word,
 )
-from jaxattn.kernels.mla.decode.swap_ab.smem import SCORES
 from jaxattn.kernels.turboquant.fp8_split import divided_queries, store_terms
 
 LANES = 16  # that share a row

@@ -9,10 +9,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import E4M3, TurboFormat
 from jaxattn.core.turboquant.slot_layout import GROUP
+from jaxattn.kernels.attention.layouts import MARGIN
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.gqa.decode.smem import BARRIER_BYTES, QUERIES
 from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, swizzled
-from jaxattn.kernels.mla.decode.swap_ab.smem import MARGIN
 from jaxattn.kernels.turboquant.cache.lookup_table import GROUPS
 
 TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's

@@ -26,6 +26,7 @@ from jaxattn.core.validation.array_checks import (
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates
 
@@ -100,20 +101,22 @@ def gated_delta_rule_decode(
         )
 
     def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
-        return gdn_decode_mosaic(
-            op,
-            *operands(),
-            None,
-            state,
-            slots.reads,
-            slots.writes,
+        qkv, ba, weights = operands()
+        call = GdnDecodeCall(
+            op=op,
+            qkvz=qkv,
+            ba=ba,
+            weights=weights,
+            state=state,
+            reads=slots.reads,
+            writes=slots.writes,
             num_key_heads=k.shape[2],
             layer=layer,
             scale=factor,
             l2norm=use_qk_l2norm,
             arena=arena,
-            interpret=interpret,
         )
+        return gdn_decode_mosaic(call, interpret=interpret)
 
     return decode_rule(
         op,

@@ -28,6 +28,7 @@ from jaxattn.core.validation.array_checks import (
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update
 from jaxattn.ops.gdn.decode import StateSlots, gated_delta_rule_decode
@@ -151,25 +152,26 @@ def gated_delta_net_decode(
     refuse_explicit_axes(op, qkvz, ba, conv_state, state, state_indices, writes)
     factor, eps, gates = output_scale(op, scale, key_dim), finite(op, "eps", eps), 2 * value_heads
 
+    call = GdnDecodeCall(
+        op=op,
+        qkvz=qkvz,
+        ba=ba,
+        weights=weights,
+        conv_state=conv_state,
+        state=state,
+        reads=state_indices,
+        writes=writes,
+        num_key_heads=key_heads,
+        layer=first,
+        affine=affine,
+        scale=factor,
+        eps=eps,
+        halves=halves,
+        arena=arena,
+    )
+
     def mosaic(interpret: bool):
-        out, *rest = gdn_decode_mosaic(
-            op,
-            qkvz,
-            ba,
-            weights,
-            conv_state,
-            state,
-            state_indices,
-            writes,
-            num_key_heads=key_heads,
-            layer=first,
-            affine=affine,
-            scale=factor,
-            eps=eps,
-            halves=halves,
-            arena=arena,
-            interpret=interpret,
-        )
+        out, *rest = gdn_decode_mosaic(call, interpret=interpret)
         return lax.collapse(out, 2), *rest
 
     def xla():

@@ -1,5 +1,6 @@
 """Grouped-query decode over a paged cache; layouts and the ops around it: `jaxattn.gqa`."""
 
+import dataclasses
 import functools
 from typing import Any, overload
 
@@ -16,8 +17,9 @@ from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, check_schedule
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
     AttentionScoring,
@@ -146,7 +148,6 @@ def gqa_decode(
     """
     arguments = OpArguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")
-    # The kernel itself knows rows of more tokens than their table has places.
     as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
     kv_cache, block_tables, seq_lens = check_cache(
         arguments, kv_cache, block_tables, seq_lens, layer
@@ -159,63 +160,49 @@ def gqa_decode(
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
-    check_schedule(
-        "gqa_decode", schedule, batch=q.shape[0], q_len=q.shape[1], num_kv_heads=kv_cache.shape[-2],
-        max_pages=block_tables.shape[1], page_size=kv_cache.shape[-3], window=scores.window,
-    )  # fmt: skip
+    call = GqaDecodeCall(
+        q=q,
+        kv_cache=kv_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        scale=scores.scale,
+        kv_scale=kv_scale,
+        layer=split_layer_index(layer)[2],
+        query_lens=query_lens,
+        window=scores.window,
+        sinks=sinks,
+        soft_cap=scores.soft_cap,
+        gate=gate,
+        schedule=schedule,
+        arena=arena,
+    )
+    call.check_schedule()
     check_arena("gqa_decode", arena)
     refuse_explicit_axes(
         "gqa_decode", q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate, kv_scale
     )
 
-    number = split_layer_index(layer)[2]
-
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        return gqa_decode_mosaic(
-            q,
-            kv_cache,
-            block_tables,
-            as_given,
-            scale=scores.scale,
-            kv_scale=kv_scale,
-            layer=number,
-            query_lens=query_lens,
-            window=scores.window,
-            sinks=sinks,
-            soft_cap=scores.soft_cap,
-            gate=gate,
-            arena=arena,
-            schedule=schedule,
-            interpret=interpret,
-        )
+        # The kernel itself knows rows of more tokens than their table has places.
+        return gqa_decode_mosaic(dataclasses.replace(call, seq_lens=as_given), interpret=interpret)
 
     def xla() -> tuple[Any, ...]:
-        addressing = (block_tables, seq_lens, query_lens, number)
-        out, lse = _decode_xla(q, kv_cache, *addressing, sinks, gate, kv_scale, scores=scores)
+        out, lse = _decode_xla(dataclasses.replace(call, schedule=None, arena=None))
         return (out, lse) if arena is None else (out, lse, arena)
 
     with jax.named_scope("gqa_decode"):
         return dispatch_kernel("gqa_decode", implementation, mosaic, xla)
 
 
-@functools.partial(jax.jit, static_argnames="scores")
-def _decode_xla(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_lens: jax.Array | None,
-    layer: jax.Array | int | None,
-    sinks: jax.Array | None,
-    gate: jax.Array | None,
-    kv_scale: jax.Array | None,
-    *,
-    scores: AttentionScoring,
-) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def _decode_xla(call: GqaDecodeCall) -> tuple[jax.Array, jax.Array]:
+    seq_lens, block_tables, query_lens = call.seq_lens, call.block_tables, call.query_lens
+    scores = AttentionScoring.of_call(call)
     q, kv_cache, sinks, gate, kv_scale = match_varying_axes(
-        (q, kv_cache, sinks, gate, kv_scale), block_tables, seq_lens, query_lens, layer
-    )
-    (_, q_len, heads, dim), kv_heads = q.shape, kv_cache.shape[-2]
+        (call.q, call.kv_cache, call.sinks, call.gate, call.kv_scale),
+        block_tables, seq_lens, query_lens, call.layer,
+    )  # fmt: skip
+    (_, q_len, heads, dim), kv_heads = q.shape, call.kv_heads
     format = KVFormat.of(kv_cache.dtype, dim)
     read = jnp.dtype(jnp.float32) if format.scaled else kv_cache.dtype
     wide = jnp.promote_types(jnp.promote_types(q.dtype, read), jnp.float32)
@@ -244,7 +231,7 @@ def _decode_xla(
         kv_cache,
         block_tables,
         lengths,
-        layer=layer,
+        layer=call.layer,
         block=DECODE_BLOCK,
         unpack=functools.partial(format.unpack, kv_scale=kv_scale),
         begins=window_begins(scores, seq_lens - new, lengths),

@@ -16,6 +16,7 @@ from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import LEAST_FLOAT32, check_window, finite
+from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,10 @@ class AttentionScoring:
                     "has numbers from 1.2e-38"
                 )
         return cls(scale=scale, window=window, soft_cap=soft_cap)
+
+    @classmethod
+    def of_call(cls, call: GqaDecodeCall) -> "AttentionScoring":
+        return cls(scale=call.scale, window=call.window, soft_cap=call.soft_cap)
 
     def of(self, queries: Float[Array, "B Hk R D"], keys: Float[Array, "B K Hk D"]) -> Array:
         """float32 [B, Hk, R, K] (float64 for float64)."""

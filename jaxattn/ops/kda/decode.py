@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import floats
+from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes, decode_rule
 from jaxattn.ops.gdn.recurrent import _check_heads
@@ -77,21 +78,23 @@ def kda_decode(
     of_gates: Any = {"f": lax.collapse(f, 2), "lower_bound": lower_bound}
 
     def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
-        return gdn_decode_mosaic(
-            op,
-            *operands(),
-            None,
-            state,
-            slots.reads,
-            slots.writes,
+        qkv, betas, weights = operands()
+        call = GdnDecodeCall(
+            op=op,
+            qkvz=qkv,
+            ba=betas,
+            weights=weights,
+            state=state,
+            reads=slots.reads,
+            writes=slots.writes,
             num_key_heads=k.shape[2],
             layer=layer,
             scale=factor,
             l2norm=use_qk_l2norm,
             **of_gates,
             arena=arena,
-            interpret=interpret,
         )
+        return gdn_decode_mosaic(call, interpret=interpret)
 
     return decode_rule(
         op,

@@ -26,6 +26,7 @@ from jaxattn.core.validation.array_checks import (
     output_scale,
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes
 from jaxattn.ops.gdn.layer import layer_in_xla
@@ -130,26 +131,28 @@ def kimi_delta_attention_decode(
     heads, dim = state.shape[-3:-1]
     factor, eps = output_scale(op, scale, dim), finite(op, "eps", eps)
 
+    call = GdnDecodeCall(
+        op=op,
+        qkvz=qkv,
+        ba=b,
+        weights=weights,
+        conv_state=conv_state,
+        state=state,
+        reads=slots.reads,
+        writes=slots.writes,
+        num_key_heads=heads,
+        layer=first,
+        affine=affine,
+        scale=factor,
+        eps=eps,
+        f=f,
+        z=gate,
+        lower_bound=lower_bound,
+        arena=arena,
+    )
+
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        out, *rest = gdn_decode_mosaic(
-            op,
-            qkv,
-            b,
-            weights,
-            conv_state,
-            state,
-            *slots,
-            num_key_heads=heads,
-            layer=first,
-            affine=affine,
-            scale=factor,
-            eps=eps,
-            f=f,
-            z=gate,
-            lower_bound=lower_bound,
-            arena=arena,
-            interpret=interpret,
-        )
+        out, *rest = gdn_decode_mosaic(call, interpret=interpret)
         return lax.collapse(out, 2), *rest
 
     def xla() -> tuple[Any, ...]:

@@ -1,15 +1,13 @@
 """MLA decode of GPUs with a part of each row's pages: their outputs meet in its last launch."""
 
-from typing import Any
-
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
 from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.ops.mla.context_parallel_merge import Meeting
-from jaxattn.ops.mla.decode import decoded
+from jaxattn.kernels.mla.decode.call import Meeting
+from jaxattn.ops.mla.decode import attend, checked_call
 
 
 def mla_decode_met(
@@ -45,20 +43,18 @@ def mla_decode_met(
     Returns:
         (the output of this GPU's heads, in q's dtype; the arena, or None; the mailbox).
     """
-    found: Any = decoded(
+    call = checked_call(
         q,
         kv_cache,
         block_tables,
         seq_lens,
         scale=scale,
-        query_lens=None,
         layer=layer,
         kv_lora_rank=kv_lora_rank,
         kv_scale=kv_scale,
         schedule=schedule,
         arena=arena,
-        implementation=implementation,
         meeting=meeting,
     )
-    out, arena, mailbox = found
-    return out, arena, mailbox
+    out, after, mailbox = attend(call, implementation)
+    return out, after, mailbox

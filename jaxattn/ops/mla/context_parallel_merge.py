@@ -1,12 +1,9 @@
 """Outputs of MLA decode that meet: of GPUs that have all heads' queries, and some of the pages."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.kernels.attention.tile_scheduler import (
     TILE,
     few_rows,
@@ -19,22 +16,6 @@ from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.mla.decode.combine import SHARED_ROWS
 from jaxattn.kernels.mla.decode.distributed_combine import mailbox_shape
 from jaxattn.ops.mla.state_merge import merge_attention_states
-
-
-@dataclasses.dataclass(frozen=True)
-class Meeting:
-    """With what they meet, inside of `jax.shard_map`.
-
-    Attributes:
-        mailbox: of `meeting_room`, of these GPUs.
-        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
-        heads: of the queries that are given, those of the GPUs; the others are zeros, which fill a
-            tile of the kernel. None: all.
-    """
-
-    mailbox: SymmetricBuffer
-    axes: tuple[str, ...]
-    heads: int | None = None
 
 
 def meeting_room(

@@ -1,5 +1,6 @@
 """MLA decode over a paged cache of latents; layouts and the ops around it: `jaxattn.mla`."""
 
+import dataclasses
 import functools
 from typing import Any, overload
 
@@ -9,9 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.cache.pages import attend_pages
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
@@ -19,11 +18,11 @@ from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena, is_integer
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import Schedule, num_steps
-from jaxattn.kernels.mla.decode.distributed_combine import DistributedCombineArgs
+from jaxattn.kernels.mla.decode.call import Meeting, MlaDecodeCall
 from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, takes_split_queries
 from jaxattn.kernels.mla.decode.workspace import scratch
 from jaxattn.ops.mla.cache import check_format
-from jaxattn.ops.mla.context_parallel_merge import Meeting, merge_by_all_to_all
+from jaxattn.ops.mla.context_parallel_merge import merge_by_all_to_all
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.
 DECODE_BLOCK = 512
@@ -128,7 +127,7 @@ def mla_decode(
             that is concrete; it is named.
         Refusal: the named implementation refuses, and says why.
     """
-    return decoded(
+    call = checked_call(
         q,
         kv_cache,
         block_tables,
@@ -140,27 +139,26 @@ def mla_decode(
         kv_scale=kv_scale,
         schedule=schedule,
         arena=arena,
-        implementation=implementation,
     )
+    return attend(call, implementation)
 
 
-def decoded(
+def checked_call(
     q: Any,
     kv_cache: Array,
     block_tables: Array,
     seq_lens: Array,
     *,
     scale: float,
-    query_lens: Array | None,
+    query_lens: Array | None = None,
     layer: Array | int | None,
     kv_lora_rank: int,
     kv_scale: Array | float | None,
     schedule: Schedule | None,
     arena: Arena | None,
-    implementation: Implementation | None,
     meeting: Meeting | None = None,
-) -> tuple[Any, ...]:
-    """`mla_decode`, or with `meeting` `mla_decode_met`."""
+) -> MlaDecodeCall:
+    """The call with these arguments, of `mla_decode` or with `meeting` of `mla_decode_met`."""
     arguments = OpArguments("mla_decode")
     parts = q if isinstance(q, tuple) else None
     q = _check_queries(arguments, q)
@@ -174,7 +172,7 @@ def decoded(
             f"{q.shape}), got {kv_lora_rank!r}"
         )
     kv_lora_rank = int(kv_lora_rank)
-    format, kv_scale = check_format(
+    _, kv_scale = check_format(
         arguments,
         kv_cache,
         kv_scale,
@@ -193,45 +191,43 @@ def decoded(
         schedule.check("mla_decode", q.shape, max_pages)
     check_arena("mla_decode", arena)
     refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
-
-    heads = q.shape[2]
+    call = MlaDecodeCall(
+        q=q,
+        kv_cache=kv_cache,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        scale=scale,
+        query_lens=query_lens,
+        layer=layer,
+        kv_lora_rank=kv_lora_rank,
+        kv_scale=kv_scale,
+        schedule=schedule,
+        arena=arena,
+        meeting=meeting,
+    )
     if meeting is not None:
-        heads, gpus = meeting.heads or heads, lax.axis_size(meeting.axes)
-        if q.shape[1] > 1 or heads % gpus or heads > q.shape[2]:
+        heads, gpus = call.num_heads, lax.axis_size(meeting.axes)
+        if call.q_len > 1 or heads % gpus or heads > q.shape[2]:
             raise ValueError(
                 f"mla_decode: with meeting, q {q.shape} must have S = 1 and the meeting's {heads} "
                 f"heads, which divide over {gpus} GPUs"
             )
+    if parts is not None and takes_split_queries(call.num_heads):
+        return dataclasses.replace(call, q=parts)
+    return call
+
+
+def attend(call: MlaDecodeCall, implementation: Implementation | None) -> tuple[Any, ...]:
+    """What the op returns: (out, lse), and the arena if there is one; with a meeting (out, the
+    arena or None, the mailbox)."""
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        apart = takes_split_queries(heads)
-        met = None
-        if meeting is not None:
-            box = meeting.mailbox
-            met = DistributedCombineArgs(box.inbox, box.counts, box.addresses, meeting.axes, heads)
-        found = mla_decode_mosaic(
-            parts if parts is not None and apart else q,
-            kv_cache,
-            block_tables,
-            seq_lens,
-            layer=layer,
-            scale=scale,
-            kv_lora_rank=kv_lora_rank,
-            kv_scale=kv_scale,
-            query_lens=query_lens,
-            schedule=schedule,
-            arena=arena,
-            met=met,
-            interpret=interpret,
-        )
-        if meeting is None:
-            return found
-        out, after, inbox, counts = found
-        return out, after, SymmetricBuffer(inbox, counts, meeting.mailbox.addresses)
+        return mla_decode_mosaic(call, interpret=interpret)
 
     def xla() -> tuple[Any, ...]:
-        args = (q[:, :, :heads], kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
-        out, lse = _decode_xla(*args, scale=scale, format=format)
+        arena, meeting = call.arena, call.meeting
+        asked = dataclasses.replace(call.joined(), schedule=None, arena=None, meeting=None)
+        out, lse = _decode_xla(asked)
         if meeting is not None:
             return merge_by_all_to_all(out, lse, meeting.axes), arena, meeting.mailbox
         return (out, lse) if arena is None else _into_arena(out, lse, arena)
@@ -254,23 +250,14 @@ def _check_queries(arguments: OpArguments, q: Any) -> jax.Array:
     return arguments.check("q", jnp.concatenate([latent, rotated], axis=-1), "B S H D")
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "format"))
-def _decode_xla(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_lens: jax.Array | None,
-    layer: jax.Array | int | None,
-    kv_scale: jax.Array | None,
-    *,
-    scale: float,
-    format: LatentFormat,
-) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def _decode_xla(call: MlaDecodeCall) -> tuple[jax.Array, jax.Array]:
+    block_tables, seq_lens, query_lens = call.block_tables, call.seq_lens, call.query_lens
     q, kv_cache, kv_scale = match_varying_axes(
-        (q, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
+        (call.q, call.kv_cache, call.kv_scale), block_tables, seq_lens, query_lens, call.layer
     )
-    (batch, q_len, heads, dim), rank = q.shape, format.kv_lora_rank
+    assert not isinstance(q, tuple)
+    (batch, q_len, heads, dim), rank, format = q.shape, call.kv_lora_rank, call.format
     kv_dtype = jnp.float32 if format.quantized else kv_cache.dtype
     wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_dtype), jnp.float32)
     # Rows s * H + h. Keys that a token sees, its own included; 0 or fewer for a token without any.
@@ -286,7 +273,7 @@ def _decode_xla(
 
     def add_block(state: OnlineSoftmax, kv: jax.Array, positions: jax.Array) -> OnlineSoftmax:
         kv = kv.astype(wide)
-        scores = dot("bqd,bkd->bqk", queries, kv) * scale
+        scores = dot("bqd,bkd->bqk", queries, kv) * call.scale
         values = kv[..., :rank]
         return state.add(
             scores, positions < limit[..., None], lambda p: dot("bqk,bkr->bqr", p, values)
@@ -298,7 +285,7 @@ def _decode_xla(
         kv_cache,
         block_tables,
         seq_lens,
-        layer=layer,
+        layer=call.layer,
         block=DECODE_BLOCK,
         unpack=functools.partial(format.unpack, kv_scale=kv_scale),
     ).finish(limit > 0)

@@ -7,7 +7,7 @@ longer prompts rotate keys back (prefill.py). Codes become numbers one block of 
 a time.
 """
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ from jaxattn.core.turboquant.slot_layout import page_slots, unpack
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, check_schedule
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
+from jaxattn.kernels.turboquant.call import TurboDecodeCall
 from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
 from jaxattn.ops.gqa.scores import (
     AttentionScoring,
@@ -96,7 +97,6 @@ def turbo_attention(
     """
     arguments = OpArguments("turbo_attention")
     q = arguments.check("q", q, "B S H D")
-    # The decode kernel itself knows rows of more tokens than their table has places.
     as_given = arguments.integers("seq_lens", seq_lens, "B")[1]
     kv_cache, block_tables, seq_lens = check_turbo_cache(
         arguments, kv_cache, block_tables, seq_lens, layer, form
@@ -109,67 +109,51 @@ def turbo_attention(
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     if gate is not None:
         gate = arguments.check("gate", gate, "B S H D")
-    check_schedule(
-        arguments.op, schedule, batch=q.shape[0], q_len=q.shape[1],
-        num_kv_heads=kv_cache.shape[-2], max_pages=block_tables.shape[1],
-        page_size=form.page_size(kv_cache), window=scores.window,
-    )  # fmt: skip
+    call = TurboDecodeCall(
+        q=q,
+        kv_cache=kv_cache,
+        form=form,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        scale=scores.scale,
+        layer=split_layer_index(layer)[2],
+        query_lens=query_lens,
+        window=scores.window,
+        sinks=sinks,
+        soft_cap=scores.soft_cap,
+        gate=gate,
+        schedule=schedule,
+        arena=arena,
+    )
+    call.check_schedule()
     refuse_explicit_axes(arguments.op, q, kv_cache, block_tables, seq_lens, query_lens, sinks, gate)
     check_arena(arguments.op, arena)
-    number = split_layer_index(layer)[2]
+    plain = dataclasses.replace(call, schedule=None, arena=None)
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         if q.shape[1] > MOST_NEW:
-            addressing = (block_tables, seq_lens, query_lens, number)
-            out, lse = turbo_prefill_mosaic(
-                q, kv_cache, *addressing, sinks, gate, scores=scores, form=form,
-                interpret=interpret,
-            )  # fmt: skip
+            out, lse = turbo_prefill_mosaic(plain, interpret=interpret)
             return (out, lse) if arena is None else (out, lse, arena)
-        return turbo_decode_mosaic(
-            q,
-            kv_cache,
-            block_tables,
-            as_given,
-            form=form,
-            scale=scores.scale,
-            layer=number,
-            query_lens=query_lens,
-            window=scores.window,
-            sinks=sinks,
-            soft_cap=scores.soft_cap,
-            gate=gate,
-            arena=arena,
-            schedule=schedule,
-            interpret=interpret,
-        )
+        # The kernel itself knows rows of more tokens than their table has places.
+        asked = dataclasses.replace(call, seq_lens=as_given)
+        return turbo_decode_mosaic(asked, interpret=interpret)
 
     def xla() -> tuple[Any, ...]:
-        addressing = (block_tables, seq_lens, query_lens, number)
-        out, lse = _attend(q, kv_cache, *addressing, sinks, gate, scores=scores, form=form)
+        out, lse = _attend(plain)
         return (out, lse) if arena is None else (out, lse, arena)
 
     return dispatch_kernel(arguments.op, implementation, mosaic, xla)
 
 
-@functools.partial(jax.jit, static_argnames=("scores", "form"))
-def _attend(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_lens: jax.Array | None,
-    layer: jax.Array | int | None,
-    sinks: jax.Array | None,
-    gate: jax.Array | None,
-    *,
-    scores: AttentionScoring,
-    form: TurboFormat,
-) -> tuple[jax.Array, jax.Array]:
+@jax.jit
+def _attend(call: TurboDecodeCall) -> tuple[jax.Array, jax.Array]:
     """Query tokens in blocks, one after another."""
+    seq_lens, block_tables, query_lens = call.seq_lens, call.block_tables, call.query_lens
+    scores = AttentionScoring.of_call(call)
     q, kv_cache, sinks, gate = match_varying_axes(
-        (q, kv_cache, sinks, gate), block_tables, seq_lens, query_lens, layer
-    )
+        (call.q, call.kv_cache, call.sinks, call.gate),
+        block_tables, seq_lens, query_lens, call.layer,
+    )  # fmt: skip
     q_len = q.shape[1]
     new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
     token = jnp.arange(q_len)
@@ -191,7 +175,7 @@ def _attend(
     def attend(xs: Any) -> tuple[jax.Array, jax.Array]:
         queries, positions, gates = xs
         state = _over_cache(
-            queries, positions, kv_cache, block_tables, layer, scores=scores, form=form
+            queries, positions, kv_cache, block_tables, call.layer, scores=scores, form=call.form
         )
         out, lse = finish(state, positions >= 0, sinks, gates)
         return out.astype(q.dtype), lse

@@ -24,6 +24,7 @@ from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, dequantize, 
 from jaxattn.kernels.gqa.prefill.launch import gqa_prefill_mosaic, refuse
 from jaxattn.kernels.turboquant.cache.dequantization import takes, turbo_unpack_mosaic
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
+from jaxattn.kernels.turboquant.call import TurboDecodeCall
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 from jaxattn.ops.turboquant.key_mean import MOST, SAMPLES, common_key
@@ -35,25 +36,14 @@ UNPACKED_BYTES = 2**26
 HALF = jnp.dtype(jnp.float16)
 
 
-@functools.partial(jax.jit, static_argnames=("scores", "form", "interpret"))
-def turbo_prefill_mosaic(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    query_lens: jax.Array | None,
-    layer: jax.Array | int | None,
-    sinks: jax.Array | None,
-    gate: jax.Array | None,
-    *,
-    scores: AttentionScoring,
-    form: TurboFormat,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnames="interpret")
+def turbo_prefill_mosaic(call: TurboDecodeCall, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """`jaxattn.gqa.turbo_attention` of more tokens than decode takes; documented there."""
-    op = "turbo_attention"
-    refuse(op, q, q, q, interpret=interpret)
-    q, sinks, gate = without_gradient(op, (q, sinks, gate))
+    op, form, layer, kv_cache = call.op, call.form, call.layer, call.kv_cache
+    block_tables, seq_lens, query_lens = call.block_tables, call.seq_lens, call.query_lens
+    scores = AttentionScoring.of_call(call)
+    refuse(op, call.q, call.q, call.q, interpret=interpret)
+    q, sinks, gate = without_gradient(op, (call.q, call.sinks, call.gate))
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, q.shape[1])
     batch, kv_heads = q.shape[0], kv_cache.shape[-2]

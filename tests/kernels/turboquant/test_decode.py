@@ -11,16 +11,15 @@ import pytest
 from jaxattn.core.turboquant.codec import PRESETS
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
-from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
 from jaxattn.ops.turboquant.attention import turbo_attention
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.turbo_cancel import cancelling_case
-from tests.helpers.turbo_cases import assert_turbo_close, turbo_case
+from tests.helpers.turbo_cases import assert_turbo_close, launch_turbo_decode, turbo_case
 from tests.helpers.turbo_compiled import page_slots, slot_pages
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 kernel = jax.jit(
-    turbo_decode_mosaic,
+    launch_turbo_decode,
     static_argnames=(
         "form",
         "scale",
@@ -164,7 +163,7 @@ def test_a_nan_that_a_row_sees_stays_in_it():
 def test_what_the_kernel_does_not_take_is_refused(options, message):
     case = turbo_case([20], "4bit_nc", **options)
     with pytest.raises(NotImplementedError, match=message):
-        turbo_decode_mosaic(*case.args, form=case.form, scale=1.0, layer=1, interpret=True)
+        launch_turbo_decode(*case.args, form=case.form, scale=1.0, layer=1, interpret=True)
 
 
 @pytest.mark.gpu

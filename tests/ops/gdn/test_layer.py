@@ -18,12 +18,18 @@ from jaxattn.kernels.gdn.decode.launch import (
     MAX_ROWS,
     MOST_SHARED,
     choose_config,
-    gdn_decode_mosaic,
 )
 from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig, shared_bytes
 from jaxattn.kernels.gdn.decode.prologue import GdnDecodeConfig
 from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
-from tests.helpers.kernel_cases import assert_alike, no_races, one_block_a_head, relative, x64
+from tests.helpers.kernel_cases import (
+    assert_alike,
+    launch_gdn_decode,
+    no_races,
+    one_block_a_head,
+    relative,
+    x64,
+)
 
 implementations = pytest.mark.parametrize(
     "implementation",
@@ -402,7 +408,7 @@ def test_no_race_in_the_interpreter(parts, stages, tile, keep):
     config = GdnDecodeTileConfig(tile=tile, stages=stages, parts=parts)
     with no_races():
         out, conv_state, state = jax.block_until_ready(
-            gdn_decode_mosaic(
+            launch_gdn_decode(
                 "test", *case.args, writes, config=config, interpret=True, detect_races=True,
                 **options,
             )
@@ -422,7 +428,7 @@ def test_four_blocks_a_state_in_the_interpreter(value_heads, dtype, keep):
     options = dict(num_key_heads=1, layer=case.layer, scale=128**-0.5, eps=EPS)
     with no_races():
         out, conv_state, state = jax.block_until_ready(
-            gdn_decode_mosaic(
+            launch_gdn_decode(
                 "test", *case.args, writes, config=GdnDecodeTileConfig(split=True), interpret=True,
                 detect_races=True, **options,
             )
@@ -490,7 +496,7 @@ def test_what_is_wrong_with_a_head_stays_in_that_head(poison):
 def test_four_blocks_a_state_are_for_one_token_and_two_heads():
     for case in (make([0], q_len=2), make([0], value_heads=3)):
         with pytest.raises(ValueError, match="split is for one token of 1 or 2 value heads"):
-            gdn_decode_mosaic(
+            launch_gdn_decode(
                 "test", *case.args, case.reads, num_key_heads=1, layer=0, scale=1.0,
                 config=GdnDecodeTileConfig(split=True), interpret=True,
             )  # fmt: skip

@@ -13,7 +13,7 @@ from jaxattn import kda
 from jaxattn.arena import Arena
 from jaxattn.kernels.gdn.decode import launch
 from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig
-from tests.helpers.kernel_cases import no_races, relative
+from tests.helpers.kernel_cases import launch_gdn_decode, no_races, relative
 
 implementations = pytest.mark.parametrize(
     "implementation",
@@ -185,7 +185,7 @@ def test_no_races(config):
     case = make([1, -1], heads=1, num_slots=2)
     qkv, f, b, gate, weights, *pools, reads = case.args
     with no_races():
-        found = launch.gdn_decode_mosaic(
+        found = launch_gdn_decode(
             "kda", qkv, b, weights, *pools, reads, reads, num_key_heads=1, layer=1, eps=EPS,
             scale=DIM**-0.5, f=f, z=gate, config=config, interpret=True, detect_races=True,
         )  # fmt: skip

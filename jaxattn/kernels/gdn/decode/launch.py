@@ -24,14 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.kernels.gdn.decode import cluster_mainloop
 from jaxattn.kernels.gdn.decode import mainloop as ring_body
+from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.cluster_mainloop import SPLIT
 from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig, shared_bytes
-from jaxattn.kernels.gdn.decode.prologue import DIM, WIDTH, GdnDecodeConfig
+from jaxattn.kernels.gdn.decode.prologue import DIM, WIDTH
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import (
     NUM_SMS,
@@ -103,105 +104,55 @@ def _refuse(
 
 
 def gdn_decode_mosaic(
-    name: str,
-    qkvz: jax.Array,
-    ba: jax.Array,
-    weights: jax.Array,
-    conv_state: jax.Array | None,
-    state: jax.Array,
-    reads: jax.Array,
-    writes: jax.Array,
+    call: GdnDecodeCall,
     *,
-    num_key_heads: int,
-    layer: jax.Array | int | None = None,
-    affine: tuple[int, int] = (1, 0),
-    scale: float,
-    l2norm: bool = True,
-    eps: float | None = None,
-    f: jax.Array | None = None,
-    z: jax.Array | None = None,
-    lower_bound: float | None = None,
-    halves: bool = False,
-    arena: Arena | None = None,
     config: GdnDecodeTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """The decode ops of `jaxattn.gdn` and `jaxattn.kda` on a Hopper GPU.
 
-    Args:
-        name: the op's, for messages.
-        qkvz: [B, S, q | k | v | z], head after head; without `eps` there is no z.
-        ba: [B, S, b | a], any float dtype.
-        weights: float32 [A_log | dt_bias | norm | the convolution's taps [W, Dc]], or a stack of
-            such rows. Only the gates' part is read where there is no norm and no convolution.
-        conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc]; None: no convolution.
-        state: [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
-        affine: (a, b), for the layer `a * layer + b`.
-        reads, writes: the slots of each row [B]; writes may be [B, S].
-        eps: of the gated RMS norm; None: no norm.
-        f: [B, S, Hv * Dk], of which decays per channel are made. Then `qkvz` has no z, `ba` no a,
-            and `weights` begins with [A_log | dt_bias [Hv * Dk] | norm].
-        z: [B, S, Hv * Dv], beside f.
-        lower_bound: of such log decays, as in `jaxattn.kda.kda_gates`.
-        halves: of `gated_delta_net_decode`.
-
     Returns:
         (out [B, S, Hv, Dv] in qkvz's dtype, conv_state, state), and the arena if there is one.
     """
-    require_hopper(name, interpret=interpret)
-    batch, q_len, _ = qkvz.shape
-    _refuse(name, batch, q_len, state.shape[-3:], conv_state)
-    num_value_heads = state.shape[-3]
-    op = GdnDecodeConfig(
-        q_len=q_len,
-        key_heads=num_key_heads,
-        value_heads=num_value_heads,
-        conv=conv_state is not None,
-        norm=eps is not None,
-        l2norm=l2norm,
-        stacked=weights.ndim == 2,
-        keep=writes.ndim == 2,
-        scale=scale,
-        eps=eps or 0.0,
-        channels=f is not None,
-        lower_bound=lower_bound,
-        halves=halves,
-    )
+    require_hopper(call.op, interpret=interpret)
+    batch, q_len, num_value_heads = call.batch, call.q_len, call.num_value_heads
+    _refuse(call.op, batch, q_len, call.state.shape[-3:], call.conv_state)
+    op = call.config()
     states = batch * num_value_heads
-    config = config or choose_config(op.group, states, q_len, state.dtype, interpret=interpret)
-    needed = 0 if config.split else shared_bytes(op, config, state.dtype)
+    config = config or choose_config(op.group, states, q_len, call.state.dtype, interpret=interpret)
+    needed = 0 if config.split else shared_bytes(op, config, call.state.dtype)
     if needed > MOST_SHARED:
         raise Refusal(
-            f"{name}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and needs "
-            f"{needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; give "
-            "fewer tokens"
+            f"{call.op}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and "
+            f"needs {needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; "
+            "give fewer tokens"
         )
-    qkvz, ba, f, z, weights, conv_state, state = without_gradient(
-        name, (qkvz, ba, f, z, weights, conv_state, state)
-    )
+    call = call.without_gradient()
+    state, conv_state, arena = call.state, call.conv_state, call.arena
     # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
     pool = state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)
     pool_ref, conv_ref, out_ref = jax.new_ref(pool), None, None
     if conv_state is not None:
         conv_ref = jax.new_ref(conv_state.reshape(-1, *conv_state.shape[-3:]))
     inputs: dict[str, Any] = {
-        "qkvz_ref": qkvz,
-        "ba_ref": ba,
-        "f_ref": f,
-        "z_ref": z,
-        "weights_ref": weights.reshape(-1, weights.shape[-1]),
-        "layer_ref": jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1),
+        "qkvz_ref": call.qkvz,
+        "ba_ref": call.ba,
+        "f_ref": call.f,
+        "z_ref": call.z,
+        "weights_ref": call.weights.reshape(-1, call.weights.shape[-1]),
+        "layer_ref": jnp.asarray(0 if call.layer is None else call.layer, jnp.int32).reshape(1),
         # An operand, so that all layers of a step are one kernel to compile.
-        "affine_ref": jnp.asarray(affine, jnp.int32),
+        "affine_ref": jnp.asarray(call.affine, jnp.int32),
         # An index narrower than int32 would be sign-extended, unsigned or not.
-        "reads_ref": reads.astype(jnp.int32),
-        "writes_ref": writes.astype(jnp.int32),
+        "reads_ref": call.reads.astype(jnp.int32),
+        "writes_ref": call.writes.astype(jnp.int32),
         "pool_ref": pool_ref,
         "conv_ref": conv_ref,
     }
-    spec = scratch(batch=batch, q_len=q_len, num_v_heads=num_value_heads, dtype=qkvz.dtype)
-    rows = jax.ShapeDtypeStruct((batch * q_len * num_value_heads, DIM), qkvz.dtype)
+    dtype = call.qkvz.dtype
+    spec = scratch(batch=batch, q_len=q_len, num_v_heads=num_value_heads, dtype=dtype)
+    rows = jax.ShapeDtypeStruct((batch * q_len * num_value_heads, DIM), dtype)
     first_row = 0
     if arena is not None:
         lane, first_row = arena.lane(spec, "out", width=DIM)
@@ -209,8 +160,8 @@ def gdn_decode_mosaic(
     if config.split:
         if q_len != 1 or op.group * SPLIT > MOST_BLOCKS:
             raise ValueError(
-                f"{name}: split is for one token of 1 or 2 value heads a key head, got S={q_len}, "
-                f"Hv / Hk = {op.group}"
+                f"{call.op}: split is for one token of 1 or 2 value heads a key head, got "
+                f"S={q_len}, Hv / Hk = {op.group}"
             )
         blocks = op.group * SPLIT
         block: Any = functools.partial(
@@ -218,7 +169,7 @@ def gdn_decode_mosaic(
         )
         scratch_types = cluster_mainloop.scratch_types(op, interpret=interpret)
         if interpret:  # whose blocks have no shared memory in common
-            between = jnp.zeros((batch, num_key_heads, blocks), jnp.float32)
+            between = jnp.zeros((batch, op.key_heads, blocks), jnp.float32)
             inputs["between"] = jax.new_ref(between)
     else:
         blocks = config.parts
@@ -229,9 +180,9 @@ def gdn_decode_mosaic(
 
     out = launch(
         lambda **refs: block(**refs).run(),
-        name="gdn_decode" if f is None else "kda_decode",
+        name="gdn_decode" if call.f is None else "kda_decode",
         # The last axis runs fastest: blocks at work together read neighbouring states.
-        grid={"row": batch, "key_head": num_key_heads},
+        grid={"row": batch, "key_head": op.key_heads},
         cluster={"part": blocks} if blocks > 1 else {},
         inputs=inputs,
         outputs={"out_ref": rows} if arena is None else {},

@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
 from jaxattn.kernels.gqa.decode.epilogue import (
@@ -30,8 +32,6 @@ from jaxattn.kernels.gqa.decode.smem import ACROSS, QUERIES
 from jaxattn.kernels.gqa.decode.split_kv.combine import SplitKvCombine, chunks_of
 from jaxattn.kernels.gqa.decode.split_kv.semaphore import SplitSemaphore
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E, MASKED
 
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,

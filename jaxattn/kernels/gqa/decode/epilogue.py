@@ -16,14 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.epilogue import gated, with_sink
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.work_partition import SchedulePosition
 from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import VALUES, HeadWorkPartition
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
 
 
 class ExchangeSmemProtocol(Protocol):
@@ -108,19 +109,6 @@ class GqaDecodeEpilogue[M: ExchangeSmemProtocol]:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory.both_there)
         plgpu.barrier_wait(self.memory.both_there)
-
-
-def gated(out: jax.Array, gate: jax.Array) -> jax.Array:
-    """float32 out * sigmoid(gate)."""
-    return out / (1.0 + jnp.exp2(gate.astype(jnp.float32) * -LOG2E))
-
-
-def with_sink(top: jax.Array, total: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(maximum, sum) in powers of two, with a key more, of no value; not where there is none."""
-    sink = sink * LOG2E
-    new_top = jnp.maximum(top, sink)
-    joined = total * jnp.exp2(top - new_top) + jnp.exp2(sink - new_top)
-    return jnp.where(total == 0, top, new_top), jnp.where(total == 0, total, joined)
 
 
 def merge(

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.gqa.decode.cta import (
     GqaDecodeConfig,
@@ -36,7 +37,6 @@ from jaxattn.kernels.gqa.decode.mma import products_of
 from jaxattn.kernels.gqa.decode.smem import GqaDecodeSmem
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import KEYS, VALUES
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

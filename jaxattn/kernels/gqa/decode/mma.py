@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.layouts import BY_COLUMN
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.gqa.decode.cta import GqaDecodeTile
 from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands, block_width, in_order
 from jaxattn.kernels.gqa.decode.smem import over_out
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_COLUMN
 
 CLEARED = 64  # dims of values that are cleared at a time
 

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import FP8
+from jaxattn.kernels.attention.layouts import MARGIN
 from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
 from jaxattn.kernels.gqa.decode.fp8_operands import tiles_of
 from jaxattn.kernels.hopper.device import (
@@ -17,7 +18,6 @@ from jaxattn.kernels.hopper.device import (
     shared_bytes,
     swizzled,
 )
-from jaxattn.kernels.mla.decode.swap_ab.smem import MARGIN
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 PAGE_SIZES = (16, 32, 64, 128)

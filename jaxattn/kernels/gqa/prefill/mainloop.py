@@ -20,8 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.epilogue import gated, with_sink
+from jaxattn.kernels.attention.softmax import EMPTY, LOG2E
 from jaxattn.kernels.attention.work_queue import WorkQueue
-from jaxattn.kernels.gqa.decode.epilogue import gated, with_sink
 from jaxattn.kernels.gqa.prefill.producer import GqaPrefillProducer, GqaPrefillSources
 from jaxattn.kernels.gqa.prefill.smem import ROWS, GqaPrefillSmem, GqaPrefillTileConfig
 from jaxattn.kernels.gqa.prefill.tile_scheduler import (
@@ -34,7 +35,6 @@ from jaxattn.kernels.gqa.prefill.tile_scheduler import (
 )
 from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.hopper.reduce.online_softmax import reference, rescaled
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E
 
 TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(1)

@@ -14,10 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.store.row_store import store
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 AHEAD = 8  # partial results that are read at a time, of a row
@@ -29,15 +30,38 @@ BLOCKS, LONGEST = 512, 16
 SHARED_ROWS, SHARERS = 256, 4  # so few rows have many partial results, and this many warpgroups
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitRows:
+    """What a launch wrote, where rows may be cut.
+
+    Attributes:
+        refs: the output's rows [.., 512], and the partial results' float32 [.., 512].
+        first_rows: where in each the op's own rows begin.
+        lse: float32 [B, rows], of the rows that were not cut.
+        partial_lse: float32 [2 * parts, rows], natural logarithm.
+    """
+
+    refs: list[Any]
+    first_rows: list[int]
+    lse: jax.Array
+    partial_lse: jax.Array
+
+    def slots(self, call: MlaDecodeCall) -> dict[str, Any]:
+        """Of a launch that merges them: where each row's are, and which rows the schedule knows
+        other lengths of. They stay as they are."""
+        assert call.schedule is not None
+        return {
+            "partial_lse": self.partial_lse,
+            "slots": call.schedule.slots,
+            "lens": None if call.schedule.seq_lens is None else call.seq_lens,
+            "made_of": call.schedule.seq_lens,
+        }
+
+
 def combine(
-    refs: list[Any],
-    first_rows: list[int],
-    lse: jax.Array,
-    partial_lse: jax.Array,
-    schedule: Schedule,
-    seq_lens: jax.Array,
+    call: MlaDecodeCall,
+    split: SplitRows,
     *,
-    used: int,
     sharers: int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -45,23 +69,17 @@ def combine(
     """Writes the merged rows to the output and returns their LSE.
 
     Args:
-        refs: the output's rows [.., 512], and the partial results' float32 [.., 512].
-        first_rows: where in each the op's own rows begin.
-        lse: float32 [B, rows].
-        partial_lse: float32 [2 * parts, rows], natural logarithm.
-        seq_lens: int32 [B]; where the schedule was made of another length, a row stays as it is.
-        used: packed rows that somebody reads, the first ones.
         sharers: warpgroups that share the partial results of a row; None: four where rows are few
             and cut in more than one warpgroup reads at a time, but in the interpreter one.
     """
-    batch, rows = lse.shape
-    used = -(-used // 8) * 8
+    batch, rows = split.lse.shape
+    used = -(-call.q_len * call.num_heads // 8) * 8
     if sharers is None:
-        cut = len(partial_lse) // 2 > AHEAD * batch  # on average
+        cut = len(split.partial_lse) // 2 > AHEAD * batch  # on average
         sharers = SHARERS if cut and batch * used <= SHARED_ROWS and not interpret else 1
     chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
-    out_ref, partial_ref = refs
-    lse_ref = jax.new_ref(lse)
+    out_ref, partial_ref = split.refs
+    lse_ref = jax.new_ref(split.lse)
     shared = {
         "sums": plgpu.SMEM((sharers, RANK), jnp.float32),
         "tops": plgpu.SMEM((sharers,), jnp.float32),
@@ -71,21 +89,13 @@ def combine(
 
     def body(sums, tops, totals, there, **refs):
         together = CombineReduction(sharers, sums, tops, totals, there) if sharers > 1 else None
-        MlaCombineCta(first_rows, rows, chunk, together, **refs).run()
+        MlaCombineCta(split.first_rows, rows, chunk, together, **refs).run()
 
     launch(
         body,
         name="mla_decode_combine",
         grid={"row": batch, "chunk": used // chunk},
-        inputs={
-            "partial_lse": partial_lse,
-            "slots": schedule.slots,
-            "lens": None if schedule.seq_lens is None else seq_lens,
-            "made_of": schedule.seq_lens,
-            "out": out_ref,
-            "partial": partial_ref,
-            "lse": lse_ref,
-        },
+        inputs=split.slots(call) | {"out": out_ref, "partial": partial_ref, "lse": lse_ref},
         scratch=shared if sharers > 1 else dict.fromkeys(shared),
         warpgroups=sharers,
         compiler_params=plgpu.CompilerParams(approx_math=True),

@@ -15,7 +15,6 @@ be cut. Reference: `jaxattn.mla.mla_decode` (implementation="xla") with `met`; t
 tests/parallel/test_gpus_meet.py.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -25,12 +24,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.kernels.collectives import symmetric_memory as peers
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.combine import CombineReduction, full_of, merge_into, weight_of
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
+from jaxattn.kernels.mla.decode.call import Meeting, MlaDecodeCall
+from jaxattn.kernels.mla.decode.combine import (
+    CombineReduction,
+    SplitRows,
+    full_of,
+    merge_into,
+    weight_of,
+)
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 HALVES = RANK // peers.STATE_DIMS
@@ -44,46 +51,16 @@ def mailbox_shape(rows: int, heads: int) -> tuple[int, int]:
     return rows * heads * HALVES, peers.NUMBERS * peers.STATE_DIMS
 
 
-@dataclasses.dataclass(frozen=True)
-class DistributedCombineArgs:
-    """With what the outputs of several GPUs meet.
-
-    Attributes:
-        inbox, counts, addresses: of `kernels/collectives/symmetric_memory.py`, of `mailbox_shape`
-            tokens and features.
-        axes: the mesh axes of the GPUs, all axes of the mesh in its order.
-        heads: of the queries, those that there are; the others fill a tile.
-    """
-
-    inbox: jax.Array
-    counts: jax.Array
-    addresses: jax.Array
-    axes: tuple[str, ...]
-    heads: int
-
-
 def distributed_combine(
-    refs: list[Any],
-    first_rows: list[int],
-    lse: jax.Array,
-    partial_lse: jax.Array,
-    schedule: Schedule,
-    seq_lens: jax.Array,
-    *,
-    met: DistributedCombineArgs,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out [B, heads / N, 512] of this GPU's heads, inbox, counts).
+    call: MlaDecodeCall, split: SplitRows, meeting: Meeting
+) -> tuple[jax.Array, SymmetricBuffer]:
+    """(out [B, heads / N, 512] of this GPU's heads, the mailbox).
 
-    Args:
-        refs: the output's rows [.., 512], and the partial results' float32 [.., 512].
-        first_rows: where in each the op's own rows begin.
-        lse: float32 [B, rows], of the rows that were not cut.
-        partial_lse: float32 [2 * parts, rows], natural logarithm.
-        seq_lens: int32 [B]; a row of which the schedule knows another length has its output.
-        met: with what they meet. Of its heads, the first packed rows, GPU n owns the n-th part.
+    Of the call's heads, the first packed rows, GPU n owns the n-th part.
     """
-    op, inbox, heads = "mla_decode", met.inbox, met.heads
-    peers.check(op, inbox, met.axes, interpret=False)
+    op, box, heads = "mla_decode", meeting.mailbox, call.num_heads
+    inbox, lse = box.inbox, split.lse
+    peers.check(op, inbox, meeting.axes, interpret=False)
     (batch, rows), gpus = lse.shape, inbox.shape[1]
     tokens, features = mailbox_shape(batch, heads)
     if heads % gpus or inbox.shape[2] < tokens or inbox.shape[3] != features:
@@ -93,10 +70,10 @@ def distributed_combine(
             f"{inbox.shape}"
         )
     own = heads // gpus
-    out_ref, partial_ref = refs
+    out_ref, partial_ref = split.refs
     if out_ref.dtype != jnp.bfloat16:
         raise Refusal(f"{op}: outputs meet in bfloat16, and these are {out_ref.dtype.name}")
-    inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(met.counts)
+    inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(box.counts)
 
     def body(sums, tops, totals, there, inbox_ref, counts_ref, addresses_ref, **given) -> None:
         row, head, half, gpu = (lax.axis_index(x) for x in ("row", "head", "half", "gpu"))
@@ -106,7 +83,7 @@ def distributed_combine(
         )
         to, known = call.address(gpu), call.address(call.own)  # there when the state is
         sharers = CombineReduction(SHARERS, sums, tops, totals, there)
-        block = DistributedCombineCta(first_rows, rows, sharers, **given)
+        block = DistributedCombineCta(split.first_rows, rows, sharers, **given)
         out, lse = block.state(row, gpu * own + head, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -123,15 +100,12 @@ def distributed_combine(
         body,
         name="mla_decode_meet",
         grid={"row": batch, "head": own, "half": HALVES, "gpu": gpus},
-        inputs={
-            "partial_lse": partial_lse,
-            "slots": schedule.slots,
-            "lens": None if schedule.seq_lens is None else seq_lens,
-            "made_of": schedule.seq_lens,
+        inputs=split.slots(call)
+        | {
             "alone": out_ref,
             "partial": partial_ref,
             "lse": lse,
-            "addresses_ref": met.addresses,
+            "addresses_ref": box.addresses,
             "inbox_ref": inbox_ref,
             "counts_ref": counts_ref,
         },
@@ -140,7 +114,8 @@ def distributed_combine(
         warpgroups=SHARERS,
         compiler_params=peers.COMPILER,
     )
-    return out["out"], jax.freeze(inbox_ref), jax.freeze(counts_ref)
+    after = SymmetricBuffer(jax.freeze(inbox_ref), jax.freeze(counts_ref), box.addresses)
+    return out["out"], after
 
 
 def exchange_smem() -> dict[str, Any]:

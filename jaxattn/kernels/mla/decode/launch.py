@@ -11,20 +11,18 @@ Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
 tests/kernels/mla/decode/test_warp_specialized.py.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.kernels.attention.tile_scheduler import TILE, Schedule, few_rows, num_tiles
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.attention.tile_scheduler import TILE, few_rows, num_tiles
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import plain_copies, require_hopper
-from jaxattn.kernels.mla.decode.distributed_combine import DistributedCombineArgs
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.launch import (
     MOST_COLUMNS,
@@ -39,7 +37,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     MlaDecodeRefs,
     scratch_types,
 )
-from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES, decode_schedule
+from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES, scheduled
 
 
 def takes_split_queries(num_heads: int) -> bool:
@@ -47,14 +45,14 @@ def takes_split_queries(num_heads: int) -> bool:
     return num_heads % TILE == 0
 
 
-def uses_swap_ab(q: Any, kv_cache: Any) -> bool:
+def uses_swap_ab(q_len: int, num_heads: int, kv_cache: Any) -> bool:
     """Whether the kernel with heads as columns is the one: for few packed rows, and of an FP8 cache
     for as many as are one block's."""
-    format, rows = LatentFormat(kv_cache.dtype), q.shape[1] * q.shape[2]
+    format = LatentFormat(kv_cache.dtype)
     if format.quantized:
         # Columns take a block-scaled page as one piece of memory, rows as boxes of a tensor.
-        return rows <= MOST_COLUMNS and (plain_copies() or not format.block_scaled)
-    return few_rows(*q.shape[1:3])
+        return q_len * num_heads <= MOST_COLUMNS and (plain_copies() or not format.block_scaled)
+    return few_rows(q_len, num_heads)
 
 
 def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
@@ -64,7 +62,8 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
         q: [B, S, H, D], an array or its shape.
         kv_cache: [..., N, C, Ds], likewise.
     """
-    if uses_swap_ab(q, kv_cache):
+    _, q_len, heads, _ = q.shape
+    if uses_swap_ab(q_len, heads, kv_cache):
         refuse_swap_ab(q, kv_cache, kv_lora_rank)
     else:
         _refuse_rows(q.dtype, kv_cache, kv_lora_rank)
@@ -96,120 +95,58 @@ def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 
 
 def mla_decode_mosaic(
-    q: jax.Array | tuple[jax.Array, jax.Array],
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
+    call: MlaDecodeCall,
     *,
-    scale: float,
-    layer: jax.Array | int | None = None,
-    kv_lora_rank: int = RANK,
-    query_lens: jax.Array | None = None,
-    arena: Arena | None = None,
-    schedule: Schedule | None = None,
-    kv_scale: jax.Array | None = None,
-    met: DistributedCombineArgs | None = None,
     columns: bool | None = None,
     output_by_tma: bool | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """`jaxattn.mla.mla_decode` on a Hopper GPU; arguments and results are documented there.
+    """`jaxattn.mla.mla_decode` on a Hopper GPU; what comes back: `MlaDecodeOutputs.finish`.
 
     `columns` takes the kernel whose products have heads as columns, for queries in one array: None
     takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
     32 of an FP8 cache.
-    `met`: see `MlaDecodeOutputs.finish` for what comes back.
     `output_by_tma` (see warp_specialized/smem.py) is the faster by up to 8 us where most rows are
     whole, and by 3 us the slower where they are cut; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
-    latent = q[0] if isinstance(q, tuple) else q
     if columns is None:
-        heads = latent if met is None else latent[:, :, : met.heads]
-        columns = uses_swap_ab(heads, kv_cache)
-    if columns and met is not None and not isinstance(q, tuple):
-        q = latent = q[:, :, : met.heads]  # a tile is not filled
+        columns = uses_swap_ab(call.q_len, call.num_heads, call.kv_cache)
     if columns:
-        q = jnp.concatenate(q, axis=-1) if isinstance(q, tuple) else q
-        refuse_swap_ab(q, kv_cache, kv_lora_rank)
+        call = call.joined()  # a tile is not filled
+        refuse_swap_ab(call.q, call.kv_cache, call.kv_lora_rank)
         if not interpret:
-            refuse_assembler(kv_cache)
+            refuse_assembler(call.kv_cache)
     else:
-        _refuse_rows(latent.dtype, kv_cache, kv_lora_rank)
-    if kv_cache.shape[-2] not in PAGE_SIZES:
+        _refuse_rows(call.dtype, call.kv_cache, call.kv_lora_rank)
+    if call.page_size not in PAGE_SIZES:
         raise Refusal(
             "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
-            f"{kv_cache.shape} has {kv_cache.shape[-2]}"
+            f"{call.kv_cache.shape} has {call.page_size}"
         )
-    q, kv_cache, kv_scale = without_gradient("mla_decode", (q, kv_cache, kv_scale))
-    batch, q_len, given_heads, _ = latent.shape
-    num_heads = given_heads if met is None else met.heads
-    dtype = latent.dtype
-    if layer is None:
-        kv_cache, layer = kv_cache[None], 0
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    page_size = kv_cache.shape[2]
-    if schedule is None:
-        schedule = decode_schedule(
-            seq_lens,
-            q_len=q_len,
-            num_heads=num_heads,
-            max_pages=block_tables.shape[1],
-            page_size=page_size,
-            interpret=interpret,
-        )
-        schedule = dataclasses.replace(schedule, seq_lens=None)
+    call = scheduled(call.stacked(), interpret=interpret)
     if columns:
-        assert not isinstance(q, tuple)
-        return mla_decode_swap_ab(
-            q, kv_cache, block_tables, seq_lens,
-            scale=scale, layer=layer, kv_scale=kv_scale, query_lens=query_lens, arena=arena,
-            schedule=schedule, met=met, interpret=interpret, detect_races=detect_races,
-        )  # fmt: skip
-    parts, tiles, rope = schedule.parts, num_tiles(q_len, num_heads), kv_cache.shape[3] > RANK
-    latents = LatentFormat(kv_cache.dtype)
-    rows = tiles * TILE
-    queries: jax.Array
-    q_rope: jax.Array | None = None
-    if isinstance(q, tuple):
-        queries, q_rope = q[0].transpose(2, 0, 1, 3), q[1]  # as the absorbed product comes
-    else:
-        packed = q.reshape(batch, q_len * given_heads, -1)
-        queries = jnp.pad(packed, ((0, 0), (0, rows - q_len * given_heads), (0, 0)))
-
-    results = MlaDecodeOutputs(
-        arena, schedule, seq_lens, (batch, q_len, num_heads), rows, dtype, met
-    )
+        return mla_decode_swap_ab(call, interpret=interpret, detect_races=detect_races)
+    tiles = num_tiles(call.q_len, call.num_heads)
+    q_ref, q_rope_ref = _in_tiles(call, tiles * TILE)
+    results = MlaDecodeOutputs(call, tiles * TILE)
     if output_by_tma is None:
-        output_by_tma = 2 * batch >= parts
+        output_by_tma = 2 * call.batch >= results.parts
     output_by_tma &= results.in_whole_tiles()
     cut = MlaDecodeConfig(
-        q_len=q_len, num_heads=num_heads, tiles=tiles, parts=parts, scale=scale, dtype=dtype,
-        latents=latents, rope=rope, first_rows=results.first_rows, output_by_tma=output_by_tma,
-        interpret=interpret,
+        q_len=call.q_len, num_heads=call.num_heads, tiles=tiles, parts=results.parts,
+        scale=call.scale, dtype=call.dtype, latents=call.format, rope=call.rope,
+        first_rows=results.first_rows, output_by_tma=output_by_tma, interpret=interpret,
     )  # fmt: skip
     written = launch(
         lambda **refs: MlaDecodeKernel(cut, MlaDecodeRefs(**refs)).run(),
         name="mla_decode",
         # The last axis runs fastest: the tiles of a row read the same pages while in L2.
-        grid={"part": parts, "tile": tiles},
-        inputs={
-            "q_ref": queries,
-            "q_rope_ref": q_rope,
-            "kv_ref": kv_cache,
-            "layer_ref": layer,
-            "table_ref": block_tables,
-            "lens_ref": seq_lens,
-            "made_of_ref": schedule.seq_lens,
-            "cuts_ref": schedule.cuts,
-            "order_ref": schedule.order,
-            "kv_scale_ref": None if kv_scale is None else kv_scale.reshape(1),
-            "query_lens_ref": query_lens,
-            **results.inputs,
-        },
+        grid={"part": results.parts, "tile": tiles},
+        inputs={"q_ref": q_ref, "q_rope_ref": q_rope_ref, **call.inputs(), **results.inputs},
         outputs=results.outputs,
-        scratch=scratch_types(dtype, latents, page_size, rope, interpret),
+        scratch=scratch_types(cut, call.page_size),
         warpgroups=3,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -222,3 +159,13 @@ def mla_decode_mosaic(
         detect_races=detect_races,
     )
     return results.finish(written, interpret=interpret, detect_races=detect_races)
+
+
+def _in_tiles(call: MlaDecodeCall, rows: int) -> tuple[jax.Array, jax.Array | None]:
+    """The queries as `MlaDecodeRefs` has them, `rows` packed ones of a request, and their rotated
+    dims if they are apart."""
+    if isinstance(call.q, tuple):
+        return call.q[0].transpose(2, 0, 1, 3), call.q[1]  # as the absorbed product comes
+    batch, q_len, heads = call.given
+    packed = call.q.reshape(batch, q_len * heads, -1)
+    return jnp.pad(packed, ((0, 0), (0, rows - q_len * heads), (0, 0))), None

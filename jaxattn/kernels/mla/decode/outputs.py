@@ -12,44 +12,33 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import Arena, Region
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention.tile_scheduler import Schedule, may_split
-from jaxattn.kernels.mla.decode.combine import combine
-from jaxattn.kernels.mla.decode.distributed_combine import (
-    DistributedCombineArgs,
-    distributed_combine,
-)
+from jaxattn.kernels.attention.tile_scheduler import may_split
+from jaxattn.kernels.mla.decode.call import Meeting, MlaDecodeCall
+from jaxattn.kernels.mla.decode.combine import SplitRows, combine
+from jaxattn.kernels.mla.decode.distributed_combine import distributed_combine
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 from jaxattn.kernels.mla.decode.workspace import spec_of
 
 
 class MlaDecodeOutputs:
-    """Where a launch writes.
+    """Where the launch of a call writes.
 
     Attributes:
         rows: packed rows that are kept of a request.
+        parts: of the call's schedule.
         first_rows: of the output, and of the partial results, in the arrays of `refs`.
         split: whether there are partial results.
         refs: those arrays.
         inputs, outputs: of the launch. What concerns partial results is None where there are none.
     """
 
-    def __init__(
-        self,
-        arena: Arena | None,
-        schedule: Schedule,
-        seq_lens: jax.Array,
-        shape: tuple[int, int, int],
-        rows: int,
-        dtype: Any,
-        met: DistributedCombineArgs | None = None,
-    ):
-        """`shape`: (B, S, H). `met`: with what several GPUs' outputs meet."""
-        self.arena, self.schedule, self.seq_lens = arena, schedule, seq_lens
-        self.met = met
-        self.shape, self.rows = shape, rows
-        batch, parts = shape[0], schedule.parts
-        self.spec = spec_of(batch, rows, RANK, dtype, parts)
+    def __init__(self, call: MlaDecodeCall, rows: int):
+        assert call.schedule is not None
+        self.call, self.rows, self.parts = call, rows, call.schedule.parts
+        batch, parts, arena = call.batch, self.parts, call.arena
+        self.spec = spec_of(batch, rows, RANK, call.dtype, parts)
         self.split = may_split(batch, parts)
         names = ["out", *(["partial_out"] if self.split else [])]
         regions = dict(self.spec.regions)
@@ -75,20 +64,18 @@ class MlaDecodeOutputs:
         self, written: Mapping[str, jax.Array], *, interpret: bool, detect_races: bool
     ) -> tuple[Any, ...]:
         """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one; where outputs met,
-        (out [B, 1, H / N, R], the arena or None, inbox, counts).
+        (out [B, 1, H / N, R], the arena or None, the mailbox).
 
         `written` is what the launch returned.
         """
-        (batch, q_len, num_heads), arena = self.shape, self.arena
+        call, (batch, q_len, num_heads) = self.call, self.call.shape
         used = q_len * num_heads
-        lse = written["lse_ref"]
-        if self.met is not None:
-            return self._meet(self.met, lse, written.get("partial_lse_ref"))
-        if self.split:
-            lse = combine(
-                self.refs, self.first_rows, lse, written["partial_lse_ref"], self.schedule,
-                self.seq_lens, used=used, interpret=interpret, detect_races=detect_races,
-            )  # fmt: skip
+        lse, partial_lse = written["lse_ref"], written.get("partial_lse_ref")
+        if call.meeting is not None:
+            return self._meet(call.meeting, lse, partial_lse)
+        if partial_lse is not None:
+            split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
+            lse = combine(call, split, interpret=interpret, detect_races=detect_races)
         lanes, arena = self._lanes()
         # Of one request the used rows lie together: one slice, where XLA would make two of it.
         kept = used if batch == 1 else self.rows
@@ -99,23 +86,22 @@ class MlaDecodeOutputs:
         return (out, lse) if arena is None else (out, lse, arena)
 
     def _meet(
-        self, met: DistributedCombineArgs, lse: jax.Array, partial_lse: jax.Array | None
-    ) -> tuple[Any, ...]:
-        batch, q_len, _ = self.shape
-        if partial_lse is None or q_len > 1:
+        self, meeting: Meeting, lse: jax.Array, partial_lse: jax.Array | None
+    ) -> tuple[jax.Array, Arena | None, SymmetricBuffer]:
+        call = self.call
+        if partial_lse is None or call.q_len > 1:
             raise Refusal(
                 f"mla_decode: outputs of several GPUs meet where rows of one token may be cut, and "
-                f"these are {batch} rows of {q_len} tokens in {self.schedule.parts} parts"
+                f"these are {call.batch} rows of {call.q_len} tokens in {self.parts} parts"
             )
-        out, inbox, counts = distributed_combine(
-            self.refs, self.first_rows, lse, partial_lse, self.schedule, self.seq_lens, met=met
-        )
-        return out[:, None], self._lanes()[1], inbox, counts
+        split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
+        out, mailbox = distributed_combine(call, split, meeting)
+        return out[:, None], self._lanes()[1], mailbox
 
     def _lanes(self) -> tuple[dict[str, jax.Array], Arena | None]:
         """What the launches wrote to, by name, and the arena with it."""
         lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
-        arena = self.arena
+        arena = self.call.arena
         if arena is not None:
             for name, lane in lanes.items():
                 arena = arena.with_lane(self.spec, name, lane)

@@ -24,6 +24,7 @@ from jaxattn.kernels.attention.tile_scheduler import (
     split_thresholds,
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 PAGE_SIZES = (16, 32, 64, 128)
@@ -81,6 +82,21 @@ def decode_schedule(
         least=split_thresholds(batch, q_len, num_heads),
     )
     return dataclasses.replace(schedule, seq_lens=seq_lens)
+
+
+def scheduled(call: MlaDecodeCall, *, interpret: bool) -> MlaDecodeCall:
+    """The call with its schedule, or one that is made of its own lengths."""
+    if call.schedule is not None:
+        return call
+    schedule = decode_schedule(
+        call.seq_lens,
+        q_len=call.q_len,
+        num_heads=call.num_heads,
+        max_pages=call.max_pages,
+        page_size=call.page_size,
+        interpret=interpret,
+    )
+    return dataclasses.replace(call, schedule=dataclasses.replace(schedule, seq_lens=None))
 
 
 def scratch(

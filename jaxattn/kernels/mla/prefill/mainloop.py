@@ -17,7 +17,6 @@ L2. Where all rows are known to be whole, a block of each SM takes many tiles
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +25,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LOG2E = math.log2(math.e)
+from jaxattn.kernels.attention.softmax import EMPTY, LOG2E
+
 NOPE, ROPE, VALUES = 128, 64, 128
 TILE = 64  # queries of a warpgroup
 KEYS = 128  # keys of a step
-EMPTY = -3e38  # row maximum before the first key: finite, since -inf - -inf is NaN
 
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(1)

@@ -14,16 +14,15 @@ from jaxattn.core.cache.formats import FP8
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.gqa import gqa_decode
 from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa.decode.split_kv import oversubscription
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch
 from tests.helpers.at_once import at_once
-from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case
+from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case, launch_gqa_decode
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 kernel = jax.jit(
-    gqa_decode_mosaic,
+    launch_gqa_decode,
     static_argnames=("scale", "window", "soft_cap", "interpret", "detect_races"),
 )
 schedule_of = jax.jit(Schedule.of, static_argnames="batch")
@@ -239,7 +238,7 @@ def test_a_schedule_of_another_window_is_refused(made_for):
     case = gqa_case([70], group=1, kv_heads=1, dim=64, window=50)
     other = dataclasses.replace(cut_at(case, [(0, 0)]), window=made_for)
     with pytest.raises(ValueError, match="the schedule was made for window"):
-        gqa_decode_mosaic(*case.args, scale=0.1, layer=1, window=50, schedule=other, interpret=True)
+        launch_gqa_decode(*case.args, scale=0.1, layer=1, window=50, schedule=other, interpret=True)
 
 
 def test_counts_of_another_number_of_tiles_are_refused():

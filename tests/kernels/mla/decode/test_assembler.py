@@ -12,7 +12,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention import tile_scheduler
 from jaxattn.kernels.hopper import device
 from jaxattn.kernels.mla.decode import launch
-from tests.helpers.kernel_cases import assert_mla_close
+from tests.helpers.kernel_cases import assert_mla_close, launch_mla_decode
 from tests.kernels.mla.decode.test_swap_ab import decode, stored
 from tests.kernels.mla.decode.test_warp_specialized import kernel
 
@@ -30,9 +30,9 @@ def test_only_block_scaled_caches_go_to_the_other_kernel(format, heads, before, 
     q = jnp.zeros((1, 1, heads, 576), jnp.bfloat16)
     cache = jnp.zeros((1, 64, 656 if format == "uint8" else 576), format)
     monkeypatch.setattr(launch, "plain_copies", lambda: True)
-    assert launch.uses_swap_ab(q, cache) == before
+    assert launch.uses_swap_ab(1, heads, cache) == before
     monkeypatch.setattr(launch, "plain_copies", lambda: False)
-    assert launch.uses_swap_ab(q, cache) == now
+    assert launch.uses_swap_ab(1, heads, cache) == now
     launch.refuse(q, cache, 512)
 
 
@@ -99,7 +99,7 @@ def test_an_arena_holds_what_either_kernel_writes(plain, monkeypatch):
     )
     arena = jax.eval_shape(lambda: Arena.allocate(spec))
     out, lse, _ = jax.eval_shape(
-        lambda arena: launch.mla_decode_mosaic(
+        lambda arena: launch_mla_decode(
             case.q, *case.args[1:], scale=case.scale, interpret=True, layer=case.layer, arena=arena
         ),
         arena,

@@ -9,7 +9,8 @@ import pytest
 
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.kernels.mla.decode import combine as mla_combine
-from jaxattn.kernels.mla.decode.combine import combine
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.combine import SplitRows, combine
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 # Of each row of the batch: the slots of its partial results. The first was written whole; one has
@@ -70,9 +71,13 @@ def test_parts_that_see_nothing_much_and_nan(
 
     def run(out, partial, own_lse, lse):
         refs = [jax.new_ref(out), jax.new_ref(partial.reshape(-1, 512))]
+        call = MlaDecodeCall(
+            q=jnp.zeros((batch, 1, used - 1, 512)), kv_cache=None, block_tables=None,
+            seq_lens=lens, scale=1.0, schedule=schedule,
+        )  # fmt: skip
         merged = combine(
-            refs, [3, 0], own_lse, lse, schedule, lens, used=used - 1, sharers=sharers,
-            interpret=interpret, detect_races=interpret,
+            call, SplitRows(refs, [3, 0], own_lse, lse), sharers=sharers, interpret=interpret,
+            detect_races=interpret,
         )  # fmt: skip
         return jax.freeze(refs[0]), merged
 

@@ -14,12 +14,12 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.kernels.attention.tile_scheduler import packed_rows
 from jaxattn.kernels.hopper.device import plain_copies
-from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
 from jaxattn.kernels.mla.decode.swap_ab.launch import block_columns
 from tests.helpers.kernel_cases import (
     MLACase,
     assert_mla_close,
     both_devices,
+    launch_mla_decode,
     mla_case,
     no_races,
     slow,
@@ -322,7 +322,7 @@ def test_the_op_reads_an_fp8_cache_into_an_arena(implementation):
 def test_fp8_caches_want_bfloat16_queries():
     q, cache = jnp.zeros((1, 1, 2, 576), jnp.float16), jnp.zeros((1, 64, 656), jnp.uint8)
     with pytest.raises(NotImplementedError, match="q float16, kv_cache uint8"):
-        mla_decode_mosaic(
+        launch_mla_decode(
             q, cache, jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32), scale=0.1,
             interpret=True,
         )  # fmt: skip
@@ -359,7 +359,7 @@ def assert_every_fp8_number(format, heads, **options):
         cache, kv_scale = cache.view(jnp.float8_e4m3fn), jnp.float32(2)
     q = jnp.zeros((len(exponents), 1, heads, 576), jnp.bfloat16)
     tables = jnp.arange(len(exponents), dtype=jnp.int32)[:, None]
-    step = jax.jit(functools.partial(mla_decode_mosaic, scale=1.0, layer=0, **options))
+    step = jax.jit(functools.partial(launch_mla_decode, scale=1.0, layer=0, **options))
     out, _ = step(q, jnp.asarray(cache), tables, jnp.ones_like(tables[:, 0]), kv_scale=kv_scale)
     expected = latents.unpack(jnp.asarray(cache)[0, :, 0], kv_scale)[:, :512]
     of_heads = jnp.stack([expected.astype(out.dtype)] * heads, axis=1)

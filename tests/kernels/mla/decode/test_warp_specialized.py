@@ -15,10 +15,10 @@ from jaxattn import mla
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.kernels.attention.tile_scheduler import Schedule, make_schedule, num_steps
 from jaxattn.kernels.mla.decode import combine as mla_combine
-from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
 from tests.helpers.kernel_cases import (
     assert_mla_close,
     both_devices,
+    launch_mla_decode,
     mla_case,
     no_races,
     slow,
@@ -28,7 +28,7 @@ from tests.helpers.kernel_cases import (
 # Compiled once for all tests of the same shapes.
 op = jax.jit(mla.mla_decode, static_argnames=("scale", "implementation"))
 kernel = jax.jit(
-    mla_decode_mosaic,
+    launch_mla_decode,
     static_argnames=("scale", "columns", "output_by_tma", "interpret", "detect_races"),
 )
 schedule_of = jax.jit(Schedule.of, static_argnames=("batch", "max_pages"))
@@ -446,9 +446,9 @@ def test_refuses_what_it_has_no_code_for():
         NotImplementedError, match=r"pages of 16, .*kv_cache \(2, 32, 8, 576\) has 8"
     ):
         cache = case.kv_cache.reshape(2, -1, 8, 576)
-        mla_decode_mosaic(case.q, cache, *case.args[2:], scale=1.0, layer=0, interpret=True)
+        launch_mla_decode(case.q, cache, *case.args[2:], scale=1.0, layer=0, interpret=True)
     with pytest.raises(NotImplementedError, match="q float32, kv_cache bfloat16"):
-        mla_decode_mosaic(
+        launch_mla_decode(
             case.q.astype(jnp.float32), *case.args[1:], scale=1.0, layer=0, interpret=True
         )
 

@@ -27,7 +27,7 @@ from tests.kernels.mla.decode.test_warp_specialized import cut_at, dealt_out, ev
 def decode(some: Stored, implementation, *, q=None, **arguments):
     """On the GPU as the op calls it; in the interpreter with race detection."""
     case, kv_scale = some.case, None if some.kv_scale is None else jnp.float32(some.kv_scale)
-    assert not uses_swap_ab(case.q, case.kv_cache)
+    assert not uses_swap_ab(*case.q.shape[1:3], case.kv_cache)
     interpret = implementation != "mosaic_gpu"
     with no_races() if interpret else contextlib.nullcontext():
         outs = kernel(

@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.ptx import (
@@ -31,7 +32,6 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
 
 WIDTH, OF_THREAD = 64, 4  # dims that half a warp has of a row, and a thread of them
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()

@@ -14,12 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.layouts import SCORES
 from jaxattn.kernels.gqa.decode.fp8_operands import half_queries, in_order, order_of
 from jaxattn.kernels.gqa.decode.load.packed_rows import PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
 from jaxattn.kernels.hopper.device import issue_loads
-from jaxattn.kernels.mla.decode.swap_ab.smem import SCORES
 
 AT_A_TIME = 2048  # numbers that are gathered at a time, 16 a thread
 

@@ -15,14 +15,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.epilogue import gated, with_sink
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax import EMPTY, LOG2E
 from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.kernels.gqa.decode.epilogue import gated, with_sink
+from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import issue_loads
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY, LOG2E
 
 # Partial results that are read at a time, by how many times 64 dims, for each of which a result
 # takes four registers; and where few are left.
@@ -150,26 +151,22 @@ class SplitKvCombine:
 
 
 def combine(
+    call: GqaDecodeCall,
+    line: Schedule,
     refs: list[Any],
     first_rows: list[int],
     lse: jax.Array,
     partial_lse: jax.Array,
-    line: Schedule,
-    sinks: jax.Array | None,
-    gate: jax.Array | None,
     *,
-    q_len: int,
-    group: int,
-    kv_heads: int,
     detect_races: bool = False,
 ) -> jax.Array:
     """In the interpreter, writes the pairs that were cut to the output, and returns the LSE of all.
 
     Args:
+        line: the parts of the launch.
         refs: the output's rows [.., D], and the partial results'.
         lse: float32 [B * S * H].
-        q_len, group, kv_heads: S, query heads of a KV head, and Hk.
-        first_rows, partial_lse, sinks, gate: as `SplitKvCombine` has them.
+        first_rows, partial_lse: as `SplitKvCombine` has them.
     """
     pairs, rows = line.slots.shape[1], partial_lse.shape[1]
     dims = refs[0].shape[1] // WIDTH
@@ -180,11 +177,11 @@ def combine(
         pair, chunk, piece = (lax.axis_index(name) for name in ("pair", "chunk", "dims"))
         slots = [slots_ref[i, pair] for i in range(slots_ref.shape[0])]
         packed = PackedRows(
-            q_len=q_len, group=group, kv_heads=kv_heads, columns=ACROSS, first=chunk * ACROSS,
-            interpret=True,
+            q_len=call.q_len, group=call.group, kv_heads=call.kv_heads, columns=ACROSS,
+            first=chunk * ACROSS, interpret=True,
         )  # fmt: skip
         combination = SplitKvCombine(first_rows=first_rows, rows=rows, **refs)
-        row, head = lax.div(pair, kv_heads), lax.rem(pair, kv_heads)
+        row, head = lax.div(pair, call.kv_heads), lax.rem(pair, call.kv_heads)
 
         @pl.when(slots[1] > 0)
         def _merge() -> None:
@@ -200,8 +197,8 @@ def combine(
             "lse": lse_ref,
             "partial": refs[1],
             "partial_lse": partial_lse,
-            "sinks": sinks,
-            "gate": gate,
+            "sinks": call.sinks,
+            "gate": call.flat(call.gate),
         },
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(

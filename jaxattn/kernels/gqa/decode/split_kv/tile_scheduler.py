@@ -5,7 +5,6 @@ counted.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -219,65 +218,3 @@ def decode_schedule(
         batch_invariant=batch_invariant,
     )  # fmt: skip
     return dataclasses.replace(schedule, arrived=schedule.arrived_of(tiles)) if split else schedule
-
-
-def check_schedule(
-    op: str,
-    schedule: Any,
-    *,
-    batch: int,
-    q_len: int,
-    num_kv_heads: int,
-    max_pages: int,
-    page_size: int,
-    window: int | None,
-) -> None:
-    """Raises unless it is None, or was made for such rows, whatever implementation runs.
-
-    Raises:
-        TypeError: it is no schedule.
-        ValueError: it is one of other rows, or of another window.
-    """
-    if not isinstance(schedule, PairSchedule | None):
-        raise TypeError(
-            f"{op}: schedule must be what gqa.decode_schedule returns, got "
-            f"{type(schedule).__name__}"
-        )
-    if schedule is not None:
-        steps = most_steps(max_pages, page_size, q_len, window)
-        schedule.check(
-            op, batch=batch, q_len=q_len, num_kv_heads=num_kv_heads, window=window, steps=steps
-        )
-
-
-def schedule_of(
-    op: str,
-    schedule: PairSchedule | None,
-    seq_lens: jax.Array,
-    *,
-    q_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_pages: int,
-    page_size: int,
-    window: int | None,
-    interpret: bool,
-) -> PairSchedule:
-    """The schedule of a call: the given one, or one that is made for it.
-
-    Raises:
-        ValueError: the schedule was made for other rows.
-    """
-    if schedule is None:
-        schedule = decode_schedule(
-            seq_lens, q_len=q_len, num_heads=num_heads, num_kv_heads=num_kv_heads,
-            head_dim=head_dim, max_pages=max_pages, page_size=page_size, window=window,
-            interpret=interpret,
-        )  # fmt: skip
-        schedule = dataclasses.replace(schedule, seq_lens=None)
-    check_schedule(
-        op, schedule, batch=seq_lens.shape[0], q_len=q_len, num_kv_heads=num_kv_heads,
-        max_pages=max_pages, page_size=page_size, window=window,
-    )  # fmt: skip
-    return schedule

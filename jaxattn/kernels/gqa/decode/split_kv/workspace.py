@@ -69,9 +69,7 @@ def scratch(
     return spec_of((batch, q_len, num_heads, head_dim), columns * tiles, dtype, parts, split)
 
 
-def spec_of(
-    shape: tuple[int, int, int, int], rows: int, dtype: Any, parts: int, split: bool
-) -> ArenaSpec:
+def spec_of(shape: tuple[int, ...], rows: int, dtype: Any, parts: int, split: bool) -> ArenaSpec:
     """Of outputs [B, S, H, D], and `rows` packed rows of a pair."""
     regions: dict[str, Any] = {"out": (shape, dtype)}
     if split:

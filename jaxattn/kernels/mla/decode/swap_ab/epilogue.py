@@ -16,18 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
+from jaxattn.kernels.attention.layouts import BY_COLUMN, BY_ROW
+from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.work_partition import WorkPartition, nothing_or_nan
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.fp8_operands import store_output
-from jaxattn.kernels.mla.decode.swap_ab.smem import (
-    BY_COLUMN,
-    BY_ROW,
-    OUTPUTS,
-    WARPGROUPS,
-    over_out,
-)
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import LOG2E
+from jaxattn.kernels.mla.decode.swap_ab.smem import OUTPUTS, WARPGROUPS, over_out
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.mla.decode.fp8_operands import MlaFp8Operands, unknown_zero
 from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
@@ -31,7 +32,7 @@ from jaxattn.kernels.mla.decode.swap_ab.mainloop import (
     over_keys,
     product,
 )
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, DEPTH, SCORES, TILES, WARPGROUPS
+from jaxattn.kernels.mla.decode.swap_ab.smem import DEPTH, TILES, WARPGROUPS
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
 
 # Blocks whose values are widened while the scores are exchanged, 32 registers each.

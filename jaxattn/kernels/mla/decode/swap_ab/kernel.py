@@ -23,6 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
+from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax import EMPTY
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
 from jaxattn.kernels.hopper.device import issue_loads
@@ -34,8 +36,7 @@ from jaxattn.kernels.mla.decode.swap_ab.interpreter import (
     InterpretedSwapAbMainloop,
 )
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import SwapAbMainloop, SwapAbWorkTile, iota
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_ROW, SCORES, WARPGROUPS
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import EMPTY
+from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS
 
 

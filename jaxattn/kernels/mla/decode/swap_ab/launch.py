@@ -14,16 +14,14 @@ tests/kernels/mla/decode/test_swap_ab.py.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention.tile_scheduler import Schedule, packed_rows
+from jaxattn.kernels.attention.tile_scheduler import packed_rows
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.distributed_combine import DistributedCombineArgs
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.fp8_operands import order_queries
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbConfig, SwapAbRefs
@@ -65,64 +63,36 @@ def refuse_swap_ab(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 
 
 def mla_decode_swap_ab(
-    q: jax.Array,
-    kv_cache: jax.Array,
-    block_tables: jax.Array,
-    seq_lens: jax.Array,
-    *,
-    scale: float,
-    layer: jax.Array,
-    kv_scale: jax.Array | None,
-    query_lens: jax.Array | None,
-    arena: Arena | None,
-    schedule: Schedule,
-    met: DistributedCombineArgs | None = None,
-    interpret: bool,
-    detect_races: bool,
+    call: MlaDecodeCall, *, interpret: bool, detect_races: bool
 ) -> tuple[Any, ...]:
-    """`mla_decode_mosaic` of what `refuse_swap_ab` accepts: a stack of layers, and `layer` [1]."""
-    format = LatentFormat(kv_cache.dtype)
-    batch, q_len, num_heads, _ = q.shape
-    dtype = q.dtype
-    page_size = kv_cache.shape[2]
+    """`mla_decode_mosaic` of a call that `refuse_swap_ab` accepts: its queries are in one array,
+    and it has layers and a schedule."""
+    assert not isinstance(call.q, tuple)
+    batch, q_len, num_heads = call.shape
     columns, blocks = block_columns(q_len, num_heads)
     rows = q_len * num_heads
-    parts = schedule.parts
 
-    packed = q.reshape(batch, rows, -1)
+    packed = call.q.reshape(batch, rows, -1)
     packed = jnp.pad(packed, ((0, 0), (0, columns * blocks - rows), (0, 0)))
-    if format.quantized and not interpret:
+    if call.format.quantized and not interpret:
         packed = order_queries(packed)
-    kv_scale = None if kv_scale is None else kv_scale.reshape(1)
-    kept, rope = packed_rows(q_len, num_heads), q.shape[-1] > RANK
-    results = MlaDecodeOutputs(
-        arena, schedule, seq_lens, (batch, q_len, num_heads), kept, dtype, met
-    )
+    inputs = call.inputs()
+    results = MlaDecodeOutputs(call, packed_rows(q_len, num_heads))
     cut = SwapAbConfig(
-        q_len=q_len, num_heads=num_heads, columns=columns, parts=parts, out_rows=results.rows,
-        first_rows=results.first_rows, scale=scale, dtype=dtype, page_size=page_size,
-        latents=format, rope=rope, interpret=interpret,
+        q_len=q_len, num_heads=num_heads, columns=columns, parts=results.parts,
+        out_rows=results.rows, first_rows=results.first_rows, scale=call.scale, dtype=call.dtype,
+        page_size=call.page_size, latents=call.format, rope=call.rope, interpret=interpret,
     )  # fmt: skip
     written = launch(
         lambda **refs: SwapAbKernel(cut, SwapAbRefs(**refs)).run(),
         name="mla_decode_columns",
         # The last axis runs fastest: the blocks of a row read the same pages while in L2.
-        grid={"part": parts, "tile": blocks},
-        inputs={
-            "q_ref": packed,
-            "kv_ref": kv_cache,
-            "layer_ref": layer,
-            "table_ref": block_tables,
-            "lens_ref": seq_lens,
-            "made_of_ref": schedule.seq_lens,
-            "cuts_ref": schedule.cuts,
-            "order_ref": schedule.order,
-            "kv_scale_ref": kv_scale,
-            "query_lens_ref": query_lens,
-            **results.inputs,
-        },
+        grid={"part": results.parts, "tile": blocks},
+        inputs={"q_ref": packed, **inputs, **results.inputs},
         outputs=results.outputs,
-        scratch=scratch_types(dtype, columns, page_size, format.dtype, with_rope=rope),
+        scratch=scratch_types(
+            call.dtype, columns, call.page_size, call.format.dtype, with_rope=call.rope
+        ),
         warpgroups=WARPGROUPS,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,

@@ -15,12 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
+from jaxattn.kernels.attention.layouts import BY_COLUMN, SCORES
+from jaxattn.kernels.attention.softmax import MASKED
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.device import warpgroup_barrier
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
-from jaxattn.kernels.mla.decode.swap_ab.smem import BY_COLUMN, SCORES, WARPGROUPS, over_out
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import MASKED
+from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, over_out
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
 
 type Accumulators = tuple[jax.Array, ...]

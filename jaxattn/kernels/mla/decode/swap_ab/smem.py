@@ -8,31 +8,20 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK, BYTES, LatentFormat
+from jaxattn.kernels.attention.layouts import MARGIN, tiled
 from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.mla.decode.fp8_operands import ROW_BYTES
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE, SWIZZLED
 
 WARPGROUPS = 2  # which take a piece's pages in turns
-# Beside a row of scores or of the output, so that the columns of neighbours lie in other banks.
-# That of the first row of scores also has each warp's largest scale of a block-scaled page.
-MARGIN = 4
 # Of a page with one scale, of 128 bytes of its tokens: the blocks, then the rope numbers.
 TILES = 1 + BLOCKS
 DEPTH = 2  # FP8 pages of a warpgroup in shared memory
 
 
-def _layout(tiles: Any, warps: int, *lanes: int) -> Any:
-    tiling = plgpu.Tiling(tiles)
-    return plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
-
-
-# Registers of scores [N, 64] and of outputs [n, 512], four numbers a thread: half a warp has a row
-# of scores, a warp 128 columns of an output's row.
-SCORES = _layout(((8, PAGE), (2, PAGE), (4,)), -5, -3, -2)
-OUTPUTS = _layout(((4, 128), (4,)), -3, -2)
-# A number of each packed row, beside its scores and beside the columns of its products.
-BY_ROW, BY_COLUMN = SCORES.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+# Registers of outputs [n, 512], four numbers a thread: a warp has 128 columns of an output's row.
+OUTPUTS = tiled(((4, 128), (4,)), -3, -2)
 
 
 def over_out(vector: jax.Array) -> jax.Array:
@@ -84,6 +73,7 @@ def scratch_types(
         "pages_smem": plgpu.RefUnion(pages, outputs),
         "q_smem": queries(RANK, half),
         "q_rope_smem": queries(ROPE, rope) if with_rope else None,
+        # The first row's margin also has each warp's largest scale of a block-scaled page.
         "score_smem": plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),
         "p_smem": plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),
         "stats_smem": plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),

@@ -3,7 +3,6 @@
 kernel.py says what is where in shared memory, and in which order the tensor cores work.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.softmax import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan, visible_keys
 from jaxattn.kernels.hopper.device import fence_proxy_async
@@ -26,11 +26,6 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     ROPE,
     MlaDecodeCta,
 )
-
-LOG2E = math.log2(math.e)
-# A row's maximum before its first key, below any score but finite, and the score of what is not
-# seen: no difference is inf - inf, and exp2(MASKED - EMPTY) is 0.
-EMPTY, MASKED = -3e38, -math.inf
 
 BY_ROW = LAYOUT.reduce(1)
 

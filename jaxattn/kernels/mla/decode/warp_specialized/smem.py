@@ -163,19 +163,17 @@ class MlaDecodeRefs:
     shared: MlaDecodeSmem
 
 
-def scratch_types(
-    dtype: Any, latents: LatentFormat, page_size: int, rope: bool, interpret: bool
-) -> dict[str, Any]:
-    tiled = swizzled(dtype)
+def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
+    dtype, tiled = cut.dtype, swizzled(cut.dtype)
     # The interpreter has no register operands: there all of Q is in shared memory.
-    others = plgpu.SMEM((3, TILE, QUARTER), dtype, transforms=tiled) if interpret else None
+    others = plgpu.SMEM((3, TILE, QUARTER), dtype, transforms=tiled) if cut.interpret else None
     # TMA wants its destination in one piece: the columns of Q and of pages lie apart.
     return {
         "q_others_smem": others,
         "q_smem": plgpu.SMEM((TILE, QUARTER), dtype, transforms=tiled),
         "q_rope_smem": plgpu.SMEM((TILE, ROPE), dtype, transforms=tiled),
-        "q_loaded": plgpu.Barrier(num_arrivals=(3 if interpret else 0) + 1 + rope),
-        "shared": shared_types(dtype, latents, page_size),
+        "q_loaded": plgpu.Barrier(num_arrivals=(3 if cut.interpret else 0) + 1 + cut.rope),
+        "shared": shared_types(dtype, cut.latents, page_size),
     }
 
 

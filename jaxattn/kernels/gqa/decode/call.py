@@ -1,0 +1,167 @@
+"""A call of `gqa_decode`: its arguments, as the op has checked them."""
+
+import dataclasses
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import Arena
+from jaxattn.core.dispatch import without_gradient
+from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.gqa.decode.smem import block_columns
+from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import (
+    PairSchedule,
+    decode_schedule,
+    most_steps,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class GqaDecodeCall:
+    """What a call attends with and to; `jaxattn.gqa.gqa_decode` documents its arguments.
+
+    Its heads are seen by pairs (row, KV head), whose packed rows are s * group + j.
+
+    Attributes:
+        layer: int32 [1] once `stacked` has been called.
+        kv_scale: float32 [2, Hk] of a float8_e4m3fn cache, else None.
+    """
+
+    op: ClassVar[str] = "gqa_decode"
+
+    q: jax.Array
+    kv_cache: jax.Array
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    query_lens: jax.Array | None = None
+    layer: jax.Array | int | None = None
+    sinks: jax.Array | None = None
+    gate: jax.Array | None = None
+    kv_scale: jax.Array | None = None
+    schedule: PairSchedule | None = None
+    arena: Arena | None = None
+    scale: float = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def q_len(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv_cache.shape[-2]
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_cache.shape[-3]
+
+    @property
+    def max_pages(self) -> int:
+        return self.block_tables.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.kv_heads
+
+    @property
+    def pairs(self) -> int:
+        return self.batch * self.kv_heads
+
+    @property
+    def columns(self) -> int:
+        """Packed rows of a block."""
+        return block_columns(self.q_len * self.group, self.head_dim)[0]
+
+    @property
+    def tiles(self) -> int:
+        """Blocks that share a pair's rows."""
+        return block_columns(self.q_len * self.group, self.head_dim)[1]
+
+    @property
+    def rows(self) -> int:
+        """Packed rows that are kept of a pair, in whole blocks."""
+        return self.columns * self.tiles
+
+    def check_schedule(self) -> None:
+        """Raises unless the schedule is None, or was made for such rows, whatever implementation
+        runs.
+
+        Raises:
+            TypeError: it is no schedule.
+            ValueError: it is one of other rows, or of another window.
+        """
+        if not isinstance(self.schedule, PairSchedule | None):
+            raise TypeError(
+                f"{self.op}: schedule must be what gqa.decode_schedule returns, got "
+                f"{type(self.schedule).__name__}"
+            )
+        if self.schedule is not None:
+            self.schedule.check(
+                self.op, batch=self.batch, q_len=self.q_len, num_kv_heads=self.kv_heads,
+                window=self.window,
+                steps=most_steps(self.max_pages, self.page_size, self.q_len, self.window),
+            )  # fmt: skip
+
+    def scheduled(self, *, interpret: bool) -> Self:
+        """The same call with its schedule, or one that is made of its own lengths.
+
+        Raises:
+            ValueError: the schedule was made for other rows.
+        """
+        if self.schedule is not None:
+            self.check_schedule()
+            return self
+        schedule = decode_schedule(
+            self.seq_lens, q_len=self.q_len, num_heads=self.num_heads, num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim, max_pages=self.max_pages, page_size=self.page_size,
+            window=self.window, interpret=interpret,
+        )  # fmt: skip
+        return dataclasses.replace(self, schedule=dataclasses.replace(schedule, seq_lens=None))
+
+    def stacked(self) -> Self:
+        """The same call of a stack of layers, none of whose operands has a gradient."""
+        q, kv_cache, kv_scale, sinks, gate = without_gradient(
+            self.op, (self.q, self.kv_cache, self.kv_scale, self.sinks, self.gate)
+        )
+        layer = self.layer
+        if layer is None:
+            kv_cache, layer = kv_cache[None], 0
+        layer = jnp.asarray(layer, jnp.int32).reshape(1)
+        return dataclasses.replace(
+            self, q=q, kv_cache=kv_cache, kv_scale=kv_scale, layer=layer, sinks=sinks, gate=gate
+        )
+
+    def flat(self, x: jax.Array | None) -> jax.Array | None:
+        """[B, S, H, D] as [B * S * H, D]; None stays None."""
+        return None if x is None else x.reshape(-1, self.head_dim)
+
+    def inputs(self, line: Schedule) -> dict[str, Any]:
+        """Of a launch over the parts of `line`, all but the queries and the cache."""
+        assert self.schedule is not None
+        return {
+            "layer_ref": self.layer,
+            "table_ref": self.block_tables,
+            "lens_ref": self.seq_lens,
+            "made_of_ref": self.schedule.seq_lens,
+            "cuts_ref": line.cuts,
+            "order_ref": line.order,
+            "query_lens_ref": self.query_lens,
+            "sinks_ref": self.sinks,
+            "gate_ref": self.flat(self.gate),
+            "kv_scale_ref": self.kv_scale,
+        }

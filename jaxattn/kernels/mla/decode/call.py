@@ -1,0 +1,138 @@
+"""A call of `mla_decode`: its arguments, as the op has checked them."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.arena import Arena
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.dispatch import without_gradient
+from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """With what they meet, inside of `jax.shard_map`.
+
+    Attributes:
+        mailbox: of `meeting_room`, of these GPUs.
+        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
+        heads: of the queries that are given, those of the GPUs; the others are zeros, which fill a
+            tile of the kernel. None: all.
+    """
+
+    mailbox: SymmetricBuffer
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    heads: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class MlaDecodeCall:
+    """What a call attends with and to; `jaxattn.mla.mla_decode` documents its arguments.
+
+    Attributes:
+        q: [B, S, H, D], or a pair with R and P of its dims.
+        layer: int32 [1] once `stacked` has been called.
+        meeting: with what several GPUs' outputs meet; its heads are the first ones of q's.
+    """
+
+    q: jax.Array | tuple[jax.Array, jax.Array]
+    kv_cache: jax.Array
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    scale: float = dataclasses.field(metadata={"static": True})
+    query_lens: jax.Array | None = None
+    layer: jax.Array | int | None = None
+    kv_lora_rank: int = dataclasses.field(default=RANK, metadata={"static": True})
+    kv_scale: jax.Array | None = None
+    schedule: Schedule | None = None
+    arena: Arena | None = None
+    meeting: Meeting | None = None
+
+    @property
+    def given(self) -> tuple[int, int, int]:
+        """(B, S, H) of q, heads included that only fill a tile."""
+        batch, q_len, heads, _ = (self.q[0] if isinstance(self.q, tuple) else self.q).shape
+        return batch, q_len, heads
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(B, S, H)."""
+        batch, q_len, heads = self.given
+        return batch, q_len, (self.meeting and self.meeting.heads) or heads
+
+    @property
+    def batch(self) -> int:
+        return self.shape[0]
+
+    @property
+    def q_len(self) -> int:
+        return self.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        return self.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return sum(x.shape[-1] for x in (self.q if isinstance(self.q, tuple) else (self.q,)))
+
+    @property
+    def dtype(self) -> Any:
+        return (self.q[0] if isinstance(self.q, tuple) else self.q).dtype
+
+    @property
+    def page_size(self) -> int:
+        return self.kv_cache.shape[-2]
+
+    @property
+    def max_pages(self) -> int:
+        return self.block_tables.shape[1]
+
+    @property
+    def format(self) -> LatentFormat:
+        rope = self.head_dim - self.kv_lora_rank
+        return LatentFormat(self.kv_cache.dtype, self.kv_lora_rank, rope)
+
+    @property
+    def rope(self) -> bool:
+        """Whether a latent has rotated dims behind its R."""
+        return self.head_dim > self.kv_lora_rank
+
+    def joined(self) -> "MlaDecodeCall":
+        """The same call with q in one array, of its own heads alone."""
+        q = jnp.concatenate(self.q, axis=-1) if isinstance(self.q, tuple) else self.q
+        return dataclasses.replace(self, q=q if self.meeting is None else q[:, :, : self.num_heads])
+
+    def stacked(self) -> "MlaDecodeCall":
+        """The same call of a stack of layers, none of whose operands has a gradient."""
+        q, kv_cache, kv_scale = without_gradient(
+            "mla_decode", (self.q, self.kv_cache, self.kv_scale)
+        )
+        layer = self.layer
+        if layer is None:
+            kv_cache, layer = kv_cache[None], 0
+        layer = jnp.asarray(layer, jnp.int32).reshape(1)
+        return dataclasses.replace(self, q=q, kv_cache=kv_cache, kv_scale=kv_scale, layer=layer)
+
+    def inputs(self) -> dict[str, Any]:
+        """Of a launch, all but the queries, when there are layers and a schedule."""
+        assert self.schedule is not None
+        return {
+            "kv_ref": self.kv_cache,
+            "layer_ref": self.layer,
+            "table_ref": self.block_tables,
+            "lens_ref": self.seq_lens,
+            "made_of_ref": self.schedule.seq_lens,
+            "cuts_ref": self.schedule.cuts,
+            "order_ref": self.schedule.order,
+            "kv_scale_ref": None if self.kv_scale is None else self.kv_scale.reshape(1),
+            "query_lens_ref": self.query_lens,
+        }
