@@ -15,9 +15,10 @@ pages [N, C, Ds] or a stack [L, N, C, Ds] with `layer`, out of which nothing is 
 D, or a latent's bytes where it is stored block-scaled (`LatentFormat`).
 """
 
+from jaxattn.core import deprecation as _deprecation
 from jaxattn.core.cache.formats import LatentFormat as LatentFormat
 from jaxattn.kernels.attention.tile_scheduler import Schedule as Schedule
-from jaxattn.kernels.mla.decode.call import Meeting as Meeting
+from jaxattn.kernels.mla.decode.call import ContextParallelMerge as ContextParallelMerge
 from jaxattn.kernels.mla.decode.workspace import decode_schedule as decode_schedule
 from jaxattn.kernels.mla.decode.workspace import scratch as scratch
 from jaxattn.ops.mla.absorption import absorb_output as absorb_output
@@ -25,9 +26,16 @@ from jaxattn.ops.mla.absorption import absorb_query as absorb_query
 from jaxattn.ops.mla.append import mla_append as mla_append
 from jaxattn.ops.mla.append import pack_mla_weights as pack_mla_weights
 from jaxattn.ops.mla.cache import mla_cache_write as mla_cache_write
+from jaxattn.ops.mla.context_parallel_decode import (
+    mla_decode_context_parallel as mla_decode_context_parallel,
+)
 from jaxattn.ops.mla.context_parallel_decode import mla_decode_met as mla_decode_met
-from jaxattn.ops.mla.context_parallel_merge import meeting_room as meeting_room
+from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape as merge_buffer_shape
 from jaxattn.ops.mla.decode import mla_decode as mla_decode
 from jaxattn.ops.mla.prefill import causal_attention as causal_attention
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
 from jaxattn.ops.mla.state_merge import merge_attention_states as merge_attention_states
+
+__getattr__ = _deprecation.renamed_names(
+    __name__, {"Meeting": "ContextParallelMerge", "meeting_room": "merge_buffer_shape"}
+)

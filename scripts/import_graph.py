@@ -50,10 +50,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("ops.kda", "ops.turboquant", "ops.moe"),
     ("ops.mla", "ops.gdn", "ops.gqa", "ops.linear", "ops.collectives", "ops"),
     ("kernels.turboquant",),  # whose tile scheduler, combine and epilogue are those of gqa
-    ("kernels.gqa",),
-    ("kernels.mla",),
+    ("kernels.gqa", "kernels.mla", "kernels.gdn", "kernels.moe"),
     ("kernels.collectives",),
-    ("kernels.gdn", "kernels.moe", "kernels.linear", "kernels"),
+    ("kernels.linear", "kernels"),
     ("kernels.attention",),
     ("kernels.hopper",),
     ("memory",),

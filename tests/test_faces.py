@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxattn
-from jaxattn import gdn
+from jaxattn import gdn, mla
 
 FAMILIES = ("mla", "gqa", "gdn", "kda")
 # What a model needs of a family, by the names that serve it. Roles that a family has not are said.
@@ -57,8 +57,11 @@ def test_a_face_defines_nothing(family):
     doc, *rest = tree.body
     assert isinstance(doc, ast.Expr) and ast.get_docstring(tree)
     for node in rest:
+        if isinstance(node, ast.Assign):  # of names that have gone
+            assert ast.unparse(node).startswith("__getattr__ = _deprecation.renamed_names(")
+            continue
         assert isinstance(node, ast.ImportFrom), ast.unparse(node)
-        assert all(alias.asname == alias.name for alias in node.names)
+        assert all(alias.asname in (alias.name, f"_{alias.name}") for alias in node.names)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "moe"])
@@ -107,3 +110,20 @@ def test_what_is_public_at_the_top_is_its_family_s():
         for name in set(vars(module)) & set(vars(jaxattn)):
             if not name.startswith("_"):
                 assert getattr(module, name) is getattr(jaxattn, name)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [("Meeting", "ContextParallelMerge"), ("meeting_room", "merge_buffer_shape")],
+)
+def test_a_renamed_public_name_works_with_a_warning(old, new):
+    with pytest.warns(DeprecationWarning, match=f"jaxattn.mla.{old} is now jaxattn.mla.{new}"):
+        assert getattr(mla, old) is getattr(mla, new)
+
+
+def test_the_older_name_of_context_parallel_decode_warns_and_names_the_new_one():
+    with pytest.warns(DeprecationWarning, match="is now jaxattn.mla.mla_decode_context_parallel"):
+        with pytest.raises(TypeError):
+            mla.mla_decode_met(meeting=None)
+    with pytest.raises(AttributeError, match="has no attribute 'mla_decode_never'"):
+        _ = mla.mla_decode_never

@@ -39,7 +39,7 @@ def test_no_files_import_each_other_in_a_circle():
         ("ops.gdn.decode", "ops.mla.decode"),
         ("arena", "core.validation.array_checks"),
         ("text.hub_tokenizer", "models.interface"),
-        ("text.hub_tokenizer", "core.validation.array_checks"),
+        ("core.validation.array_checks", "text.hub_tokenizer"),
         ("kernels.mla.append", "ops.mla.append"),
         ("kernels.attention.tile_scheduler", "kernels.mla.append"),
         ("engine.sampling.sampler", "engine.scheduling.scheduler"),
@@ -115,7 +115,7 @@ def test_a_class_name_is_unique_in_the_package():
 
 def test_modules_and_classes_are_named_for_what_they_provide():
     modules = [path for path in PACKAGE.rglob("*.py") if path.stem in VAGUE]
-    assert modules == [] and {name for name, _ in classes() if name.lower() in VAGUE} <= {"Meeting"}
+    assert modules == [] and [each for each in classes() if each[0].lower() in VAGUE] == []
     verbs = ("align", "compare", "fill", "fit", "load", "measure", "open", "quantize", "send")
     named = [path for path in PACKAGE.rglob("*.py") if path.stem.split("_")[0] in verbs]
     assert [str(path.relative_to(PACKAGE)) for path in named] == ["bench/load/load_test.py"]

@@ -1,6 +1,7 @@
-"""Keywords of an older version, which work for one more minor version."""
+"""Keywords and names of an older version, which work for one more minor version."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -55,3 +56,20 @@ def with_older_keywords[**P, R](
         return called
 
     return decorate
+
+
+def renamed_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__`: its older names are the new ones, with a DeprecationWarning."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_renamed(f"{module}.{name}", f"{module}.{names[name]}")
+        return getattr(sys.modules[module], names[name])
+
+    return get
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warns, at the line of whoever asked for it, that a public name has another name now."""
+    warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)

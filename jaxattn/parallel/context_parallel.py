@@ -25,7 +25,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.stacked_layer import split_layer_index
 from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.kernels.collectives.peer_exchange import supports_exchange
-from jaxattn.kernels.mla.decode.call import Meeting
+from jaxattn.kernels.mla.decode.call import ContextParallelMerge
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
 from jaxattn.ops.mla.context_parallel_merge import padded_heads
 from jaxattn.ops.mla.state_merge import merge_attention_states
@@ -78,7 +78,7 @@ class ContextParallelPages:
         most: tokens that a table has places for.
         mailbox: that rows are sent through; None: XLA's collectives.
         pieces: that a row is sent in, see `pieces_of`.
-        meeting: a mailbox by which outputs meet in the launch that merges a GPU's own; None: they
+        merge: a mailbox by which outputs meet in the launch that merges a GPU's own; None: they
             are merged, sent through `mailbox` and merged again.
         implementation: of `peer_exchange`.
     """
@@ -91,7 +91,7 @@ class ContextParallelPages:
     most: int = dataclasses.field(metadata={"static": True})
     mailbox: SymmetricBuffer | None = None
     pieces: int = dataclasses.field(default=1, metadata={"static": True})
-    meeting: SymmetricBuffer | None = None
+    merge: SymmetricBuffer | None = None
     implementation: Implementation | None = dataclasses.field(
         default=None, metadata={"static": True}
     )
@@ -137,12 +137,12 @@ class ContextParallelPages:
             heads: what each of its h heads attends with: queries, and gates where there are any.
             attend: (those of all N x h heads [B * S, 1, N h, D], tables, lens) -> (out [B * S, 1,
                 N h, R], lse [B * S, 1, N h], whatever else comes back). Where outputs meet it is
-                given `meeting` too, and returns (out [B * S, 1, h, R] of this GPU's heads, the
+                given `merge` too, and returns (out [B * S, 1, h, R] of this GPU's heads, the
                 mailbox after it, whatever else).
 
         Returns:
             (the output in `attend`'s dtype, 0 for padding; what else came back; the mailboxes that
-            there are, `mailbox` and `meeting`).
+            there are, `mailbox` and `merge`).
         """
         widths = [x.shape[-1] for x in heads]
         batch, q_len, own, _ = heads[0].shape
@@ -151,9 +151,9 @@ class ContextParallelPages:
             together, mailbox = self._gathered(together)
         parts = jnp.split(together, _ends(widths), axis=-1)
         where = self.tables, BoundedLengths(self.lens, self.most)
-        if self.meeting is not None:
-            meeting = Meeting(self.meeting, self.axes, self.ways * own)
-            out, after, rest = attend(parts, *where, meeting=meeting)
+        if self.merge is not None:
+            merge = ContextParallelMerge(self.merge, self.axes, self.ways * own)
+            out, after, rest = attend(parts, *where, merge=merge)
             boxes = [mailbox or self.mailbox, after]
             shape = batch, q_len, own, out.shape[-1]
             return out.reshape(shape), rest, [each for each in boxes if each is not None]
@@ -177,7 +177,7 @@ class ContextParallelPages:
         rows, _, own, width = x.shape
         if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
             return lax.all_gather(x, self.axes, axis=2, tiled=True), None
-        more = 0 if self.meeting is None else padded_heads(self.ways * own) - self.ways * own
+        more = 0 if self.merge is None else padded_heads(self.ways * own) - self.ways * own
         room = more // own if more % own == 0 else 0
         met, mailbox = self._sent(x.reshape(rows, 1, self.pieces, -1), self.mailbox, room)
         return met.reshape(rows, 1, (self.ways + room) * own, width), mailbox

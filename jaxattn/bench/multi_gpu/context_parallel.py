@@ -134,7 +134,7 @@ class ContextParallelCase:
         self.room = None
         gathered = gathered_in(heads // gpus * DIM)
         if self.pieces and gathered and sent == "met":
-            self.room = mla.meeting_room(1, heads, max_pages=self.stripes, page_size=PAGE)
+            self.room = mla.merge_buffer_shape(1, heads, max_pages=self.stripes, page_size=PAGE)
             self.pieces = gathered if self.room else self.pieces
         self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
         self._loops: dict[int, Any] = {}
@@ -189,7 +189,7 @@ class ContextParallelCase:
             queries, _ = lax.optimization_barrier((queries, before))
 
             def attend(
-                parts: Any, tables: Any, lens: Any, **meeting: Any
+                parts: Any, tables: Any, lens: Any, **merge: Any
             ) -> tuple[Any, Any, list[Any]]:
                 given: Any = dict(
                     scale=SCALE,
@@ -198,8 +198,10 @@ class ContextParallelCase:
                     arena=arena,
                     implementation=self.implementation,
                 )
-                if meeting:
-                    found = mla.mla_decode_met(parts[0], cache, tables, lens, **given, **meeting)
+                if merge:
+                    found = mla.mla_decode_context_parallel(
+                        parts[0], cache, tables, lens, **given, **merge
+                    )
                     out, kept, after = found
                     return out, after, [kept]
                 out, lse, kept = mla.mla_decode(parts[0], cache, tables, lens, **given)
@@ -208,12 +210,12 @@ class ContextParallelCase:
             if spread is None:
                 out, _, rest = attend([queries], tables, BoundedLengths(seen, self.stripes * PAGE))
             else:
-                meeting = spread
+                merge = spread
                 if mailbox and self.pieces:
                     options: Any = dict(implementation=self.implementation)
-                    options |= dict(zip(["meeting"], mailbox[1:], strict=False))
-                    meeting = spread.exchanging(mailbox[0], pieces=self.pieces[0], **options)
-                out, rest, mailbox = meeting.attend([queries], attend)
+                    options |= dict(zip(["merge"], mailbox[1:], strict=False))
+                    merge = spread.exchanging(mailbox[0], pieces=self.pieces[0], **options)
+                out, rest, mailbox = merge.attend([queries], attend)
             return (queries, lax.optimization_barrier(out), rest[0], mailbox), None
 
         layers = jnp.arange(turns) % self.layers

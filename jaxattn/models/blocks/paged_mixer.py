@@ -17,7 +17,7 @@ from jaxattn.models.caches.symmetric_memory import (
     symmetric_buffer,
 )
 from jaxattn.models.interface import DecodeBatch
-from jaxattn.ops.mla.context_parallel_merge import meeting_room
+from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, gathered_in, pieces_of
 
 
@@ -88,8 +88,8 @@ class PagedMixer(Mixer):
             and rows * gathered[0] <= mailbox.inbox.shape[2]
         ):
             size: Any = dict(max_pages=max_pages, page_size=self.page_size(arrays))
-            if meeting_room(rows, heads * spread.ways, **size):
-                options = {"pieces": gathered[0], "meeting": symmetric_buffer(arrays, MEETING)}
+            if merge_buffer_shape(rows, heads * spread.ways, **size):
+                options = {"pieces": gathered[0], "merge": symmetric_buffer(arrays, MEETING)}
         spread = spread.exchanging(mailbox, implementation=implementation, **options)
         return {**shared, "spread": spread}
 

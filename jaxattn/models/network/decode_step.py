@@ -61,7 +61,7 @@ class DecodeStep:
         fused: what a layer adds is one GPU's part, which the next norm sums.
     """
 
-    meeting: ResidualCollectives
+    collectives: ResidualCollectives
     batch: DecodeBatch
     tokens: StepTokens
     shared: dict[str, Any]
@@ -85,7 +85,7 @@ class DecodeStep:
             unrolled: whether the layers have no loop: what is added then may be an `ExpertOutputs`.
         """
         (x, y, state), block = carry, place.block
-        name, spec = block.mixer.cache_name, self.meeting.spec
+        name, spec = block.mixer.cache_name, self.collectives.spec
         add_norm, add_mlp_norm = self.norms_of(layer, place)
         x, normed, state = add_norm(x, y, state)
         given = dict(state.caches[name])
@@ -102,9 +102,9 @@ class DecodeStep:
             self.shared[name],
             self.implementation,
         )
-        y = y if self.fused else self.meeting.total(y)
+        y = y if self.fused else self.collectives.total(y)
         x, normed, state = add_mlp_norm(summed(x, normed), y, state)
-        y, after = self.meeting.feed_forward(
+        y, after = self.collectives.feed_forward(
             block,
             layer.mlp,
             normed,
@@ -126,7 +126,7 @@ class DecodeStep:
         """
         if self.norms is None:
             return add_then_norm(layer.norm), add_then_norm(layer.mlp_norm)
-        spec, block, implementation = self.meeting.spec, place.block, self.implementation
+        spec, block, implementation = self.collectives.spec, place.block, self.implementation
         stream = spec.stream
         of_all: dict[str, Any] = dict(
             weights=self.norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype)
@@ -151,13 +151,13 @@ class DecodeStep:
         self, block: Block, of_all: dict[str, Any]
     ) -> tuple[Callable, Callable | None]:
         """The norms that also sum over the GPUs; None where tokens do not meet behind the mixer."""
-        spec, given = self.meeting.spec, self.implementation
+        spec, given = self.collectives.spec, self.implementation
         by_name = "xla" if given in ONLY_BY_NAME else given
         meets = partial(
             sum_add_norm, axes=spec.parallel.axes("all"), implementation=by_name, **of_all
         )
         if not spec.tokens_meet:
             return (partial(meets, meet=all_reduce_norm_layer),) * 2
-        gathers = self.meeting.meets(block)
+        gathers = self.collectives.meets(block)
         mlp_norm = partial(meets, meet=norm_gather_layer) if gathers else None
         return partial(meets, meet=own_sum_norm_layer), mlp_norm

@@ -72,7 +72,7 @@ class DecoderNetwork(nnx.Module):
             )
 
     @property
-    def meeting(self) -> ResidualCollectives:
+    def collectives(self) -> ResidualCollectives:
         return ResidualCollectives(self.spec)
 
     def _stack(self, segment: LayerSegment[Block], rngs: nnx.Rngs) -> LayerGroup:
@@ -103,7 +103,7 @@ class DecoderNetwork(nnx.Module):
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
         """Float32 logits of each row's last token (0 for a padding row), and the state."""
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
-        tokens = StepTokens.of(self.meeting, valid)
+        tokens = StepTokens.of(self.collectives, valid)
         x = self._embed(batch.tokens, valid)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
@@ -122,8 +122,8 @@ class DecoderNetwork(nnx.Module):
                         index,
                         implementation,
                     )
-                    x, state = x + self.meeting.total(y), state.replace(name, arrays)
-                    y, _ = self.meeting.feed_forward(
+                    x, state = x + self.collectives.total(y), state.replace(name, arrays)
+                    y, _ = self.collectives.feed_forward(
                         block,
                         layer.mlp,
                         layer.mlp_norm(x),
@@ -159,9 +159,9 @@ class DecoderNetwork(nnx.Module):
         valid = valid.astype(jnp.int32)
         fused = norms is not None and self._fused(valid.size)
         step = DecodeStep(
-            meeting=self.meeting,
+            collectives=self.collectives,
             batch=batch,
-            tokens=StepTokens.of(self.meeting, valid),
+            tokens=StepTokens.of(self.collectives, valid),
             shared=shared,
             packed=weights or {},
             norms=norms,
@@ -171,12 +171,12 @@ class DecoderNetwork(nnx.Module):
         x = self._embed(batch.tokens, valid > 0)
         if overlong is not None:
             x = jnp.where(overlong[:, None, None], jnp.nan, x)
-        added = x.dtype if fused else self.meeting.added_dtype(x)
-        carry = x, self.meeting.part(jnp.zeros_like(x, added), fused), state
+        added = x.dtype if fused else self.collectives.added_dtype(x)
+        carry = x, self.collectives.part(jnp.zeros_like(x, added), fused), state
         for number in range(len(self.spec.segments)):
             carry = self._decode_segment(number, step, beside or {}, carry, added)
         x, y, state = carry
-        return self._head(x + (self.meeting.local_total(y) if fused else y)), state
+        return self._head(x + (self.collectives.local_total(y) if fused else y)), state
 
     def _decode_segment(
         self,

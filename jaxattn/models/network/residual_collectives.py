@@ -42,14 +42,14 @@ class StepTokens:
     shares: dict[Any, Any]
 
     @classmethod
-    def of(cls, meeting: "ResidualCollectives", valid: Array) -> Self:
-        spec = meeting.spec
+    def of(cls, collectives: "ResidualCollectives", valid: Array) -> Self:
+        spec = collectives.spec
         everyones = (
             all_gather(valid, spec.parallel, "data") if spec.parallel.experts_meet else valid
         )
         shares = {
             block.feed_forward: block.feed_forward.share(
-                everyones.size if meeting.meets(block) else valid.size
+                everyones.size if collectives.meets(block) else valid.size
             )
             for block in dict.fromkeys(spec.blocks)
         }

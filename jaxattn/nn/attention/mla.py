@@ -292,7 +292,7 @@ class MultiHeadLatentAttention(PagedAttention):
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
-            queries: Any, tables: Any, lens: Any, query_lens: Any = None, meeting: Any = None
+            queries: Any, tables: Any, lens: Any, query_lens: Any = None, merge: Any = None
         ) -> tuple[Array, Any, list[Any]]:
             both: Any = tuple(queries) if len(queries) > 1 else queries[0]
             given: Any = dict(
@@ -304,8 +304,10 @@ class MultiHeadLatentAttention(PagedAttention):
                 arena=arena,
                 implementation=implementation,
             )
-            if meeting is not None:
-                found = mla.mla_decode_met(both, kv_cache, tables, lens, meeting=meeting, **given)
+            if merge is not None:
+                found = mla.mla_decode_context_parallel(
+                    both, kv_cache, tables, lens, merge=merge, **given
+                )
                 out, after, mailbox = found
                 return out, mailbox, [] if after is None else [after]
             out, lse, *rest = mla.mla_decode(

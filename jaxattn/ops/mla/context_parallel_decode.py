@@ -1,23 +1,26 @@
 """MLA decode of GPUs with a part of each row's pages: their outputs meet in its last launch."""
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
 from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.deprecation import warn_renamed
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.kernels.mla.decode.call import Meeting
+from jaxattn.kernels.mla.decode.call import ContextParallelMerge
 from jaxattn.ops.mla.decode import attend, checked_call
 
 
-def mla_decode_met(
+def mla_decode_context_parallel(
     q: Float[Array, "B 1 H D"] | tuple[Float[Array, "B 1 H R"], Float[Array, "B 1 H P"]],
     kv_cache: Num[Array, "L N C Ds"] | Num[Array, "N C Ds"],
     block_tables: Int[Array, "B M"],
     seq_lens: Int[Array, "B"],
     *,
     scale: float,
-    meeting: Meeting,
+    merge: ContextParallelMerge,
     layer: Array | int | None = None,
     kv_lora_rank: int = 512,
     kv_scale: Array | float | None = None,
@@ -33,10 +36,10 @@ def mla_decode_met(
 
     Args:
         q: as for `mla_decode`, of all GPUs' heads, GPU n's the n-th part; or of more heads, see
-            `Meeting.heads`. The same on all GPUs.
+            `ContextParallelMerge.heads`. The same on all GPUs.
         seq_lens: int32 tokens of each row in this GPU's pages.
-        meeting: with what they meet. The kernel has a row of up to 256 heads, or as many rows as
-            have so many together, which `meeting_room` says.
+        merge: with what they meet. The kernel has a row of up to 256 heads, or as many rows as
+            have so many together, which `merge_buffer_shape` says.
 
     Other arguments and errors are those of `mla_decode`.
 
@@ -54,7 +57,13 @@ def mla_decode_met(
         kv_scale=kv_scale,
         schedule=schedule,
         arena=arena,
-        meeting=meeting,
+        merge=merge,
     )
     out, after, mailbox = attend(call, implementation)
     return out, after, mailbox
+
+
+def mla_decode_met(*args: Any, meeting: ContextParallelMerge, **kwargs: Any) -> tuple[Any, ...]:
+    """Deprecated name of `mla_decode_context_parallel`, whose `merge` was `meeting`."""
+    warn_renamed("jaxattn.mla.mla_decode_met", "jaxattn.mla.mla_decode_context_parallel")
+    return mla_decode_context_parallel(*args, merge=meeting, **kwargs)

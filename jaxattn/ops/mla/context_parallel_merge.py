@@ -18,7 +18,7 @@ from jaxattn.kernels.mla.decode.distributed_combine import mailbox_shape
 from jaxattn.ops.mla.state_merge import merge_attention_states
 
 
-def meeting_room(
+def merge_buffer_shape(
     rows: int, num_heads: int, *, max_pages: int, page_size: int
 ) -> tuple[int, int] | None:
     """(tokens, features) of the mailbox by which a launch merges the outputs; None where rows are
@@ -41,7 +41,7 @@ def padded_heads(num_heads: int) -> int:
 
 
 def max_mailbox_shape() -> tuple[int, int]:
-    """`meeting_room` of as many rows as there may be."""
+    """`merge_buffer_shape` of as many rows as there may be."""
     return mailbox_shape(1, SHARED_ROWS)
 
 

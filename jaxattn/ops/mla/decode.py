@@ -18,7 +18,7 @@ from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena, is_integer
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import Schedule, num_steps
-from jaxattn.kernels.mla.decode.call import Meeting, MlaDecodeCall
+from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, takes_split_queries
 from jaxattn.kernels.mla.decode.workspace import scratch
 from jaxattn.ops.mla.cache import check_format
@@ -156,9 +156,9 @@ def checked_call(
     kv_scale: Array | float | None,
     schedule: Schedule | None,
     arena: Arena | None,
-    meeting: Meeting | None = None,
+    merge: ContextParallelMerge | None = None,
 ) -> MlaDecodeCall:
-    """The call with these arguments, of `mla_decode` or with `meeting` of `mla_decode_met`."""
+    """The checked call of `mla_decode`, or with `merge` of `mla_decode_context_parallel`."""
     arguments = OpArguments("mla_decode")
     parts = q if isinstance(q, tuple) else None
     q = _check_queries(arguments, q)
@@ -203,13 +203,13 @@ def checked_call(
         kv_scale=kv_scale,
         schedule=schedule,
         arena=arena,
-        meeting=meeting,
+        merge=merge,
     )
-    if meeting is not None:
-        heads, gpus = call.num_heads, lax.axis_size(meeting.axes)
+    if merge is not None:
+        heads, gpus = call.num_heads, lax.axis_size(merge.axes)
         if call.q_len > 1 or heads % gpus or heads > q.shape[2]:
             raise ValueError(
-                f"mla_decode: with meeting, q {q.shape} must have S = 1 and the meeting's {heads} "
+                f"mla_decode: with merge, q {q.shape} must have S = 1 and the merge's {heads} "
                 f"heads, which divide over {gpus} GPUs"
             )
     if parts is not None and takes_split_queries(call.num_heads):
@@ -218,18 +218,18 @@ def checked_call(
 
 
 def attend(call: MlaDecodeCall, implementation: Implementation | None) -> tuple[Any, ...]:
-    """What the op returns: (out, lse), and the arena if there is one; with a meeting (out, the
+    """What the op returns: (out, lse), and the arena if there is one; with a merge (out, the
     arena or None, the mailbox)."""
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         return mla_decode_mosaic(call, interpret=interpret)
 
     def xla() -> tuple[Any, ...]:
-        arena, meeting = call.arena, call.meeting
-        asked = dataclasses.replace(call.joined(), schedule=None, arena=None, meeting=None)
+        arena, merge = call.arena, call.merge
+        asked = dataclasses.replace(call.joined(), schedule=None, arena=None, merge=None)
         out, lse = _decode_xla(asked)
-        if meeting is not None:
-            return merge_by_all_to_all(out, lse, meeting.axes), arena, meeting.mailbox
+        if merge is not None:
+            return merge_by_all_to_all(out, lse, merge.axes), arena, merge.mailbox
         return (out, lse) if arena is None else _into_arena(out, lse, arena)
 
     with jax.named_scope("mla_decode"):

@@ -16,11 +16,11 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class ContextParallelMerge:
     """With what they meet, inside of `jax.shard_map`.
 
     Attributes:
-        mailbox: of `meeting_room`, of these GPUs.
+        mailbox: of `merge_buffer_shape`, of these GPUs.
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
         heads: of the queries that are given, those of the GPUs; the others are zeros, which fill a
             tile of the kernel. None: all.
@@ -39,7 +39,7 @@ class MlaDecodeCall:
     Attributes:
         q: [B, S, H, D], or a pair with R and P of its dims.
         layer: int32 [1] once `stacked` has been called.
-        meeting: with what several GPUs' outputs meet; its heads are the first ones of q's.
+        merge: with what several GPUs' outputs meet; its heads are the first ones of q's.
     """
 
     q: jax.Array | tuple[jax.Array, jax.Array]
@@ -53,7 +53,7 @@ class MlaDecodeCall:
     kv_scale: jax.Array | None = None
     schedule: Schedule | None = None
     arena: Arena | None = None
-    meeting: Meeting | None = None
+    merge: ContextParallelMerge | None = None
 
     @property
     def given(self) -> tuple[int, int, int]:
@@ -65,7 +65,7 @@ class MlaDecodeCall:
     def shape(self) -> tuple[int, int, int]:
         """(B, S, H)."""
         batch, q_len, heads = self.given
-        return batch, q_len, (self.meeting and self.meeting.heads) or heads
+        return batch, q_len, (self.merge and self.merge.heads) or heads
 
     @property
     def batch(self) -> int:
@@ -109,7 +109,7 @@ class MlaDecodeCall:
     def joined(self) -> "MlaDecodeCall":
         """The same call with q in one array, of its own heads alone."""
         q = jnp.concatenate(self.q, axis=-1) if isinstance(self.q, tuple) else self.q
-        return dataclasses.replace(self, q=q if self.meeting is None else q[:, :, : self.num_heads])
+        return dataclasses.replace(self, q=q if self.merge is None else q[:, :, : self.num_heads])
 
     def stacked(self) -> "MlaDecodeCall":
         """The same call of a stack of layers, none of whose operands has a gradient."""

@@ -12,7 +12,7 @@ wait for one place are neighbours, and all blocks before them send first.
 
 Limits: heads that divide over 2 to 8 GPUs, which are all of the mesh, in one process; rows that may
 be cut. Reference: `jaxattn.mla.mla_decode` (implementation="xla") with `met`; tests:
-tests/parallel/test_gpus_meet.py.
+tests/parallel/test_gpus_context_parallel_decode.py.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.tile_scheduler import Schedule
 from jaxattn.kernels.collectives import symmetric_memory as peers
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.call import Meeting, MlaDecodeCall
+from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.combine import (
     CombineReduction,
     SplitRows,
@@ -52,15 +52,15 @@ def mailbox_shape(rows: int, heads: int) -> tuple[int, int]:
 
 
 def distributed_combine(
-    call: MlaDecodeCall, split: SplitRows, meeting: Meeting
+    call: MlaDecodeCall, split: SplitRows, merge: ContextParallelMerge
 ) -> tuple[jax.Array, SymmetricBuffer]:
     """(out [B, heads / N, 512] of this GPU's heads, the mailbox).
 
     Of the call's heads, the first packed rows, GPU n owns the n-th part.
     """
-    op, box, heads = "mla_decode", meeting.mailbox, call.num_heads
+    op, box, heads = "mla_decode", merge.mailbox, call.num_heads
     inbox, lse = box.inbox, split.lse
-    peers.check(op, inbox, meeting.axes, interpret=False)
+    peers.check(op, inbox, merge.axes, interpret=False)
     (batch, rows), gpus = lse.shape, inbox.shape[1]
     tokens, features = mailbox_shape(batch, heads)
     if heads % gpus or inbox.shape[2] < tokens or inbox.shape[3] != features:

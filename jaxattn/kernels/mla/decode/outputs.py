@@ -15,7 +15,7 @@ from jaxattn.arena import Arena, Region
 from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.tile_scheduler import may_split
-from jaxattn.kernels.mla.decode.call import Meeting, MlaDecodeCall
+from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.combine import SplitRows, combine
 from jaxattn.kernels.mla.decode.distributed_combine import distributed_combine
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
@@ -71,8 +71,8 @@ class MlaDecodeOutputs:
         call, (batch, q_len, num_heads) = self.call, self.call.shape
         used = q_len * num_heads
         lse, partial_lse = written["lse_ref"], written.get("partial_lse_ref")
-        if call.meeting is not None:
-            return self._meet(call.meeting, lse, partial_lse)
+        if call.merge is not None:
+            return self._meet(call.merge, lse, partial_lse)
         if partial_lse is not None:
             split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
             lse = combine(call, split, interpret=interpret, detect_races=detect_races)
@@ -86,7 +86,7 @@ class MlaDecodeOutputs:
         return (out, lse) if arena is None else (out, lse, arena)
 
     def _meet(
-        self, meeting: Meeting, lse: jax.Array, partial_lse: jax.Array | None
+        self, merge: ContextParallelMerge, lse: jax.Array, partial_lse: jax.Array | None
     ) -> tuple[jax.Array, Arena | None, SymmetricBuffer]:
         call = self.call
         if partial_lse is None or call.q_len > 1:
@@ -95,7 +95,7 @@ class MlaDecodeOutputs:
                 f"these are {call.batch} rows of {call.q_len} tokens in {self.parts} parts"
             )
         split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
-        out, mailbox = distributed_combine(call, split, meeting)
+        out, mailbox = distributed_combine(call, split, merge)
         return out[:, None], self._lanes()[1], mailbox
 
     def _lanes(self) -> tuple[dict[str, jax.Array], Arena | None]:

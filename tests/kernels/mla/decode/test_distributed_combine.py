@@ -1,6 +1,6 @@
 """What a GPU has of half a head before it sends it, and what all GPUs' pieces make, beside float64.
 
-The sending is tested on GPUs alone: tests/parallel/test_gpus_meet.py.
+The sending is tested on GPUs alone: tests/parallel/test_gpus_context_parallel_decode.py.
 """
 
 import contextlib

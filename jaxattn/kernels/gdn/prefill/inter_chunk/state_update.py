@@ -77,7 +77,7 @@ def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), TILE)
 
 
-class Narrow(NamedTuple):
+class ScaledOperand(NamedTuple):
     """What is rounded to be an operand. Rows of numbers that float16 has no room for are divided by
     a power of two before, and what is made of them is multiplied by it.
 
@@ -91,7 +91,7 @@ class Narrow(NamedTuple):
     back: jax.Array | None
 
     @classmethod
-    def of(cls, tiles: tuple[jax.Array, ...], dtype: Any, to: int) -> "Narrow":
+    def of(cls, tiles: tuple[jax.Array, ...], dtype: Any, to: int) -> "ScaledOperand":
         by = back = None
         if jnp.dtype(dtype) == jnp.float16:
             tops = [jnp.max(jnp.abs(tile), axis=1) for tile in tiles]
@@ -150,10 +150,10 @@ class ChunkStateUpdate:
             plgpu.barrier_arrive(cleared)
             plgpu.barrier_wait(cleared)
 
-    def rounded(self, state: tuple[jax.Array, ...]) -> Narrow:
-        return Narrow.of(state, self.dtype, STATE_TO)
+    def rounded(self, state: tuple[jax.Array, ...]) -> ScaledOperand:
+        return ScaledOperand.of(state, self.dtype, STATE_TO)
 
-    def times_transposed(self, acc: WgmmaAccumulator, state: Narrow, rows: Any) -> None:
+    def times_transposed(self, acc: WgmmaAccumulator, state: ScaledOperand, rows: Any) -> None:
         """acc += state rows^T, for keys or queries [2, 64, 64]."""
         for half in range(2):
             acc.add(state.tiles[half], rows.at[half].transpose((1, 0)))
@@ -166,10 +166,10 @@ class ChunkStateUpdate:
         """A vector that multiplies a product; None where the product's operand has it."""
         return None if self.channels else self.vector(row)
 
-    def residual(self, read: jax.Array | None, seen: jax.Array, values: jax.Array) -> Narrow:
+    def residual(self, read: jax.Array | None, seen: jax.Array, values: jax.Array) -> ScaledOperand:
         """W^T = V^T + read * (S K^T)"""
         w = values.astype(jnp.float32) + times(read, seen)
-        return Narrow.of((w,), self.dtype, ADDED_TO)
+        return ScaledOperand.of((w,), self.dtype, ADDED_TO)
 
     def decayed(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if self.channels:

@@ -1,6 +1,7 @@
-"""Outputs of MLA decode that meet in one launch: XLA's numbers, the same bits over many calls.
+r"""Outputs of MLA decode that meet in one launch: XLA's numbers, the same bits over many calls.
 
-    timeout -s KILL 90 python -m pytest -m gpu -p no:xdist tests/parallel/test_gpus_meet.py
+    timeout -s KILL 90 python -m pytest -m gpu -p no:xdist \
+        tests/parallel/test_gpus_context_parallel_decode.py
 
 Where one GPU never hears of another, the kernel ends the program with an error.
 """
@@ -54,7 +55,7 @@ def step_of(group: DeviceGroup, rows: int, heads: int, pages: int, implementatio
             ones = jnp.ones((512, 512), jnp.bfloat16)
             late = lax.fori_loop(0, turns, lambda _, x: (x @ x).clip(0, 1), ones)
             given = queries * (1 + at + (late[0, 0] > 1)).astype(queries.dtype)  # never greater
-            out, arena, mailbox = mla.mla_decode_met(
+            out, arena, mailbox = mla.mla_decode_context_parallel(
                 given,
                 kv_cache[0],
                 tables,
@@ -62,7 +63,7 @@ def step_of(group: DeviceGroup, rows: int, heads: int, pages: int, implementatio
                 scale=SCALE,
                 schedule=schedule,
                 arena=arena,
-                meeting=mla.Meeting(mailbox, axes),
+                merge=mla.ContextParallelMerge(mailbox, axes),
                 implementation=implementation,
             )
             return (arena, mailbox), out
@@ -81,7 +82,7 @@ def results(
     """float32 [GPUs, layers, rows, 1, heads / GPUs, 512]; the same bits in three calls. `last` is
     added to the first row's last token."""
     gpus, pages = group.parallel.gpus, -(-40_064 // PAGE)
-    room = mla.meeting_room(rows, heads, max_pages=pages, page_size=PAGE)
+    room = mla.merge_buffer_shape(rows, heads, max_pages=pages, page_size=PAGE)
     assert room is not None
     sizes: Any = dict(batch=rows, q_len=1, num_heads=heads, max_pages=pages, page_size=PAGE)
 
