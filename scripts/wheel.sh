@@ -18,6 +18,12 @@ unset PYTHONPATH
 "$python" -m build --no-isolation --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
 "$python" -m twine check --strict "$work"/dist/*
 
+# Each module of the checkout is in the wheel, except the baselines: a pattern of .gitignore hides files from
+# the builder even where git has them.
+(cd "$root" && git ls-files 'jaxattn/*.py' | grep -v '^jaxattn/bench/baselines/' | sort) >"$work/there.txt"
+"$python" -m zipfile -l "$work"/dist/*.whl | awk '{print $1}' | grep '\.py$' | sort >"$work/packed.txt"
+diff "$work/there.txt" "$work/packed.txt" || { echo "the wheel has other modules than git" >&2; exit 1; }
+
 "$python" -m venv "$work/venv"
 if [ $# -gt 0 ]; then
     # The environment's own packages come first, so the wheel hides a jaxattn that PYTHON has.
