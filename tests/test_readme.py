@@ -30,7 +30,9 @@ def test_it_is_short():
 def test_its_two_commands_are_where_ci_finds_them():
     """.ci/run takes the first block after the mark; a newcomer runs the first block of all."""
     first, *_ = re.findall(r"^```\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    assert first == "python3 -m pip install . && python3 -m jaxattn.serve\n"
+    # Its first part: pip 23 blames jax where Python is too old.
+    upgrade = "python3 -m pip install --upgrade pip && "
+    assert first == upgrade + "python3 -m pip install . && python3 -m jaxattn.serve\n"
     marked = TEXT.partition("<!-- tests -->\n")[2]
     assert marked.startswith("```\npython3 -m pip install '.[test]' && python3 -m pytest ")
 
