@@ -25,6 +25,8 @@ from jaxattn.plan.group_plan import DRIVER
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, weight_items
 from jaxattn.plan.plan_notes import notes, title
 
+MOST_TRACED = 16  # to trace one takes a second
+
 type Helps = Callable[[Limits, dict[str, ExecutableMemory]], tuple[str, ...]]
 
 
@@ -81,7 +83,7 @@ class DevicePlan:
         least = limits if asked else dataclasses.replace(limits, num_pages=1)
         self._plan(least, {}).check(lambda: helps(least, {}))
         if asked is None:
-            for known in self._growing(least):
+            for known in () if self.choices else self._growing(least):
                 self._plan(least, known).check(functools.partial(helps, least, known))
             row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
             known = self._bounds(row)
@@ -138,8 +140,14 @@ class DevicePlan:
 
 
 def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, ExecutableMemory]:
-    """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA."""
-    return {str(step): _bound_in(model, step, limits, on_hopper) for step in all_steps(limits)}
+    """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA.
+
+    Of many executables the largest alone: the others are the same with fewer rows or tokens.
+    """
+    steps = all_steps(limits)
+    if len(steps) > MOST_TRACED:
+        steps = largest_steps(limits)
+    return {str(step): _bound_in(model, step, limits, on_hopper) for step in steps}
 
 
 def _bound_in(model: Model, step: EngineStep, limits: Limits, on_hopper: bool) -> ExecutableMemory:
