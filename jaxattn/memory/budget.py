@@ -101,6 +101,7 @@ class MemoryPlan:
         facts: what follows from it (tokens that fit, rows at full length), name -> value.
         notes: every assumption.
         choices: each limit that nobody fixed, with its value and why (default_limits.py).
+        limits: the engine's, of which this is the plan; None of a plan that no engine makes.
     """
 
     items: tuple[PlanItem, ...]
@@ -109,6 +110,7 @@ class MemoryPlan:
     facts: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    limits: Any = None
 
     @property
     def total(self) -> int:
