@@ -42,6 +42,7 @@ from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.layout_plan import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
+from jaxattn.plan.plan_check import group_limits
 from jaxattn.plan.scratch_comparison import ScratchComparison, of_model, published
 
 PROGRAM = interrupt.program("plan")
@@ -243,24 +244,22 @@ def read_limits(options: argparse.Namespace, model: ModelSizes) -> tuple[Limits,
     Raises:
         ValueError: they make no sense.
     """
-    batch, length, chunk = options.batch, options.max_model_len, options.prefill_chunk
-    rows, buckets = options.prefill_rows, options.decode_buckets
-    if options.gpus > 1 or not isinstance(model, DecoderSizes):  # that no engine chooses for
-        batch, length = batch or 128, length or min(32768, model.max_position_embeddings)
-        chunk, rows, buckets = chunk or 512, rows or 1, buckets or ()
+    length, chunk = options.max_model_len, options.prefill_chunk
     limits = Limits(
-        batch=batch,
+        batch=options.batch,
         max_model_len=length,
         num_pages=options.num_pages,
-        prefill_chunk=chunk if chunk is None or length is None else min(chunk, length),
-        prefill_rows=rows,
+        prefill_chunk=min(chunk, length) if chunk and length else chunk,
+        prefill_rows=options.prefill_rows,
         reproducible=options.reproducible,
         utilization=options.utilization,
-        decode_buckets=buckets,
+        decode_buckets=options.decode_buckets,
         q_lens=tuple(sorted({1, options.q_len})),
         cache_format=options.kv_cache_dtype,
         native_layers=options.kv_cache_native_layers,
     )
+    if options.gpus > 1 or not isinstance(model, DecoderSizes):
+        limits = group_limits(model, limits)
     placement = ModelPlacement(
         gpus=options.gpus,
         attention=options.attention,

@@ -10,7 +10,7 @@ STEP_TOKENS = 1024
 def prefill_shape(
     shapes: Sequence[tuple[int, int]], waiting: Sequence[Sequence[int]]
 ) -> tuple[int, int]:
-    """The shape that reads the most tokens for its time; of equals, the smaller one.
+    """The shape that reads the most tokens for its time; of equals, that of more prompts.
 
     A long prompt takes a long chunk, several short ones are read together, and the last tokens of
     a prompt are not padded to more than their time is worth.
@@ -22,10 +22,10 @@ def prefill_shape(
     """
     groups = len(waiting)
 
-    def worth(shape: tuple[int, int]) -> float:
+    def worth(shape: tuple[int, int]) -> tuple[float, int]:
         rows, tokens = shape
         lines = rows // groups
         read = sum(min(left, tokens) for group in waiting for left in group[:lines])
-        return read / (STEP_TOKENS + lines * tokens)
+        return read / (STEP_TOKENS + lines * tokens), lines
 
     return max(shapes, key=worth)

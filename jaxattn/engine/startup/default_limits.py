@@ -153,16 +153,22 @@ class _Chooser:
 
     def choose(self, asked: Limits) -> LimitsChoice:
         limits, reasons = self._fast(asked)
-        open_sizes = asked.unset & {"max_model_len", "batch", "prefill_chunk"}
+        whole, why = limits, dict(reasons)
         limits = self._few_states(asked, limits, reasons)
-        known: Mapping[str, ExecutableMemory] = {}
         limits = self._lowered(asked, limits, {}, reasons)
-        if open_sizes:  # tracing takes seconds: it comes after what weights and state alone say
+        known: Mapping[str, ExecutableMemory] = {}
+        fits = self._fits(asked, limits, known)
+        if fits and asked.unset & {"max_model_len", "batch", "prefill_chunk"}:
+            # Tracing takes seconds: it comes after what weights and state alone say.
             known = self.bounds(limits)
             while (lower := self._lowered(asked, limits, known, reasons)) != limits:
                 limits = lower
                 known = self.bounds(limits)
+            fits = self._fits(asked, limits, known)
+        if fits:
             limits = self._context(asked, limits, known, reasons)
+        elif not self._pages(limits, known):  # the plan is of the whole, and says what would help
+            limits, reasons = whole, why
         limits = self._checkpoints(asked, limits, known, reasons)
         limits = self._share(asked, limits, known, reasons)
         limits = self._buckets(asked, limits, reasons)
@@ -243,6 +249,12 @@ class _Chooser:
         )
         return two - one
 
+    def _fits(
+        self, asked: Limits, limits: Limits, known: Mapping[str, ExecutableMemory]
+    ) -> bool:
+        """Whether the cache holds a row, of the shortest context if nobody fixed it."""
+        return self._pages(limits, known) >= _least_pages(asked, limits)
+
     def _few_states(self, asked: Limits, limits: Limits, reasons: dict[str, str]) -> Limits:
         """With a batch whose states leave most of the room to pages."""
         if not self._slot or "batch" not in asked.unset:
@@ -266,8 +278,7 @@ class _Chooser:
         reasons: dict[str, str],
     ) -> Limits:
         """With a smaller batch, and then a smaller chunk, where they do not fit beside a context
-        that is as short as it may be; as they are, if neither helps."""
-        first = limits
+        that is as short as it may be."""
         while (pages := self._pages(limits, known)) < _least_pages(asked, limits):
             if _can_halve(asked, limits):
                 limits = _halved(asked, limits)
@@ -276,7 +287,7 @@ class _Chooser:
                 limits = _shorter(asked, limits)
                 name, value = "prefill_chunk", limits.prefill_chunk
             else:
-                return first  # nothing that was left open helps: the plan says what would
+                break
             why = f"with more, {pages:,} pages would be left, fewer than a row's"
             reasons[name] = _reason(name, value, why)
             if known:
