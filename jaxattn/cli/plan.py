@@ -85,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of the device's total memory for arrays and XLA's temp; the driver's memory "
         "comes on top",
     )
-    root.add_argument("--batch", metavar="N", type=size, help="rows of a GPU (default: chosen; 128 with --gpus)")
+    root.add_argument(
+        "--batch", metavar="N", type=size, help="rows of a GPU (default: chosen; 128 with --gpus)"
+    )
     root.add_argument(
         "--max-model-len",
         metavar="N",

@@ -197,9 +197,7 @@ class Limits:
     @property
     def unset(self) -> frozenset[str]:
         """Names of what `choose_limits` chooses: what nobody fixed."""
-        found = {
-            name for name in _SMALL if isinstance(getattr(self, name), UnsetInt | UnsetTuple)
-        }
+        found = {name for name in _SMALL if isinstance(getattr(self, name), UnsetInt | UnsetTuple)}
         if self.utilization is None and self.num_pages is None:
             found.add("utilization")
         return frozenset(found)

@@ -98,7 +98,9 @@ class DevicePlan:
 
         def bounds(tried: Limits) -> dict[str, ExecutableMemory]:
             steps = largest_steps(tried)
-            return {str(each): _bound_in(self.traced, each, tried, self.on_hopper) for each in steps}
+            return {
+                str(each): _bound_in(self.traced, each, tried, self.on_hopper) for each in steps
+            }
 
         beside = {key: value for key, value in self.beside.items() if key != "outside_basis"}
         return choose_limits(

@@ -114,7 +114,15 @@ BAD_INPUT = {
         "--batch 1048576000 times --max-model-len 256 is 4,194,304,000 pages",
     ),
     "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
-    "bucket": (["--decode-buckets", "8", "--batch", "4"], "--decode-buckets 8 must be at most --batch 4"),
+    "several prompts": (
+        ["--reproducible", "--prefill-rows", "8"],
+        "--prefill-rows 8 reads several prompts together, and --reproducible one of each data "
+        "group; leave one of them out",
+    ),
+    "bucket": (
+        ["--decode-buckets", "8", "--batch", "4"],
+        "--decode-buckets 8 must be at most --batch 4",
+    ),
     "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
     "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
     "temperature nan": (["--temperature", "nan"], "'nan' is not a temperature"),

@@ -1,4 +1,4 @@
-"""Limits that nobody fixed: what is chosen for a device, what is lowered, and what never changes."""
+"""Limits that nobody fixed: what a device gets, what is lowered, and what never changes."""
 
 import dataclasses
 import itertools
@@ -26,8 +26,8 @@ QWEN = public_models.load("Qwen3.5-35B-A3B").model
 H200 = known_device("h200")
 
 
-def chosen(limits=Limits(), memory=H200, model=LITE, **more):
-    return choose_limits(model, limits, memory, platform="gpu", **more)
+def chosen(limits=None, memory=H200, model=LITE, **more):
+    return choose_limits(model, limits or Limits(), memory, platform="gpu", **more)
 
 
 # What is left open -------------------------------------------------------------------------------

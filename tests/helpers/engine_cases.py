@@ -63,9 +63,7 @@ TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
 # Room for one row at full length and a page more, for four rows: the youngest are computed again.
 TIGHT = dataclasses.replace(LIMITS, batch=4, num_pages=5, prefill_rows=2)
 # Of a device that is filled: all that rows can use, and the one row of the trial before it.
-WHOLE, TRIAL = (
-    dataclasses.replace(LIMITS, num_pages=pages) for pages in (12, 4)
-)
+WHOLE, TRIAL = (dataclasses.replace(LIMITS, num_pages=pages) for pages in (12, 4))
 
 
 def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:

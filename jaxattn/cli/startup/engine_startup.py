@@ -36,9 +36,7 @@ from jaxattn.models.interface import Model
 from jaxattn.text import Tokenizer
 
 
-def choose_device(
-    device: str, implementation: str | None, utilization: float | None = None
-) -> str:
+def choose_device(device: str, implementation: str | None, utilization: float | None = None) -> str:
     """Makes JAX use the device, and take as much of its memory as `utilization` says; returns the
     platform.
 

@@ -185,7 +185,10 @@ class _Chooser:
 
         length, why = self.model.max_position_embeddings, "the model's own context"
         if asked.num_pages and asked.num_pages * asked.page_tokens < length:
-            length, why = asked.num_pages * asked.page_tokens, f"what {asked.num_pages:,} pages hold"
+            length, why = (
+                asked.num_pages * asked.page_tokens,
+                f"what {asked.num_pages:,} pages hold",
+            )
         choose("max_model_len", length, why)
         length = chosen.get("max_model_len", asked.max_model_len)
         rows = max(BATCH, *asked.decode_buckets, 1)
@@ -203,7 +206,9 @@ class _Chooser:
         together = chosen.get("prefill_rows", asked.prefill_rows) // asked.groups
         tokens = asked.prefill_tokens or PREFILL_TOKENS
         given_buckets = "prefill_buckets" not in unset
-        longest = tokens if asked.prefill_buckets or not given_buckets else tokens // max(together, 1)
+        longest = (
+            tokens if asked.prefill_buckets or not given_buckets else tokens // max(together, 1)
+        )
         chunk = min(max(longest, *asked.prefill_buckets, 1), length)
         choose("prefill_chunk", chunk, f"a long prompt takes a step of {tokens:,} tokens")
         chunk = min(chosen.get("prefill_chunk", asked.prefill_chunk), length)
@@ -244,14 +249,14 @@ class _Chooser:
     def _slot(self) -> int:
         """Bytes of a row's states in all layers."""
         one, two = (
-            sum(nbytes(cache.shapes(CacheSize(pages=1, slots=slots))) for cache in self.model.caches)
+            sum(
+                nbytes(cache.shapes(CacheSize(pages=1, slots=slots))) for cache in self.model.caches
+            )
             for slots in (1, 2)
         )
         return two - one
 
-    def _fits(
-        self, asked: Limits, limits: Limits, known: Mapping[str, ExecutableMemory]
-    ) -> bool:
+    def _fits(self, asked: Limits, limits: Limits, known: Mapping[str, ExecutableMemory]) -> bool:
         """Whether the cache holds a row, of the shortest context if nobody fixed it."""
         return self._pages(limits, known) >= _least_pages(asked, limits)
 

@@ -95,9 +95,7 @@ class DecoderModel(Model):
     def with_batch_invariance(self) -> "DecoderModel":
         """See `Model.with_batch_invariance`."""
         blocks = tuple(
-            dataclasses.replace(
-                block, mixer=dataclasses.replace(block.mixer, batch_invariant=True)
-            )
+            dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, batch_invariant=True))
             if isinstance(block.mixer, MLA)
             else block
             for block in self.spec.blocks
