@@ -8,8 +8,9 @@ from typing import Any
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
-from jaxattn.engine.startup.default_limits import LimitsChoice, choose_limits, largest_steps
+from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
+from jaxattn.engine.startup.gpu_limits import LimitsChoice
 from jaxattn.engine.startup.memory_plan import check_row, fill, packed_shapes, plan_engine
 from jaxattn.engine.steps.batch_steps import SampleStep
 from jaxattn.engine.steps.engine_step import EngineStep, sampled_rows

@@ -9,12 +9,12 @@ import pytest
 from jaxattn import Engine, Limits
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.engine.scheduling.prefill_shape import prefill_shape
-from jaxattn.engine.startup import default_limits, engine_build
+from jaxattn.engine.startup import engine_build, gpu_limits
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
-from jaxattn.engine.startup.memory_plan import page_bytes
+from jaxattn.engine.startup.memory_plan import packed_shapes, page_bytes
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
-from jaxattn.memory.budget import PlanError
+from jaxattn.memory.budget import PlanError, nbytes
 from jaxattn.memory.device_memory import GIB, DeviceMemory, known_device
 from jaxattn.models import Hybrid
 from jaxattn.models.catalog import public_models
@@ -128,7 +128,7 @@ def of_tokens(byte):
 
 def beside_weights(gib):
     """A device on which weights leave so many GiB of 0.9 of it."""
-    weights = default_limits.nbytes(default_limits.packed_shapes(LITE))
+    weights = nbytes(packed_shapes(LITE))
     return DeviceMemory("a GPU", int((weights + gib * GIB) / 0.9))
 
 
@@ -284,7 +284,7 @@ def on_a_gpu(monkeypatch):
         "PREFILL_ROWS": 4,
         "PREFILL_BUCKETS": (16,),
     }.items():
-        monkeypatch.setattr(default_limits, name, value)
+        monkeypatch.setattr(gpu_limits, name, value)
 
     def choose(*given, platform, **more):
         memory = DeviceMemory("a GPU", 4 * GIB)

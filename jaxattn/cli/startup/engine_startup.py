@@ -28,8 +28,8 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
-from jaxattn.engine.startup.default_limits import UTILIZATION
 from jaxattn.engine.startup.engine_build import prepare
+from jaxattn.engine.startup.gpu_limits import UTILIZATION
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
