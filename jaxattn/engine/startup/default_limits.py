@@ -76,7 +76,7 @@ def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
 
 
 def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:
-    """Today's values as they are, within the model's own length, around what was given."""
+    """The small values as they are, within the model's own length, around what was given."""
     chosen: dict[str, Any] = {}
     for name in limits.unset - {"utilization"}:
         value = getattr(limits, name)
@@ -85,7 +85,9 @@ def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:
     _at_least(chosen, "prefill_chunk", limits.prefill_buckets)
     if "max_model_len" in chosen:
         chosen["max_model_len"] = min(chosen["max_model_len"], model.max_position_embeddings)
-    why = f"small, so that a {platform.upper()} is quick to compile"
+    why = "small, so that a CPU is quick to compile"
+    if platform == "gpu":
+        why = "small, since several hosts run it or nothing says how much memory the GPU has"
     shown = ("batch", "max_model_len", "prefill_chunk", "prefill_rows")
     return LimitsChoice(
         dataclasses.replace(limits, **chosen),

@@ -1,4 +1,4 @@
-"""The search for the limits of a GPU: what is fast, and then what of it fits (default_limits.py)."""
+"""The search for the limits of a GPU: what is fast, and then what of it fits."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
