@@ -22,7 +22,7 @@ from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.serve import http_server
 from jaxattn.cli.serve.request_inputs import model_length, read_limits
 from jaxattn.cli.startup.compilation_cache import NONE, enable_compilation_cache
-from jaxattn.cli.startup.engine_startup import choose_device
+from jaxattn.cli.startup.engine_startup import choose_device, share_of_device
 from jaxattn.cli.startup.model_source import ModelSource, choose
 from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG
@@ -57,9 +57,10 @@ def main() -> int:
         (folder / CONFIG).write_text(json.dumps(fields))
         options = parser().parse_args(["--model", str(folder), *sys.argv[2:]])
         chosen = Bare(folder=choose(options).folder)
-    limits = read_limits(options, model_length(options, chosen.folder.model))
+    platform = choose_device(options.device, options.implementation, share_of_device(options))
+    length = model_length(options, chosen.folder.model, platform)
+    limits = read_limits(options, length, platform)
     tokenizer = chosen.tokenizer()
-    choose_device(options.device, options.implementation, options.utilization)
     if options.compile_cache not in (None, NONE):
         enable_compilation_cache(options.compile_cache)
     stages.ended("device")

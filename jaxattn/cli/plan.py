@@ -42,6 +42,7 @@ from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.layout_plan import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
+from jaxattn.plan.plan_check import group_limits
 from jaxattn.plan.scratch_comparison import ScratchComparison, of_model, published
 
 PROGRAM = interrupt.program("plan")
@@ -84,12 +85,15 @@ def parser() -> argparse.ArgumentParser:
         help="fraction of the device's total memory for arrays and XLA's temp; the driver's memory "
         "comes on top",
     )
-    root.add_argument("--batch", metavar="N", type=size, default=128, help="rows of a GPU")
+    root.add_argument(
+        "--batch", metavar="N", type=size, help="rows of a GPU (default: chosen; 128 with --gpus)"
+    )
     root.add_argument(
         "--max-model-len",
         metavar="N",
         type=size,
-        help="longest row in tokens (default: 32768, or the model's own if that is shorter)",
+        help="longest row in tokens (default: chosen, the model's own where the cache holds it; "
+        "with --gpus at most 32768)",
     )
     root.add_argument(
         "--num-pages",
@@ -98,13 +102,27 @@ def parser() -> argparse.ArgumentParser:
         help="pages of 64 tokens (default: as many as fit, up to --batch rows at full length)",
     )
     root.add_argument(
-        "--prefill-chunk", metavar="N", type=size, default=512, help="prompt tokens at a time"
+        "--prefill-chunk",
+        metavar="N",
+        type=size,
+        help="prompt tokens at a time (default: chosen; 512 with --gpus)",
+    )
+    root.add_argument(
+        "--prefill-rows",
+        metavar="N",
+        type=size,
+        help="prompts that may be read together, a chunk of each (default: chosen)",
+    )
+    root.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="a text does not depend on the others that are served beside it",
     )
     root.add_argument(
         "--decode-buckets",
         metavar="N,N",
         type=sizes,
-        help="smaller batches as well (default: none)",
+        help="smaller batches as well, 0 for none (default: chosen; none with --gpus)",
     )
     root.add_argument(
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
@@ -152,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
     except (DeviceError, ValueError) as error:
         raise InputError(in_options(error)) from error
     if naive:
-        rows = max(limits.q_lens) * limits.batch // parallel.data
+        rows = max(limits.q_lens) * (found.limits or limits).batch // parallel.data
         ways = placement.ways if parallel.gpus == 1 else parallel.tensor
         naive = [*of_model(model, rows, ways, found["arena"]), *naive]
     return report_plan(found, refused, options, naive)
@@ -228,18 +246,22 @@ def read_limits(options: argparse.Namespace, model: ModelSizes) -> tuple[Limits,
     Raises:
         ValueError: they make no sense.
     """
-    length = options.max_model_len or min(32768, model.max_position_embeddings)
+    length, chunk = options.max_model_len, options.prefill_chunk
     limits = Limits(
         batch=options.batch,
         max_model_len=length,
         num_pages=options.num_pages,
-        prefill_chunk=min(options.prefill_chunk, length),
+        prefill_chunk=min(chunk, length) if chunk and length else chunk,
+        prefill_rows=options.prefill_rows,
+        reproducible=options.reproducible,
         utilization=options.utilization,
-        decode_buckets=options.decode_buckets or (),
+        decode_buckets=options.decode_buckets,
         q_lens=tuple(sorted({1, options.q_len})),
         cache_format=options.kv_cache_dtype,
         native_layers=options.kv_cache_native_layers,
     )
+    if options.gpus > 1 or not isinstance(model, DecoderSizes):
+        limits = group_limits(model, limits)
     placement = ModelPlacement(
         gpus=options.gpus,
         attention=options.attention,

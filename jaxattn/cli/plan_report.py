@@ -26,7 +26,8 @@ def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
     Raises:
         InputError: it does not fit, or nothing says how much memory there is.
     """
-    if limits.utilization is None:  # as the server does, which shrinks no cache unasked
+    if limits.utilization is None and jax.devices()[0].platform != "gpu":
+        # As the server does, which shrinks no cache unasked.
         limits = dataclasses.replace(limits, num_pages=limits.pages)
     memory = device_memory(jax.devices()[0])
     if memory is None:

@@ -100,6 +100,8 @@ class MemoryPlan:
         title: what is planned, in a line.
         facts: what follows from it (tokens that fit, rows at full length), name -> value.
         notes: every assumption.
+        choices: each limit that nobody fixed, with its value and why (default_limits.py).
+        limits: the engine's, of which this is the plan; None of a plan that no engine makes.
     """
 
     items: tuple[PlanItem, ...]
@@ -107,6 +109,8 @@ class MemoryPlan:
     title: str = ""
     facts: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    limits: Any = None
 
     @property
     def total(self) -> int:
@@ -142,6 +146,7 @@ class MemoryPlan:
             "budget": None if self.budget is None else dataclasses.asdict(self.budget),
             "facts": dict(self.facts),
             "notes": list(self.notes),
+            "choices": list(self.choices),
         }
 
     def check(self, advice: Callable[[], tuple[str, ...]] = tuple) -> None:

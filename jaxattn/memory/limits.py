@@ -14,9 +14,34 @@ MOST_DRAFTS = 3
 MOST_STEPS = 8
 
 
+class UnsetInt(int):
+    """A small size that stands for one that nobody fixed, until `choose_limits` chooses it."""
+
+
+class UnsetTuple(tuple[int, ...]):
+    """Sizes that stand for those that nobody fixed, until `choose_limits` chooses them."""
+
+
+# What an engine has that is quick to compile: on a CPU, and before its device is known.
+_SMALL: dict[str, Any] = {
+    "batch": UnsetInt(4),
+    "max_model_len": UnsetInt(1024),
+    "prefill_chunk": UnsetInt(128),
+    "prefill_rows": UnsetInt(1),
+    "checkpoints": UnsetInt(0),
+    "decode_buckets": UnsetTuple(),
+    "prefill_buckets": UnsetTuple(),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """What an engine is compiled and allocated for.
+
+    `batch`, `max_model_len`, `prefill_chunk`, `prefill_rows`, `checkpoints`, `decode_buckets`,
+    `prefill_buckets` and, without `num_pages`, `utilization` are chosen for the model and its
+    device where they are left out or None (`engine.startup.default_limits.choose_limits`). Until
+    then they read as small values, which `unset` names. What is given is never changed.
 
     Attributes:
         batch: rows that decode together, and state slots.
@@ -27,14 +52,17 @@ class Limits:
             decode a round reads one chunk, so this is what their next token waits for.
         prefill_rows: prompts that may be read together, a chunk of each, where several are due. A
             row's bits may depend on how many are, as other shapes take other matmuls.
+        prefill_tokens: most tokens of a prefill step, of a data group. Chunks that are longer than
+            its share of a row are read of one prompt at a time. None is `prefill_chunk` of each of
+            `prefill_rows`, or what `choose_limits` chooses where one of the two is left out.
         prefix_cache: prompts that begin as earlier ones share their pages, which stay in the cache
             until their room is wanted. A model with recurrent states needs `checkpoints` too.
         checkpoints: slots for states at the ends of prefixes, beside those of rows. A state is as
             large as thousands of tokens, so none is kept unless it is asked for.
         utilization: fraction of the device's total memory, not of what is free, for arrays and
             XLA's temp. The cache gets what the rest of the plan leaves of it. Where other
-            processes hold more than the rest, it gets what they leave. None sizes the cache by
-            `num_pages` alone.
+            processes hold more than the rest, it gets what they leave. With `num_pages` and None
+            the pages alone size the cache.
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
             its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
         prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
@@ -48,6 +76,8 @@ class Limits:
             Tokens come as many at a time, and a request comes in up to two such calls later. None
             lets `prepare` choose (decode_step_count.py): more than one where a step is shorter than
             its host takes. On one GPU alone, and not beside `speculate`.
+        reproducible: what a row is answered does not depend on the rows beside it: prompts are read
+            one at a time, no buckets are compiled, and attention cuts rows by their own length.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;
@@ -62,27 +92,33 @@ class Limits:
             than what it is a part of.
     """
 
-    batch: int = 4
-    max_model_len: int = 1024
+    batch: int = _SMALL["batch"]
+    max_model_len: int = _SMALL["max_model_len"]
     num_pages: int | None = None
-    prefill_chunk: int = 128
-    prefill_rows: int = 1
+    prefill_chunk: int = _SMALL["prefill_chunk"]
+    prefill_rows: int = _SMALL["prefill_rows"]
+    prefill_tokens: int | None = None
     prefix_cache: bool = True
-    checkpoints: int = 0
+    checkpoints: int = _SMALL["checkpoints"]
     utilization: float | None = None
-    decode_buckets: tuple[int, ...] = ()
-    prefill_buckets: tuple[int, ...] = ()
+    decode_buckets: tuple[int, ...] = _SMALL["decode_buckets"]
+    prefill_buckets: tuple[int, ...] = _SMALL["prefill_buckets"]
     q_lens: tuple[int, ...] = (1,)
     cache_format: str = "auto"
     native_layers: int = 0
     speculate: int = 0
     steps_per_round: int | None = None
+    reproducible: bool = False
     spread: int = 1
     groups: int = 1
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            object.__setattr__(self, name, _plain(value))
+            small = _SMALL.get(name) if value is None else None
+            object.__setattr__(self, name, _plain(value) if small is None else small)
+        if isinstance(self.batch, UnsetInt) and is_integer(self.groups) and self.groups > 1:
+            shared = -(-self.batch // self.groups) * self.groups
+            object.__setattr__(self, "batch", UnsetInt(shared))
         for name in ("decode_buckets", "prefill_buckets", "q_lens"):
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(
@@ -109,10 +145,11 @@ class Limits:
                     f"speculate={self.speculate}; set one of them to its default"
                 )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
+        zero |= {"reproducible"}
         for name, value in dataclasses.asdict(self).items():
             if name in zero:
                 continue
-            if value is None and name in ("num_pages", "utilization", "steps_per_round"):
+            if value is None and name in _OPTIONAL:
                 continue
             if name == "utilization":
                 check_utilization(value)
@@ -131,10 +168,39 @@ class Limits:
                     f"multiples of the {self.groups} data groups that share them; {rows} is none"
                 )
         for name, whole in (("decode_buckets", "batch"), ("prefill_buckets", "prefill_chunk")):
+            if isinstance(getattr(self, whole), UnsetInt):
+                continue  # which is chosen as large
             if max(getattr(self, name), default=0) > getattr(self, whole):
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be at most {whole}={getattr(self, whole)}"
                 )
+        self._check_reproducible()
+
+    def _check_reproducible(self) -> None:
+        """Raises ValueError for a limit under which a row's bits depend on other rows."""
+        if not isinstance(self.reproducible, bool):
+            raise ValueError(f"reproducible must be True or False; got {self.reproducible!r}")
+        if not self.reproducible:
+            return
+        if self.prefill_rows > self.groups:
+            raise ValueError(
+                f"prefill_rows={self.prefill_rows} reads several prompts together, and "
+                "reproducible=True one of each data group; leave one of them out"
+            )
+        for name in ("decode_buckets", "prefill_buckets"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name}={value} are several shapes, and reproducible=True has one; leave one "
+                    "of them out"
+                )
+
+    @property
+    def unset(self) -> frozenset[str]:
+        """Names of what `choose_limits` chooses: what nobody fixed."""
+        found = {name for name in _SMALL if isinstance(getattr(self, name), UnsetInt | UnsetTuple)}
+        if self.utilization is None and self.num_pages is None:
+            found.add("utilization")
+        return frozenset(found)
 
     @property
     def rows_per_group(self) -> int:
@@ -188,13 +254,32 @@ class Limits:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens of the prefill executables, ascending."""
+        """Tokens of a row in the prefill executables, ascending."""
         longest = min(self.prefill_chunk, self.max_model_len)
         return tuple(sorted({*(min(b, longest) for b in self.prefill_buckets), longest}))
+
+    @property
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(prompts, tokens of each) of the prefill executables, the smallest first.
+
+        One prompt of each data group, with each chunk; or as many as may be read together, with
+        the chunks of which so many are `prefill_tokens` at most, and the shortest in any case.
+        """
+        most = max(min(self.prefill_rows, self.batch) // self.groups, 1)
+        tokens = self.prefill_tokens or most * self.chunks[-1]
+        together = [chunk for chunk in self.chunks if most * chunk <= tokens] or self.chunks[:1]
+        found = {(1, chunk) for chunk in self.chunks} | {(most, chunk) for chunk in together}
+        return tuple((rows * self.groups, chunk) for rows, chunk in sorted(found))
+
+
+# What may stay None: the pages say it, or `choose_limits` and `prepare` do.
+_OPTIONAL = ("num_pages", "utilization", "steps_per_round", "prefill_tokens")
 
 
 def _plain(value: Any) -> Any:
     """Python's integers and tuples for NumPy's integers and lists, so that equal limits are one."""
+    if isinstance(value, UnsetInt | UnsetTuple):
+        return value
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return int(value) if is_integer(value) else value

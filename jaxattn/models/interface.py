@@ -173,6 +173,11 @@ class Model(abc.ABC):
             raise ValueError(f"cache_format={name!r}: {type(self).__name__} has auto alone")
         return self
 
+    def with_batch_invariance(self) -> "Model":
+        """The same model, whose decode steps give a row the same bits whatever rows are beside it.
+        A model whose steps do so anyway is the same."""
+        return self
+
     def without_peer_memory(self) -> "Model":
         """The same model, whose kernels reach the memory of no other GPU."""
         return self

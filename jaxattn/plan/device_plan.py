@@ -8,7 +8,9 @@ from typing import Any
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
+from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
+from jaxattn.engine.startup.gpu_limits import LimitsChoice
 from jaxattn.engine.startup.memory_plan import check_row, fill, packed_shapes, plan_engine
 from jaxattn.engine.steps.batch_steps import SampleStep
 from jaxattn.engine.steps.engine_step import EngineStep, sampled_rows
@@ -24,6 +26,8 @@ from jaxattn.plan.group_plan import DRIVER
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, weight_items
 from jaxattn.plan.plan_notes import notes, title
 
+MOST_TRACED = 16  # to trace one takes a second
+
 type Helps = Callable[[Limits, dict[str, ExecutableMemory]], tuple[str, ...]]
 
 
@@ -36,6 +40,7 @@ class DevicePlan:
         params: its packed parameters, as shapes, as they lie in memory.
         traced: the model whose steps bound the temp.
         dress: adds to a plan what its lines do not say.
+        choices: why each limit that was chosen is what it is.
     """
 
     model: Model
@@ -43,6 +48,7 @@ class DevicePlan:
     traced: Model
     memory: DeviceMemory
     dress: Callable[[MemoryPlan, Limits], MemoryPlan] = lambda made, _: made
+    choices: tuple[str, ...] = ()
 
     @property
     def on_hopper(self) -> bool:
@@ -65,7 +71,12 @@ class DevicePlan:
         Raises:
             PlanError: it does not fit, or the cache that is left holds no row at full length.
         """
-        limits = choose_decode_steps(limits, self.params, gpu=self.on_hopper)
+        choice = self.chosen(limits)
+        limits = choose_decode_steps(choice.limits, self.params, gpu=self.on_hopper)
+        return dataclasses.replace(self, choices=choice.reasons)._checked(limits, helps)
+
+    def _checked(self, limits: Limits, helps: Helps) -> MemoryPlan:
+        """`checked`, of limits that leave nothing but the pages open."""
         asked = limits.num_pages
         if asked is None:
             limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
@@ -73,7 +84,7 @@ class DevicePlan:
         least = limits if asked else dataclasses.replace(limits, num_pages=1)
         self._plan(least, {}).check(lambda: helps(least, {}))
         if asked is None:
-            for known in self._growing(least):
+            for known in () if self.choices else self._growing(least):
                 self._plan(least, known).check(functools.partial(helps, least, known))
             row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
             known = self._bounds(row)
@@ -82,6 +93,26 @@ class DevicePlan:
         made = self._plan(limits, known)
         check_row(made, limits, lambda: helps(limits, known), wanted=asked)
         return made
+
+    def chosen(self, limits: Limits) -> LimitsChoice:
+        """The limits with what they leave open, as an engine chooses it."""
+
+        def bounds(tried: Limits) -> dict[str, ExecutableMemory]:
+            steps = largest_steps(tried)
+            return {
+                str(each): _bound_in(self.traced, each, tried, self.on_hopper) for each in steps
+            }
+
+        beside = {key: value for key, value in self.beside.items() if key != "outside_basis"}
+        return choose_limits(
+            self.model,
+            limits,
+            self.memory,
+            platform="gpu" if self.on_hopper else "cpu",
+            params=self.params,
+            bounds=bounds,
+            beside=beside,
+        )
 
     def filled(self, limits: Limits) -> int | None:
         """The pages that weights and state leave room for, with nothing traced; None for none.
@@ -108,12 +139,18 @@ class DevicePlan:
 
     def _plan(self, limits: Limits, known: dict[str, ExecutableMemory]) -> MemoryPlan:
         made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
-        return self.dress(made, limits)
+        return dataclasses.replace(self.dress(made, limits), choices=self.choices)
 
 
 def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, ExecutableMemory]:
-    """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA."""
-    return {str(step): _bound_in(model, step, limits, on_hopper) for step in all_steps(limits)}
+    """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA.
+
+    Of many executables the largest alone: the others are the same with fewer rows or tokens.
+    """
+    steps = all_steps(limits)
+    if len(steps) > MOST_TRACED:
+        steps = largest_steps(limits)
+    return {str(step): _bound_in(model, step, limits, on_hopper) for step in steps}
 
 
 def _bound_in(model: Model, step: EngineStep, limits: Limits, on_hopper: bool) -> ExecutableMemory:

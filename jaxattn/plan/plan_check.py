@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.limits import Limits, larger_shares
+from jaxattn.memory.limits import Limits, UnsetInt, larger_shares
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.plan.device_plan import single
@@ -14,6 +14,8 @@ from jaxattn.plan.layout_plan import best_layout, layouts_that_fit
 from jaxattn.plan.placement import ModelPlacement, check_placement, page_bytes
 
 MOST_GPUS = 512  # that advice tries
+# Of a group of GPUs, where nothing else is given.
+GROUP_BATCH, GROUP_LENGTH, GROUP_CHUNK = 128, 32768, 512
 
 
 def plan_model(
@@ -33,11 +35,14 @@ def plan_model(
         PlanError: it does not, with the plan and advice.
         ValueError: the model cannot be divided so, or is shorter than `max_model_len`.
     """
+    if "max_model_len" in limits.unset:  # a small value until it is chosen
+        small = min(limits.max_model_len, model.max_position_embeddings)
+        limits = dataclasses.replace(limits, max_model_len=UnsetInt(small))
     check_placement(model, limits, place)
     limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
 
     def helps(*_: Any) -> tuple[str, ...]:
-        return advice(model, memory, limits, place) if advised else ()
+        return advice(model, memory, group_limits(model, limits), place) if advised else ()
 
     if isinstance(model, DecoderSizes) and place.gpus == 1:
         return single(model, memory, place).checked(limits, helps)
@@ -51,6 +56,25 @@ def plan_model(
             helps(),
         )
     return made
+
+
+def group_limits(model: ModelSizes, limits: Limits) -> Limits:
+    """The limits of a group of GPUs, for which no engine chooses what they leave open."""
+    values: dict[str, Any] = {
+        "batch": max(GROUP_BATCH, 0, *limits.decode_buckets),
+        "max_model_len": min(GROUP_LENGTH, model.max_position_embeddings),
+        "prefill_chunk": max(GROUP_CHUNK, 0, *limits.prefill_buckets),
+        "prefill_rows": 1,
+        "checkpoints": 0,
+        "decode_buckets": tuple(limits.decode_buckets),
+        "prefill_buckets": tuple(limits.prefill_buckets),
+    }
+    fixed = {name: value for name, value in values.items() if name in limits.unset}
+    found = dataclasses.replace(limits, **fixed)
+    if "prefill_chunk" not in fixed or found.prefill_buckets:
+        return found
+    chunk = min(found.prefill_chunk, found.max_model_len)
+    return dataclasses.replace(found, prefill_chunk=chunk)
 
 
 def advice(

@@ -43,6 +43,8 @@ def print_plan(console: Console, plan: MemoryPlan, naive: Sequence[ScratchCompar
     console.print(bar(plan, min(console.width, 100), "\n" if narrow else "  "))
     for name, value in plan.facts:
         console.print(f"{name}: {value}" if narrow else f"{name:<22} {value}")
+    for choice in plan.choices:
+        console.print(f"chosen: {choice}")
     for note in plan.notes:
         console.print(f"- {note}", style="dim")
     if naive:

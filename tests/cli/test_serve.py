@@ -114,7 +114,15 @@ BAD_INPUT = {
         "--batch 1048576000 times --max-model-len 256 is 4,194,304,000 pages",
     ),
     "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
-    "bucket": (["--decode-buckets", "8"], "--decode-buckets 8 must be at most --batch 4"),
+    "several prompts": (
+        ["--reproducible", "--prefill-rows", "8"],
+        "--prefill-rows 8 reads several prompts together, and --reproducible one of each data "
+        "group; leave one of them out",
+    ),
+    "bucket": (
+        ["--decode-buckets", "8", "--batch", "4"],
+        "--decode-buckets 8 must be at most --batch 4",
+    ),
     "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
     "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
     "temperature nan": (["--temperature", "nan"], "'nan' is not a temperature"),
@@ -204,6 +212,8 @@ def test_the_plan_has_the_pages_that_the_server_takes(model, capsys):
         ("batch 6,250 with 100,000 pages", "--batch 6250 with 100,000 pages"),
         ("prefill_chunk 64 with 4 pages", "--prefill-chunk 64 with 4 pages"),
         ("decode_buckets=(8, 4) must be", "--decode-buckets 8,4 must be"),
+        ("prefill_rows=8 and reproducible=True has", "--prefill-rows 8 and --reproducible has"),
+        ("prefill_tokens=64 is", "--prefill-tokens 64 is"),
         ("use attention='data' or another", "use --attention data or another"),
         ("gpus=65 is more", "--gpus 65 is more"),
         ("q_lens must have 1", "--q-len must have 1"),

@@ -49,19 +49,21 @@ SMALLEST = dataclasses.replace(CONFIG, hidden_size=16, intermediate_size=16, gdn
 # what is computed again after a preemption is the same but for rounding. For three rows of up to
 # four pages: rows grow into an empty pool, and one cannot have four tokens.
 EXACT = dataclasses.replace(SMALLEST, dtype="float32", param_dtype="float32")
-ONE_BY_ONE = Limits(batch=3, max_model_len=192, num_pages=7, prefill_chunk=64, checkpoints=1)
-LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16)
+# What an engine on a GPU would choose, so that all devices and plans have the same steps.
+FIXED: dict[str, Any] = dict(prefill_rows=1, checkpoints=0, decode_buckets=(), prefill_buckets=())
+ONE_BY_ONE = Limits(
+    batch=3, max_model_len=192, num_pages=7, prefill_chunk=64, **{**FIXED, "checkpoints": 1}
+)
+LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16, **FIXED)
 BUCKETS = dataclasses.replace(
     LIMITS, num_pages=None, batch=4, decode_buckets=(1,), prefill_buckets=(4,), q_lens=(1, 3)
 )
 # Fewer rows than most tests have requests, so that rows and slots go from one to the next.
 TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
 # Room for one row at full length and a page more, for four rows: the youngest are computed again.
-TIGHT = Limits(batch=4, max_model_len=256, num_pages=5, prefill_chunk=16, prefill_rows=2)
+TIGHT = dataclasses.replace(LIMITS, batch=4, num_pages=5, prefill_rows=2)
 # Of a device that is filled: all that rows can use, and the one row of the trial before it.
-WHOLE, TRIAL = (
-    Limits(batch=3, max_model_len=256, prefill_chunk=16, num_pages=pages) for pages in (12, 4)
-)
+WHOLE, TRIAL = (dataclasses.replace(LIMITS, num_pages=pages) for pages in (12, 4))
 
 
 def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:

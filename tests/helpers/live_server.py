@@ -67,6 +67,7 @@ def served(
     make: Callable[[], EngineProtocol],
     tokenizer: Tokenizer = CHAT,
     limits=LIMITS,
+    longest: int | None = None,
     **defaults: float,
 ) -> ServedModel:
     return ServedModel(
@@ -74,6 +75,7 @@ def served(
         tokenizer=tokenizer,
         limits=limits,
         vocab_size=256,
+        longest=longest,
         defaults=SamplingDefaults(**{"temperature": 0.0, **defaults}),
     )
 

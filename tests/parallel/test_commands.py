@@ -12,7 +12,7 @@ from jaxattn.memory.limits import Limits
 from jaxattn.parallel import Parallel
 from tests.parallel.cases import decoder
 
-LITE = ["DeepSeek-V2-Lite", "--batch", "32"]
+LITE = ["DeepSeek-V2-Lite", "--batch", "32", "--max-model-len", "32768"]
 
 
 def facts(capsys, *flags: str) -> dict[str, str]:

@@ -41,7 +41,15 @@ from tests.helpers.model_cases import state_of
 
 GIB = 2**30
 YOUTU = Path(__file__).parent.parent / "data" / "tiny_checkpoints" / "youtu"
-SERVING = Limits(batch=128, max_model_len=8192, prefill_chunk=512)
+SERVING = Limits(
+    batch=128,
+    max_model_len=8192,
+    prefill_chunk=512,
+    prefill_rows=1,
+    checkpoints=0,
+    decode_buckets=(),
+    prefill_buckets=(),
+)
 
 # Groups of GPUs ----------------------------------------------------------------------------------
 
@@ -543,7 +551,7 @@ BAD_INPUT = {
     "utilization": (["DeepSeek-R1", "--utilization", "98"], "'98' is not a fraction"),
     "cache dtype": (["DeepSeek-R1", "--cache-dtype", "int4"], "invalid choice: 'int4'"),
     "bucket": (
-        ["DeepSeek-R1", "--decode-buckets", "500"],
+        ["DeepSeek-R1", "--decode-buckets", "500", "--batch", "128"],
         "--decode-buckets 500 must be at most --batch 128",
     ),
     "plot": (

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import jax
 import pytest
 
 import jaxattn.server.uvicorn_server
@@ -17,8 +18,10 @@ from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.serve.command import main
 from jaxattn.cli.serve.request_inputs import model_length, read_limits
 from jaxattn.cli.startup import compilation_cache
+from jaxattn.cli.startup.engine_startup import share_of_device
 from jaxattn.cli.startup.model_source import choose
 from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.memory.limits import Limits
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +92,45 @@ def test_a_server_of_default_limits_has_at_most_12_executables():
     assert len(all_steps(limits)) <= 12
 
 
+def limits_of(*arguments, platform="gpu"):
+    options = parser().parse_args(arguments)
+    length = model_length(options, choose(options).folder.model, platform)
+    return read_limits(options, length, platform)
+
+
+def test_what_no_option_says_is_left_open_for_the_device():
+    everything = Limits().unset
+    assert limits_of("--port", "0").unset == limits_of("--port", "0", platform="cpu").unset
+    assert limits_of("--port", "0").unset == everything
+    own = choose(parser().parse_args([])).folder.model.max_position_embeddings
+    assert limits_of("--port", "0").max_model_len == own
+    given = ["--batch", "8", "--max-model-len", "2k", "--prefill-rows", "2"]
+    limits = limits_of("--port", "0", *given, "--decode-buckets", "0")
+    assert everything - limits.unset == {"batch", "max_model_len", "prefill_rows", "decode_buckets"}
+    assert limits.decode_buckets == () and limits.prefill_rows == 2
+    # A terminal has no more rows than prompts.
+    assert limits_of("--prompt", "a", "--prompt", "b").batch == 2
+    assert "batch" not in limits_of("--prompt", "a", "--prompt", "b").unset
+    assert limits_of("--chat").batch == 1
+    assert limits_of("--prompt", "a", platform="cpu").batch == 4
+    assert limits_of("--port", "0", "--no-prefix-cache").checkpoints == 0
+
+
+def test_jax_takes_the_share_of_a_gpu_that_is_chosen():
+    def share(*arguments):
+        return share_of_device(parser().parse_args(arguments))
+
+    assert share("--device", "cpu") is None
+    assert share("--device", "cpu", "--utilization", "0.5") == 0.5
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    try:
+        assert share() == 0.9 and share("--utilization", "0.5") == 0.5
+        assert share("--num-pages", "8") is None
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
 def test_executables_are_kept_apart_by_what_they_run_on(tmp_path, monkeypatch):
     first = compilation_cache.own_folder({"XDG_CACHE_HOME": str(tmp_path)})
     assert first.parent == tmp_path / "jaxattn" / "compiled"
@@ -144,7 +186,7 @@ def test_a_key_file_without_a_key(tmp_path, capsys):
 def test_without_the_extra_a_port_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     monkeypatch.delitem(sys.modules, "jaxattn.server.uvicorn_server")
-    monkeypatch.delattr(jaxattn.server, "run")
+    monkeypatch.delattr(jaxattn.server, "uvicorn_server", raising=False)
     line = refused(capsys, "--port", "0")
     assert line.endswith(
         "--port needs uvicorn, which is not installed: pip install 'jaxattn[server]'"

@@ -1,6 +1,7 @@
 """Bad input: OpenAI's error with the field's name, and nothing is queued for it."""
 
 import asyncio
+import dataclasses
 import json
 import math
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxattn.memory.limits import Limits
 from jaxattn.server.app import build
 from tests.helpers.live_server import live, served
-from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
 
 FIELDS = [
     ("prompt", None), ("prompt", []), ("prompt", ""), ("prompt", [""]), ("prompt", [1, "a"]),
@@ -61,7 +63,42 @@ def test_a_prompt_as_long_as_the_model_has_a_code_of_its_own(scripted):
     error = scripted.complete("x" * 256).json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert "256 tokens" in error["message"] and "model length is 256" in error["message"]
+    assert error["message"].endswith("start the server with a larger --max-model-len")
     assert scripted.complete("x" * 255).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "limits, longest, said",
+    [
+        (LIMITS, 256, "256 with at least one to generate; make it shorter: the model has no"),
+        (LIMITS, 4096, "start the server with a larger --max-model-len, up to the model's 4,096"),
+        (
+            dataclasses.replace(LIMITS, num_pages=2),
+            4096,
+            "129 with at least one to generate; make it shorter, or start the server with a larger "
+            "cache, which holds 128 tokens: --num-pages or --utilization",
+        ),
+    ],
+    ids=["model", "context", "cache"],
+)
+def test_a_prompt_that_is_too_long_names_the_option_that_raises_the_length(limits, longest, said):
+    with live(served(lambda: ScriptedEngine(limits=limits), longest=longest)) as server:
+        response = server.complete("x" * 300)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+        assert "prompt has 300 tokens" in error["message"]
+        assert said in error["message"]
+        fits = "x" * (limits.longest_row - 1)
+        assert server.complete(fits, max_tokens=1).status_code == 200
+
+
+def test_the_queue_is_as_long_as_the_engine_that_chose_its_rows_allows():
+    """The limits that a server is made with may leave the rows open."""
+    chosen = dataclasses.replace(LIMITS, batch=9)
+    with live(served(lambda: ScriptedEngine(limits=chosen), limits=Limits())) as server:
+        admission, waiting = server.service.admission, server.service.settings.max_waiting
+        assert admission.most == 9 + waiting and server.service.limits.batch == 9
+        assert server.complete("x", max_tokens=1, n=9).status_code == 200
 
 
 def test_an_unknown_model_or_path_is_404(scripted):

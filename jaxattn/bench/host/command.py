@@ -208,7 +208,16 @@ def measure(
         grammars: how many rows follow one, in runs of their own.
     """
     length = longest(rows, steps)
-    limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
+    limits = Limits(
+        batch=rows,
+        max_model_len=length,
+        prefill_chunk=16,
+        prefill_rows=1,
+        checkpoints=0,
+        decode_buckets=(),
+        prefill_buckets=(),
+        steps_per_round=several,
+    )
     began = time.perf_counter()
     with Engine(model, params, limits, workers=os.cpu_count() or 1) as engine:
         seal, several = engine.seal, engine.limits.round_steps

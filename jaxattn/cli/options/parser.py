@@ -25,7 +25,7 @@ RENAMED = {
 # Names of `Limits` and `ModelPlacement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
-    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|checkpoints|speculate|decode_buckets|prefill_buckets|q_lens"
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|prefill_tokens|reproducible|checkpoints|speculate|decode_buckets|prefill_buckets|q_lens"
     r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
@@ -75,6 +75,8 @@ def in_options(error: Exception | str) -> str:
         field = match["name"] or match["word"]
         name = RENAMED.get(field, "--" + field.replace("_", "-"))
         value = re.sub(r"[()'\s]|,(?=\))", "", match["value"] or "")
+        if field == "reproducible":  # a switch
+            value = value.removeprefix("True")
         if field not in ("decode_buckets", "prefill_buckets", "q_lens"):
             value = value.replace(",", "")  # of thousands: no option takes them
         return f"{name} {value}".rstrip()

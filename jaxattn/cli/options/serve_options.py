@@ -184,37 +184,49 @@ def _add_rows(group: argparse._ActionsContainer) -> None:
         "--batch",
         metavar="N",
         type=size,
-        help=f"prompts that decode together (default: {BATCH}, 1 for a conversation, and with "
-        f"--port {SERVER_BATCH})",
+        help="prompts that decode together (default: chosen for the model and the GPU, 1 for a "
+        f"conversation; on a CPU {BATCH}, and with --port {SERVER_BATCH})",
     )
     group.add_argument(
         "--max-model-len",
         metavar="N",
         type=size,
-        help="longest prompt and its continuation together, in tokens (default: "
-        f"{MAX_MODEL_LEN}, with --chat or --port {CHAT_MODEL_LEN}, or the model's own if that is "
-        "shorter)",
+        help="longest prompt and its continuation together, in tokens (default: the model's own, "
+        f"as far as the GPU's cache holds it; on a CPU at most {MAX_MODEL_LEN}, with --chat or "
+        f"--port {CHAT_MODEL_LEN})",
     )
     group.add_argument(
         "--num-pages",
         metavar="N",
         type=size,
-        help="pages of 64 tokens (default: enough for --batch times --max-model-len)",
+        help="pages of 64 tokens (default: as --utilization says, and on a CPU enough for --batch "
+        "times --max-model-len)",
     )
     group.add_argument(
         "--prefill-chunk",
         metavar="N",
         type=size,
-        default=128,
-        help="prompt tokens that are read at a time",
+        help="prompt tokens that are read at a time (default: chosen for the GPU; on a CPU 128)",
     )
     group.add_argument(
         "--prefill-rows",
         metavar="N",
         type=size,
-        default=1,
-        help="prompts that may be read together, a chunk of each (default: 1, so that a text does "
-        "not depend on how many are)",
+        help="prompts that may be read together, a chunk of each (default: chosen for the GPU; 1 "
+        "on a CPU and with --reproducible)",
+    )
+    group.add_argument(
+        "--prefill-tokens",
+        metavar="N",
+        type=size,
+        help="most tokens of prompts in a step: longer chunks are read of one prompt at a time "
+        "(default: chosen for the GPU, or --prefill-chunk times --prefill-rows)",
+    )
+    group.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="a text does not depend on the others that are served beside it: prompts are read one "
+        "at a time, and each kind of step has one shape",
     )
 
 
@@ -230,8 +242,8 @@ def _add_reuse(group: argparse._ActionsContainer) -> None:
         metavar="N",
         type=size,
         help="slots for states at the ends of prefixes: a model with recurrent states has no "
-        "prefix cache without them, and a state takes what thousands of tokens do (default: none; "
-        "with --port as many as rows)",
+        "prefix cache without them, and a state takes what thousands of tokens do (default: chosen "
+        "for the GPU; on a CPU none, with --port as many as rows)",
     )
     group.add_argument(
         "--speculate",
@@ -250,20 +262,21 @@ def _add_shapes(group: argparse._ActionsContainer) -> None:
         metavar="F",
         type=fraction,
         help="give the cache what the plan leaves of this fraction of the device's memory, up to "
-        "--batch rows at full length (default: as many pages as --num-pages says)",
+        "--batch rows at full length (default: 0.9 on a GPU, unless --num-pages says how many)",
     )
     group.add_argument(
         "--decode-buckets",
         metavar="N,N",
         type=sizes,
-        help="smaller batches to compile as well (default: none, so that a text does not depend on "
-        "how many rows run)",
+        help="smaller batches to compile as well, 0 for none (default: chosen for the GPU; none "
+        "on a CPU and with --reproducible)",
     )
     group.add_argument(
         "--prefill-buckets",
         metavar="N,N",
         type=sizes,
-        help="smaller chunks to compile as well, for the end of a prompt (default: none)",
+        help="smaller chunks to compile as well, 0 for none (default: chosen for the GPU; none on "
+        "a CPU and with --reproducible)",
     )
 
 

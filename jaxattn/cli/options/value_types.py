@@ -22,7 +22,9 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """'1,8,64' as sizes."""
+    """'1,8,64' as sizes, and '0' as none."""
+    if text.strip() == "0":
+        return ()
     return tuple(size(part) for part in text.split(","))
 
 

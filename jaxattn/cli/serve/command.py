@@ -39,7 +39,7 @@ from jaxattn.cli.serve.request_inputs import (
 from jaxattn.cli.serve.text_stream import TextPrinter, TextStream
 from jaxattn.cli.startup import multihost
 from jaxattn.cli.startup.compilation_cache import NONE, enable_compilation_cache
-from jaxattn.cli.startup.engine_startup import choose_device, start_engine
+from jaxattn.cli.startup.engine_startup import choose_device, share_of_device, start_engine
 from jaxattn.cli.startup.model_source import choose, one_line
 from jaxattn.cli.startup.run_report import RunReport, measure, summary_lines, to_json
 from jaxattn.cli.startup.stage_timings import StageTimings
@@ -67,10 +67,16 @@ def run(options: argparse.Namespace) -> int:
     if options.checkpoint is not None:
         messages.print("--checkpoint is called --model now; both work")
     chosen = choose(options)
-    length = model_length(options, chosen.folder.model)
-    limits = read_limits(options, length)
+    place, platform = multihost.read_place(options, os.environ), "cpu"
+    if place is None:  # several processes meet first, and choose nothing: all need the same
+        stages.ended("reading")
+        platform = use_device(options)
+        stages.ended("device")
+    length = model_length(options, chosen.folder.model, platform)
+    limits = read_limits(options, length, platform)
     if options.plan:
-        choose_device(options.device, options.implementation, options.utilization)
+        if place is not None:
+            use_device(options)
         return show_plan(chosen.folder.model, limits, options)
     tokenizer = chosen.tokenizer()
     prompts: list[Prompt] = []
@@ -79,12 +85,13 @@ def run(options: argparse.Namespace) -> int:
         if not converses(options):
             prompts = encoded_prompts(options, tokenizer, sys.stdin, length)
         check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
-    stages.ended("reading")
+    stages.ended("prompts")
     if options.device == "cpu":  # before JAX meets the other processes
         jax.config.update("jax_platforms", "cpu")
-    with multihost.joined(multihost.read_place(options, os.environ)) as crew:
-        choose_device(options.device, options.implementation, options.utilization)
-        stages.ended("device")
+    with multihost.joined(place) as crew:
+        if place is not None:
+            use_device(options)
+            stages.ended("device")
         if options.compile_cache not in (None, NONE):
             enable_compilation_cache(options.compile_cache)
         model = chosen.model(tokenizer)
@@ -99,9 +106,13 @@ def run(options: argparse.Namespace) -> int:
             return http_server.serve(*given)
         engine, compile_seconds = start_engine(*given)
         messages.print(stages.line())
-        return answered(
-            engine, compile_seconds, prompts, RequestFactory(options, tokenizer, length), messages
-        )
+        requests = RequestFactory(options, tokenizer, engine.limits.max_model_len)
+        return answered(engine, compile_seconds, prompts, requests, messages)
+
+
+def use_device(options: argparse.Namespace) -> str:
+    """Makes JAX use the device of the options; returns its platform."""
+    return choose_device(options.device, options.implementation, share_of_device(options))
 
 
 def answered(

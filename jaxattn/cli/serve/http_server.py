@@ -92,6 +92,7 @@ def serve(
                 limits=limits,
                 vocab_size=model.vocab_size,
                 defaults=defaults(options, tokenizer.defaults),
+                longest=model.max_position_embeddings,
             ),
             settings,
             bound,

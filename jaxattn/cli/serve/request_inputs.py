@@ -17,7 +17,8 @@ from jaxattn.cli.options.parser import (
 from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.limits import Limits
+from jaxattn.engine.startup.gpu_limits import BATCH as MOST_ROWS
+from jaxattn.memory.limits import Limits, UnsetInt
 from jaxattn.models.interface import Model
 from jaxattn.text import ByteTokenizer, TextError, Tokenizer
 
@@ -141,8 +142,9 @@ def check_prompts(prompts: Sequence[Prompt], length: int, longest: int) -> None:
             )
 
 
-def model_length(options: argparse.Namespace, model: Model) -> int:
-    """The longest row, prompt and continuation together, in tokens.
+def model_length(options: argparse.Namespace, model: Model, platform: str = "cpu") -> int:
+    """The longest row, prompt and continuation together, in tokens. On a GPU that of the model, of
+    which the engine may choose less (engine/startup/default_limits.py).
 
     Raises:
         InputError: the model has not that length.
@@ -154,33 +156,42 @@ def model_length(options: argparse.Namespace, model: Model) -> int:
             f"{longest}"
         )
     long = options.chat or options.port is not None
-    return wanted or min(CHAT_MODEL_LEN if long else MAX_MODEL_LEN, longest)
+    small = CHAT_MODEL_LEN if long else MAX_MODEL_LEN
+    return wanted or (longest if platform == "gpu" else min(small, longest))
 
 
-def read_limits(options: argparse.Namespace, length: int) -> Limits:
-    """The engine's limits.
+def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu") -> Limits:
+    """The engine's limits, with what the options leave open as it is on a CPU; `prepare` chooses it
+    anew on a GPU. No engine has more rows than a command has prompts.
 
     Raises:
         InputError: they make no sense; it names the options.
     """
-    batch = 1 if converses(options) else BATCH if options.port is None else SERVER_BATCH
-    batch, checkpoints = options.batch or batch, options.checkpoints
+    batch, checkpoints = options.batch, options.checkpoints
+    if batch is None and converses(options):
+        batch = 1
+    elif batch is None and options.port is None and platform == "gpu":
+        batch = min(len(options.prompt or PROMPTS), MOST_ROWS)
+    elif batch is None:
+        batch = UnsetInt(BATCH if options.port is None else SERVER_BATCH)
     if checkpoints is None:  # a conversation's next turn begins as this one ended
         none = options.port is None or options.no_prefix_cache or options.data > 1
-        checkpoints = 0 if none else batch
+        checkpoints = UnsetInt(0 if none else batch)
     try:
         limits = Limits(
             batch=batch,
-            max_model_len=length,
+            max_model_len=options.max_model_len or UnsetInt(length),
             num_pages=options.num_pages,
             prefill_chunk=options.prefill_chunk,
             prefill_rows=options.prefill_rows,
+            prefill_tokens=options.prefill_tokens,
+            reproducible=options.reproducible,
             prefix_cache=not options.no_prefix_cache,
             checkpoints=checkpoints,
             speculate=options.speculate,
             utilization=options.utilization,
-            decode_buckets=options.decode_buckets or (),
-            prefill_buckets=options.prefill_buckets or (),
+            decode_buckets=options.decode_buckets,
+            prefill_buckets=options.prefill_buckets,
             cache_format=options.kv_cache_dtype,
             native_layers=options.kv_cache_native_layers,
         )

@@ -29,16 +29,16 @@ from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
+from jaxattn.engine.startup.gpu_limits import UTILIZATION
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
 from jaxattn.text import Tokenizer
 
 
-def choose_device(
-    device: str, implementation: str | None, utilization: float | None = None
-) -> None:
-    """Makes JAX use the device, and take as much of its memory as `utilization` says.
+def choose_device(device: str, implementation: str | None, utilization: float | None = None) -> str:
+    """Makes JAX use the device, and take as much of its memory as `utilization` says; returns the
+    platform.
 
     Raises:
         InputError: it is not there, or the implementation cannot run on it.
@@ -63,6 +63,15 @@ def choose_device(
             require_hopper("--implementation mosaic_gpu", interpret=False)
         except Refusal as error:
             raise InputError(one_line(error)) from error
+    return platform
+
+
+def share_of_device(options: argparse.Namespace) -> float | None:
+    """The share of a GPU's memory that JAX takes: the option's, or what is chosen without one."""
+    on_cpu = options.device == "cpu" or jax.config.jax_platforms == "cpu"
+    if options.utilization is not None or options.num_pages is not None or on_cpu:
+        return options.utilization
+    return UTILIZATION
 
 
 class LoadCancelled(Exception):

@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def plan_lines(plan: MemoryPlan) -> Iterable[str]:
-    """The memory plan in three lines: its sum, its parts, and what it leaves."""
+    """The memory plan in a few lines: its sum, its parts, what it leaves, and what was chosen."""
     yield f"memory plan for {plan.title}: {plan.total:,} bytes in total"
     parts = [f"{item.name} {item.nbytes / MIB:,.2f}" for item in plan.items if item.nbytes]
     yield f"  in MiB: {', '.join(parts)}"
@@ -28,6 +28,9 @@ def plan_lines(plan: MemoryPlan) -> Iterable[str]:
     if plan.budget is not None and plan.reserve is not None:
         left = f"{plan.reserve / MIB:,.2f} MiB of {plan.budget.device} stay free; "
     yield f"  {left}--plan prints every line with its reason"
+    if plan.choices:
+        chosen = ", ".join(choice.partition(":")[0] for choice in plan.choices)
+        yield f"  chosen: {chosen}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

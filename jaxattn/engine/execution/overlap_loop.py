@@ -23,6 +23,7 @@ from jaxattn.engine.execution.output_reader import DecodeBatchPlan, InFlightStep
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
 from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.scheduling.prefill_shape import prefill_shape
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.engine_step import sampled_rows
@@ -118,14 +119,14 @@ class OverlapLoop:
 
     def _read_prompts(self) -> None:
         limits = self.scheduler.limits
-        buckets = self._together
-        rows = self.scheduler.next_prompts(buckets[-1])
+        rows = self.scheduler.next_prompts(self._together[-1])
         self._round += 1
         if not rows:
             return
-        waiting = [len(row.prompt) - int(self.scheduler.cached[row.index]) for row in rows]
-        size = next((c for c in limits.chunks if c >= max(waiting)), limits.chunks[-1])
-        places, together = self.scheduler.lines([row.index for row in rows], buckets)
+        together, size = self._prefill_shape(rows)
+        if together < self._together[-1]:
+            rows = self.scheduler.next_prompts(together)
+        places, _ = self.scheduler.lines([row.index for row in rows], (together,))
         entry = ModelStep("prefill", together, size)
         self._send_copies()  # states of prefixes, to the rows that begin with them
         done = np.full(sampled_rows(limits, together), -1, np.int32)
@@ -151,6 +152,15 @@ class OverlapLoop:
             told = self.runner.first(told, done, level, self._masks(ended, len(done)))
         self.stats.prefill_steps += 1
         self._flights[-1].append(InFlightStep(told, ended))
+
+    def _prefill_shape(self, rows: Sequence[RunningRequest]) -> tuple[int, int]:
+        """(lines, tokens of each) of the step that reads of these rows next."""
+        limits, cached = self.scheduler.limits, self.scheduler.cached
+        waiting: list[list[int]] = [[] for _ in range(limits.groups)]
+        for row in rows:
+            left = len(row.prompt) - int(cached[row.index])
+            waiting[int(self.scheduler.group_of(row.index))].append(left)
+        return prefill_shape(limits.prefill_shapes, waiting)
 
     def _remember_cached(self, row: RunningRequest) -> None:
         """Writes what a row does not read of its prompt into its history, where drafts look."""

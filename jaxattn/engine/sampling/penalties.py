@@ -67,7 +67,8 @@ def _counts(
         )
 
     none = jnp.zeros(shape, jnp.int32)
-    return lax.fori_loop(0, -(-longest // size), block, (none, none))
+    # Of the rows that are counted, not of the longest that may be.
+    return lax.fori_loop(0, -(-jnp.max(lengths, initial=0) // size), block, (none, none))
 
 
 @jax.named_scope("logit_bias")

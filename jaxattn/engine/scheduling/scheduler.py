@@ -105,7 +105,7 @@ class Scheduler:
         if prompt >= longest:
             return (
                 f"the prompt has {prompt:,} tokens, which leaves none of the model length "
-                f"{longest:,} to generate"
+                f"{longest:,} to generate; a larger max_model_len raises it"
             )
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
             return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
@@ -119,7 +119,8 @@ class Scheduler:
         if needed > pool.size:
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
-                f"{self.limits.page_tokens} tokens, and the pool has {pool.size:,}"
+                f"{self.limits.page_tokens} tokens, and the pool has {pool.size:,}; a larger "
+                "num_pages or utilization raises it"
             )
         return None
 

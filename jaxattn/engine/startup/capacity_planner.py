@@ -27,6 +27,7 @@ class CapacityPlanner:
             seconds that it took after that.
         workers: executables that are compiled at a time.
         collectives: bytes of each device that NCCL and XLA's collective kernels have taken.
+        choices: why each limit that was chosen is what it is.
     """
 
     model: Model
@@ -36,6 +37,7 @@ class CapacityPlanner:
     on_compile: OnCompile | None = None
     workers: int = 1
     collectives: int = 0
+    choices: tuple[str, ...] = ()
 
     def compile(self, limits: Limits) -> CompiledSteps:
         return get_or_compile_steps(
@@ -77,6 +79,7 @@ class CapacityPlanner:
         """
         beside = others(memory, known, own, self.collectives)
         made = plan_engine(self.model, limits, memory, self.params, known, **beside)
+        made = dataclasses.replace(made, choices=self.choices)
 
         def helps() -> tuple[str, ...]:
             if memory is None:

@@ -13,7 +13,7 @@ then is no other's memory: the device was measured before.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -22,9 +22,11 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compilation.compiler import CompiledSteps, OnCompile
 from jaxattn.engine.compilation.sharded_step import group_of
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
-from jaxattn.engine.startup.capacity_planner import CapacityPlanner
+from jaxattn.engine.startup.capacity_planner import CapacityPlanner, others
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
-from jaxattn.engine.startup.executable_memory import ExecutableMemory
+from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
+from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
+from jaxattn.engine.startup.gpu_limits import LimitsChoice
 from jaxattn.engine.startup.placed_params import CheckedParams
 from jaxattn.memory import device_memory
 from jaxattn.memory.budget import MemoryPlan
@@ -84,7 +86,7 @@ def prepare(
 
     Args:
         params: the parameters, or their shapes (`jax.ShapeDtypeStruct`), packed or not.
-        limits: of batch, lengths and cache; `Limits()` if None.
+        limits: of batch, lengths and cache; what they leave open is chosen (default_limits.py).
         devices: that will run the steps; None is JAX's default device, or the first of its devices
             that `parallel` asks for.
         implementation: of the decode kernels; None is the best for the device.
@@ -120,6 +122,8 @@ def prepare(
             f"{parallel.gpus}; use steps_per_round=1"
         )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
+    if limits.reproducible:
+        model = model.with_batch_invariance()
     whole, limits = model, _laid_out(limits, parallel)
     model = divided(whole, parallel)
     own_devices = _devices(devices, parallel)
@@ -127,17 +131,22 @@ def prepare(
         model = divided(whole.without_peer_memory(), parallel)
     checked = CheckedParams.of(model, params, own_devices, loaded=loaded)
     gpu = own_devices[0].platform == "gpu"
+    collectives = collectives_of(model, own_devices)
+    memory, own, trial = smallest_memory(own_devices), checked.nbytes, None
+    beside = others(memory, {}, own, collectives)
+    choice = _chosen(model, limits, checked, memory, own_devices, implementation, beside)
+    share_chosen, limits = limits.utilization is None, choice.limits
     limits = choose_decode_steps(limits, checked.packed, gpu=gpu, gpus=parallel.gpus)
     compiler = CapacityPlanner(
         model=model,
         params=checked.packed,
         devices=own_devices,
-        collectives=collectives_of(model, own_devices),
+        collectives=collectives,
         implementation=implementation,
         on_compile=on_compile,
         workers=workers,
+        choices=choice.reasons,
     )
-    memory, own, trial = smallest_memory(own_devices), checked.nbytes, None
     if limits.utilization is None:
         filled = limits
         compiler.plan(filled, {}, memory, own, wanted=limits)  # before minutes of compiling
@@ -157,6 +166,8 @@ def prepare(
             on_fits()
         pages = min(filled.pages_per_row, filled.pages)
         one_row = dataclasses.replace(limits, num_pages=pages, utilization=None)
+        if share_chosen:  # a tenth is left to the driver: the largest steps show enough of it
+            one_row = dataclasses.replace(one_row, decode_buckets=())
         trial = one_row, compiler.compile(one_row)
         known = compiler.known(*trial)
         filled, steps, known = compiler.fit(limits, known, memory, own)
@@ -171,6 +182,36 @@ def prepare(
         compiler=compiler,
         trial=trial,
         params=checked if loaded else None,
+    )
+
+
+def _chosen(
+    model: Model,
+    limits: Limits,
+    params: CheckedParams,
+    memory: DeviceMemory | None,
+    devices: tuple[jax.Device, ...],
+    implementation: Implementation | None,
+    beside: Mapping[str, int],
+) -> LimitsChoice:
+    """The limits with what they leave open. Several hosts choose nothing by their own memory: all
+    need the same."""
+    hosts = len({each.process_index for each in devices})
+
+    def bounds(tried: Limits) -> dict[str, ExecutableMemory]:
+        return {
+            str(step): bound_of(model, step, tried, params.packed, implementation)
+            for step in largest_steps(tried)
+        }
+
+    return choose_limits(
+        model,
+        limits,
+        memory if hosts == 1 else None,
+        platform=devices[0].platform,
+        params=params.packed,
+        bounds=bounds,
+        beside=beside,
     )
 
 
@@ -204,7 +245,8 @@ def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
             "the model's own prefill and decode"
         )
     check_caches(model.caches)
-    if limits.max_model_len > model.max_position_embeddings:
+    own = "max_model_len" not in limits.unset
+    if own and limits.max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len={limits.max_model_len} is longer than the model's "
             f"max_position_embeddings={model.max_position_embeddings}"

@@ -165,6 +165,7 @@ def plan_engine(
             ("cache tokens", f"{limits.pages * limits.page_tokens:,}"),
             ("rows at full length", f"{limits.pages // limits.pages_per_row:,}"),
         ),
+        limits=limits,
     )
 
 

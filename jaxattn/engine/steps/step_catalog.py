@@ -37,17 +37,12 @@ from jaxattn.memory.limits import Limits
 
 def prefill_row_counts(limits: Limits) -> tuple[int, ...]:
     """How many prompts a prefill step reads of, as many of each data group: few, or most."""
-    most = min(limits.prefill_rows, limits.batch) // limits.groups * limits.groups
-    return tuple(sorted({limits.groups, max(most, limits.groups)}))
+    return tuple(sorted({rows for rows, _ in limits.prefill_shapes}))
 
 
 def entry_points(limits: Limits) -> tuple[ModelStep, ...]:
     """The model's steps that an engine of these limits can run, the largest of a kind last."""
-    prefills = (
-        ModelStep("prefill", rows, chunk)
-        for rows in prefill_row_counts(limits)
-        for chunk in limits.chunks
-    )
+    prefills = (ModelStep("prefill", rows, chunk) for rows, chunk in limits.prefill_shapes)
     decodes = (
         ModelStep("decode", rows, tokens)
         for tokens in sorted(limits.q_lens, reverse=True)

@@ -13,6 +13,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks.cache_format import reformatted
+from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.caches.layer_cache import DecodeState, LayerCache
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
 from jaxattn.models.network.decoder_network import DecoderNetwork, abstract
@@ -87,6 +88,18 @@ class DecoderModel(Model):
         """See `Model.with_cache_format`; an FP8 cache of keys and values adds their scales to the
         parameters, and native layers cut the layers into other segments."""
         blocks = reformatted(self.spec.blocks, name, native_layers)
+        if blocks == self.spec.blocks:
+            return self
+        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
+
+    def with_batch_invariance(self) -> "DecoderModel":
+        """See `Model.with_batch_invariance`."""
+        blocks = tuple(
+            dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, batch_invariant=True))
+            if isinstance(block.mixer, MLA)
+            else block
+            for block in self.spec.blocks
+        )
         if blocks == self.spec.blocks:
             return self
         return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)

@@ -64,6 +64,11 @@ class AdmissionControl:
         self._tickets: set[AdmissionToken] = set()
         self._mean_seconds = 1.0
 
+    def set_rows(self, rows: int) -> None:
+        """Says the rows of the engine's batch, once the engine has chosen them."""
+        self.most += rows - self._rows
+        self._rows = rows
+
     @property
     def open(self) -> int:
         """Requests that are being served or wait."""

@@ -41,8 +41,9 @@ class ServedModel:
 
     Attributes:
         make: makes the engine and starts it, in the device thread.
-        limits: of the engine; with `utilization` it may start with fewer pages.
+        limits: of the engine, which chooses what they leave open when it starts.
         vocab_size: of the model.
+        longest: tokens of the model's longest row, whatever the limits.
         defaults: of requests that do not say how to sample.
     """
 
@@ -51,6 +52,7 @@ class ServedModel:
     limits: Limits
     vocab_size: int
     defaults: SamplingDefaults
+    longest: int | None = None
 
 
 class Service:
@@ -143,6 +145,7 @@ class Service:
         engine = self.worker.engine
         assert engine is not None
         self.limits = engine.limits
+        self.admission.set_rows(engine.limits.batch)
         self.fingerprint = _fingerprint(self.settings, engine.limits)
         self.metrics.ready(engine.limits, engine.plan)
         if self.phase is ServerState.STARTING:
@@ -206,12 +209,27 @@ class Service:
             raise bad(
                 param,
                 f"{param} has {len(prompt):,} tokens, and the model length is {longest:,} with at "
-                "least one to generate; make it shorter",
+                f"least one to generate; {self._longer_rows()}",
                 code="context_length_exceeded",
             )
         if min(prompt) < 0 or max(prompt) >= self.served.vocab_size:
             raise bad(param, f"{param} has a token outside of 0 to {self.served.vocab_size - 1:,}")
         return longest - len(prompt)
+
+    def _longer_rows(self) -> str:
+        """What lets a prompt be longer, if anything does."""
+        limits = self.limits
+        if limits.longest_row < limits.max_model_len:
+            held = limits.pages * limits.page_tokens
+            return (
+                f"make it shorter, or start the server with a larger cache, which holds {held:,} "
+                "tokens: --num-pages or --utilization"
+            )
+        own = self.served.longest
+        if own is None or limits.max_model_len < own:
+            most = "" if own is None else f", up to the model's {own:,}"
+            return f"make it shorter, or start the server with a larger --max-model-len{most}"
+        return "make it shorter: the model has no longer rows"
 
     async def generation(
         self,

@@ -1,0 +1,101 @@
+"""The limits of an engine for which nobody fixed them, from the model and the device's memory.
+
+    choice = choose_limits(model, Limits(), memory, platform="gpu")
+    choice.limits     all sizes fixed
+    choice.reasons    why each that was chosen is what it is
+
+A GPU gets what serves many requests fast: the model's own context, the largest cache that fits, and
+prompts of 8,192 tokens together in a step. Where that does not fit, the context is lowered first,
+then the batch, then the chunk. A CPU gets small sizes, which are quick to compile. What was given
+is never changed: a plan that does not fit is refused later, by its own name.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxattn.engine.startup.gpu_limits import DRIVER, Bounds, GpuLimits, LimitsChoice, limit_reason
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.interface import Model
+
+
+def choose_limits(
+    model: Model,
+    limits: Limits,
+    memory: DeviceMemory | None,
+    *,
+    platform: str,
+    params: Any = None,
+    bounds: Bounds | None = None,
+    beside: Mapping[str, Any] | None = None,
+) -> LimitsChoice:
+    """Limits with a size for each of `limits.unset`, which fit if any do.
+
+    Args:
+        model: with the caches that are served, of one GPU.
+        memory: of the device; None where nothing says, which is treated as a CPU.
+        platform: "gpu" or "cpu", on which the steps run.
+        params: the packed parameters, or their shapes; None derives them from the model.
+        bounds: bytes of the steps of some limits (`largest_steps`), which are traced for it. None
+            counts none.
+        beside: bytes of the driver, of collectives and of other engines, as in `plan_engine`.
+    """
+    if platform != "gpu" or memory is None:
+        return _small(model, limits, platform)
+    outside = dict(beside or {})
+    outside["outside"] = max(outside.get("outside", 0), DRIVER)
+    chooser = GpuLimits(
+        model=model,
+        memory=memory,
+        params=packed_shapes(model) if params is None else params,
+        beside=outside,
+        bounds=bounds or (lambda _: {}),
+    )
+    return chooser.choose(limits)
+
+
+def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
+    """The steps of an engine that take most memory: those of a whole batch, and of most tokens."""
+
+    def size(step: Any) -> int:
+        return int(getattr(step, "rows", 0)) * int(getattr(step, "tokens", 1))
+
+    steps = all_steps(limits)
+    prefills = [step for step in steps if getattr(step, "kind", "") == "prefill"]
+    most = max(size(step) for step in prefills)
+    whole = [
+        step
+        for step in steps
+        if step not in prefills and getattr(step, "rows", limits.batch) == limits.batch
+    ]
+    return (*(step for step in prefills if size(step) == most), *whole)
+
+
+def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:
+    """The small values as they are, within the model's own length, around what was given."""
+    chosen: dict[str, Any] = {}
+    for name in limits.unset - {"utilization"}:
+        value = getattr(limits, name)
+        chosen[name] = tuple(value) if isinstance(value, tuple) else int(value)
+    _at_least(chosen, "batch", limits.decode_buckets)
+    _at_least(chosen, "prefill_chunk", limits.prefill_buckets)
+    if "max_model_len" in chosen:
+        chosen["max_model_len"] = min(chosen["max_model_len"], model.max_position_embeddings)
+    why = "small, so that a CPU is quick to compile"
+    if platform == "gpu":
+        why = "small, since several hosts run it or nothing says how much memory the GPU has"
+    shown = ("batch", "max_model_len", "prefill_chunk", "prefill_rows")
+    return LimitsChoice(
+        dataclasses.replace(limits, **chosen),
+        tuple(limit_reason(name, chosen[name], why) for name in shown if name in chosen),
+    )
+
+
+def _at_least(chosen: dict[str, Any], name: str, parts: Iterable[int]) -> None:
+    """Raises a chosen size to the largest of the buckets that were given for it."""
+    if name in chosen:
+        chosen[name] = max(chosen[name], *parts, 1)

@@ -1,0 +1,329 @@
+"""The search for the limits of a GPU: what is fast, and then what of it fits."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxattn.engine.startup.executable_memory import ExecutableMemory
+from jaxattn.engine.startup.memory_plan import fill, page_bytes, plan_engine
+from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.memory.budget import GIB, MIB, MemoryPlan, nbytes
+from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.limits import Limits
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.interface import Model
+
+BATCH = 256
+DECODE_BUCKETS = (1, 8, 32, 128)
+PREFILL_TOKENS = 8192
+PREFILL_ROWS = 8
+PREFILL_BUCKETS = (256, 1024, 2048)
+# One shape reads all prompts, short ones too.
+REPRODUCIBLE_CHUNK = 1024
+UTILIZATION = 0.9
+# What nobody fixed is not lowered below these, as long as something else can be.
+LEAST_CONTEXT, LEAST_CHUNK = 4096, 256
+# Of the tokens that fit before anything has run: the driver is measured later, and takes some.
+CONTEXT_SHARE = 7 / 8
+# Of what weights and steps leave, at most: states of rows, and states of prefixes.
+STATES_SHARE, CHECKPOINTS_SHARE = 1 / 3, 1 / 8
+# Rows that take no more than this of it have their cache whole, and nothing has to be measured.
+WHOLE_SHARE = 1 / 4
+DRIVER = 1 * GIB  # what CUDA and its libraries take once steps have run, at most
+
+type Bounds = Callable[[Limits], Mapping[str, ExecutableMemory]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitsChoice:
+    """Limits without anything left to choose.
+
+    Attributes:
+        reasons: a line for each limit that was chosen: its name, its value and why.
+    """
+
+    limits: Limits
+    reasons: tuple[str, ...] = ()
+
+
+def limit_reason(name: str, value: Any, why: str) -> str:
+    if isinstance(value, tuple):
+        said = ",".join(map(str, value)) or "none"
+    else:
+        said = f"{value:,}" if isinstance(value, int) else f"{value}"
+    return f"{name} {said}: {why}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuLimits:
+    """What decides the limits of a GPU; attributes are the arguments of `choose_limits`."""
+
+    model: Model
+    memory: DeviceMemory
+    params: Any
+    beside: Mapping[str, Any]
+    bounds: Bounds
+
+    def choose(self, asked: Limits) -> LimitsChoice:
+        limits, reasons = self._fast(asked)
+        whole, why = limits, dict(reasons)
+        limits = self._few_states(asked, limits, reasons)
+        limits = self._lowered(asked, limits, {}, reasons)
+        known: Mapping[str, ExecutableMemory] = {}
+        fits = self._fits(asked, limits, known)
+        if fits and asked.unset & {"max_model_len", "batch", "prefill_chunk"}:
+            # Tracing takes seconds: it comes after what weights and state alone say.
+            known = self.bounds(limits)
+            while (lower := self._lowered(asked, limits, known, reasons)) != limits:
+                limits = lower
+                known = self.bounds(limits)
+            fits = self._fits(asked, limits, known)
+        if fits:
+            limits = self._context(asked, limits, known, reasons)
+        elif not self._pages(limits, known):  # the plan is of the whole, and says what would help
+            limits, reasons = whole, why
+        limits = self._checkpoints(asked, limits, known, reasons)
+        limits = self._share(asked, limits, known, reasons)
+        limits = self._buckets(asked, limits, reasons)
+        return LimitsChoice(limits, tuple(reasons.values()))
+
+    def _fast(self, asked: Limits) -> tuple[Limits, dict[str, str]]:
+        """(what a GPU gets where everything fits, why)."""
+        unset, chosen, reasons = asked.unset, {}, {}
+
+        def choose(name: str, value: Any, why: str) -> None:
+            if name in unset:
+                chosen[name] = value
+                reasons[name] = limit_reason(name, value, why)
+
+        length, why = self.model.max_position_embeddings, "the model's own context"
+        if asked.num_pages and asked.num_pages * asked.page_tokens < length:
+            length, why = (
+                asked.num_pages * asked.page_tokens,
+                f"what {asked.num_pages:,} pages hold",
+            )
+        choose("max_model_len", length, why)
+        length = chosen.get("max_model_len", asked.max_model_len)
+        rows = max(BATCH, *asked.decode_buckets, 1)
+        if asked.num_pages:
+            rows = max(min(rows, asked.num_pages), *asked.decode_buckets, 1)
+        rows = -(-rows // asked.groups) * asked.groups
+        choose("batch", rows, "rows of a GPU that decode together")
+        if asked.reproducible:
+            choose("prefill_chunk", min(REPRODUCIBLE_CHUNK, length), "one shape for all prompts")
+            choose("prefill_rows", asked.groups, "reproducible reads one prompt at a time")
+            for name in ("decode_buckets", "prefill_buckets"):
+                choose(name, (), "reproducible has one shape")
+            return dataclasses.replace(asked, **chosen), reasons
+        choose("prefill_rows", PREFILL_ROWS * asked.groups, "short prompts that are read together")
+        together = chosen.get("prefill_rows", asked.prefill_rows) // asked.groups
+        tokens = asked.prefill_tokens or PREFILL_TOKENS
+        given_buckets = "prefill_buckets" not in unset
+        longest = (
+            tokens if asked.prefill_buckets or not given_buckets else tokens // max(together, 1)
+        )
+        chunk = min(max(longest, *asked.prefill_buckets, 1), length)
+        choose("prefill_chunk", chunk, f"a step reads up to {tokens:,} tokens of prompts")
+        chunk = min(chosen.get("prefill_chunk", asked.prefill_chunk), length)
+        if asked.prefill_tokens is None and unset & {"prefill_chunk", "prefill_rows"}:
+            chosen["prefill_tokens"] = max(tokens, chunk)
+        choose("prefill_buckets", _below(PREFILL_BUCKETS, chunk), "shorter chunks")
+        rows = chosen.get("batch", asked.batch)
+        choose("decode_buckets", _below(DECODE_BUCKETS, rows, asked.groups), "fewer rows")
+        return dataclasses.replace(asked, **chosen), reasons
+
+    # --- what fits
+
+    def _plan(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> MemoryPlan:
+        return plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
+
+    def _filled(self, limits: Limits) -> Limits:
+        """With the share of the device that decides its pages, and no pages yet."""
+        return dataclasses.replace(limits, utilization=limits.utilization or UTILIZATION)
+
+    def _pages(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> int:
+        """Pages that fit; 0 where weights, states and steps alone do not."""
+        limits = self._filled(limits)
+        if limits.num_pages:
+            plan = self._plan(dataclasses.replace(limits, utilization=None), known)
+            return 0 if plan.reserve is None or plan.reserve < 0 else limits.num_pages
+        least = self._plan(dataclasses.replace(limits, num_pages=1), known)
+        if least.reserve is None or least.reserve < 0:
+            return 0
+        return fill(self.model, limits, self.memory, self.params, known, **self.beside).pages
+
+    def _room(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> int:
+        """Bytes that weights and steps leave for states and pages."""
+        one = dataclasses.replace(self._filled(limits), num_pages=1)
+        plan = self._plan(one, known)
+        return (plan.reserve or 0) + self._slot * limits.rows_per_group
+
+    @property
+    def _slot(self) -> int:
+        """Bytes of a row's states in all layers."""
+        one, two = (
+            sum(
+                nbytes(cache.shapes(CacheSize(pages=1, slots=slots))) for cache in self.model.caches
+            )
+            for slots in (1, 2)
+        )
+        return two - one
+
+    def _fits(self, asked: Limits, limits: Limits, known: Mapping[str, ExecutableMemory]) -> bool:
+        """Whether the cache holds a row, of the shortest context if nobody fixed it."""
+        return self._pages(limits, known) >= _least_pages(asked, limits)
+
+    def _few_states(self, asked: Limits, limits: Limits, reasons: dict[str, str]) -> Limits:
+        """With a batch whose states leave most of the room to pages."""
+        if not self._slot or "batch" not in asked.unset:
+            return limits
+        most = self._room(limits, {}) * STATES_SHARE
+        while self._slot * limits.rows_per_group > most and _can_halve(asked, limits):
+            limits = _halved(asked, limits)
+            reasons["batch"] = limit_reason(
+                "batch",
+                limits.batch,
+                f"a row's states take {self._slot / MIB:,.1f} MiB, and those of all rows at most a "
+                "third of what weights leave",
+            )
+        return limits
+
+    def _lowered(
+        self,
+        asked: Limits,
+        limits: Limits,
+        known: Mapping[str, ExecutableMemory],
+        reasons: dict[str, str],
+    ) -> Limits:
+        """With a smaller batch, and then a smaller chunk, where they do not fit beside a context
+        that is as short as it may be."""
+        while (pages := self._pages(limits, known)) < _least_pages(asked, limits):
+            if _can_halve(asked, limits):
+                limits = _halved(asked, limits)
+                name, value = "batch", limits.batch
+            elif "prefill_chunk" in asked.unset and _shorter(asked, limits) != limits:
+                limits = _shorter(asked, limits)
+                name, value = "prefill_chunk", limits.prefill_chunk
+            else:
+                break
+            why = f"with more, {pages:,} pages would be left, fewer than a row's"
+            reasons[name] = limit_reason(name, value, why)
+            if known:
+                break  # whose bounds are others
+        return limits
+
+    def _context(
+        self,
+        asked: Limits,
+        limits: Limits,
+        known: Mapping[str, ExecutableMemory],
+        reasons: dict[str, str],
+    ) -> Limits:
+        """With a context of which the cache holds a row."""
+        if "max_model_len" not in asked.unset or asked.num_pages:
+            return limits
+        own, pages = limits.max_model_len, self._pages(limits, known)
+        if pages >= limits.pages_per_row / CONTEXT_SHARE or not pages:
+            return limits
+        tokens = int(pages * CONTEXT_SHARE) * limits.page_tokens - limits.speculate
+        length = max(min(own, tokens // 1024 * 1024), min(own, LEAST_CONTEXT))
+        if length == own:
+            return limits
+        chunk = min(limits.prefill_chunk, length)
+        why = f"the model has {own:,}, and the cache about {pages * limits.page_tokens:,} tokens"
+        reasons["max_model_len"] = limit_reason("max_model_len", length, why)
+        changed: dict[str, Any] = {"prefill_chunk": chunk} if "prefill_chunk" in asked.unset else {}
+        return dataclasses.replace(limits, max_model_len=length, **changed)
+
+    # --- what follows
+
+    def _checkpoints(
+        self,
+        asked: Limits,
+        limits: Limits,
+        known: Mapping[str, ExecutableMemory],
+        reasons: dict[str, str],
+    ) -> Limits:
+        """With states of prefixes, where rows have states."""
+        if "checkpoints" not in asked.unset:
+            return limits
+        kept = 0
+        if self._slot and limits.prefix_cache and limits.groups == 1:
+            room = self._room(dataclasses.replace(limits, checkpoints=0), known)
+            kept = min(limits.batch, max(int(room * CHECKPOINTS_SHARE) // self._slot, 0))
+            why = "states of prefixes, at most as many as rows and an eighth of what weights leave"
+            reasons["checkpoints"] = limit_reason("checkpoints", kept, why)
+        return dataclasses.replace(limits, checkpoints=kept)
+
+    def _share(
+        self,
+        asked: Limits,
+        limits: Limits,
+        known: Mapping[str, ExecutableMemory],
+        reasons: dict[str, str],
+    ) -> Limits:
+        """With the share of the device that the engine takes, unless all rows need little of it."""
+        if "utilization" not in asked.unset:
+            return limits
+        whole = limits.wanted_pages * page_bytes(self.model.caches)
+        if whole <= self._room(limits, known) * WHOLE_SHARE:
+            why = f"all rows at full length take {whole / MIB:,.1f} MiB, and have them"
+            reasons["utilization"] = f"pages {limits.wanted_pages:,}: {why}"
+            return limits
+        why = "of the device's memory; the cache gets what the rest of the plan leaves"
+        reasons["utilization"] = limit_reason("utilization", UTILIZATION, why)
+        return dataclasses.replace(limits, utilization=UTILIZATION)
+
+    def _buckets(self, asked: Limits, limits: Limits, reasons: dict[str, str]) -> Limits:
+        """With the reasons of the buckets as they are in the end."""
+        for name in ("decode_buckets", "prefill_buckets"):
+            if name in asked.unset and not limits.reproducible:
+                what = "rows" if name == "decode_buckets" else "tokens of a prompt"
+                why = f"fewer {what}; {len(all_steps(limits))} executables in all"
+                reasons[name] = limit_reason(name, getattr(limits, name), why)
+        return limits
+
+
+def _below(buckets: Iterable[int], whole: int, groups: int = 1) -> tuple[int, ...]:
+    return tuple(each for each in buckets if each < whole and each % groups == 0)
+
+
+def _least_pages(asked: Limits, limits: Limits) -> int:
+    """Pages of a row, of one at the shortest context that may be chosen if nobody fixed it."""
+    if asked.num_pages:
+        return 1
+    if "max_model_len" not in asked.unset:
+        return limits.pages_per_row
+    shortest = min(LEAST_CONTEXT, limits.max_model_len)
+    least = dataclasses.replace(limits, max_model_len=shortest).pages_per_row
+    return int(-(-least // CONTEXT_SHARE))
+
+
+def _can_halve(asked: Limits, limits: Limits) -> bool:
+    return "batch" in asked.unset and _half(asked, limits) < limits.batch
+
+
+def _half(asked: Limits, limits: Limits) -> int:
+    least = max(*asked.decode_buckets, limits.groups, 1)
+    return max(limits.batch // 2 // limits.groups * limits.groups, least)
+
+
+def _halved(asked: Limits, limits: Limits) -> Limits:
+    rows = _half(asked, limits)
+    changed: dict[str, Any] = {"batch": rows}
+    if "decode_buckets" in asked.unset:
+        changed["decode_buckets"] = _below(limits.decode_buckets, rows)
+    return dataclasses.replace(limits, **changed)
+
+
+def _shorter(asked: Limits, limits: Limits) -> Limits:
+    """With half the chunk, and half the tokens of a step, if that is long enough."""
+    chunk = max(limits.prefill_chunk // 2, *asked.prefill_buckets, 1)
+    if chunk >= limits.prefill_chunk or chunk < LEAST_CHUNK:
+        return limits
+    changed: dict[str, Any] = {"prefill_chunk": chunk}
+    if asked.prefill_tokens is None and limits.prefill_tokens:
+        changed["prefill_tokens"] = max(limits.prefill_tokens // 2, chunk)
+    if "prefill_buckets" in asked.unset:
+        changed["prefill_buckets"] = _below(limits.prefill_buckets, chunk)
+    return dataclasses.replace(limits, **changed)
