@@ -35,7 +35,7 @@ from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
 from jaxattn.models.loading.weight_loader import READERS, OnProgress, load_weights
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import PublishedModel, WeightsFormat, read_model
-from jaxattn.models.weight_map.encodings import EncodedTensor
+from jaxattn.models.weight_map.encodings import FLOATS, EncodedTensor
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 
 DTYPES = ("bfloat16", "float32")
@@ -206,7 +206,7 @@ def find(
 def _differences(part: EncodedTensor, tensor: TensorEntry, shape: tuple[int, ...]) -> Iterator[str]:
     """In words, how a tensor differs from the part that it should be."""
     if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
-        dtypes = "a float" if "bfloat16" in part.dtypes else " or ".join(part.dtypes)
+        dtypes = "a float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
         found = f"{part.name!r} {tensor.dtype}{short_repr(list(tensor.shape))}"
         yield f"{found}, expected {dtypes}{list(part.shape)}"
     elif not part.rows:
