@@ -138,6 +138,9 @@ def test_the_model_s_sampling_defaults_hold_where_the_user_gave_none(compiled, c
     settings = run(capsys, *arguments, *SMALL, *own)["settings"]
     assert (settings["temperature"], settings["top_p"]) == (0, 0.95)
     assert (settings["top_k"], settings["min_p"]) == (3, 0.1)
+    assert settings["repetition_penalty"] == 1
+    own = ["--repetition-penalty", "1.2"]
+    assert run(capsys, *arguments, *SMALL, *own)["settings"]["repetition_penalty"] == 1.2
 
 
 def test_a_stop_string_ends_the_text_behind_it(compiled, capsys):
