@@ -26,11 +26,16 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     fields.require("moe_layer_freq", 1)
-    return decoder.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
+    return decoder.read_decoder(fields, read_blocks(fields, dense_layers(fields)))
 
 
-def dense_prefix(fields: ConfigFields) -> list[bool]:
-    """Whether each layer's feed-forward is dense: the first ones are."""
+def dense_layers(fields: ConfigFields) -> list[bool]:
+    """Whether each layer's feed-forward is dense: the first ones are. transformers 5 writes a word
+    for each layer in some families."""
+    if fields.values.get("mlp_layer_types") is not None:
+        count = fields.integer("num_hidden_layers")
+        words = fields.words("mlp_layer_types", count, "dense", "sparse")
+        return [word == "dense" for word in words]
     dense, count = (
         fields.integer("first_k_dense_replace", least=0), fields.integer("num_hidden_layers"),
     )  # fmt: skip
@@ -84,16 +89,24 @@ def _router(fields: ConfigFields) -> Router:
         )
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
+    groups, top_groups = _groups(fields)
     return Router(
         experts=experts,
         top_k=top_k,
         scores="sigmoid",
-        groups=fields.integer("n_group", 1),
-        top_groups=fields.integer("topk_group", 1),
+        groups=groups,
+        top_groups=top_groups,
         best_of_group=2,
         normalize=fields.flag("norm_topk_prob", True),
         scale=scale,
     )
+
+
+def _groups(fields: ConfigFields) -> tuple[int, int]:
+    """(groups of experts, those that a token may choose from); without groups all are one."""
+    if fields.values.get("n_group") is None:
+        return 1, 1
+    return fields.integer("n_group"), fields.integer("topk_group", 1)
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
