@@ -12,7 +12,6 @@ from jaxattn.models.families import (
     deepseek,
     glm4_moe_lite,
     kimi_linear,
-    qwen3,
     qwen3_5,
     qwen3_next,
     youtu,
@@ -23,6 +22,7 @@ from jaxattn.models.families.components.quantization import (
     listed_floats,
     read_quantization,
 )
+from jaxattn.models.families.grouped_query import llama, mistral, qwen2, qwen3, qwen3_moe
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
 from jaxattn.models.weight_map.name_prefix import TensorPrefix
@@ -34,7 +34,11 @@ FAMILIES: dict[str, ModuleType] = {
         youtu,
         deepseek,
         glm4_moe_lite,
+        llama,
+        mistral,
+        qwen2,
         qwen3,
+        qwen3_moe,
         qwen3_next,
         qwen3_5,
         kimi_linear,

@@ -31,7 +31,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import qwen_checkpoints
-from tests.helpers.checkpoint_variations import QWEN, VOCAB, Variation, draw, small, small_qwen
+from tests.helpers.checkpoint_variations import (
+    PLAIN,
+    QWEN,
+    VOCAB,
+    Variation,
+    draw,
+    small,
+    small_plain,
+    small_qwen,
+)
 from tests.helpers.torch_float64 import in_float64
 from tests.helpers.torch_formats import (
     FP8_BLOCK,
@@ -244,6 +253,9 @@ def main() -> None:
             variation = small_qwen(classes)
             fp8 = "_fp8" if variation.weights == "fp8" else ""
             write(variation, args.out / f"{variation.model_type}{fp8}", exact=False)
+        for classes in PLAIN:
+            variation = small_plain(classes)
+            write(variation, args.out / variation.model_type, exact=False)
         return
     first, last = map(int, args.seeds.split("-"))
     for seed in range(first, last + 1):
