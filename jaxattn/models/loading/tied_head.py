@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import TensorEntry
 from jaxattn.models.registry import PublishedModel
@@ -63,8 +61,7 @@ def _same(one: TensorEntry, other: TensorEntry) -> bool:
             second.seek(other.begin)
             for begin in range(0, one.nbytes, COMPARED_BYTES):
                 size = min(COMPARED_BYTES, one.nbytes - begin)
-                parts = (np.frombuffer(file.read(size), np.uint8) for file in (first, second))
-                if not np.array_equal(*parts):
+                if first.read(size) != second.read(size):
                     return False
     except OSError as error:
         raise CheckpointError(f"cannot read {one.file}: {error.strerror}") from error
