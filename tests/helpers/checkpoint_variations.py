@@ -130,8 +130,44 @@ def small_plain(classes: str) -> Variation:
     elif classes == "Mistral":  # fewer than the prompt
         fields |= dict(sliding_window=11, head_dim=32)
     elif classes == "Qwen3Moe":
-        fields |= dict(head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        fields |= dict(head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
                        norm_topk_prob=True, mlp_only_layers=[1])  # fmt: skip
+    return Variation(classes, fields, "bfloat16", 1, False, False, MODEL_TYPES[classes][0])
+
+
+def small_hybrid(classes: str) -> Variation:
+    """The checkpoints of tests/data/tiny_checkpoints with Kimi Delta Attention, as transformers
+    spells them; it knows both families since 5.23."""
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts_per_tok=2,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    if classes == "KimiLinear":
+        fields |= dict(
+            num_hidden_layers=6,
+            num_local_experts=4,
+            linear_num_heads=3,
+            linear_head_dim=16,
+            layer_types=[KINDS[layer in (3, 5)] for layer in range(6)],
+            bos_token_id=1,
+        )
+    else:  # more dense layers by the default of first_k_dense_replace, which does not count
+        fields |= dict(num_hidden_layers=4, num_local_experts=8, n_group=4, topk_group=2,
+                       head_dim=16, layer_group_size=2, num_mtp_layers=0,
+                       mlp_layer_types=["dense", *["sparse"] * 3])  # fmt: skip
     return Variation(classes, fields, "bfloat16", 1, False, False, MODEL_TYPES[classes][0])
 
 
@@ -318,6 +354,8 @@ def whole_blocks(classes: str) -> Variation:
 
 
 MODEL_TYPES = {
+    "KimiLinear": ["kimi_linear"],
+    "BailingHybrid": ["bailing_hybrid"],
     "Llama": ["llama"],
     "Mistral": ["mistral"],
     "Qwen2": ["qwen2"],

@@ -2,7 +2,8 @@
 
     python -m tests.helpers.make_checkpoints OUT --seeds 0-39
 
-needs torch and transformers >= 5.17, and neither JAX nor this package. A seed gives a folder:
+needs torch and transformers >= 5.17, with --small 5.23, and neither JAX nor this package. A seed
+gives a folder:
 
     config.json         as publishers spell it, or as transformers saves it
     *.safetensors       the published names; bfloat16, with FP8 blocks, or with INT4 experts
@@ -38,6 +39,7 @@ from tests.helpers.checkpoint_variations import (
     Variation,
     draw,
     small,
+    small_hybrid,
     small_plain,
     small_qwen,
 )
@@ -253,8 +255,8 @@ def main() -> None:
             variation = small_qwen(classes)
             fp8 = "_fp8" if variation.weights == "fp8" else ""
             write(variation, args.out / f"{variation.model_type}{fp8}", exact=False)
-        for classes in PLAIN:
-            variation = small_plain(classes)
+        made = [*map(small_plain, PLAIN), *map(small_hybrid, ("KimiLinear", "BailingHybrid"))]
+        for variation in made:
             write(variation, args.out / variation.model_type, exact=False)
         return
     first, last = map(int, args.seeds.split("-"))
