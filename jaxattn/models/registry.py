@@ -22,7 +22,14 @@ from jaxattn.models.families.components.quantization import (
     listed_floats,
     read_quantization,
 )
-from jaxattn.models.families.grouped_query import llama, mistral, qwen2, qwen3, qwen3_moe
+from jaxattn.models.families.grouped_query import (
+    glm4_moe,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
 from jaxattn.models.weight_map.name_prefix import TensorPrefix
@@ -33,6 +40,7 @@ FAMILIES: dict[str, ModuleType] = {
     for family in (
         youtu,
         deepseek,
+        glm4_moe,
         glm4_moe_lite,
         llama,
         mistral,

@@ -32,7 +32,7 @@ class Variation:
 
 QWEN = ("Qwen3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 # Grouped-query attention in every layer, in the words of Llama's config.json.
-PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3Moe")
+PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3Moe", "Glm4Moe")
 CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN, *PLAIN)
 
 
@@ -132,7 +132,13 @@ def small_plain(classes: str) -> Variation:
     elif classes == "Qwen3Moe":
         fields |= dict(head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
                        norm_topk_prob=True, mlp_only_layers=[1])  # fmt: skip
-    return Variation(classes, fields, "bfloat16", 1, False, False, MODEL_TYPES[classes][0])
+    elif classes == "Glm4Moe":
+        fields |= dict(head_dim=32, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=1,
+                       moe_intermediate_size=32, n_group=2, topk_group=1, attention_bias=True,
+                       use_qk_norm=True, routed_scaling_factor=1.5)  # fmt: skip
+        fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
+    glm = classes == "Glm4Moe"
+    return Variation(classes, fields, "bfloat16", 1, glm, glm, MODEL_TYPES[classes][0])
 
 
 def small_hybrid(classes: str) -> Variation:
@@ -198,6 +204,11 @@ def _plain(pick: random.Random, classes: str) -> Variation:
             decoder_sparse_step=pick.choice([1, 1, 2]),
             mlp_only_layers=pick.choice([[], [0]]),
         )
+    if classes == "Glm4Moe":
+        fields |= _experts(pick, classes, fields["num_hidden_layers"])
+        fields |= dict(head_dim=pick.choice([32, 128]), attention_bias=pick.random() < 0.5,
+                       use_qk_norm=pick.random() < 0.5)  # fmt: skip
+        fields["rope_parameters"] |= dict(partial_rotary_factor=pick.choice([0.5, 0.25]))
     quantized = pick.random() < 0.3
     return Variation(
         classes=classes,
@@ -205,7 +216,7 @@ def _plain(pick: random.Random, classes: str) -> Variation:
         weights="fp8" if quantized else "bfloat16",
         shards=pick.choice([1, 1, 2, 5]),
         published=pick.random() < 0.5,
-        prediction=False,
+        prediction=classes == "Glm4Moe" and pick.random() < 0.5,
         model_type=MODEL_TYPES[classes][0],
     )
 
@@ -360,6 +371,7 @@ MODEL_TYPES = {
     "Mistral": ["mistral"],
     "Qwen2": ["qwen2"],
     "Qwen3Moe": ["qwen3_moe"],
+    "Glm4Moe": ["glm4_moe"],
     "Qwen3": ["qwen3"],
     "Qwen3Next": ["qwen3_next"],
     "Qwen3_5": ["qwen3_5"],

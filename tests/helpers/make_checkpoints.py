@@ -150,6 +150,8 @@ def config_json(variation: Variation, config: Any) -> dict[str, Any]:
     elif variation.published:
         rope = values.pop("rope_parameters")
         values["rope_theta"] = rope.pop("rope_theta")
+        if part := rope.pop("partial_rotary_factor", None):
+            values["partial_rotary_factor"] = part
         kind = rope.pop("rope_type")
         values["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
         if kinds := values.pop("mlp_layer_types", None):
