@@ -30,6 +30,14 @@ LLAMA = {
 }
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 QWEN2 = LLAMA | {"model_type": "qwen2"}
+GLM = LLAMA | {
+    "model_type": "glm4_moe",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 MOE = LLAMA | {
     "model_type": "qwen3_moe",
     "head_dim": 32,
@@ -72,6 +80,11 @@ def mixer_of(values) -> GQA:
             {"layer_types": ["full_attention", "sliding_attention"]},
             "must be a list of 2 words",
         ),
+        (GLM, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
+        (GLM, {"scoring_func": "softmax"}, "scoring_func is implemented as 'sigmoid' only"),
+        (GLM, {"use_qk_norm": 1}, "use_qk_norm must be true or false; got 1"),
+        (GLM, {"first_k_dense_replace": 3}, "=3 is more than num_hidden_layers=2"),
+        (GLM, {"partial_rotary_factor": 0.3}, "must give an even part of 16 dims; got 0.3"),
         (MOE, {"attention_bias": True}, "attention_bias is implemented as False only"),
         (MOE, {"use_sliding_window": True}, "use_sliding_window is implemented as False only"),
         (MOE, {"num_experts": 0}, "num_experts must be an integer from 1"),
@@ -113,7 +126,21 @@ def test_a_window_holds_in_every_layer_of_mistral():
     assert mixer_of(LLAMA | {"sliding_window": 8}).window is None  # Llama knows no such field
 
 
-def test_qwen2_alone_has_biases():
+def test_glm_turns_half_of_a_head_and_has_biases_and_norms_where_it_says_so():
+    plain, own = mixer_of(GLM), {"use_qk_norm": True, "attention_bias": True}
+    assert (plain.rope.dim, plain.biases, plain.qk_norm) == (8, False, False)
+    assert (mixer_of(GLM | own).biases, mixer_of(GLM | own).qk_norm) == (True, True)
+    rope = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
+    assert mixer_of(GLM | {"rope_parameters": rope}).rope.dim == 4
+    assert [type(block.feed_forward) for block in read(GLM).spec.blocks] == [MLP, MoE]
+
+
+def test_glm_skips_its_prediction_layer():
+    fields = ConfigFields(GLM | {"num_nextn_predict_layers": 1}, "config.json")
+    assert read_model(fields).skipped == ("model.layers.2.",)
+
+
+def test_qwen2_alone_always_has_biases():
     assert mixer_of(QWEN2).biases and not mixer_of(QWEN2).qk_norm
     assert not any(mixer_of(values).biases for values in (LLAMA, MISTRAL, MOE))
     assert mixer_of(MOE).qk_norm

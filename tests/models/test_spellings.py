@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 from jaxattn.models import load
+from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading import huggingface_checkpoint, tied_head
 from jaxattn.models.weight_map.name_prefix import TensorPrefix
@@ -99,6 +100,24 @@ def test_a_name_comes_back_from_the_families_spelling(layers):
     assert list(map(prefix.spelled, plain)) == names
     for other in ("model.visual.x", "vision_tower.encoder.layers.0.y", "mtp.fc.weight"):
         assert layers == "model." or prefix.plain(other) == other
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_kimi_k2_5_the_text_model_is_read(tmp_path, prefix):
+    """Published or as transformers saves it: fields in text_config, a vision tower beside."""
+    nested = prefix == "language_model.model."
+    head, tower = ("language_model.lm_head.", "") if nested else ("lm_head.", "model.")
+    tensors = respelled(tensors_of("kimi_k2_int4"), prefix, head)
+    for name in ("vision_tower.encoder.blocks.0.norm0.weight", "mm_projector.linear_1.bias"):
+        tensors[tower + name] = np.ones(4, np.float32)
+    folder = written(tmp_path / "model", "kimi_k2_int4", tensors)
+    inner = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "kimi_k25", "text_config": inner, "vision_config": {"hidden_size": 4}}
+    (folder / "config.json").write_text(json.dumps(outer))
+    model, params = load(folder)
+    assert model == loaded("kimi_k2_int4")[0]
+    same(params, loaded("kimi_k2_int4")[1])
+    assert public_models.load(str(folder)).unread.startswith("the vision tower")
 
 
 # --- tied heads

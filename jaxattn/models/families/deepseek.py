@@ -1,7 +1,8 @@
-"""DeepSeek-V2, V2-Lite, V3, R1, Moonlight and Kimi-K2: MLA, a dense prefix, then experts.
+"""DeepSeek-V2, V2-Lite, V3, R1, Moonlight, Kimi-K2 to K2.6: MLA, a dense prefix, then experts.
 
-`model_type` deepseek_v2, deepseek_v3 or kimi_k2. Prediction layers (MTP), which lie behind the last
-layer of the model, are not read.
+`model_type` deepseek_v2, deepseek_v3, kimi_k2, or kimi_k25, of which the text model is read: its
+fields are in `text_config`. Prediction layers (MTP), which lie behind the last layer of the model,
+are not read, nor is a vision tower.
 
 Refused: other activations than SiLU, biases in attention, experts in every nth layer only, and
 other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with a correction bias).
@@ -16,7 +17,9 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 from jaxattn.ops.moe.routing import Router
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
+# Of Kimi-K2.5, as it is published and as transformers saves it.
+VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
@@ -110,12 +113,14 @@ def _groups(fields: ConfigFields) -> tuple[int, int]:
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read: the prediction layers."""
+    """Beginnings of tensors that are not read: the prediction layers and a vision tower."""
+    fields = fields.text()
     last = fields.integer("num_hidden_layers")
     # transformers 5 writes the second name, publishers the first.
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     extra = max(fields.integer(name, 0, least=0) for name in names)
-    return tuple(f"model.layers.{last + number}." for number in range(extra))
+    vision = VISION if fields.values["model_type"] == "kimi_k25" else ()
+    return (*(f"model.layers.{last + number}." for number in range(extra)), *vision)
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
