@@ -122,7 +122,7 @@ def small_plain(classes: str) -> Variation:
         intermediate_size=136,
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
-        tie_word_embeddings=classes in ("Llama", "Qwen2"),
+        tie_word_embeddings=classes == "Llama",
         rope_parameters=dict(rope_theta=1e6, rope_type="default"),
     )
     if classes == "Llama":  # a head of 16, so that waves of all three kinds are there

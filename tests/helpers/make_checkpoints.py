@@ -75,6 +75,8 @@ def fill(name: str, tensor: torch.Tensor, tied: bool, hybrid: bool) -> torch.Ten
         return 0.05 * normal
     if qwen_checkpoints.is_one_plus(name, hybrid):
         return (0.2 * normal).bfloat16()
+    if name.endswith(".bias"):
+        return (0.3 * normal).bfloat16()
     if tensor.ndim == 1:
         return (1 + 0.2 * normal).bfloat16()
     spread = 1.0 if "embed_tokens" in name and not tied else tensor.shape[-1] ** -0.5
