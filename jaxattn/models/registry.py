@@ -12,7 +12,6 @@ from jaxattn.models.families import (
     deepseek,
     glm4_moe_lite,
     kimi_linear,
-    qwen3,
     qwen3_5,
     qwen3_next,
     youtu,
@@ -23,8 +22,17 @@ from jaxattn.models.families.components.quantization import (
     listed_floats,
     read_quantization,
 )
+from jaxattn.models.families.grouped_query import (
+    glm4_moe,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
+from jaxattn.models.weight_map.name_prefix import TensorPrefix
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping
 
 FAMILIES: dict[str, ModuleType] = {
@@ -32,8 +40,13 @@ FAMILIES: dict[str, ModuleType] = {
     for family in (
         youtu,
         deepseek,
+        glm4_moe,
         glm4_moe_lite,
+        llama,
+        mistral,
+        qwen2,
         qwen3,
+        qwen3_moe,
         qwen3_next,
         qwen3_5,
         kimi_linear,
@@ -46,6 +59,7 @@ type WeightsFormat = Literal["fp8", "bfloat16"]
 WEIGHTS_FORMATS = ("fp8", "bfloat16")
 # What matrices beside the experts are kept in where a checkpoint has them in FP8.
 DENSE: WeightsFormat = "fp8"
+EMBEDDING = ("embedding",)  # the parameter
 
 
 class PublishedModel(NamedTuple):
@@ -55,12 +69,14 @@ class PublishedModel(NamedTuple):
         family: the file that knows it.
         skipped: beginnings of the names of tensors that are not read.
         quantization: of the weights.
+        compared: a tied head that the folder stores is known to equal the embedding.
     """
 
     model: DecoderModel
     family: ModuleType
     skipped: tuple[str, ...]
     quantization: Quantization | None
+    compared: bool = False
 
     def placed(self, names: Collection[str] = ()) -> list[WeightMapping]:
         """Where each tensor goes.
@@ -68,7 +84,37 @@ class PublishedModel(NamedTuple):
         Args:
             names: of a folder's tensors; of several spellings of a model, it has one.
         """
-        return list(kept(self.model.spec, self.family.placed(self.model, names)))
+        prefix = TensorPrefix.of(names)
+        plain = {prefix.plain(name) for name in names}
+        found = kept(self.model.spec, self.family.placed(self.model, plain))
+        spelled = [dataclasses.replace(each, name=prefix.spelled(each.name)) for each in found]
+        if not self.model.spec.tie_embeddings:
+            return spelled
+        head = f"{prefix.head}weight"
+        # A folder may have the one matrix under the head's name.
+        return [
+            dataclasses.replace(each, name=head)
+            if each.key == EMBEDDING and each.name not in names and head in names
+            else each
+            for each in spelled
+        ]
+
+    def unread(self, names: Collection[str]) -> tuple[str, ...]:
+        """Beginnings of a folder's names that are not read, as the folder spells them."""
+        prefix = TensorPrefix.of(names)
+        found = (*self.skipped, *map(prefix.spelled, self.skipped))
+        # A tied head that is stored again equals the embedding.
+        return (*found, f"{prefix.head}weight") if self.model.spec.tie_embeddings else found
+
+    def embedding_and_head(self, names: Collection[str]) -> tuple[str, str]:
+        """The names of both matrices, as the folder spells them."""
+        [embedding] = (each.name for each in self.placed(names) if each.key == EMBEDDING)
+        return embedding, f"{TensorPrefix.of(names).head}weight"
+
+    def untied(self) -> "PublishedModel":
+        """The same with a head of its own."""
+        spec = dataclasses.replace(self.model.spec, tie_embeddings=False)
+        return self._replace(model=dataclasses.replace(self.model, spec=spec))
 
     def as_stored(self, dtypes: Mapping[str, str]) -> "PublishedModel":
         """The same, in which FP8 linears are floats if a weight of that name is stored so.

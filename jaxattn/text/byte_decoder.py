@@ -7,6 +7,8 @@ Three spellings are known, and each gives the bytes of one token without looking
     Sequence of Replace, ByteFallback,         "▁" for a space, "<0xE4>" for a byte; a space at the
         Fuse and Strip                         beginning of the text is taken away
 
+Converters from GGUF stack the first on the third: ByteFallback, Fuse, Replace and ByteLevel, say.
+
 `tokenizers` decodes a run of byte tokens that is no UTF-8 as one U+FFFD per byte, the whole run,
 which no stream can do that has shown its beginning. Here a run keeps the characters that are
 whole. For text that is UTF-8, which is all that an encoder makes, the two agree.
@@ -20,7 +22,7 @@ from typing import Any
 
 from jaxattn.text.json_files import TextError
 
-ORDER = ("Replace", "ByteFallback", "Fuse", "Strip")
+ORDER = ("Replace", "ByteFallback", "Fuse", "ByteLevel", "Strip")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -63,6 +65,10 @@ def byte_level(token: str) -> bytes:
         return bytes([BYTE_OF[character] for character in token])
     except KeyError:
         return token.encode("utf-8", "replace")
+
+
+def _encoded(token: str) -> bytes:
+    return token.encode("utf-8", "replace")
 
 
 BYTE_LEVEL = ByteDecoder(data=byte_level, first=byte_level, of_bytes=True)
@@ -118,29 +124,41 @@ def _metaspace(step: Mapping[str, Any]) -> ByteDecoder:
     return ByteDecoder(data=data, first=first if prepends else data)
 
 
+def _replaces_joined(kinds: list[str]) -> bool:
+    """Whether all replacements follow a Fuse, one another and nothing else."""
+    if "Fuse" not in kinds:
+        return False
+    begin, count = kinds.index("Fuse") + 1, kinds.count("Replace")
+    return 0 < count == kinds[begin : begin + count].count("Replace")
+
+
 def _fallback(steps: list[Mapping[str, Any]]) -> ByteDecoder | None:
     """Replacements token by token, then bytes, then what is done to the text as a whole.
 
     None if the steps stand otherwise: a Strip without a Fuse is done to each token, say.
     """
     kinds = [step["type"] for step in steps]
-    places = [ORDER.index(kind) for kind in kinds]
+    replaces = [step for step in steps if step["type"] == "Replace"]
     strips = [step for step in steps if step["type"] == "Strip"]
+    changes = [(step["pattern"]["String"], step["content"]) for step in replaces]
+    if _replaces_joined(kinds) and all(len(old) == 1 for old, _ in changes):
+        # A character is replaced in joined text as in each token; a longer text may lie in two.
+        kinds = ["Replace"] * len(replaces) + [kind for kind in kinds if kind != "Replace"]
+    places = [ORDER.index(kind) for kind in kinds]
     simple = places == sorted(places) and all(kinds.count(kind) < 2 for kind in ORDER[1:])
     if not simple or any(step["stop"] for step in strips) or (strips and "Fuse" not in kinds):
         return None
-    changes = [
-        (step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"
-    ]
+    spell = byte_level if "ByteLevel" in kinds else _encoded
 
     def data(token: str) -> bytes:
         for old, new in changes:
             token = token.replace(old, new)
         if "ByteFallback" in kinds and (byte := _BYTE.fullmatch(token)):
             return bytes([int(byte[1], 16)])
-        return token.encode("utf-8", "replace")
+        return spell(token)
 
     return ByteDecoder(
+        of_bytes="ByteLevel" in kinds,
         data=data,
         first=data,
         strip=strips[0]["content"] if strips else "",

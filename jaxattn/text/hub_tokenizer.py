@@ -104,8 +104,8 @@ class HubTokenizer(Tokenizer):
         self._add_bos = settings.add_bos
         self._bos = self._named(settings, "bos_token") if settings.add_bos else None
         eos_ids = settings.eos_ids
-        if not eos_ids and "eos_token" in settings.named:
-            eos_ids = (self._named(settings, "eos_token"),)
+        if "eos_token" in settings.named and (not eos_ids or self._knows(settings, "eos_token")):
+            eos_ids = tuple(sorted({*eos_ids, self._named(settings, "eos_token")}))
         self.stop_tokens = eos_ids
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
         self.defaults = settings.defaults
@@ -168,6 +168,9 @@ class HubTokenizer(Tokenizer):
             if type(error).__name__ != PANIC:
                 raise
             raise TextError(f"tokenizer.json cannot encode the text: {error}") from None
+
+    def _knows(self, settings: TokenizerConfig, name: str) -> bool:
+        return self._inner.token_to_id(settings.named[name]) is not None
 
     def _named(self, settings: TokenizerConfig, name: str) -> int:
         text = settings.named.get(name)

@@ -19,6 +19,7 @@ TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MOST_TEMPLATE_BYTES = 2**20
 MOST_ID = 2**31 - 1
 EOS = "eos_token_id"
+LEAST_PENALTY = 0.01  # of repetition, as in a request
 ID, TEXT = Integer(0, MOST_ID), Text()
 # The tokens that a chat template may name.
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -29,16 +30,19 @@ class SamplingDefaults:
     """How a model wants to be sampled, as generation_config.json says; None where it says nothing.
 
     Attributes:
-        temperature: 0 or more.
+        temperature: 0 or more; 0 where the file says do_sample false, and 1 where it says true and
+            no temperature.
         top_p: above 0, at most 1.
         top_k: at least 1; None too where the file says 0 or -1, which mean all tokens.
         min_p: 0 to 1.
+        repetition_penalty: above 0; 1 changes nothing.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +75,7 @@ class TokenizerConfig:
         named: special tokens by the names that a template uses, such as bos_token.
         more: `additional_special_tokens`.
         add_bos: whether a prompt begins with BOS; None leaves it to tokenizer.json.
-        eos_ids: end-of-sequence ids of generation_config.json, else of config.json. Empty if
+        eos_ids: end-of-sequence ids of generation_config.json and config.json together. Empty if
             neither has one.
         defaults: sampling.
         vocab_size: of config.json, the logits of the model; None if it is not there.
@@ -103,7 +107,7 @@ def read_settings(folder: Path) -> TokenizerConfig:
     tokenizer = _fields(folder / TOKENIZER)
     inner = config.object("text_config")  # models of images and text keep it one level down
     named = {f"{name}_token": tokenizer.token(f"{name}_token") for name in NAMED}
-    eos_ids = generation.ids(EOS) or config.ids(EOS) or inner.ids(EOS)
+    eos_ids = tuple(sorted({*generation.ids(EOS), *config.ids(EOS), *inner.ids(EOS)}))
     return TokenizerConfig(
         folder=folder,
         named={name: token for name, token in named.items() if token is not None},
@@ -156,11 +160,20 @@ def _defaults(generation: _FileFields) -> SamplingDefaults:
     top_k = generation.number("top_k", -1, MOST_ID, "an integer from -1")
     if top_k is not None and not top_k.is_integer():
         raise generation.wrong("top_k", "an integer from -1")
+    temperature = generation.number("temperature", 0, 1e6, "a number from 0")
+    match generation.flag("do_sample"):
+        case False:
+            temperature = 0.0
+        case True if temperature is None:
+            temperature = 1.0
     return SamplingDefaults(
-        temperature=generation.number("temperature", 0, 1e6, "a number from 0"),
+        temperature=temperature,
         top_p=generation.number("top_p", least, 1, "a number above 0 and at most 1"),
         top_k=int(top_k) if top_k is not None and top_k > 0 else None,
         min_p=generation.number("min_p", 0, 1, "a number from 0 to 1"),
+        repetition_penalty=generation.number(
+            "repetition_penalty", LEAST_PENALTY, 1 / LEAST_PENALTY, "a number from 0.01 to 100"
+        ),
     )
 
 

@@ -138,6 +138,9 @@ def test_the_model_s_sampling_defaults_hold_where_the_user_gave_none(compiled, c
     settings = run(capsys, *arguments, *SMALL, *own)["settings"]
     assert (settings["temperature"], settings["top_p"]) == (0, 0.95)
     assert (settings["top_k"], settings["min_p"]) == (3, 0.1)
+    assert settings["repetition_penalty"] == 1
+    own = ["--repetition-penalty", "1.2"]
+    assert run(capsys, *arguments, *SMALL, *own)["settings"]["repetition_penalty"] == 1.2
 
 
 def test_a_stop_string_ends_the_text_behind_it(compiled, capsys):
@@ -325,8 +328,8 @@ DAMAGE = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "config is no JSON": (write("config.json", b"{"), "config.json: "),
     "model_type": (
-        change("config.json", lambda v: v.update(model_type="llama")),
-        "model_type 'llama' is not supported; supported are",
+        change("config.json", lambda v: v.update(model_type="gemma2")),
+        "model_type 'gemma2' is not supported; supported are",
     ),
     "field": (change("config.json", lambda v: v.pop("kv_lora_rank")), "kv_lora_rank is missing"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors"),
@@ -467,12 +470,12 @@ def test_a_name_on_the_hub_writes_what_its_folder_writes(compiled, hub, capsys):
 
 
 def test_a_model_of_the_hub_is_refused_before_its_weights_are_fetched(hub, capsys):
-    change_config = json.loads(hub.models["org/tiny"]["config.json"]) | {"model_type": "llama"}
-    hub.models["org/llama"] = hub.models["org/tiny"] | {
+    change_config = json.loads(hub.models["org/tiny"]["config.json"]) | {"model_type": "gemma2"}
+    hub.models["org/gemma2"] = hub.models["org/tiny"] | {
         "config.json": json.dumps(change_config).encode()
     }
-    assert main(["--model", "org/llama", "--prompt", "x"]) == 2
-    assert "model_type 'llama' is not supported" in capsys.readouterr().err
+    assert main(["--model", "org/gemma2", "--prompt", "x"]) == 2
+    assert "model_type 'gemma2' is not supported" in capsys.readouterr().err
     assert main(["--model", "org/tiny", "--prompt", "x" * 999, *GREEDY]) == 2
     assert "tokens and the model length is 128" in capsys.readouterr().err
     assert main(["--model", "org/tiny", "--prompt", "x", "--num-pages", "1000m", *GREEDY]) == 2

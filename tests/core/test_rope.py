@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxattn.core.numerics.rope import (
     MOST_FACTOR,
     MOST_THETA,
+    Llama3RopeScaling,
     RopeConfig,
     YarnConfig,
     inv_freq,
@@ -74,6 +75,63 @@ def test_deepseek_v3_keeps_fast_pairs_and_divides_slow_ones_by_40():
     np.testing.assert_array_equal(freqs[:11], plain[:11])  # low is 10: the ramp starts after it
     np.testing.assert_allclose(freqs[23:], plain[23:] / 40, rtol=3e-7)  # high is 23
     assert np.all((freqs[11:23] < plain[11:23]) & (freqs[11:23] > plain[11:23] / 40))
+
+
+@pytest.mark.parametrize(
+    "dim, theta, factor, original", [(64, 150000.0, 32, 4096), (32, 1e4, 4, 64)]
+)
+def test_without_truncation_the_ramp_begins_between_pairs(dim, theta, factor, original):
+    """The words of transformers' `_compute_yarn_parameters` with truncate false, as gpt-oss has."""
+
+    def turning(times):
+        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(turning(32), 0), min(turning(1), dim - 1)
+    assert low != math.floor(low) or high != math.ceil(high)
+    freqs = theta ** -(np.arange(0, dim, 2) / dim)
+    ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+    config = RopeConfig(dim, theta, yarn=YarnConfig(factor, original, truncate=False))
+    np.testing.assert_allclose(
+        inv_freq(config), freqs / factor * ramp + freqs * (1 - ramp), rtol=1e-6
+    )
+    whole = RopeConfig(dim, theta, yarn=YarnConfig(factor, original))
+    assert np.any(inv_freq(whole) != inv_freq(config))
+
+
+@pytest.mark.parametrize("dim, theta, factor, low, high, original", [
+    (128, 5e5, 8.0, 1.0, 4.0, 8192), (64, 5e5, 32.0, 1.0, 4.0, 8192), (32, 1e4, 4.0, 1.0, 2.0, 32),
+])  # fmt: skip
+def test_llama3_divides_long_waves_as_transformers_does(dim, theta, factor, low, high, original):
+    """Pair by pair, in the words of `_compute_llama3_parameters`."""
+    scaling = Llama3RopeScaling(factor, low, high, original)
+    found = inv_freq(RopeConfig(dim, theta, False, llama3=scaling))
+    kinds = set()
+    for pair, freq in enumerate(theta ** -(np.arange(0, dim, 2) / dim)):
+        wavelength = 2 * math.pi / freq
+        if wavelength > original / low:
+            kind, expected = "long", freq / factor
+        elif wavelength < original / high:
+            kind, expected = "short", freq
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            kind, expected = "between", (1 - smooth) * freq / factor + smooth * freq
+        kinds.add(kind)
+        assert found[pair] == pytest.approx(expected, rel=1e-6)
+    assert kinds == {"long", "short", "between"}
+
+
+def test_llama3_refuses_what_it_cannot_mean():
+    with pytest.raises(ValueError, match="high_freq_factor must be above low_freq_factor; got"):
+        Llama3RopeScaling(8, 4, 4, 8192)
+    with pytest.raises(ValueError, match=r"Llama3RopeScaling\.factor must be a number"):
+        Llama3RopeScaling(0.5, 1, 4, 8192)
+    llama3 = Llama3RopeScaling(8, 1, 4, 8192)
+    with pytest.raises(ValueError, match="yarn and llama3 both stretch the context"):
+        RopeConfig(yarn=YarnConfig(40, 4096), llama3=llama3)
+    with pytest.raises(
+        ValueError, match="theta must be a number, which llama3 stretches; got None"
+    ):
+        RopeConfig(theta=None, llama3=llama3)
 
 
 def test_a_ramp_without_width_is_a_step():

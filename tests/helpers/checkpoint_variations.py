@@ -31,7 +31,9 @@ class Variation:
 
 
 QWEN = ("Qwen3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN)
+# Grouped-query attention in every layer, in the words of Llama's config.json.
+PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3Moe", "Glm4Moe")
+CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN, *PLAIN)
 
 
 def draw(seed: int) -> Variation:
@@ -40,6 +42,8 @@ def draw(seed: int) -> Variation:
     classes = CLASSES[seed % len(CLASSES)]
     if classes in QWEN:
         return _qwen(pick, classes)
+    if classes in PLAIN:
+        return _plain(pick, classes)
     heads = pick.choice([1, 2, 3, 5, 20])
     layers = pick.choice([2, 3, 4])
     quantized = classes != "Youtu" and pick.random() < 0.5
@@ -105,6 +109,122 @@ def small(weights: str) -> Variation:
     )
     model_type = "deepseek_v3" if weights == "fp8" else "kimi_k2"
     return Variation("DeepseekV3", fields, weights, 1, True, False, model_type)
+
+
+def small_plain(classes: str) -> Variation:
+    """The checkpoints of tests/data/tiny_checkpoints with grouped-query attention alone."""
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        intermediate_size=136,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=classes == "Llama",
+        rope_parameters=dict(rope_theta=1e6, rope_type="default"),
+    )
+    if classes == "Llama":  # a head of 16, so that waves of all three kinds are there
+        fields["rope_parameters"] = LLAMA3 | dict(rope_theta=1e4)
+    elif classes == "Mistral":  # fewer than the prompt
+        fields |= dict(sliding_window=11, head_dim=32)
+    elif classes == "Qwen3Moe":
+        fields |= dict(head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
+                       norm_topk_prob=True, mlp_only_layers=[1])  # fmt: skip
+    elif classes == "Glm4Moe":
+        fields |= dict(head_dim=32, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=1,
+                       moe_intermediate_size=32, n_group=2, topk_group=1, attention_bias=True,
+                       use_qk_norm=True, routed_scaling_factor=1.5)  # fmt: skip
+        fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
+    glm = classes == "Glm4Moe"
+    return Variation(classes, fields, "bfloat16", 1, glm, glm, MODEL_TYPES[classes][0])
+
+
+def small_hybrid(classes: str) -> Variation:
+    """The checkpoints of tests/data/tiny_checkpoints with Kimi Delta Attention, as transformers
+    spells them; it knows both families since 5.23."""
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts_per_tok=2,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    if classes == "KimiLinear":
+        fields |= dict(
+            num_hidden_layers=6,
+            num_local_experts=4,
+            linear_num_heads=3,
+            linear_head_dim=16,
+            layer_types=[KINDS[layer in (3, 5)] for layer in range(6)],
+            bos_token_id=1,
+        )
+    else:  # more dense layers by the default of first_k_dense_replace, which does not count
+        fields |= dict(num_hidden_layers=4, num_local_experts=8, n_group=4, topk_group=2,
+                       head_dim=16, layer_group_size=2, num_mtp_layers=0,
+                       mlp_layer_types=["dense", *["sparse"] * 3])  # fmt: skip
+    return Variation(classes, fields, "bfloat16", 1, False, False, MODEL_TYPES[classes][0])
+
+
+def _plain(pick: random.Random, classes: str) -> Variation:
+    keys, each = pick.choice([1, 2, 3]), pick.choice([1, 2, 4])
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=pick.choice([96, 192]),
+        num_attention_heads=keys * each,
+        num_key_value_heads=keys,
+        num_hidden_layers=pick.choice([2, 3, 4]),
+        intermediate_size=pick.choice([160, 224]),
+        max_position_embeddings=4096,
+        rms_norm_eps=pick.choice([1e-5, 1e-6]),
+        tie_word_embeddings=pick.random() < 0.4,
+        rope_parameters=_rope(pick, classes),
+    )
+    if classes in ("Qwen3Moe", "Mistral") or (classes == "Llama" and pick.random() < 0.5):
+        fields["head_dim"] = pick.choice([32, 64, 128])
+    if classes == "Mistral":
+        fields["sliding_window"] = pick.choice([None, 7])
+    if classes == "Qwen3Moe":
+        fields |= dict(
+            num_experts=pick.choice([4, 8, 32]),
+            num_experts_per_tok=pick.choice([1, 3]),
+            moe_intermediate_size=pick.choice([32, 128]),
+            norm_topk_prob=pick.random() < 0.7,
+            decoder_sparse_step=pick.choice([1, 1, 2]),
+            mlp_only_layers=pick.choice([[], [0]]),
+        )
+    if classes == "Glm4Moe":
+        fields |= _experts(pick, classes, fields["num_hidden_layers"])
+        fields |= dict(head_dim=pick.choice([32, 128]), attention_bias=pick.random() < 0.5,
+                       use_qk_norm=pick.random() < 0.5)  # fmt: skip
+        fields["rope_parameters"] |= dict(partial_rotary_factor=pick.choice([0.5, 0.25]))
+    quantized = pick.random() < 0.3
+    return Variation(
+        classes=classes,
+        fields=fields,
+        weights="fp8" if quantized else "bfloat16",
+        shards=pick.choice([1, 1, 2, 5]),
+        published=pick.random() < 0.5,
+        prediction=classes == "Glm4Moe" and pick.random() < 0.5,
+        model_type=MODEL_TYPES[classes][0],
+    )
+
+
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
 
 
 def _qwen(pick: random.Random, classes: str) -> Variation:
@@ -245,6 +365,13 @@ def whole_blocks(classes: str) -> Variation:
 
 
 MODEL_TYPES = {
+    "KimiLinear": ["kimi_linear"],
+    "BailingHybrid": ["bailing_hybrid"],
+    "Llama": ["llama"],
+    "Mistral": ["mistral"],
+    "Qwen2": ["qwen2"],
+    "Qwen3Moe": ["qwen3_moe"],
+    "Glm4Moe": ["glm4_moe"],
     "Qwen3": ["qwen3"],
     "Qwen3Next": ["qwen3_next"],
     "Qwen3_5": ["qwen3_5"],
@@ -261,11 +388,14 @@ def _rope(pick: random.Random, classes: str) -> dict[str, Any]:
     if pick.random() < 0.4:
         return rope | dict(rope_type="default")
     # Fewer than PROMPT, so that the stretched part is used.
+    if classes in PLAIN and pick.random() < 0.5:
+        return rope | LLAMA3
     rope |= dict(rope_type="yarn", factor=pick.choice([4.0, 40.0]), beta_slow=1,
                  original_max_position_embeddings=16,
                  beta_fast=pick.choice([1.0, 32.0]))  # fmt: skip
-    both = pick.choice([None, (1.0, 1.0), (0.707, 0.707), (0.707, 1.0)])
-    return rope | (dict(zip(("mscale", "mscale_all_dim"), both, strict=True)) if both else {})
+    both = pick.choice([None, (1.0, 1.0), (0.707, 0.707), (0.707, 1.0), (0.707, None), (None, 1.0)])
+    found = dict(zip(("mscale", "mscale_all_dim"), both or (None, None), strict=True))
+    return rope | {name: weight for name, weight in found.items() if weight is not None}
 
 
 def _experts(pick: random.Random, classes: str, layers: int) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
     python -m tests.helpers.make_checkpoints OUT --seeds 0-39
 
-needs torch and transformers >= 5.17, and neither JAX nor this package. A seed gives a folder:
+needs torch and transformers >= 5.17, with --small 5.23, and neither JAX nor this package. A seed
+gives a folder:
 
     config.json         as publishers spell it, or as transformers saves it
     *.safetensors       the published names; bfloat16, with FP8 blocks, or with INT4 experts
@@ -31,7 +32,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.helpers import qwen_checkpoints
-from tests.helpers.checkpoint_variations import QWEN, VOCAB, Variation, draw, small, small_qwen
+from tests.helpers.checkpoint_variations import (
+    PLAIN,
+    QWEN,
+    VOCAB,
+    Variation,
+    draw,
+    small,
+    small_hybrid,
+    small_plain,
+    small_qwen,
+)
 from tests.helpers.torch_float64 import in_float64
 from tests.helpers.torch_formats import (
     FP8_BLOCK,
@@ -64,6 +75,8 @@ def fill(name: str, tensor: torch.Tensor, tied: bool, hybrid: bool) -> torch.Ten
         return 0.05 * normal
     if qwen_checkpoints.is_one_plus(name, hybrid):
         return (0.2 * normal).bfloat16()
+    if name.endswith(".bias"):
+        return (0.3 * normal).bfloat16()
     if tensor.ndim == 1:
         return (1 + 0.2 * normal).bfloat16()
     spread = 1.0 if "embed_tokens" in name and not tied else tensor.shape[-1] ** -0.5
@@ -139,6 +152,8 @@ def config_json(variation: Variation, config: Any) -> dict[str, Any]:
     elif variation.published:
         rope = values.pop("rope_parameters")
         values["rope_theta"] = rope.pop("rope_theta")
+        if part := rope.pop("partial_rotary_factor", None):
+            values["partial_rotary_factor"] = part
         kind = rope.pop("rope_type")
         values["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
         if kinds := values.pop("mlp_layer_types", None):
@@ -244,6 +259,9 @@ def main() -> None:
             variation = small_qwen(classes)
             fp8 = "_fp8" if variation.weights == "fp8" else ""
             write(variation, args.out / f"{variation.model_type}{fp8}", exact=False)
+        made = [*map(small_plain, PLAIN), *map(small_hybrid, ("KimiLinear", "BailingHybrid"))]
+        for variation in made:
+            write(variation, args.out / variation.model_type, exact=False)
         return
     first, last = map(int, args.seeds.split("-"))
     for seed in range(first, last + 1):

@@ -97,6 +97,23 @@ def test_names_are_flat_and_dotted_and_the_file_is_plain_safetensors(folder):
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("order", ["columns", "gaps", "reversed"])
+def test_arrays_of_any_strides_are_saved_as_numpy_reads_them(tmp_path, params, order):
+    def strided(leaf):
+        array = np.asarray(leaf)
+        if order == "columns":
+            return np.asfortranarray(array)
+        if order == "gaps":
+            return np.repeat(array, 2, axis=-1)[..., ::2]
+        return array[::-1].copy()[::-1]
+
+    given = jax.tree.map(strided, params)
+    assert not given["embedding"][...].flags.c_contiguous
+    native_format.save(tmp_path / "model", SMALL, given)
+    _, loaded = native_format.load(tmp_path / "model")
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
 def test_params_of_another_config_are_not_saved(tmp_path, params):
     other = dataclasses.replace(SMALL, intermediate_size=64)
     with pytest.raises(CheckpointError, match=r"down_proj.* is bfloat16\[2, 48, 32\]; expected"):

@@ -201,8 +201,8 @@ def configured(tmp_path: Path, family: str, change: dict[str, Any]) -> Path:
     "change, message",
     [
         (
-            {"model_type": "llama"},
-            "model_type 'llama' is not supported; supported are bailing_hybrid, .*, youtu_llm",
+            {"model_type": "gemma2"},
+            "model_type 'gemma2' is not supported; supported are bailing_hybrid, .*, youtu_llm",
         ),
         ({"model_type": None}, "model_type None is not supported"),
         ({"model_type": ["youtu"]}, r"model_type \['youtu'\] is not supported"),
@@ -217,7 +217,10 @@ def configured(tmp_path: Path, family: str, change: dict[str, Any]) -> Path:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false; got 1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number above 0"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "implemented as 'yarn' only"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "implemented as 'yarn' or 'llama3' only",
+        ),
         ({"rope_scaling": [1]}, "rope_scaling must be an object or null"),
         ({"rope_theta": 0}, "rope_theta must be a finite number above 0"),
         ({"rope_theta": 10**400}, "rope_theta must be a finite number above 0"),

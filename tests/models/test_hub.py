@@ -75,8 +75,8 @@ def test_an_index_cannot_ask_for_other_files(fake):
 
 
 def test_a_model_that_is_not_supported_is_refused_by_its_config_alone(fake):
-    fake.models["org/tiny"]["config.json"] = b'{"model_type": "llama"}'
-    with pytest.raises(CheckpointError, match="model_type 'llama' is not supported"):
+    fake.models["org/tiny"]["config.json"] = b'{"model_type": "gemma2"}'
+    with pytest.raises(CheckpointError, match="model_type 'gemma2' is not supported"):
         read_folder(fetch_config("org/tiny"))
     assert fake.got() == ["config.json"]
 

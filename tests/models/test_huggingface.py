@@ -1,6 +1,7 @@
 """Folders of the hub: files of either kind, blocks of any size, dtypes, spellings."""
 
 import json
+import math
 import mmap
 import os
 import shutil
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, rotation, softmax_scale
 from jaxattn.models import Hybrid, load
 from jaxattn.models.checkpoint import CheckpointError, native_format
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
@@ -151,6 +153,75 @@ def test_both_spellings_of_rope_are_read(values):
     assert (rope.yarn.factor, rope.yarn.mscale_all_dim, rope.yarn.beta_fast) == (4, 1, 32)
     with pytest.raises(ConfigError, match="factor is missing"):
         ConfigFields({"rope_scaling": {"type": "yarn"}}, "config.json").rope(64)
+
+
+def yarn_of(**fields):
+    scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64, **fields}
+    return ConfigFields({"rope_theta": 5e4, "rope_scaling": scaling}, "config.json").rope(64)
+
+
+BOTH = {"mscale": 0.5, "mscale_all_dim": 0.7}
+GROWN = 0.1 * math.log(4) + 1  # transformers' length without attention_factor
+
+
+@pytest.mark.parametrize(
+    "fields, length, softmax",
+    [
+        ({}, GROWN, 1),
+        ({"mscale": 0.7}, GROWN, 1),  # counts beside mscale_all_dim alone
+        ({"mscale_all_dim": 0.7}, GROWN, (0.07 * math.log(4) + 1) ** 2),
+        (BOTH, (0.05 * math.log(4) + 1) / (0.07 * math.log(4) + 1), (0.07 * math.log(4) + 1) ** 2),
+        ({"mscale": 0, "mscale_all_dim": 0}, GROWN, 1),
+        ({"attention_factor": 1.0}, 1, 1),
+        ({"attention_factor": GROWN, "mscale": None}, GROWN, 1),
+        ({"attention_factor": 1.25, "mscale": 0.3, "mscale_all_dim": 1.0}, 1.25, GROWN**2),
+        ({"attention_factor": None, "truncate": True}, GROWN, 1),
+    ],
+)  # fmt: skip
+def test_yarn_grows_queries_and_scores_as_in_transformers(fields, length, softmax):
+    """`_compute_yarn_parameters` and `yarn_apply_mscale` of transformers 5.24."""
+    config = yarn_of(**fields)
+    cosines = np.asarray(rotation(jnp.zeros(1, jnp.int32), config).angles)[0, :64]
+    np.testing.assert_allclose(cosines, length, rtol=1e-6)
+    assert softmax_scale(192, config) == pytest.approx(192**-0.5 * softmax, rel=1e-12)
+
+
+def test_an_attention_factor_that_means_what_is_computed_changes_nothing():
+    assert yarn_of(attention_factor=GROWN) == yarn_of() == yarn_of(truncate=True)
+    length = (0.05 * math.log(4) + 1) / (0.07 * math.log(4) + 1)
+    assert yarn_of(**BOTH, attention_factor=length) == yarn_of(**BOTH)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"attention_factor": 0.5}, "attention_factor is a length that no mscale"),
+        ({"attention_factor": 1e9}, "attention_factor is a length that no mscale"),
+        ({"attention_factor": -1.0}, "attention_factor must be a finite number above 0"),
+        ({"attention_factor": 1.5, "factor": 1}, "attention_factor is a length that no mscale"),
+        ({"truncate": 1}, "truncate must be true or false; got 1"),
+    ],
+)
+def test_what_yarn_cannot_mean_is_refused_by_name(fields, words):
+    with pytest.raises(ConfigError, match=f"rope_scaling: {words}"):
+        yarn_of(**fields)
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_the_scaling_of_llama3_is_read(name):
+    values = {"rope_theta": 5e5, name: LLAMA3}
+    rope = ConfigFields(values, "config.json").rope(128, interleaved=False)
+    assert rope == RopeConfig(128, 5e5, False, llama3=Llama3RopeScaling(8, 1, 4, 8192))
+    del values[name]["factor"]
+    with pytest.raises(ConfigError, match="rope_scaling: field factor is missing"):
+        ConfigFields(values, "config.json").rope(128)
+    values[name]["factor"] = 8.0
 
 
 def test_other_dtypes_of_the_file_are_converted_on_the_device(folder):

@@ -143,6 +143,45 @@ def test_b_gets_columns_of_zeros_that_change_nothing(values):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), before, results(module))
 
 
+NATIVE_KIMI = {
+    name: value
+    for name, value in KIMI.items()
+    if name not in ("linear_attn_config", "mla_use_nope", "first_k_dense_replace")
+} | {
+    "linear_num_heads": HEADS, "linear_head_dim": DIM, "linear_conv_kernel_dim": 4,
+    "head_dim": ROPE,  # of no meaning
+    "layer_types": [
+        "full_attention" if layer in (4, 6) else "linear_attention" for layer in range(1, 7)
+    ],
+    "mlp_layer_types": ["dense", *["sparse"] * 5],
+}  # fmt: skip
+
+
+def test_kimi_is_read_as_transformers_writes_it():
+    assert read(NATIVE_KIMI) == read(KIMI)
+    words = ["dense", "sparse", "dense", "sparse", "sparse", "sparse"]
+    kinds = [
+        type(b.feed_forward) for b in read(NATIVE_KIMI | {"mlp_layer_types": words}).spec.blocks
+    ]
+    assert kinds == [MLP, MoE, MLP, MoE, MoE, MoE]
+    with pytest.raises(ConfigError, match="field linear_num_heads is missing"):
+        read({name: value for name, value in NATIVE_KIMI.items() if name != "linear_num_heads"})
+    with pytest.raises(ConfigError, match="layer_types must be a list of 6 words"):
+        read(NATIVE_KIMI | {"layer_types": ["full_attention"]})
+
+
+def test_words_for_each_layer_win_in_ling():
+    """transformers writes its default of first_k_dense_replace beside them."""
+    words = {"mlp_layer_types": ["dense", "sparse", "sparse"], "first_k_dense_replace": 2}
+    width = {n: x for n, x in LING.items() if n != "short_conv_kernel_size"}
+    assert read(LING | words) == read(width | words | {"linear_conv_kernel_dim": 4}) == read(LING)
+
+
+@pytest.mark.parametrize("values, name", [(KIMI, "num_expert_group"), (LING, "n_group")])
+def test_a_null_for_groups_of_experts_is_one_group(values, name):
+    assert read(values | {name: None, "topk_group": None}) == read(values)
+
+
 def test_ling_is_bounded_and_gated_and_turns():
     attention, delta = (read(LING).spec.blocks[layer].mixer for layer in (2, 0))
     assert attention.gated and attention.rope.theta == 1e4

@@ -61,6 +61,7 @@ def prediction_layer(name):
 
 
 QWEN_NEXT, QWEN = "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"
+QWEN_27B = "Qwen3.6-27B"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,16 @@ QWEN_NEXT, QWEN = "Qwen3-Next-80B-A3B", "Qwen3.5-35B-A3B"
             35_951_822_704,
             lambda: vision_tower() + prediction_layer(QWEN),
         ),
+        # Its index lists 55.56 GB, two bytes each.
+        (
+            QWEN_27B,
+            26_895_998_464,
+            27_781_427_952,
+            lambda: vision_tower(out=5120) + prediction_layer(QWEN_27B),
+        ),
         ("Qwen3-32B", 32_762_123_264, 32_762_123_264, 0),
+        ("Qwen3-30B-A3B", 30_532_122_624, 30_532_122_624, 0),
+        ("Llama-3.1-8B", 8_030_261_248, 8_030_261_248, 0),
         # The hub rounds this one: 49.1 billion numbers, 98.2 GB.
         ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
         # Its named size, to the digits that it has.

@@ -142,6 +142,46 @@ def test_equal_ways_to_store_are_equal():
     assert Fp8BlockEncoding() == Fp8BlockEncoding() != FloatEncoding()
 
 
+# --- as others write them
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("experts", [None, "bfloat16"])
+def test_scales_of_16_bits_are_read_as_they_are(copied, dtype, experts):
+    """Published FP8 folders of Qwen3 have bfloat16 ones. Experts keep them in float32."""
+
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            tensors[name] = tensors[name].astype(jnp.dtype(dtype))
+
+    folder = copied(FP8, change)
+    _, params = huggingface_checkpoint.load(folder, dtype="float32", experts=experts)
+    layer = params["segments"][0]["layers"][1]
+    weights, scales = tensors_of(folder), tensors_of(folder)[f"{EXPERT}_scale_inv"]
+    assert scales.dtype == dtype and np.any(scales.astype("f4") != np.round(scales.astype("f4")))
+    if experts is None:
+        found = layer["mlp"]["gate_up_scale"][...]
+        assert found.dtype == jnp.float32
+        np.testing.assert_array_equal(found[0, 3, 1], scales.astype(np.float32))
+    else:
+        found = np.asarray(layer["mlp"]["gate_up_proj"][...])[0, 3, 136:]
+        np.testing.assert_array_equal(found, meant(folder, EXPERT))
+    heads = meant(folder, KV).reshape(3, 48 + 80, 64)
+    np.testing.assert_array_equal(layer["mixer"]["w_uk"][...][0], heads[:, :48])
+    assert weights[KV].dtype == jnp.float8_e4m3fn
+
+
+def test_a_stated_shape_of_int64_is_read(copied):
+    """compressed-tensors writes it since 0.20."""
+
+    def change(tensors):
+        for name in [name for name in tensors if name.endswith("weight_shape")]:
+            tensors[name] = tensors[name].astype(np.int64)
+
+    _, params = huggingface_checkpoint.load(copied(INT4, change), dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, params, loaded(INT4)[1])
+
+
 # --- what does not fit
 
 
@@ -187,6 +227,11 @@ def copied(tmp_path):
                 {"model.embed_tokens.weight_scale_inv": np.ones((1, 1), np.float32)}
             ),
             "unknown 'model.embed_tokens.weight_scale_inv'",
+        ),
+        (
+            INT4,
+            lambda t: t.update({f"{EXPERT}_shape": np.array([64, 32], np.int64)}),
+            r"up_proj.weight_shape' says \[64, 32\], expected \[64, 64\]",
         ),
         (INT4, lambda t: t.pop(f"{EXPERT}_scale"), f"missing '{EXPERT}_scale'"),
         (INT4, lambda t: t.pop(f"{EXPERT}_packed"), f"missing '{EXPERT}'; unknown '{EXPERT}_"),

@@ -55,7 +55,11 @@ def read(values):
         (DENSE, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
         (DENSE, {"use_sliding_window": True}, "use_sliding_window is implemented as False"),
         (DENSE, {"layer_types": ["sliding_attention"] * 4}, "layer_types must be a list of 4"),
-        (DENSE, {"rope_scaling": {"type": "llama3"}}, "rope_scaling.type is implemented as 'yarn'"),
+        (
+            DENSE,
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_scaling.type is implemented as 'yarn' or",
+        ),
         (HYBRID, {"attn_output_gate": False}, "attn_output_gate is implemented as True only"),
         (HYBRID, {"output_gate_type": "gelu"}, "output_gate_type is implemented as 'silu' or"),
         (HYBRID, {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is implemented as 'float32'"),

@@ -25,7 +25,7 @@ def folder(tmp_path):
 def test_published_layouts_load(name):
     tokenizer = load(str(TINY / name))
     assert isinstance(tokenizer, Tokenizer)
-    assert (tokenizer.vocab_size, tokenizer.stop_tokens) == (430, (1,))
+    assert (tokenizer.vocab_size, tokenizer.stop_tokens) == (430, (1, 425))
     assert tokenizer.defaults == SamplingDefaults(temperature=0.6, top_p=0.95)
     text = "Hello  world, it's 你好🙂\n"
     inner = Inner.from_file(str(TINY / name / "tokenizer.json"))
@@ -39,11 +39,49 @@ def test_all_spellings_come_back(build, tmp_path):
     assert tokenizer.decode(tokenizer.encode("hello  world 中")).split() == ["hello", "world", "中"]
 
 
-def test_stop_tokens_of_generation_config_win(folder):
+def test_decoders_that_a_converter_from_gguf_stacks(tmp_path):
+    """transformers stacks those of SentencePiece on ByteLevel. Its whole text is decoded; here
+    token by token."""
+    inner = byte_level()
+    stack = [
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Replace("▁", " "),
+        decoders.ByteLevel(add_prefix_space=False, trim_offsets=False),
+    ]
+    inner.decoder = decoders.Sequence(stack)
+    tokenizer = load(write_folder(tmp_path / "model", inner))
+    text = "Hello  world, naïve 你好🙂\n"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == inner.decode(tokens) == text
+    plain = load(write_folder(tmp_path / "plain", byte_level()))
+    assert [*map(tokenizer.token_bytes, tokens)] == [*map(plain.token_bytes, tokens)]
+    assert tokenizer.decode([*tokens, *tokenizer.encode(END), *tokens]) == text + text
+
+
+def test_a_mark_that_is_replaced_in_joined_text(tmp_path):
+    inner = byte_fallback()
+    stack = [
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Replace("▁", " "),
+        decoders.Strip(" ", 1, 0),
+    ]
+    inner.decoder = decoders.Sequence(stack)
+    tokenizer = load(write_folder(tmp_path / "model", inner))
+    tokens = tokenizer.encode("hello  world 中é")
+    assert tokenizer.decode(tokens) == inner.decode(tokens) == "hello  world 中é"
+
+
+def test_stop_tokens_are_those_of_all_files(folder):
     write_folder(folder, None, config={"eos_token_id": 3}, generation_config={"eos_token_id": 7})
-    assert load(folder).stop_tokens == (7,)
-    write_folder(folder, None, generation_config={"eos_token_id": [9, 7, 9]})
-    assert load(folder).stop_tokens == (7, 9)
+    assert load(folder).stop_tokens == (3, 7)
+    write_folder(folder, None, generation_config={"eos_token_id": [9, 7, 9, 3]})
+    assert load(folder).stop_tokens == (3, 7, 9)
+    write_folder(folder, None, tokenizer_config={"eos_token": END})
+    assert load(folder).stop_tokens == tuple(sorted({3, 7, 9, *load(folder).encode(END)}))
+    write_folder(folder, None, tokenizer_config={"eos_token": "<missing>"})
+    assert load(folder).stop_tokens == (3, 7, 9)
     write_folder(folder, None, generation_config={"temperature": 1})
     assert load(folder).stop_tokens == (3,)
     write_folder(folder, None, config={"text_config": {"eos_token_id": [5, 4]}})
@@ -137,6 +175,21 @@ def test_sampling_defaults_are_read(folder):
     assert load(folder).defaults == expected
     write_folder(folder, None, generation_config={"top_k": 0, "top_p": None})
     assert load(folder).defaults == SamplingDefaults()
+    write_folder(folder, None, generation_config={"repetition_penalty": 1.05})
+    assert load(folder).defaults == SamplingDefaults(repetition_penalty=1.05)
+
+
+@pytest.mark.parametrize("values, temperature", [
+    ({"do_sample": False, "temperature": 0.7}, 0.0),
+    ({"do_sample": False}, 0.0),
+    ({"do_sample": True, "temperature": 0.7}, 0.7),
+    ({"do_sample": True}, 1.0),
+    ({"do_sample": None, "temperature": 0.7}, 0.7),
+    ({}, None),
+])  # fmt: skip
+def test_do_sample_says_whether_the_model_draws(folder, values, temperature):
+    write_folder(folder, None, generation_config=values)
+    assert load(folder).defaults == SamplingDefaults(temperature=temperature)
 
 
 GENERATION, CONFIG, TOKENIZER = "generation_config", "config", "tokenizer_config"
@@ -150,6 +203,8 @@ WRONG = [
     (GENERATION, {"top_p": 0}, "top_p must be a number above 0 and at most 1; got 0"),
     (GENERATION, {"top_k": 1.5}, "top_k must be an integer from -1; got 1.5"),
     (GENERATION, {"min_p": 2}, "min_p must be a number from 0 to 1; got 2"),
+    (GENERATION, {"do_sample": 1}, "do_sample must be true or false; got 1"),
+    (GENERATION, {"repetition_penalty": 0}, "repetition_penalty must be a number from 0.01 to 100"),
     (CONFIG, {"eos_token_id": 1.0}, "eos_token_id must be an id from 0"),
     (CONFIG, {"vocab_size": "big"}, "vocab_size must be an integer from 0"),
     (CONFIG, {"text_config": []}, "text_config must be an object; got []"),
@@ -267,7 +322,9 @@ def test_merges_on_which_the_library_ends_the_process_are_refused(merges, folder
     [
         None,
         decoders.WordPiece(),
-        decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "b")]),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "b")]),
+        decoders.Sequence([decoders.Fuse(), decoders.ByteLevel(), decoders.Replace("▁", " ")]),
+        decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]),
         decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 1, 0)]),
         decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 1)]),
         decoders.Sequence([]),

@@ -159,6 +159,12 @@ def add_sampling(root: argparse.ArgumentParser) -> None:
         "model's, else 0)",
     )
     group.add_argument(
+        "--repetition-penalty",
+        metavar="P",
+        type=number(float, lambda x: 0.01 <= x <= 100, "a penalty: use 0.01 to 100"),
+        help="above 1 makes tokens that the text has less likely (default: the model's, else 1)",
+    )
+    group.add_argument(
         "--seed",
         metavar="N",
         type=number(int, lambda x: 0 <= x < 2**32, "a seed: use 0 to 4294967295"),

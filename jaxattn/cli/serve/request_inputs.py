@@ -23,7 +23,7 @@ from jaxattn.models.interface import Model
 from jaxattn.text import ByteTokenizer, TextError, Tokenizer
 
 MOST_BYTES_OF_A_TOKEN = 128  # of stdin: a run of spaces or dashes can be one token
-PLAIN = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+PLAIN = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)

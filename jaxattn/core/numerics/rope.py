@@ -45,6 +45,7 @@ class YarnConfig:
             0 to 100.
         mscale_all_dim: weight of the correction moved into the softmax scale, where it reaches the
             dims that are not rotated too; DeepSeek-V3 has 1.0 for both. 0 moves nothing.
+        truncate: the ramp begins and ends at whole pairs.
 
     Raises:
         ValueError: a field is no finite number or outside its range, or beta_fast < beta_slow.
@@ -56,6 +57,7 @@ class YarnConfig:
     beta_slow: Annotated[float, Number(1e-6, 1e6)] = 1.0
     mscale: Annotated[float, Number(0, 100)] = 1.0
     mscale_all_dim: Annotated[float, Number(0, 100)] = 0.0
+    truncate: Annotated[bool, Flag()] = True
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -63,6 +65,36 @@ class YarnConfig:
             raise ValueError(
                 "YarnConfig: beta_fast must be at least beta_slow; got "
                 f"beta_fast={self.beta_fast:g}, beta_slow={self.beta_slow:g}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3RopeScaling:
+    """The stretched context of Llama 3.1, in the words of its `rope_scaling`.
+
+    Attributes:
+        factor: by what the frequencies of long waves are divided.
+        low_freq_factor: a wave is long if it turns less often within the trained context.
+        high_freq_factor: a frequency that turns more often there is kept; a ramp lies between.
+        original_max_position_embeddings: tokens of the trained context.
+
+    Raises:
+        ValueError: a field is no finite number or outside its range, or the second factor is not
+            above the first.
+    """
+
+    factor: Annotated[float, Number(1, MOST_FACTOR)]
+    low_freq_factor: Annotated[float, Number(1e-6, 1e6)]
+    high_freq_factor: Annotated[float, Number(1e-6, 1e6)]
+    original_max_position_embeddings: Annotated[int, Integer(1, MOST)]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                "Llama3RopeScaling: high_freq_factor must be above low_freq_factor; got "
+                f"low_freq_factor={self.low_freq_factor:g}, "
+                f"high_freq_factor={self.high_freq_factor:g}"
             )
 
 
@@ -77,26 +109,34 @@ class RopeConfig:
             (i, i + P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the
             same layout.
         yarn: stretches the context; None leaves the frequencies as they are.
+        llama3: stretches it in another way; one of the two at most.
 
     Raises:
-        ValueError: a field does not fit, YaRN's ramp would run backwards, or it has no theta.
+        ValueError: a field does not fit, YaRN's ramp would run backwards, or what stretches has no
+            theta or is there twice.
     """
 
     dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
     theta: Annotated[float | None, Nullable(Number(1, MOST_THETA, open_below=True))] = 10000.0
     interleaved: Annotated[bool, Flag()] = True
     yarn: Annotated[YarnConfig | None, Nullable(NestedConfig(YarnConfig))] = None
+    llama3: Annotated[Llama3RopeScaling | None, Nullable(NestedConfig(Llama3RopeScaling))] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.yarn is None:
+        if self.yarn is None and self.llama3 is None:
             return
         if self.theta is None:
-            raise ValueError("RopeConfig.theta must be a number, which yarn stretches; got None")
+            kind = "llama3" if self.yarn is None else "yarn"
+            raise ValueError(f"RopeConfig.theta must be a number, which {kind} stretches; got None")
+        if self.yarn is None:
+            return
+        if self.llama3 is not None:
+            raise ValueError("RopeConfig: yarn and llama3 both stretch the context; give one")
         _ramp(self.dim, self.theta, self.yarn)
 
 
-def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
+def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[float, float]:
     """The pairs where YaRN's ramp begins and ends, as DeepSeek-V3's model.py computes them."""
 
     def pair_turning(times: float) -> float:
@@ -104,13 +144,15 @@ def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[int, int]:
         wavelength = yarn.original_max_position_embeddings / (times * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    first, last = pair_turning(yarn.beta_fast), pair_turning(yarn.beta_slow)
+    if yarn.truncate:
+        first, last = math.floor(first), math.ceil(last)
     # The published code bounds this index of a pair by dim - 1, not by dim / 2 - 1.
-    high = min(math.ceil(pair_turning(yarn.beta_slow)), dim - 1)
+    low, high = max(first, 0), min(last, dim - 1)
     if low > high:  # the formulas would stretch the pairs to keep, and keep those to stretch
         raise ValueError(
-            f"RopeConfig: YaRN's ramp would begin at pair {low:,} and end at pair {high:,} of "
-            f"{dim=}; change theta={theta:g} or original_max_position_embeddings="
+            f"RopeConfig: YaRN's ramp would begin at pair {low:,.4g} and end at pair {high:,.4g} "
+            f"of {dim=}; change theta={theta:g} or original_max_position_embeddings="
             f"{yarn.original_max_position_embeddings:,}"
         )
     return low, high
@@ -126,6 +168,8 @@ def inv_freq(config: RopeConfig) -> np.ndarray:
     if config.theta is None:
         return np.zeros_like(pairs, np.float32)
     freq = config.theta ** (-2 * pairs / config.dim)
+    if config.llama3 is not None:
+        return _llama3(freq, config.llama3).astype(np.float32)
     if config.yarn is None:
         return freq.astype(np.float32)
     yarn = config.yarn
@@ -133,6 +177,14 @@ def inv_freq(config: RopeConfig) -> np.ndarray:
     width = high - low if high != low else 0.001
     stretched = np.clip((pairs - low) / width, 0, 1)
     return (freq / yarn.factor * stretched + freq * (1 - stretched)).astype(np.float32)
+
+
+def _llama3(freq: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
+    """Frequencies of pairs, stretched as transformers stretches those of Llama 3.1."""
+    turns = freq * scaling.original_max_position_embeddings / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * freq / scaling.factor + kept * freq
 
 
 def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:

@@ -31,6 +31,7 @@ class GQA(PagedMixer):
         rope: rotates the first `rope.dim` dims of a head.
         qk_norm: RMS norms of each head's query and key.
         gated: the output is multiplied by sigmoid(gate).
+        biases: queries, keys and values have biases.
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax.
         cache_format: of `KVFormat`; None is the compute dtype.
@@ -43,6 +44,7 @@ class GQA(PagedMixer):
     rope: RopeConfig
     qk_norm: bool = False
     gated: bool = False
+    biases: bool = False
     window: int | None = None
     sinks: bool = False
     cache_format: str | None = None
@@ -50,7 +52,7 @@ class GQA(PagedMixer):
 
     norms = True
     cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
-    read_apart = ("sinks", "kv_scale")
+    read_apart = ("sinks", "kv_scale", "q_bias", "k_bias", "v_bias")
 
     def in_format(self, name: str) -> "GQA":
         if name in TURBOQUANT:
@@ -110,6 +112,7 @@ class GQA(PagedMixer):
             rope=self.rope,
             qk_norm=self.qk_norm,
             gated=self.gated,
+            biases=self.biases,
             window=self.window,
             sinks=self.sinks,
             scaled_cache=self.cache_format == "fp8",

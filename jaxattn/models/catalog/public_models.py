@@ -91,7 +91,8 @@ def from_config(
 
 def _words(skipped: tuple[str, ...]) -> str:
     """What the loader skips; the beginnings of its tensors' names say it."""
-    vision = [name for name in skipped if "visual." in name]
+    parts = ("visual.", "vision_tower.", "mm_projector.")
+    vision = [name for name in skipped if name.endswith(parts)]
     found = ["the vision tower"] if vision else []
     if len(vision) < len(skipped):
         found.append("the prediction (MTP) layers")

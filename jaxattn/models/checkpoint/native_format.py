@@ -111,7 +111,8 @@ def save(path: str | os.PathLike, config: HybridConfig, params: nnx.State) -> No
         check_params(Hybrid(config).param_shapes(), params)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    tensors = to_stored(config, params)
+    # safetensors writes an array's memory in its own order, whatever the strides mean.
+    tensors = {n: np.ascontiguousarray(each) for n, each in to_stored(config, params).items()}
     scans = {name: _scan(_bytes(tensor), tensor.dtype.name) for name, tensor in tensors.items()}
     _check_finite(folder, {name: finite for name, (_, finite) in scans.items()})
     sums = {f"crc32.{name}": crc for name, (crc, _) in scans.items()}
@@ -261,4 +262,4 @@ def _scan(data: np.ndarray, dtype: str) -> tuple[str, bool]:
 
 
 def _bytes(tensor: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    return tensor.reshape(-1).view(np.uint8)

@@ -27,7 +27,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    fields = fields.renamed(**kda_hybrid.SPELLED)
+    fields = fields.renamed(**kda_hybrid.SPELLED, linear_conv_kernel_dim="short_conv_kernel_size")
     heads = fields.integer("num_attention_heads")
     bound = None
     if fields.flag("kda_safe_gate", True):
@@ -37,12 +37,12 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     delta = KDA(
         num_heads=fields.integer("linear_num_heads", heads),
         head_dim=dim,
-        conv_width=fields.integer("short_conv_kernel_size", least=2),
+        conv_width=fields.integer("linear_conv_kernel_dim", least=2),
         lower_bound=bound,
     )
     count = fields.integer("num_hidden_layers")
     attends = _attends(fields, count)
-    dense = deepseek.dense_prefix(fields)
+    dense = deepseek.dense_layers(fields)
     return kda_hybrid.read_decoder(
         fields, attends, mla.read_attention(fields, gated=True), delta, dense
     )

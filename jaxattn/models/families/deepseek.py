@@ -1,7 +1,8 @@
-"""DeepSeek-V2, V2-Lite, V3, R1, Moonlight and Kimi-K2: MLA, a dense prefix, then experts.
+"""DeepSeek-V2, V2-Lite, V3, R1, Moonlight, Kimi-K2 to K2.6: MLA, a dense prefix, then experts.
 
-`model_type` deepseek_v2, deepseek_v3 or kimi_k2. Prediction layers (MTP), which lie behind the last
-layer of the model, are not read.
+`model_type` deepseek_v2, deepseek_v3, kimi_k2, or kimi_k25, of which the text model is read: its
+fields are in `text_config`. Prediction layers (MTP), which lie behind the last layer of the model,
+are not read, nor is a vision tower.
 
 Refused: other activations than SiLU, biases in attention, experts in every nth layer only, and
 other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with a correction bias).
@@ -16,7 +17,9 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 from jaxattn.ops.moe.routing import Router
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
+# Of Kimi-K2.5, as it is published and as transformers saves it.
+VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
@@ -26,11 +29,16 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     fields.require("moe_layer_freq", 1)
-    return decoder.read_decoder(fields, read_blocks(fields, dense_prefix(fields)))
+    return decoder.read_decoder(fields, read_blocks(fields, dense_layers(fields)))
 
 
-def dense_prefix(fields: ConfigFields) -> list[bool]:
-    """Whether each layer's feed-forward is dense: the first ones are."""
+def dense_layers(fields: ConfigFields) -> list[bool]:
+    """Whether each layer's feed-forward is dense: the first ones are. transformers 5 writes a word
+    for each layer in some families."""
+    if fields.values.get("mlp_layer_types") is not None:
+        count = fields.integer("num_hidden_layers")
+        words = fields.words("mlp_layer_types", count, "dense", "sparse")
+        return [word == "dense" for word in words]
     dense, count = (
         fields.integer("first_k_dense_replace", least=0), fields.integer("num_hidden_layers"),
     )  # fmt: skip
@@ -84,25 +92,35 @@ def _router(fields: ConfigFields) -> Router:
         )
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
+    groups, top_groups = _groups(fields)
     return Router(
         experts=experts,
         top_k=top_k,
         scores="sigmoid",
-        groups=fields.integer("n_group", 1),
-        top_groups=fields.integer("topk_group", 1),
+        groups=groups,
+        top_groups=top_groups,
         best_of_group=2,
         normalize=fields.flag("norm_topk_prob", True),
         scale=scale,
     )
 
 
+def _groups(fields: ConfigFields) -> tuple[int, int]:
+    """(groups of experts, those that a token may choose from); without groups all are one."""
+    if fields.values.get("n_group") is None:
+        return 1, 1
+    return fields.integer("n_group"), fields.integer("topk_group", 1)
+
+
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read: the prediction layers."""
+    """Beginnings of tensors that are not read: the prediction layers and a vision tower."""
+    fields = fields.text()
     last = fields.integer("num_hidden_layers")
     # transformers 5 writes the second name, publishers the first.
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     extra = max(fields.integer(name, 0, least=0) for name in names)
-    return tuple(f"model.layers.{last + number}." for number in range(extra))
+    vision = VISION if fields.values["model_type"] == "kimi_k25" else ()
+    return (*(f"model.layers.{last + number}." for number in range(extra)), *vision)
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:

@@ -28,13 +28,4 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    return read_decoder(fields, deepseek.read_blocks(fields, _dense_layers(fields)))
-
-
-def _dense_layers(fields: ConfigFields) -> list[bool]:
-    """Whether each layer's feed-forward is dense; transformers 5 writes a word for each layer."""
-    layers = fields.integer("num_hidden_layers")
-    if "mlp_layer_types" in fields.values:
-        words = fields.words("mlp_layer_types", layers, "dense", "sparse")
-        return [word == "dense" for word in words]
-    return deepseek.dense_prefix(fields)
+    return read_decoder(fields, deepseek.read_blocks(fields, deepseek.dense_layers(fields)))

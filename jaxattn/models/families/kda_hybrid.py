@@ -35,7 +35,7 @@ def read_decoder(
         Block(attention if full else delta, kinds[first])
         for full, first in zip(attends, dense, strict=True)
     )
-    return decoder.read_decoder(fields, blocks)
+    return decoder.read_decoder(fields, blocks, ties=False)  # as transformers has them
 
 
 def delta(place: LayerMapping, mixer: KDA, hidden: int, name: str, out: str) -> list[WeightMapping]:

@@ -34,17 +34,20 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     fields = fields.renamed(**kda_hybrid.SPELLED, scoring_func="moe_router_activation_func")
     fields.require("mla_use_nope", True)
     fields.require("moe_layer_freq", 1)
-    of_delta = fields.of(_DELTA, fields.checked(_DELTA, fields.values.get(_DELTA), json_object))
-    dim = of_delta.integer("head_dim")
-    delta = KDA(
-        num_heads=of_delta.integer("num_heads"),
-        head_dim=dim,
-        conv_width=of_delta.integer("short_conv_kernel_size", least=2),
-        gate_rank=dim,
-    )
+    count = fields.integer("num_hidden_layers")
+    if _DELTA in fields.values:
+        of_delta = fields.of(_DELTA, fields.checked(_DELTA, fields.values[_DELTA], json_object))
+        heads, dim = of_delta.integer("num_heads"), of_delta.integer("head_dim")
+        width = of_delta.integer("short_conv_kernel_size", least=2)
+        attends = _attends(of_delta, count)
+    else:  # as transformers writes it
+        heads, dim = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
+        width = fields.integer("linear_conv_kernel_dim", least=2)
+        words = fields.words("layer_types", count, "linear_attention", "full_attention")
+        attends = [word == "full_attention" for word in words]
+    delta = KDA(num_heads=heads, head_dim=dim, conv_width=width, gate_rank=dim)
     attention = mla.read_attention(fields, turns=False)
-    attends = _attends(of_delta, fields.integer("num_hidden_layers"))
-    return kda_hybrid.read_decoder(fields, attends, attention, delta, deepseek.dense_prefix(fields))
+    return kda_hybrid.read_decoder(fields, attends, attention, delta, deepseek.dense_layers(fields))
 
 
 def _attends(of_delta: ConfigFields, count: int) -> list[bool]:

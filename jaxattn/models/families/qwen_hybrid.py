@@ -15,8 +15,6 @@ from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 from jaxattn.models.weight_map.transforms import AddOne
 from jaxattn.ops.moe.routing import Router
 
-# Of a checkpoint with a vision tower, and of the text model alone.
-PREFIXES = ("model.language_model", "model")
 PREDICTION, VISION = ("mtp.",), ("model.visual.", "visual.")
 
 _INTERVAL = "full_attention_interval"
@@ -85,15 +83,14 @@ def placed(
     """Every tensor of a checkpoint, and where it goes.
 
     Args:
-        names: of a folder's tensors: they say the prefix, and whether experts are fused.
+        names: of a folder's tensors: they say whether experts are fused.
         delta: the input projections of a gated delta net.
     """
     spec = model.spec
     hidden, plus = spec.stream.hidden_size, AddOne()
-    prefix = next((p for p in PREFIXES if any(n.startswith(f"{p}.") for n in names)), "model")
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
-    found = ends(spec, prefix, plus)
-    for place, block in zip(layer_places(spec, f"{prefix}.layers"), spec.blocks, strict=True):
+    found = ends(spec, plus)
+    for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         found += decoder.norms(place, hidden, plus)
         if isinstance(block.mixer, GQA):
             found += attention(place, block.mixer, hidden, plus)

@@ -32,10 +32,11 @@ from jaxattn.models.families.components.config_fields import ConfigError, Config
 from jaxattn.models.families.components.quantization import Quantization, stored_as
 from jaxattn.models.loading.kv_scales import is_scale, read_scales
 from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
+from jaxattn.models.loading.tied_head import check_tied, with_stored_head
 from jaxattn.models.loading.weight_loader import READERS, OnProgress, load_weights
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import PublishedModel, WeightsFormat, read_model
-from jaxattn.models.weight_map.encodings import EncodedTensor
+from jaxattn.models.weight_map.encodings import FLOATS, EncodedTensor
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 
 DTYPES = ("bfloat16", "float32")
@@ -99,23 +100,28 @@ def read_config(
         model = published.model.with_dtype(dtype) if dtype else published.model
     except (ConfigError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    published = published._replace(model=model)
-    return _as_stored(folder, published) if dense is None else published
+    return _as_stored(folder, published._replace(model=model), mixed=dense is None)
 
 
-def _as_stored(folder: Path, published: PublishedModel) -> PublishedModel:
-    """What config.json says, but for FP8 matrices beside the experts that the folder has in floats.
+def _as_stored(folder: Path, published: PublishedModel, *, mixed: bool) -> PublishedModel:
+    """What config.json says, but for a tied head that the folder has another one of, and with
+    `mixed` for FP8 matrices beside the experts that it has in floats.
 
     It is unchanged where the weights are not there yet, or damaged: loading will say so.
     """
-    layers = (each for b in published.model.spec.blocks for each in (b.mixer, b.feed_forward))
-    if not any(layer.fp8 for layer in layers):
+    spec = published.model.spec
+    layers = (each for b in spec.blocks for each in (b.mixer, b.feed_forward))
+    mixed = mixed and any(layer.fp8 for layer in layers)
+    if not mixed and not spec.tie_embeddings:
         return published
     try:
-        dtypes = {name: tensor.dtype for name, tensor in open_tensors(folder).items()}
+        tensors = open_tensors(folder)
+        published = with_stored_head(folder, published, tensors)
     except CheckpointError:
         return published
-    return published.as_stored(dtypes)
+    if not mixed:
+        return published
+    return published.as_stored({name: tensor.dtype for name, tensor in tensors.items()})
 
 
 def open_weights(
@@ -128,8 +134,9 @@ def open_weights(
         CheckpointError: a file is missing or damaged, or the tensors are not those of the model.
     """
     tensors = open_tensors(folder)
+    check_tied(folder, published, tensors)
     placed = published.placed(tensors)
-    weights = find(folder, tensors, placed, published.skipped, published.quantization)
+    weights = find(folder, tensors, placed, published.unread(tensors), published.quantization)
     return weights, read_scales(tensors, published.model.spec)
 
 
@@ -206,7 +213,7 @@ def find(
 def _differences(part: EncodedTensor, tensor: TensorEntry, shape: tuple[int, ...]) -> Iterator[str]:
     """In words, how a tensor differs from the part that it should be."""
     if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
-        dtypes = "a float" if "bfloat16" in part.dtypes else " or ".join(part.dtypes)
+        dtypes = "a float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
         found = f"{part.name!r} {tensor.dtype}{short_repr(list(tensor.shape))}"
         yield f"{found}, expected {dtypes}{list(part.shape)}"
     elif not part.rows:

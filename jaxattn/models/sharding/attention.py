@@ -75,6 +75,7 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
             "smaller context"
         )
     queries = (heads, dim * (2 if mixer.gated else 1))
+    of_queries = (AxisSharding(-1, "tensor", (queries,)),)
     of_keys = (AxisSharding(-1, "heads", ((kv_heads, dim),)),)
     return ShardedLayer(
         dataclasses.replace(
@@ -84,9 +85,12 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
             parallel=parallel,
         ),
         {
-            "q_proj": (AxisSharding(-1, "tensor", (queries,)),),
+            "q_proj": of_queries,
             "k_proj": of_keys,
             "v_proj": of_keys,
+            "q_bias": of_queries,
+            "k_bias": of_keys,
+            "v_bias": of_keys,
             "kv_scale": (AxisSharding(-1, "heads", ((kv_heads, 1),)),),
             "sinks": (AxisSharding(-1, "tensor", ((heads, 1),)),),
             "o_proj": (AxisSharding(-2, "tensor", ((heads, dim),)),),

@@ -47,7 +47,7 @@ _BY_HEADS = (
     "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj", "k_proj", "v_proj", "sinks",
     "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "out_proj",
     "in_proj_qkv", "in_proj_b", "in_proj_fg", "f_b_proj", "g_b_proj", "g_proj",
-    "kv_scale",
+    "kv_scale", "q_bias", "k_bias", "v_bias",
 )  # fmt: skip
 _WHOLE = (
     "q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm", "in_proj_fg_a",
@@ -67,6 +67,9 @@ _NEVER_FP8 = (
     "norm",
     "sinks",
     "kv_scale",
+    "q_bias",
+    "k_bias",
+    "v_bias",
 )
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")

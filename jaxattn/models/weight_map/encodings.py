@@ -21,7 +21,8 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, dequant
 
 FLOATS = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
-SCALES = ("float32", "float8_e8m0fnu")
+SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+SHAPES = ("int32", "int64")  # compressed-tensors writes the second since 0.20
 INT4_GROUP = 32
 INT4_PER_WORD = 8
 
@@ -84,7 +85,7 @@ class Fp8NumberEncoding(FloatEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleEncoding(WeightEncoding):
-    """Float32, or powers of two in E8M0."""
+    """Floats of 16 or 32 bits, or powers of two in E8M0; float32 in the parameters."""
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         return (EncodedTensor(name, shape, SCALES),)
@@ -124,7 +125,7 @@ class Int4GroupEncoding(WeightEncoding):
         return (
             EncodedTensor(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
             EncodedTensor(f"{name}_scale", (rows, columns // INT4_GROUP), FLOATS),
-            EncodedTensor(f"{name}_shape", (2,), ("int32",), rows=0),
+            EncodedTensor(f"{name}_shape", (2,), SHAPES, rows=0),
         )
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:

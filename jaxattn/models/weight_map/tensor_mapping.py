@@ -160,7 +160,7 @@ class LayerMapping:
         )
 
 
-def layer_places(spec: DecoderSpec, prefix: str = "model.layers") -> list[LayerMapping]:
+def layer_places(spec: DecoderSpec) -> list[LayerMapping]:
     """The place of each layer, in order."""
     found = {}
     for number, segment in enumerate(spec.segments):
@@ -168,27 +168,23 @@ def layer_places(spec: DecoderSpec, prefix: str = "model.layers") -> list[LayerM
             for place in range(len(segment.pattern)):
                 layer = segment.first + repeat * len(segment.pattern) + place
                 key = ("segments", number, "layers", place)
-                found[layer] = LayerMapping(f"{prefix}.{layer}", key, repeat)
+                found[layer] = LayerMapping(f"model.layers.{layer}", key, repeat)
     return [found[layer] for layer in sorted(found)]
 
 
 def ends(
-    spec: DecoderSpec,
-    prefix: str = "model",
-    norm: WeightTransform = IDENTITY,
-    embedding: str = "embed_tokens",
+    spec: DecoderSpec, norm: WeightTransform = IDENTITY, embedding: str = "embed_tokens"
 ) -> list[WeightMapping]:
     """Embedding, last norm and, unless it is tied, the head.
 
     Args:
-        prefix: of the first two.
         norm: what is done to the norm's weight.
-        embedding: its name behind the prefix.
+        embedding: its name.
     """
     vocab, hidden = spec.vocab_size, spec.stream.hidden_size
     found = [
-        WeightMapping(f"{prefix}.{embedding}.weight", (vocab, hidden), ("embedding",)),
-        WeightMapping(f"{prefix}.norm.weight", (hidden,), ("norm", "weight"), change=norm),
+        WeightMapping(f"model.{embedding}.weight", (vocab, hidden), ("embedding",)),
+        WeightMapping("model.norm.weight", (hidden,), ("norm", "weight"), change=norm),
     ]
     if not spec.tie_embeddings:
         key = ("lm_head", "weight")

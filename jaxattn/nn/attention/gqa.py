@@ -33,7 +33,7 @@ from jaxattn.parallel.context_parallel import own_of_shared, prefix_of, written_
 
 
 class GroupedQueryAttention(PagedAttention):
-    """The causal self-attention of Qwen3, Qwen3-Next, Llama and gpt-oss, without its pre-norm.
+    """The causal self-attention of Qwen, Llama and gpt-oss, without its pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 
@@ -41,6 +41,7 @@ class GroupedQueryAttention(PagedAttention):
         q_proj [hidden, H * D], or where it is gated [hidden, H * 2 D], of each head D queries and
             then D gates
         k_proj, v_proj [hidden, Hk * D]   o_proj [H * D, hidden]
+        q_bias, k_bias, v_bias, as long as the rows of those, with `biases`
         q_norm, k_norm [D], with `qk_norm`   sinks float32 [H], with `sinks`
         kv_scale float32 [2, Hk], with `scaled_cache`: by what an FP8 cache's keys and values are
             multiplied
@@ -50,6 +51,7 @@ class GroupedQueryAttention(PagedAttention):
         rope: `rope.dim` is how many dims are rotated, the first of D.
         qk_norm: RMS norms of each head's query and key, before they are rotated.
         gated: the output is multiplied by sigmoid(gate) before o_proj.
+        biases: what q_proj, k_proj and v_proj give has a bias added (Qwen2).
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax (gpt-oss).
         scaled_cache: the cache is FP8 (float8_e4m3fn).
@@ -76,6 +78,7 @@ class GroupedQueryAttention(PagedAttention):
         rope: RopeConfig,
         qk_norm: bool = False,
         gated: bool = False,
+        biases: bool = False,
         window: int | None = None,
         sinks: bool = False,
         scaled_cache: bool = False,
@@ -110,9 +113,16 @@ class GroupedQueryAttention(PagedAttention):
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         of_query, of_keys = head_dim * (2 if gated else 1), (hidden_size, num_kv_heads * head_dim)
-        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=dtype)
-        self.k_proj = linear("k_proj", *of_keys, out_dtype=dtype)
-        self.v_proj = linear("v_proj", *of_keys, out_dtype=dtype)
+        # With a bias added, a number is rounded once too.
+        out_dtype = jnp.float32 if biases else dtype
+        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=out_dtype)
+        self.k_proj = linear("k_proj", *of_keys, out_dtype=out_dtype)
+        self.v_proj = linear("v_proj", *of_keys, out_dtype=out_dtype)
+        self.biases = biases
+        if biases:
+            self.q_bias = nnx.Param(jnp.zeros(num_heads * of_query, param_dtype))
+            self.k_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
+            self.v_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
         if qk_norm:
             norm = partial(RMSNorm, head_dim, eps=eps, param_dtype=norm_dtype or param_dtype)
             self.q_norm, self.k_norm = norm(), norm()
@@ -358,6 +368,12 @@ class GroupedQueryAttention(PagedAttention):
         """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
         with jax.named_scope("gqa_qkv_proj"):
             q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
+            if self.biases:
+                added = (self.q_bias, self.k_bias, self.v_bias)
+                q, k, v = (
+                    (y + bias[...].astype(jnp.float32)).astype(self.dtype)
+                    for y, bias in zip((q, k, v), added, strict=True)
+                )
             q = q.reshape(*x.shape[:2], self.num_heads, -1)
             k, v = (y.reshape(*x.shape[:2], self.num_kv_heads, self.head_dim) for y in (k, v))
             return q, k, v

@@ -135,7 +135,7 @@ def read_sampling(
         ignore_eos=ignore_eos,
         stop_included=fields.flag("include_stop_str_in_output"),
         skip_special=fields.flag("skip_special_tokens", True),
-        more=_more(fields, logprobs, vocab_size),
+        more=_more(fields, defaults, logprobs, vocab_size),
     )
 
 
@@ -145,7 +145,9 @@ def _folded(seed: int) -> int:
     return (low ^ high * GOLDEN) % 2**32
 
 
-def _more(fields: JsonFields, logprobs: int | None, vocab_size: int) -> dict[str, Any]:
+def _more(
+    fields: JsonFields, defaults: SamplingDefaults, logprobs: int | None, vocab_size: int
+) -> dict[str, Any]:
     """Penalties, biases, priority, salt and log-probabilities, where they change something."""
     found: dict[str, Any] = {}
     if logprobs is not None:
@@ -156,8 +158,8 @@ def _more(fields: JsonFields, logprobs: int | None, vocab_size: int) -> dict[str
     if salt and "cache_salt" in ABLE:  # without a prefix cache nothing is shared
         found["cache_salt"] = salt
     for name, (least, most, neutral) in PENALTIES.items():
-        value = fields.number(name, least, most)
-        if value is not None and value != neutral:
+        value = _or(fields.number(name, least, most), getattr(defaults, name, None), neutral)
+        if value != neutral:
             found[name] = value
     if bias := _bias(fields, vocab_size):
         found["logit_bias"] = bias

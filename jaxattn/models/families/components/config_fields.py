@@ -1,10 +1,11 @@
 """Reading a published config.json: typed fields, and refusals that name them."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxattn.core.numerics.rope import RopeConfig, YarnConfig
+from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, YarnConfig
 from jaxattn.core.validation.config_fields import (
     Flag,
     Integer,
@@ -133,8 +134,8 @@ class ConfigFields(FieldReader):
         return nested, scaling
 
     def rope(self, dim: int, *, interleaved: bool | None = None) -> RopeConfig:
-        """Plain RoPE or YaRN, in the spelling of either time: `rope_scaling` beside `rope_theta`,
-        or both in `rope_parameters`.
+        """Plain RoPE, YaRN or Llama 3's, in the spelling of either time: `rope_scaling` beside
+        `rope_theta`, or both in `rope_parameters`.
 
         Args:
             dim: dims that turn.
@@ -150,17 +151,55 @@ class ConfigFields(FieldReader):
         kind = scaling.get("type", scaling.get("rope_type", "default"))
         if kind in ("default", None):
             return RopeConfig(dim, theta=base, interleaved=interleaved)
-        if kind != "yarn":
-            raise self.refused("rope_scaling.type", "is implemented as 'yarn' only", kind)
         given = self.of("rope_scaling", scaling)
-        given.require("attention_factor", None)
-        given.require("truncate", True)
-        mscales = {n: given.number(n) for n in ("mscale", "mscale_all_dim") if scaling.get(n)}
-        yarn = YarnConfig(
-            factor=given.number("factor"),
-            original_max_position_embeddings=given.integer("original_max_position_embeddings"),
-            beta_fast=given.number("beta_fast", 32.0),
-            beta_slow=given.number("beta_slow", 1.0),
-            **mscales,
-        )
-        return RopeConfig(dim, theta=base, interleaved=interleaved, yarn=yarn)
+        if kind == "yarn":
+            yarn = _read_yarn(given)
+            return RopeConfig(dim, theta=base, interleaved=interleaved, yarn=yarn)
+        if kind == "llama3":
+            llama3 = Llama3RopeScaling(
+                factor=given.number("factor"),
+                low_freq_factor=given.number("low_freq_factor"),
+                high_freq_factor=given.number("high_freq_factor"),
+                original_max_position_embeddings=given.integer("original_max_position_embeddings"),
+            )
+            return RopeConfig(dim, theta=base, interleaved=interleaved, llama3=llama3)
+        raise self.refused("rope_scaling.type", "is implemented as 'yarn' or 'llama3' only", kind)
+
+
+def _read_yarn(given: ConfigFields) -> YarnConfig:
+    """YaRN of a `rope_scaling`, as transformers computes it."""
+    factor = given.number("factor")
+    mscale, all_dim = (
+        given.number(name) if given.values.get(name) else 0.0
+        for name in ("mscale", "mscale_all_dim")
+    )
+    return YarnConfig(
+        factor=factor,
+        original_max_position_embeddings=given.integer("original_max_position_embeddings"),
+        beta_fast=given.number("beta_fast", 32.0),
+        beta_slow=given.number("beta_slow", 1.0),
+        mscale=_read_mscale(given, factor, mscale, all_dim),
+        mscale_all_dim=all_dim,
+        truncate=given.flag("truncate", True),
+    )
+
+
+def _read_mscale(given: ConfigFields, factor: float, mscale: float, all_dim: float) -> float:
+    """The weight with which rotated queries and keys have the length that transformers gives them.
+
+    That is `attention_factor`, or without it (0.1 mscale ln factor + 1) / (0.1 all_dim ln factor +
+    1). If one of the two weights is missing, it is 0.1 ln factor + 1, whatever the other one is.
+    """
+    stated = given.values.get("attention_factor")
+    if stated is None and mscale and all_dim:
+        return mscale
+    slope = 0.1 * math.log(factor)
+    length = slope + 1 if stated is None else given.number("attention_factor")
+    grown = length * (slope * all_dim + 1) - 1
+    # A weight that the file states, and not what rounding makes of it.
+    for weight in (mscale, 1.0, 0.0):
+        if math.isclose(grown, slope * weight, rel_tol=1e-9, abs_tol=1e-12):
+            return weight
+    if not slope or not 0 <= grown <= 100 * slope:
+        raise given.refused("attention_factor", "is a length that no mscale from 0 to 100 gives")
+    return grown / slope

@@ -9,12 +9,17 @@ from jaxattn.models.weight_map.transforms import WeightTransform
 
 
 def read_decoder(
-    fields: ConfigFields, blocks: tuple[Block, ...], norm_dtype: str | None = None
+    fields: ConfigFields,
+    blocks: tuple[Block, ...],
+    norm_dtype: str | None = None,
+    *,
+    ties: bool = True,
 ) -> DecoderModel:
     """The decoder of these blocks, in bfloat16.
 
     Args:
         norm_dtype: of the weights of norms, if it is another.
+        ties: whether the family knows `tie_word_embeddings`; others have a head of their own.
     """
     return DecoderModel(
         DecoderSpec(
@@ -29,7 +34,7 @@ def read_decoder(
             ),
             blocks=blocks,
             max_position_embeddings=fields.integer("max_position_embeddings"),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            tie_embeddings=fields.flag("tie_word_embeddings", False) and ties,
         )
     )
 

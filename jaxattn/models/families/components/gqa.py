@@ -1,9 +1,43 @@
-"""Fields and tensors of Qwen's grouped-query attention."""
+"""Fields and tensors of grouped-query attention, of Qwen's and of Llama's."""
 
 from jaxattn.models.blocks import GQA
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
 from jaxattn.models.weight_map.transforms import WeightTransform
+
+
+def read_plain(fields: ConfigFields, *, biases: bool = False, window: int | None = None) -> GQA:
+    """Attention without norms, in the words of Llama's config.json.
+
+    A head is as wide as the heads divide the hidden numbers, and keys have as many heads as
+    queries, where the fields do not say it.
+
+    Args:
+        biases: of queries, keys and values.
+        window: keys that a token sees; None is all.
+    """
+    fields.require("partial_rotary_factor", 1.0)
+    heads, dim = fields.integer("num_attention_heads"), head_dim(fields)
+    keys = fields.values.get("num_key_value_heads")
+    return GQA(
+        num_heads=heads,
+        num_kv_heads=heads if keys is None else fields.integer("num_key_value_heads"),
+        head_dim=dim,
+        rope=fields.rope(dim, interleaved=False),
+        biases=biases,
+        window=window,
+    )
+
+
+def head_dim(fields: ConfigFields) -> int:
+    """The numbers of a head; where the field is missing, as many as the heads divide."""
+    if fields.values.get("head_dim") is not None:
+        return fields.integer("head_dim")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden % heads:
+        rule = f"must divide hidden_size={hidden:,} where there is no head_dim"
+        raise fields.refused("num_attention_heads", rule, heads)
+    return hidden // heads
 
 
 def read_attention(fields: ConfigFields, *, gated: bool = False, rotated: float = 1.0) -> GQA:
@@ -32,11 +66,20 @@ def attention(
     """The tensors of the attention; `norm` is done to the weights of its norms."""
     dim, heads = mixer.head_dim, mixer.num_heads
     queries, keys = heads * dim * (2 if mixer.gated else 1), mixer.num_kv_heads * dim
-    return [
+    found = [
         place.linear("self_attn.q_proj", queries, hidden, "mixer", "q_proj"),
         place.linear("self_attn.k_proj", keys, hidden, "mixer", "k_proj"),
         place.linear("self_attn.v_proj", keys, hidden, "mixer", "v_proj"),
-        place.vector("self_attn.q_norm", dim, "mixer", "q_norm", change=norm),
-        place.vector("self_attn.k_norm", dim, "mixer", "k_norm", change=norm),
         place.linear("self_attn.o_proj", hidden, heads * dim, "mixer", "o_proj"),
     ]
+    if mixer.qk_norm:
+        found += [
+            place.vector(f"self_attn.{each}_norm", dim, "mixer", f"{each}_norm", change=norm)
+            for each in "qk"
+        ]
+    if mixer.biases:
+        found += [
+            place.plain(f"self_attn.{each}_proj.bias", (size,), "mixer", f"{each}_bias")
+            for each, size in (("q", queries), ("k", keys), ("v", keys))
+        ]
+    return found

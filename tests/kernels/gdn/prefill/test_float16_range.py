@@ -14,7 +14,12 @@ everywhere = pytest.mark.parametrize(
     "implementation",
     [
         "xla",
-        pytest.param("mosaic_gpu_interpret", marks=pytest.mark.slow),
+        pytest.param(
+            "mosaic_gpu_interpret",
+            marks=pytest.mark.slow(
+                reason="a NaN of a float16 state in the kernels; found by a GPU, and by XLA's cases"
+            ),
+        ),
         pytest.param("mosaic_gpu", marks=pytest.mark.gpu),
     ],
 )

@@ -1,0 +1,1 @@
+"""Families of grouped-query attention alone: Llama and those that differ from it in little."""

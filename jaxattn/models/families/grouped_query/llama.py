@@ -1,0 +1,36 @@
+"""Llama (`model_type` llama): grouped-query attention and dense MLPs, of Llama 2 to 3.3, SmolLM2.
+
+RoPE is plain, or stretched by Llama 3's scaling or YaRN.
+
+Refused: biases in attention or MLP, other activations than SiLU, other scalings of RoPE, heads that
+are rotated in part or in pairs of neighbours.
+"""
+
+from jaxattn.models.blocks import GQA, MLP, Block
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.decoder import read_decoder
+from jaxattn.models.families.components.gqa import read_plain
+from jaxattn.models.families.grouped_query import qwen3
+from jaxattn.models.network.decoder_model import DecoderModel
+
+MODEL_TYPES = ("llama",)
+
+placed, skipped = qwen3.placed, qwen3.skipped
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    for name in ("attention_bias", "mlp_bias", "rope_interleaved"):
+        fields.require(name, False)
+    return read_dense(fields, read_plain(fields))
+
+
+def read_dense(fields: ConfigFields, attention: GQA) -> DecoderModel:
+    """The decoder with this attention and a dense MLP in every layer."""
+    fields.require("hidden_act", "silu")
+    block = Block(attention, MLP(intermediate_size=fields.integer("intermediate_size")))
+    return read_decoder(fields, (block,) * fields.integer("num_hidden_layers"))

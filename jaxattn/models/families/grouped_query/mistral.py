@@ -1,0 +1,27 @@
+"""Mistral (`model_type` mistral): Llama's layers, with a window where the configuration says one.
+
+Refused: other activations than SiLU, layers with and without a window (`layer_types`), other
+scalings of RoPE than Llama 3's and YaRN.
+"""
+
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.gqa import read_plain
+from jaxattn.models.families.grouped_query import llama, qwen3
+from jaxattn.models.network.decoder_model import DecoderModel
+
+MODEL_TYPES = ("mistral",)
+
+placed, skipped = qwen3.placed, qwen3.skipped
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    window = fields.maybe_integer("sliding_window")
+    if fields.values.get("layer_types") is not None:
+        kind = "full_attention" if window is None else "sliding_attention"
+        fields.words("layer_types", fields.integer("num_hidden_layers"), kind)
+    return llama.read_dense(fields, read_plain(fields, window=window))

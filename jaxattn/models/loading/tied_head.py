@@ -1,0 +1,68 @@
+"""The output head of a model with tied embeddings, where its folder stores one too.
+
+A folder may hold the matrix twice, or under the name of the head alone. Where the two differ, the
+head is the one that is stored, as transformers takes it.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.checkpoint.safetensors_index import TensorEntry
+from jaxattn.models.registry import PublishedModel
+
+COMPARED_BYTES = 2**22  # at a time
+
+
+def with_stored_head(
+    folder: Path, published: PublishedModel, tensors: Mapping[str, TensorEntry]
+) -> PublishedModel:
+    """The model with a head of its own, if the folder's differs from the embedding; with a warning.
+
+    Raises:
+        CheckpointError: one of the two cannot be read.
+    """
+    if not published.model.spec.tie_embeddings or published.compared:
+        return published
+    names = published.embedding_and_head(tensors)
+    if names[0] == names[1] or not all(name in tensors for name in names):
+        return published
+    embedding, head = (tensors[name] for name in names)
+    if _same(embedding, head):
+        return published._replace(compared=True)
+    warnings.warn(
+        f"{folder}: config.json has tie_word_embeddings, but {names[1]!r} differs from "
+        f"{names[0]!r}; the stored head is used",
+        stacklevel=2,
+    )
+    return published.untied()
+
+
+def check_tied(folder: Path, published: PublishedModel, tensors: Mapping[str, TensorEntry]) -> None:
+    """Refuses a head of its own of a model that was read as tied, before its weights were there.
+
+    Raises:
+        CheckpointError: the folder's head differs from the embedding.
+    """
+    if with_stored_head(folder, published, tensors).model != published.model:
+        raise CheckpointError(
+            f"{folder}: config.json has tie_word_embeddings, and the weights have another head; "
+            "now that they are there, load the folder again"
+        )
+
+
+def _same(one: TensorEntry, other: TensorEntry) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    try:
+        with open(one.file, "rb") as first, open(other.file, "rb") as second:
+            first.seek(one.begin)
+            second.seek(other.begin)
+            for begin in range(0, one.nbytes, COMPARED_BYTES):
+                size = min(COMPARED_BYTES, one.nbytes - begin)
+                if first.read(size) != second.read(size):
+                    return False
+    except OSError as error:
+        raise CheckpointError(f"cannot read {one.file}: {error.strerror}") from error
+    return True

@@ -1,0 +1,55 @@
+"""The prefix of a folder's tensor names: the text model alone, or a part of a larger one.
+
+model.                  the text model; families place their tensors under these names
+model.language_model.   in a model with a vision tower, as transformers 5 saves it
+language_model.model.   the same as publishers and transformers 4 spell it
+language_model.         the text model without its head, inside another one
+(none)                  the text model without its head, saved alone
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+PLAIN, HEAD = "model.", "lm_head."
+NESTED = "language_model.model."  # whose head is nested too
+PREFIXES = (PLAIN, "model.language_model.", NESTED, "language_model.", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPrefix:
+    """How a folder spells what a family calls "model.*" and "lm_head.*".
+
+    Attributes:
+        layers: in the place of "model.".
+        head: in the place of "lm_head.".
+    """
+
+    layers: str = PLAIN
+    head: str = HEAD
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> "TensorPrefix":
+        """The spelling of a folder with tensors of these names; a family's own where none fits."""
+        names = list(names)
+        for layers in PREFIXES:
+            if any(name.startswith(f"{layers}layers.") for name in names):
+                nested = layers == NESTED and not any(name.startswith(HEAD) for name in names)
+                return cls(layers, f"language_model.{HEAD}" if nested else HEAD)
+        return cls()
+
+    def spelled(self, name: str) -> str:
+        """A family's name as the folder spells it."""
+        return _replaced(name, (PLAIN, self.layers), (HEAD, self.head))
+
+    def plain(self, name: str) -> str:
+        """A folder's name as the families spell it; of other parts of a model it stays."""
+        if self.layers or name.startswith(("layers.", "embed", "word_embeddings.", "norm.")):
+            return _replaced(name, (self.head, HEAD), (self.layers, PLAIN))
+        return name
+
+
+def _replaced(name: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        if name.startswith(old):
+            return new + name[len(old) :]
+    return name

@@ -1,0 +1,246 @@
+"""Llama, Mistral, Qwen2 and Qwen3 with experts: what their config.json may say, and biases."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig
+from jaxattn.models.blocks import GQA, MLP, MoE
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
+from jaxattn.models.registry import read_model
+from jaxattn.models.sharding.axis_sharding import own
+from jaxattn.models.sharding.decoder import cuts_of, divided
+from jaxattn.nn import GroupedQueryAttention
+from jaxattn.parallel import Parallel
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 4096,
+    "rope_theta": 5e5,
+}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
+QWEN2 = LLAMA | {"model_type": "qwen2"}
+GLM = LLAMA | {
+    "model_type": "glm4_moe",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def read(values):
+    return read_model(ConfigFields(values, "config.json")).model
+
+
+def mixer_of(values) -> GQA:
+    [mixer] = {block.mixer for block in read(values).spec.blocks}
+    return mixer
+
+
+@pytest.mark.parametrize(
+    "values, changes, message",
+    [
+        (LLAMA, {"attention_bias": True}, "attention_bias is implemented as False only"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias is implemented as False only"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
+        (LLAMA, {"rope_interleaved": True}, "rope_interleaved is implemented as False only"),
+        (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is implemented as 1.0 only"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "implemented as 'yarn' or 'llama3'",
+        ),
+        (LLAMA, {"num_attention_heads": 7}, "num_attention_heads must divide hidden_size=64"),
+        (LLAMA, {"num_key_value_heads": 0}, "num_key_value_heads must be an integer from 1"),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window must be an integer from 1"),
+        (MISTRAL, {"layer_types": ["sliding_attention"] * 2}, "layer_types must be a list of 2"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window is implemented as False only"),
+        (
+            QWEN2,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "must be a list of 2 words",
+        ),
+        (GLM, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
+        (GLM, {"scoring_func": "softmax"}, "scoring_func is implemented as 'sigmoid' only"),
+        (GLM, {"use_qk_norm": 1}, "use_qk_norm must be true or false; got 1"),
+        (GLM, {"first_k_dense_replace": 3}, "=3 is more than num_hidden_layers=2"),
+        (GLM, {"partial_rotary_factor": 0.3}, "must give an even part of 16 dims; got 0.3"),
+        (MOE, {"attention_bias": True}, "attention_bias is implemented as False only"),
+        (MOE, {"use_sliding_window": True}, "use_sliding_window is implemented as False only"),
+        (MOE, {"num_experts": 0}, "num_experts must be an integer from 1"),
+        (MOE, {"mlp_only_layers": [4]}, "mlp_only_layers must be layers from 0 to 3; got"),
+        (MOE, {"mlp_only_layers": 1}, "mlp_only_layers must be layers from 0 to 3; got 1"),
+        (MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer from 1"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(values, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read(values | changes)
+
+
+def test_a_head_is_as_wide_as_the_heads_divide_the_hidden_numbers():
+    assert mixer_of(LLAMA).head_dim == 16 == mixer_of(LLAMA | {"head_dim": None}).head_dim
+    assert mixer_of(LLAMA | {"head_dim": 32}).head_dim == 32
+    alone = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    assert (
+        mixer_of(alone).num_kv_heads
+        == 4
+        == mixer_of(alone | {"num_key_value_heads": None}).num_kv_heads
+    )
+
+
+def test_llama3_stretches_its_context():
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    expected = RopeConfig(16, 5e5, False, llama3=Llama3RopeScaling(8, 1, 4, 8192))
+    assert mixer_of(LLAMA | {"rope_scaling": scaling}).rope == expected
+
+
+def test_a_window_holds_in_every_layer_of_mistral():
+    assert mixer_of(MISTRAL).window is None
+    assert mixer_of(MISTRAL | {"sliding_window": 4096}).window == 4096
+    words = ["sliding_attention"] * 2
+    assert mixer_of(MISTRAL | {"sliding_window": 8, "layer_types": words}).window == 8
+    assert mixer_of(LLAMA | {"sliding_window": 8}).window is None  # Llama knows no such field
+
+
+def test_glm_turns_half_of_a_head_and_has_biases_and_norms_where_it_says_so():
+    plain, own = mixer_of(GLM), {"use_qk_norm": True, "attention_bias": True}
+    assert (plain.rope.dim, plain.biases, plain.qk_norm) == (8, False, False)
+    assert (mixer_of(GLM | own).biases, mixer_of(GLM | own).qk_norm) == (True, True)
+    rope = {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25}
+    assert mixer_of(GLM | {"rope_parameters": rope}).rope.dim == 4
+    assert [type(block.feed_forward) for block in read(GLM).spec.blocks] == [MLP, MoE]
+
+
+def test_glm_skips_its_prediction_layer():
+    fields = ConfigFields(GLM | {"num_nextn_predict_layers": 1}, "config.json")
+    assert read_model(fields).skipped == ("model.layers.2.",)
+
+
+def test_qwen2_alone_always_has_biases():
+    assert mixer_of(QWEN2).biases and not mixer_of(QWEN2).qk_norm
+    assert not any(mixer_of(values).biases for values in (LLAMA, MISTRAL, MOE))
+    assert mixer_of(MOE).qk_norm
+
+
+@pytest.mark.parametrize("changes, kinds", [
+    ({}, [MoE] * 4),
+    ({"decoder_sparse_step": 2}, [MLP, MoE, MLP, MoE]),
+    ({"mlp_only_layers": [0, 3]}, [MLP, MoE, MoE, MLP]),
+    ({"mlp_only_layers": None}, [MoE] * 4),
+])  # fmt: skip
+def test_experts_are_in_the_layers_that_the_configuration_says(changes, kinds):
+    blocks = read(MOE | changes).spec.blocks
+    assert [type(block.feed_forward) for block in blocks] == kinds
+
+
+def test_weights_of_chosen_experts_are_normalised_if_the_configuration_says_so():
+    def normalised(values):
+        return read(values).spec.blocks[0].feed_forward.router.normalize
+
+    assert not normalised(MOE) and normalised(MOE | {"norm_topk_prob": True})
+    # As transformers spells it.
+    spelled = {name: value for name, value in MOE.items() if name != "num_experts"}
+    assert read(spelled | {"num_local_experts": 8}) == read(MOE)
+
+
+# --- biases
+
+
+SIZES = dict(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16)
+ROPE = RopeConfig(16, 1e4, False)
+
+
+def modules(gated: bool = False, dtype="float32"):
+    """One with biases, and one without whose input has a last number of 1 that adds them."""
+    options = dict(rope=ROPE, gated=gated, dtype=dtype, rngs=nnx.Rngs(0))
+    biased = GroupedQueryAttention(**SIZES, biases=True, **options)
+    for number, name in enumerate(("q_bias", "k_bias", "v_bias")):
+        bias = getattr(biased, name)
+        bias.set_value(jax.random.normal(jax.random.key(number), bias.shape))
+    plain = GroupedQueryAttention(**SIZES | {"hidden_size": 33}, **options)
+    for each in "qkv":
+        weight = getattr(biased, f"{each}_proj").weight[...]
+        bias = getattr(biased, f"{each}_bias")[...]
+        getattr(plain, f"{each}_proj").weight.set_value(jnp.vstack([weight, bias]))
+    out = biased.o_proj.weight[...]
+    plain.o_proj.weight.set_value(jnp.hstack([out, jnp.zeros((64, 1))]))
+    return biased, plain
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_bias_is_what_a_number_of_one_adds(gated):
+    biased, plain = modules(gated)
+    x = jax.random.normal(jax.random.key(7), (2, 9, 32))
+    wide = jnp.concatenate([x, jnp.ones((2, 9, 1))], axis=-1)
+    np.testing.assert_allclose(biased(x), plain(wide)[..., :32], rtol=1e-5, atol=1e-5)
+    cache = jnp.zeros((4, 2, 4, 2, 16))
+    tables = jnp.array([[0, 1], [2, 3]])
+    lens, news = jnp.array([6, 3]), jnp.array([6, 3])
+    found = []
+    for module, tokens in ((biased, x), (plain, wide)):
+        addressing = dict(block_tables=tables, query_lens=news, seq_lens=lens)
+        y, filled = module.prefill(tokens[:, :6], cache, **addressing)
+        addressing = dict(block_tables=tables, seq_lens=lens + 1)
+        z, filled, _ = module.decode(tokens[:, 6:7], filled, **addressing)
+        found.append((y[0, :6, :32], z[..., :32], filled))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *found)
+
+
+def test_a_product_and_its_bias_are_rounded_once():
+    biased, _ = modules(dtype="bfloat16")
+    x = jax.random.normal(jax.random.key(7), (1, 5, 32)).astype(jnp.bfloat16)
+    weight = biased.q_proj.weight[...].astype(jnp.bfloat16).astype(jnp.float32)
+    exact = x.astype(jnp.float32) @ weight + biased.q_bias[...]
+    q = biased._projected(x)[0]
+    assert q.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(q, exact.astype(jnp.bfloat16).reshape(q.shape))
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_gpus_divide_biases_as_the_columns_that_they_are_added_to(tensor):
+    """With four GPUs two of them share a key-value head."""
+    model = read(QWEN2)
+    layout = Parallel(tensor=tensor)
+    local = divided(model, layout)
+    shapes = dict(nnx.to_flat_state(local.param_shapes()))
+    params = dict(nnx.to_flat_state(model.init_params(jax.random.key(0))))
+    for each in "qkv":
+        weight, bias = (("segments", 0, "layers", 0, "mixer", *last)
+                        for last in ((f"{each}_proj", "weight"), (f"{each}_bias",)))  # fmt: skip
+        of_weight = np.asarray(params[weight][...], np.float32)
+        # A bias that says which column it is of.
+        numbers = np.broadcast_to(np.arange(of_weight.shape[-1]), of_weight.shape)
+        for gpu in range(tensor):
+            columns = own(numbers, cuts_of(model, layout, weight), layout, gpu)[0, 0]
+            share = own(numbers[:, 0], cuts_of(model, layout, bias), layout, gpu)[0]
+            np.testing.assert_array_equal(share, columns)
+            assert share.shape == shapes[bias].shape[1:]
+
+
+def test_blocks_with_and_without_biases_differ():
+    mixer = mixer_of(QWEN2)
+    assert mixer != dataclasses.replace(mixer, biases=False)
