@@ -62,7 +62,8 @@ def test_it_is_prepared_planned_and_sealed():
     prepared = prepare(model, model.param_shapes(), LIMITS)
     items = {item.name: item for item in prepared.plan.items}
     assert items["average"].nbytes == 3 * 2 * 24 * 4 and items["tokens read"].nbytes == 3 * 2 * 4
-    assert plan(model, "h100", LIMITS)["average"] == items["average"].nbytes
+    limits = dataclasses.replace(LIMITS, checkpoints=0)  # a GPU would choose some
+    assert plan(model, "h100", limits)["average"] == items["average"].nbytes
     engine = Engine.of(prepared, strict=True)
     engine.start(program()["params"])
     texts = [b"rows", b"of other", b"lengths share the steps"]
