@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
         "--prefill-rows",
         metavar="N",
         type=size,
-        help="prompts that may be read together, a chunk of each (default: chosen)",
+        help="most prompts that a step reads of (default: chosen)",
     )
     root.add_argument(
         "--reproducible",

@@ -1,7 +1,8 @@
-"""The interface of a model to the engine: its caches, its scratch and its two steps.
+"""The interface of a model to the engine: its caches, its scratch and its steps.
 
     prefill(params, state, batch) -> (logits [B, vocab], state)
     decode(params, state, batch) -> (logits [B, vocab], state)
+    mixed(params, state, prompts, rows, sources) -> (logits [b, vocab], state)
 
 The engine, the plan and the seal go through `Model` and `LayerCache`. They name no model and no
 kind of cache. docs/adding-a-model.md walks through a complete model.
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.caches.layer_cache import CacheSize, DecodeState, LayerCache
 from jaxattn.parallel import ALONE, DeviceGroup, Parallel, ShardedVocabulary
@@ -51,22 +53,40 @@ class DecodeBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillBatch:
-    """A chunk of each row's prompt, left-aligned in T tokens.
+    """A piece of each row's prompt, left-aligned in lines of T tokens.
 
     Attributes:
-        tokens: int32 [B, T].
-        query_lens: int32 [B], tokens of the chunk; 0 is a padding row.
-        seq_lens: int32 [B], the row's length after the chunk. A row whose `seq_lens` equals its
+        tokens: int32 [L, T].
+        query_lens: int32 [B], tokens of the piece; 0 is a padding row.
+        seq_lens: int32 [B], the row's length after the piece. A row whose `seq_lens` equals its
             `query_lens` is fresh: it starts from zero states, whatever its slot holds.
         block_tables: int32 [B, M].
         state_indices: int32 [B]; -1 is a padding row.
+        lines: int32 [L], the row of each line, ascending; B is a line of no row. A row's tokens go
+            on from one of its lines to the next. None: each row has one line, and L is B.
     """
 
-    tokens: Int[Array, "B T"]
+    tokens: Int[Array, "L T"]
     query_lens: Int[Array, "B"]
     seq_lens: Int[Array, "B"]
     block_tables: Int[Array, "B M"]
     state_indices: Int[Array, "B"]
+    lines: Int[Array, "L"] | None = None
+
+    @property
+    def layout(self) -> PromptLines:
+        """Where the rows' tokens are."""
+        lens = self.query_lens, self.seq_lens
+        return PromptLines.of(self.lines, *lens, self.tokens.shape[1])
+
+    def in_one_line(self) -> "PrefillBatch":
+        """The same with one line for each row, as long as all lines together."""
+        if self.lines is None:
+            return self
+        flat, begins = self.tokens.reshape(-1), self.layout.offsets[:-1]
+        at = begins[:, None] + jnp.arange(flat.size)
+        tokens = flat.at[at].get(mode="fill", fill_value=0)
+        return dataclasses.replace(self, tokens=tokens, lines=None)
 
 
 class Model(abc.ABC):
@@ -138,6 +158,38 @@ class Model(abc.ABC):
         Returns:
             Float32 logits of each row's last token (0 for a padding row), and the state.
         """
+
+    def mixed(
+        self,
+        params: Any,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        sources: Int[Array, "b"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "b vocab"], DecodeState]:
+        """Pieces of prompts, and the next token of other rows, in one step.
+
+        A model that has no such step of its own runs its two others, one after the other.
+
+        Args:
+            prompts: rows, none of which is among `rows`.
+            rows: b rows with one token each; None where the step has prompts alone.
+            sources: int32 [b], which row of `prompts` has the logits of each line; -1 is the row of
+                the same number in `rows`.
+
+        Returns:
+            Float32 logits of each line: those after the last token of its row.
+        """
+        # What is named is for decoding: prefill's kernels refuse other models.
+        chosen = implementation if implementation == "xla" else None
+        read, state = self.prefill(params, state, prompts.in_one_line(), implementation=chosen)
+        of_prompts = read[jnp.maximum(sources, 0)]
+        if rows is None:
+            return of_prompts, state
+        logits, state = self.decode(params, state, rows, implementation=implementation)
+        return jnp.where((sources >= 0)[:, None], of_prompts, logits), state
 
     def decode_each(
         self,

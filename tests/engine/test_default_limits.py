@@ -5,10 +5,10 @@ import itertools
 import random
 
 import pytest
+from jaxattn.engine.scheduling.prefill_shape import prefill_shape
 
 from jaxattn import Engine, Limits
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.engine.scheduling.prefill_shape import prefill_shape
 from jaxattn.engine.startup import engine_build, gpu_limits
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory

@@ -212,27 +212,35 @@ def _add_rows(group: argparse._ActionsContainer) -> None:
         "--prefill-chunk",
         metavar="N",
         type=size,
-        help="prompt tokens that are read at a time (default: chosen for the GPU; on a CPU 128)",
+        help="most tokens of one prompt in a step (default: chosen for the GPU; on a CPU 128)",
     )
     group.add_argument(
         "--prefill-rows",
         metavar="N",
         type=size,
-        help="prompts that may be read together, a chunk of each (default: chosen for the GPU; 1 "
-        "on a CPU and with --reproducible)",
+        help="most prompts that a step reads of (default: chosen for the GPU; 1 on a CPU and with "
+        "--reproducible)",
     )
     group.add_argument(
         "--prefill-tokens",
         metavar="N",
         type=size,
-        help="most tokens of prompts in a step: longer chunks are read of one prompt at a time "
-        "(default: chosen for the GPU, or --prefill-chunk times --prefill-rows)",
+        help="most tokens of prompts in a step (default: chosen for the GPU, or --prefill-chunk "
+        "times --prefill-rows)",
+    )
+    group.add_argument(
+        "--mixed-tokens",
+        metavar="N",
+        type=number(int, lambda x: x >= 0, "a number of tokens: use 0 or more"),
+        help="most tokens of prompts in a step in which other texts go on, whose next token waits "
+        "for it; 0 gives prompts steps of their own (default: chosen for the GPU; on a CPU as many "
+        "as without such texts)",
     )
     group.add_argument(
         "--reproducible",
         action="store_true",
         help="a text does not depend on the others that are served beside it: prompts are read one "
-        "at a time, and each kind of step has one shape",
+        "at a time, in steps of their own, and each kind of step has one shape",
     )
 
 
@@ -281,8 +289,8 @@ def _add_shapes(group: argparse._ActionsContainer) -> None:
         "--prefill-buckets",
         metavar="N,N",
         type=sizes,
-        help="smaller chunks to compile as well, 0 for none (default: chosen for the GPU; none on "
-        "a CPU and with --reproducible)",
+        help="fewer prompt tokens of a step to compile as well, 0 for none (default: chosen for "
+        "the GPU; none on a CPU and with --reproducible)",
     )
 
 

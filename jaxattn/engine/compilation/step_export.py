@@ -28,7 +28,9 @@ def decode_of(step: EngineStep) -> ModelStep | None:
     if isinstance(step, SpeculativeDecodeStep):
         return None
     found = step.decode if isinstance(step, FusedDecodeStep) else step
-    return found if isinstance(found, ModelStep) and found.reads_rows else None
+    if not isinstance(found, ModelStep) or found.kind != "decode":
+        return None
+    return found if found.reads_rows else None
 
 
 class DecodeStepExporter:

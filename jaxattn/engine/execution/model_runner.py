@@ -76,31 +76,33 @@ class ModelRunner:
             self.state = self._step(StateCopyStep())(self.state, slots)
 
     def prefill(self, entry: ModelStep, packed: np.ndarray, *, remember: bool) -> jax.Array:
-        """Reads chunks of prompts, of `packed_chunks`; gives the logits behind them.
+        """Reads chunks of prompts, of `PromptLayout.pack`, and decodes the rows beside them; gives
+        the logits of all rows.
 
         Args:
             remember: some of the rows have a history.
         """
         with self.seal.allowed():
-            logits, self.state = self._step(entry)(self.weights, self.state, packed)
+            batch: Any = RowIndices(self.rows, packed)  # type: ignore[arg-type]
+            logits, self.state = self._step(entry)(self.weights, self.state, batch)
         if remember:
-            self.remember(entry, packed)
+            self.remember(entry.tokens, packed)
         return logits
 
-    def remember(self, entry: ModelStep, packed: np.ndarray) -> None:
+    def remember(self, tokens: int, packed: np.ndarray) -> None:
         """Writes tokens into the histories of their rows, without reading them.
 
         Args:
-            entry: a prefill step of the shape of `packed`.
+            tokens: of the prefill step whose layout `packed` has.
         """
         with self.seal.allowed():
-            step = self._step(HistoryAppendStep(entry.rows, entry.tokens))
+            step = self._step(HistoryAppendStep(tokens))
             self.rows = step(self.rows, packed)
 
     def first(
         self, logits: jax.Array, places: np.ndarray, level: SamplingMode, words: np.ndarray | None
     ) -> jax.Array:
-        """Samples rows that have read their prompts.
+        """Samples the rows of a prefill step.
 
         Args:
             places: -1 for the logits of other rows.

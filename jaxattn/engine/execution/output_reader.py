@@ -52,15 +52,19 @@ class InFlightStep:
 
     Attributes:
         told: of `advance`, or logits that nobody samples.
-        rows: those that it is about, by their line; None is padding.
-        running: of a decode step; None of a prefill step.
+        rows: those that decode, by their line; None is padding.
+        running: what was known of them; None if none decode.
         steps: how many decode steps it is.
+        ended: those that get their first token, by their line.
+        prompt_tokens: that it reads of prompts.
     """
 
     told: jax.Array
     rows: Sequence[RunningRequest | None]
     running: DecodeBatchPlan | None = None
     steps: int = 1
+    ended: Sequence[RunningRequest | None] = ()
+    prompt_tokens: int = 0
 
 
 class OutputReader:
@@ -86,7 +90,7 @@ class OutputReader:
         """Waits for a step. Steps end in the order in which they were sent, so the time since the
         one before it is its own.
         """
-        tells = any(row is not None for row in flight.rows)
+        tells = any(row is not None for row in (*flight.rows, *flight.ended))
         before = time.perf_counter()
         if tells:
             told = np.asarray(flight.told)
@@ -96,11 +100,15 @@ class OutputReader:
         self.stats.waited_seconds += now - before
         spent, self._read_at = now - self._read_at, now
         running = flight.running
-        if running is None:
-            self.stats.prefill_seconds += spent
+        if flight.prompt_tokens:
+            decoded = 0 if running is None else len(running.places)
+            of_prompts = flight.prompt_tokens / (flight.prompt_tokens + decoded)
+            self.stats.prefill_seconds += spent * of_prompts
             if tells:
-                self.endings.take(flight.rows, told)
+                self.endings.take(flight.ended, told)
+                self.stats.decoded_tokens += self.endings.take(flight.rows, told)
             return
+        assert running is not None
         self.stats.decoded_tokens += self._taken(flight, running, told)
 
     def _taken(self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray) -> int:

@@ -61,18 +61,15 @@ def choose_limits(
 def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """The steps of an engine that take most memory: those of a whole batch, and of most tokens."""
 
-    def size(step: Any) -> int:
-        return int(getattr(step, "rows", 0)) * int(getattr(step, "tokens", 1))
-
-    steps = all_steps(limits)
+    steps: tuple[Any, ...] = all_steps(limits)
     prefills = [step for step in steps if getattr(step, "kind", "") == "prefill"]
-    most = max(size(step) for step in prefills)
+    most = max(step.size for step in prefills)
     whole = [
         step
         for step in steps
         if step not in prefills and getattr(step, "rows", limits.batch) == limits.batch
     ]
-    return (*(step for step in prefills if size(step) == most), *whole)
+    return (*(step for step in prefills if step.size == most), *whole)
 
 
 def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:

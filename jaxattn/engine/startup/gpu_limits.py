@@ -16,8 +16,10 @@ from jaxattn.models.interface import Model
 BATCH = 256
 DECODE_BUCKETS = (1, 8, 32, 128)
 PREFILL_TOKENS = 8192
-PREFILL_ROWS = 8
-PREFILL_BUCKETS = (256, 1024, 2048)
+PREFILL_ROWS = 16
+PREFILL_BUCKETS = (256, 1024, 2048, 4096)
+# Beside rows that decode: half of what a step without them reads, so half of what they wait.
+MIXED_TOKENS = 4096
 # One shape reads all prompts, short ones too.
 REPRODUCIBLE_CHUNK = 1024
 UTILIZATION = 0.9
@@ -116,17 +118,16 @@ class GpuLimits:
                 choose(name, (), "reproducible has one shape")
             return dataclasses.replace(asked, **chosen), reasons
         choose("prefill_rows", PREFILL_ROWS * asked.groups, "short prompts that are read together")
-        together = chosen.get("prefill_rows", asked.prefill_rows) // asked.groups
         tokens = asked.prefill_tokens or PREFILL_TOKENS
-        given_buckets = "prefill_buckets" not in unset
-        longest = (
-            tokens if asked.prefill_buckets or not given_buckets else tokens // max(together, 1)
-        )
-        chunk = min(max(longest, *asked.prefill_buckets, 1), length)
+        chunk = min(max(tokens, *asked.prefill_buckets, 1), length)
         choose("prefill_chunk", chunk, f"a step reads up to {tokens:,} tokens of prompts")
         chunk = min(chosen.get("prefill_chunk", asked.prefill_chunk), length)
         if asked.prefill_tokens is None and unset & {"prefill_chunk", "prefill_rows"}:
             chosen["prefill_tokens"] = max(tokens, chunk)
+        if asked.mixed_tokens is None:
+            chosen["mixed_tokens"] = MIXED_TOKENS
+            why = "prompt tokens of a step in which other rows decode"
+            reasons["mixed_tokens"] = limit_reason("mixed_tokens", MIXED_TOKENS, why)
         choose("prefill_buckets", _below(PREFILL_BUCKETS, chunk), "shorter chunks")
         rows = chosen.get("batch", asked.batch)
         choose("decode_buckets", _below(DECODE_BUCKETS, rows, asked.groups), "fewer rows")

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.core.stacked_layer import StackedLayer
@@ -131,16 +132,27 @@ class Mixer(abc.ABC):
     ) -> ArenaSpec: ...
 
     @abc.abstractmethod
-    def prefill(
+    def mixed(
         self,
         module: Any,
         x: Array,
         arrays: Arrays,
-        batch: PrefillBatch,
+        arena: Arena | None,
+        prompts: PrefillBatch,
+        lines: PromptLines,
+        rows: DecodeBatch | None,
         layer: StackedLayer,
+        weights: Array | None,
+        shared: Any,
         implementation: Implementation | None,
-    ) -> tuple[Array, Arrays]:
-        """The chunk's output and the cache's arrays; `x` is normed."""
+    ) -> tuple[Array, Arrays, Arena | None]:
+        """The output of the prompts' lines and of the rows behind them, the cache's arrays and the
+        arena; `x` [1, N, hidden] is normed.
+
+        Args:
+            lines: the prompts' layout.
+            rows: with a token each, as `decode` takes them; None if there are none.
+        """
 
     @abc.abstractmethod
     def decode(

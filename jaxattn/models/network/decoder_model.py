@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
@@ -166,12 +166,27 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        vectors = None
+        every = jnp.arange(len(batch.query_lens))
+        logits, state = self.mixed(params, state, batch, None, every, implementation=implementation)
+        return jnp.where((batch.query_lens > 0)[:, None], logits, 0), state
+
+    def mixed(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        sources: Int[Array, "b"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "b vocab"], DecodeState]:
+        stacks: dict[str, Any] = {}
         if isinstance(params, PackedParams):
-            vectors, params = params.vectors, params.params
+            stacks = {"vectors": params.vectors, "weights": params.weights}
+            params = params.params
         decoder = self.bind(params)
-        logits, state = decoder.prefill(
-            state, batch, vectors=vectors, implementation=implementation
+        logits, state = decoder.mixed(
+            state, prompts, rows, sources, **stacks, implementation=implementation
         )
         return self._of_tokens(logits), state
 

@@ -23,11 +23,12 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
-from jaxattn.models.network.decode_step import DecodeStep, LayerPosition
+from jaxattn.models.network.decode_step import DecodeStep, LayerPosition, caches_of
 from jaxattn.models.network.decoder_layers import LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import (
     in_repeat,
+    kept,
     leave_in_stacks,
     linear_stacks_of,
     scan_layers,
@@ -93,18 +94,41 @@ class DecoderNetwork(nnx.Module):
             x, _ = lax.scan(body, x, params)
         return self._head(x)
 
-    def prefill(
+    def mixed(
         self,
         state: DecodeState,
-        batch: PrefillBatch,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        sources: Int[Array, "b"],
         *,
         vectors: tuple[Array, ...] | None = None,
+        weights: dict[str, Array] | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        """Float32 logits of each row's last token (0 for a padding row), and the state."""
-        valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
+    ) -> tuple[Float[Array, "b vocab"], DecodeState]:
+        """Float32 logits of each line after its row's last token, and the state.
+
+        What is computed for each token alone has one flat list: the prompts' lines, and a token of
+        each of `rows`. The mixers tell them apart.
+
+        Args:
+            sources: which row of `prompts` each line is; -1 is the row of `rows` of its number.
+            weights: the small weights of decoding, by cache.
+        """
+        # What is named is for decoding: prefill's kernels refuse other models.
+        chosen = implementation if implementation == "xla" else None
+        lines = prompts.layout
+        ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
+        shared, overlong = {}, None
+        if rows is not None:
+            rows, overlong = self._within_tables(state, rows)
+            shared = self._shared(state, rows, implementation)
+            ids = lines.join(prompts.tokens, rows.tokens)
+            valid = lines.join(lines.valid, (rows.seq_lens > 0)[:, None])
         tokens = StepTokens.of(self.collectives, valid)
-        x = self._embed(batch.tokens, valid)
+        x = self._embed(ids, valid)
+        if overlong is not None:
+            marked = lines.join(jnp.zeros_like(lines.valid), overlong[:, None])
+            x = jnp.where(marked[..., None], jnp.nan, x)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -113,16 +137,21 @@ class DecoderNetwork(nnx.Module):
                 pattern = nnx.merge(graphdef, self._unpack(number, *xs))
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
-                    index = self.spec.layer_of(segment, place, following)
-                    y, arrays = block.mixer.prefill(
+                    y, arrays, arena = block.mixer.mixed(
                         layer.mixer,
                         layer.norm(x),
-                        state.caches[name],
-                        batch,
-                        index,
+                        caches_of(state, name),
+                        state.arena,
+                        prompts,
+                        lines,
+                        rows,
+                        self.spec.layer_of(segment, place, following),
+                        (weights or {}).get(name),
+                        shared.get(name),
                         implementation,
                     )
-                    x, state = x + self.collectives.total(y), state.replace(name, arrays)
+                    arena = state.arena if arena is None else arena
+                    x, state = x + self.collectives.total(y), kept(state, name, arrays, arena)
                     y, _ = self.collectives.feed_forward(
                         block,
                         layer.mlp,
@@ -131,15 +160,19 @@ class DecoderNetwork(nnx.Module):
                         stacks[place],
                         following,
                         None,
-                        implementation,
+                        chosen,
                     )
                     x = x + y
                 return x, state
 
             packed = None if vectors is None else vectors[number]
             x, state = scan_layers(segment.repeats, body, (x, state), (params, packed))
-        last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
-        return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
+        last = jnp.maximum(lines.offsets[:-1] + prompts.query_lens - 1, 0)
+        at = last[jnp.maximum(sources, 0)]
+        if rows is not None:
+            own = lines.valid.size + jnp.arange(len(sources))
+            at = jnp.where(sources >= 0, at, own)
+        return self._head(x[0, at][:, None])[:, 0], state
 
     def decode(
         self,

@@ -1,14 +1,17 @@
 """The base of attention modules over pages: checks of a call, and the rotation of a step."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import keep_concrete
+from jaxattn.nn.attention.table_overflow import nan_beyond_table
 
 
 class PagedAttention(nnx.Module):
@@ -32,6 +35,32 @@ class PagedAttention(nnx.Module):
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
         positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
+
+    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+        """Tokens that a row's block table has places for."""
+        raise NotImplementedError
+
+    def _marked(
+        self,
+        y: Float[Array, "1 N hidden"],
+        lines: PromptLines,
+        kv_cache: Array,
+        block_tables: Any,
+        rows: Mapping[str, Any] | None,
+    ) -> Float[Array, "1 N hidden"]:
+        """The output of a mixed step; NaN for the tokens of rows beyond their tables.
+
+        Args:
+            block_tables: of the lines.
+            rows: the keywords of `decode`, of the rows behind them.
+        """
+        own, others = lines.split(y)
+        most = self._most(kv_cache, block_tables)
+        own = nan_beyond_table(own, lines.seq_lens, most, lines.query_lens)
+        if rows is not None:
+            most = self._most(kv_cache, rows["block_tables"])
+            others = nan_beyond_table(others, rows["seq_lens"], most, None)
+        return lines.join(own, others)
 
     def _check_tokens(self, op: str, x: Any, axes: str) -> OpArguments:
         """The checks of a call's further arguments, after that of `x`."""

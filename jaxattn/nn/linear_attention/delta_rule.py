@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.cache.slots import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.stacked_layer import checkable_layer
@@ -23,10 +24,12 @@ from jaxattn.core.validation.array_checks import (
     check_integers,
     keep_concrete,
 )
+from jaxattn.kernels.gdn.prefill.launch import segment_tokens
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d
 from jaxattn.ops.gdn.prefill_options import OutputNorm
+from jaxattn.ops.linear.norm_linear import PendingNorm
 
 
 class DeltaProjections(NamedTuple):
@@ -60,7 +63,24 @@ class DeltaLayer(nnx.Module):
         """What a slot of either pool holds, `conv_shape` and `state_shape`."""
 
     @abc.abstractmethod
-    def _project(self, x: Float[Array, "B T hidden"]) -> DeltaProjections: ...
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
+        """What the projections give of tokens [B, T, hidden]."""
+
+    @abc.abstractmethod
+    def _made(self, projected: tuple[Array, ...]) -> DeltaProjections: ...
+
+    @abc.abstractmethod
+    def _advance(
+        self,
+        projected: tuple[Array, ...],
+        conv_state: Array,
+        ssm_state: Array,
+        *,
+        state_indices: Any,
+        weights: Array | None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """`decode` between the projections: (y [B, S, Hv Dv], the pools, the arena if given)."""
 
     @abc.abstractmethod
     def _split_heads(self, mixed: Float[Array, "B T Dc"]) -> tuple[Array, Array, Array]:
@@ -105,7 +125,24 @@ class DeltaLayer(nnx.Module):
         op = f"{type(self).__name__}.prefill"
         pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
         chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
-        made = self._project(x)
+        projected = self._projected(x)
+        y, conv_state, ssm_state = self._recur(
+            projected, chunk, conv_state, ssm_state, implementation
+        )
+        out = self._project_out(y)
+        # A padding token's gate may be anything.
+        return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+
+    def _recur(
+        self,
+        projected: tuple[Array, ...],
+        chunk: "DeltaChunk",
+        conv_state: Array,
+        ssm_state: Array,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Array, Array]:
+        """(what out_proj is given, the pools) of a chunk, after its projections."""
+        made = self._made(projected)
         mixed, conv_state = chunk.convolve(made.mixed, self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
         y, ssm_state = type(self).prefill_rule(
@@ -116,15 +153,61 @@ class DeltaLayer(nnx.Module):
             ssm_state,
             chunk.slots,
             has_initial_state=~chunk.fresh,
-            layer=layer,
+            layer=chunk.layer,
+            cu_seqlens=chunk.offsets,
+            # Of several rows one may have all tokens.
+            split_tokens=chunk.split_tokens(v.shape[2]),
             output_norm=OutputNorm(gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps),
             implementation=implementation,
         )
-        out = self._project_out(y)
-        # A padding token's gate may be anything.
-        return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+        return y, conv_state, ssm_state
 
-    def _project_out(self, y: Float[Array, "B T Hv Dv"]) -> Float[Array, "B T hidden"]:
+    def mixed(
+        self,
+        x: Float[Array, "1 N hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        lines: PromptLines,
+        state_indices: Int[Array, "B"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        rows: Mapping[str, Any] | None,
+        layer: int | Int[Array, ""] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "1 N hidden"], Array, Array, Any]:
+        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
+        projected at once.
+
+        Args:
+            x: the tokens of all lines, and of `rows`.
+            lines: which tokens each row has.
+            state_indices, seq_lens, query_lens: of the rows that lines belong to, as in `prefill`.
+            rows: the keywords of `decode`; None if there are no other rows.
+
+        Returns:
+            (float32 [1, N, hidden], conv_state, ssm_state, the arena or None).
+        """
+        parts = [lines.split(each) for each in self._projected(x)]
+        prompts = tuple(own.reshape(1, -1, *own.shape[2:]) for own, _ in parts)
+        chunk = DeltaChunk.packed(lines, state_indices, seq_lens, query_lens, layer)
+        chosen = implementation if implementation == "xla" else None
+        y, conv_state, ssm_state = self._recur(prompts, chunk, conv_state, ssm_state, chosen)
+        y, others, rest = y.reshape(*y.shape[:2], -1), None, [None]
+        if rows is not None:
+            others, conv_state, ssm_state, *rest = self._advance(
+                tuple(other for _, other in parts),
+                conv_state,
+                ssm_state,
+                layer=layer,
+                implementation=implementation,
+                **rows,
+            )
+        out, others = lines.split(self._project_out(lines.join(y, others)))
+        out = jnp.where(lines.valid[..., None], out, 0)
+        return lines.join(out, others), conv_state, ssm_state, rest[0] if rest else None
+
+    def _project_out(self, y: Float[Array, "B T *Hv_Dv"]) -> Float[Array, "B T hidden"]:
         with jax.named_scope(f"{self.family}_out_proj"):
             return self.out_proj(y.reshape(*y.shape[:2], math.prod(y.shape[2:])))
 
@@ -183,6 +266,7 @@ class DeltaChunk:
         fresh: whether a row starts here, from zeros.
         valid: whether a token belongs to a row.
         layer: into the stacks of pools.
+        offsets: where the rows begin where all are packed in one, `valid` [1, T] then; else None.
     """
 
     slots: Int[Array, " B"]
@@ -190,6 +274,7 @@ class DeltaChunk:
     valid: Bool[Array, "B T"]
     query_lens: Int[Array, " B"]
     layer: int | Array | None
+    offsets: Int[Array, " B+1"] | None = None
 
     @classmethod
     def of(
@@ -198,6 +283,23 @@ class DeltaChunk:
         slots = jnp.where(query_lens > 0, slots, -1)
         valid = (jnp.arange(tokens) < query_lens[:, None]) & (slots >= 0)[:, None]
         return cls(slots, seq_lens == query_lens, valid, query_lens, layer)
+
+    @classmethod
+    def packed(
+        cls, lines: PromptLines, slots: Any, seq_lens: Any, query_lens: Any, layer: Any
+    ) -> Self:
+        """The rows of lines, side by side. What pads a row's last line belongs to the row."""
+        slots = jnp.where(query_lens > 0, slots, -1)
+        valid = lines.valid & (lines.of_row(slots, -1) >= 0)[:, None]
+        fresh, valid = seq_lens == query_lens, valid.reshape(1, -1)
+        return cls(slots, fresh, valid, query_lens, layer, lines.offsets)
+
+    def split_tokens(self, value_heads: int) -> int | None:
+        """Tokens of a row that a block takes, for a step in which one row may have them all; None
+        leaves it to the op."""
+        if self.offsets is None:
+            return None
+        return segment_tokens(self.valid.size, 1, value_heads)
 
     def convolve(
         self,
@@ -209,12 +311,30 @@ class DeltaChunk:
         # An unused slot reads as zeros, as a fresh row starts.
         reads = jnp.where(self.fresh, -1, self.slots)
         before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
+        if self.offsets is not None:
+            return self._convolve_packed(inputs, taps, before, conv_state)
         with jax.named_scope("last_inputs"):
             window = jnp.concatenate([before, inputs], axis=1)
             # Those of the row, not of the padded chunk.
             last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
             after = jnp.take_along_axis(window, last[:, :, None], axis=1)
         mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
+        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
+
+    def _convolve_packed(
+        self, inputs: Array, taps: Array, before: Array, conv_state: Array
+    ) -> tuple[Array, Array]:
+        with jax.named_scope("last_inputs"):
+            # Those of the row, not of the padding behind it.
+            last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
+            old = jnp.take_along_axis(
+                before, jnp.minimum(last, taps.shape[1] - 2)[:, :, None], axis=1
+            )
+            assert self.offsets is not None
+            at = self.offsets[:-1, None] + last - (taps.shape[1] - 1)
+            new = inputs[0].at[at].get(mode="clip", wrap_negative_indices=False)
+            after = jnp.where((last < taps.shape[1] - 1)[:, :, None], old, new)
+        mixed, _ = causal_conv1d(inputs, taps, initial_state=before, cu_seqlens=self.offsets)
         return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
 
     def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
