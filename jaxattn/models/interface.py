@@ -83,10 +83,7 @@ class PrefillBatch:
         """The same with one line for each row, as long as all lines together."""
         if self.lines is None:
             return self
-        flat, begins = self.tokens.reshape(-1), self.layout.offsets[:-1]
-        at = begins[:, None] + jnp.arange(flat.size)
-        tokens = flat.at[at].get(mode="fill", fill_value=0)
-        return dataclasses.replace(self, tokens=tokens, lines=None)
+        return dataclasses.replace(self, tokens=self.layout.to_rows(self.tokens), lines=None)
 
 
 class Model(abc.ABC):

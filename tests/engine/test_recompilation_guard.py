@@ -89,8 +89,8 @@ def stray():
 
 def test_every_entry_point_is_an_executable(bucketed):
     assert list(bucketed.executables) == [
-        "prefill of 1 x 4 tokens",
-        "prefill of 1 x 16 tokens",
+        "prefill of 16 tokens beside 4 rows",
+        "prefill of 32 tokens beside 4 rows",
         "decode of 1 x 3 tokens",
         "decode of 4 x 3 tokens",
         "decode of 1 x 1 tokens",
@@ -99,8 +99,8 @@ def test_every_entry_point_is_an_executable(bucketed):
         *[f"sample of {n} rows: {level}" for n in (1, 4) for level in LEVELS],
         "mask of 1 rows",
         "mask of 4 rows",
-        "history of 1 x 4 tokens",
-        "history of 1 x 16 tokens",
+        "history of 16 tokens",
+        "history of 32 tokens",
         "update of rows",
     ]
     for entry in entry_points(bucketed.limits):
@@ -132,12 +132,12 @@ def test_a_step_takes_the_smallest_bucket_that_holds_its_rows(bucketed, monkeypa
     used = noted(bucketed, monkeypatch)
     bucketed.generate([Request(b"x" * 19, max_tokens=3)])
     assert used == [
-        "prefill of 1 x 16 tokens",
-        "prefill of 1 x 4 tokens",
+        *["prefill of 16 tokens beside 4 rows"] * 2,
         *["round of 1 rows: greedy"] * 2,
     ]
     used.clear()
     bucketed.generate([Request(b"x", max_tokens=4) for _ in range(3)])
+    assert used[0] == "prefill of 32 tokens beside 4 rows"
     assert used.count("round of 4 rows: greedy") >= 1
 
 
@@ -365,12 +365,12 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
 def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypatch):
     double, x, kept = jax.jit(lambda x: x * 2), jnp.ones(3), []
     double(x)
-    packed_chunks = loop_module.packed_chunks
+    pack = loop_module.PromptLayout.pack
     for strict in (True, False):
         engine = Engine(Hybrid(SMALLEST), params, LIMITS, strict=strict)
         engine.start(), kept.clear()
         monkeypatch.setattr(
-            loop_module, "packed_chunks", lambda *a: kept.append(double(x)) or packed_chunks(*a)
+            loop_module.PromptLayout, "pack", lambda *a: kept.append(double(x)) or pack(*a)
         )
         if strict:
             with pytest.raises(SealError, match="after the engine was sealed"):

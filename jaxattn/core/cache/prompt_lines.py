@@ -73,6 +73,23 @@ class PromptLines:
         flat = lines.reshape(1, -1, *lines.shape[2:])
         return flat if rest is None else jnp.concatenate([flat, rest.swapaxes(0, 1)], axis=1)
 
+    def to_rows(self, x: Array) -> Array:
+        """[B, N, ...] of lines [L, T, ...]: each row's tokens in one line, N of one line or of all;
+        what follows them is anything."""
+        if self.one_each:
+            return x
+        flat = x.reshape(-1, *x.shape[2:])
+        at = self.offsets[:-1, None] + jnp.arange(len(flat))
+        return flat.at[at].get(mode="clip")
+
+    def from_rows(self, x: Array) -> Array:
+        """What `to_rows` makes, as lines; 0 at padding."""
+        if not self.one_each:
+            row = jnp.minimum(self.rows, len(x) - 1)
+            x = x[row[:, None], self.begins[:, None] + jnp.arange(self.tokens)]
+        valid = self.valid.reshape(*self.valid.shape, *(1,) * (x.ndim - 2))
+        return jnp.where(valid, x, 0)
+
     def of_row(self, values: Int[Array, "B *n"], missing: int) -> Int[Array, "L *n"]:
         """What each line's row has; `missing` where there is no row."""
         return values.at[self.rows].get(mode="fill", fill_value=missing)

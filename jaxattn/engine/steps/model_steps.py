@@ -1,4 +1,4 @@
-"""The steps that run the model: prefill beside rows that decode, decode, and both decode and sample."""
+"""The steps that run the model: prefill beside rows that decode, decode, and rounds of decoding."""
 
 import dataclasses
 from collections.abc import Callable

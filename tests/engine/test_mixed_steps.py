@@ -1,0 +1,204 @@
+"""Steps that read prompts beside rows that decode: what a row says is what it says alone."""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import Engine, Limits, Request
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.requests.outputs import FinishEvent
+from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
+from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout, by_lines
+from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, Stream
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.ops.moe.routing import Router
+
+STREAM = Stream(hidden_size=16, eps=1e-6, dtype="float32", param_dtype="float32")
+LATENT = MLA(
+    num_heads=2,
+    q_lora_rank=8,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    rope=RopeConfig(dim=8),
+)
+GROUPED = GQA(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(dim=4, interleaved=False))
+DELTA = GDN(num_k_heads=1, num_v_heads=2, head_k_dim=8, head_v_dim=8)
+KIMI = KDA(num_heads=2, head_dim=8)
+DENSE, EXPERTS = (
+    MLP(intermediate_size=24),
+    MoE(expert_size=16, router=Router(experts=4, top_k=2, scores="softmax")),
+)
+FAMILIES = {
+    "mla": (Block(LATENT, DENSE), Block(LATENT, EXPERTS)),
+    "gqa": (Block(GROUPED, DENSE), Block(GROUPED, EXPERTS)),
+    "hybrid": (Block(DELTA, EXPERTS), Block(GROUPED, DENSE)),
+    "kimi": (Block(KIMI, DENSE), Block(LATENT, EXPERTS)),
+    "all": (Block(DELTA, DENSE), Block(GROUPED, DENSE), Block(KIMI, DENSE), Block(LATENT, EXPERTS)),
+}
+# Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for two of
+# four rows at full length, so that rows lose theirs.
+LIMITS = Limits(
+    batch=4,
+    max_model_len=320,
+    num_pages=10,
+    prefill_chunk=256,
+    prefill_rows=3,
+    prefill_tokens=384,
+    mixed_tokens=256,
+    checkpoints=2,
+    decode_buckets=(),
+    prefill_buckets=(128,),
+)
+MIXES = 300
+
+
+@functools.cache
+def engine_of(family: str) -> Engine:
+    spec = DecoderSpec(
+        vocab_size=64, stream=STREAM, blocks=FAMILIES[family], max_position_embeddings=512
+    )
+    model = DecoderModel(spec)
+    engine = Engine(model, model.init_params(jax.random.key(1)), LIMITS, strict=True)
+    engine.start()
+    return engine
+
+
+@functools.cache
+def texts() -> list[Request]:
+    """Requests of which some begin alike: from one token to three lines of 128."""
+    draw = random.Random(7)
+    beginnings = [[draw.randrange(64) for _ in range(length)] for length in (64, 128, 200)]
+    found = []
+    for number in range(24):
+        own = [draw.randrange(64) for _ in range(draw.choice([1, 3, 40, 70, 130, 256]))]
+        before = draw.choice([[], [], *beginnings])
+        prompt = (before + own)[:290]
+        found.append(Request(prompt, max_tokens=draw.randint(1, 25), id=number))
+    return found
+
+
+@functools.cache
+def alone(family: str, number: int) -> tuple[int, ...]:
+    return engine_of(family).generate([texts()[number]])[0].tokens
+
+
+def one_mix(engine: Engine, draw: random.Random) -> dict[int, tuple[tuple[int, ...], bool]]:
+    """What a few requests are answered that come and go while others run, and whether each was let
+    finish."""
+    left = draw.sample(range(len(texts())), draw.randint(2, 8))
+    running: list[int] = []
+    answers = {}
+    while left or engine.busy:
+        if left and (not engine.busy or draw.random() < 0.5):
+            for _ in range(min(len(left), draw.choice([1, 1, 4]))):
+                running.append(engine.add(texts()[left.pop()]))
+        if running and draw.random() < 0.04:
+            engine.abort(draw.choice(running))
+        for event in engine.step():
+            if isinstance(event, FinishEvent):
+                done = event.completion
+                running.remove(done.request.id)
+                answers[done.request.id] = done.tokens, done.finish_reason != "aborted"
+    return answers
+
+
+def check(family: str, seeds: range) -> None:
+    """Every answer is the one of the request alone, or where it was aborted begins like it."""
+    engine = engine_of(family)
+    before = dataclasses.replace(engine.stats)
+    mixed = 0
+    for seed in seeds:
+        for number, (tokens, whole) in one_mix(engine, random.Random(seed)).items():
+            wanted = alone(family, number)
+            assert tokens == (wanted if whole else wanted[: len(tokens)]), (seed, number)
+            mixed += 1
+    assert mixed and engine.scheduler.pages.in_use == 0
+    assert engine.scheduler.preemptions > 0 and engine.prefixes.hits > 0
+    assert engine.stats.prefill_steps >= before.prefill_steps
+
+
+def test_rows_of_every_kind_say_in_mixed_steps_what_they_say_alone():
+    engine = engine_of("all")
+    caches = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), engine._runner.state.caches)
+    engine._runner.state = dataclasses.replace(engine._runner.state, caches=caches)
+    check("all", range(12))
+
+
+@pytest.mark.slow(reason="300 mixes of each family; the test above has a few of all kinds together")
+@pytest.mark.parametrize("family", ["mla", "gqa", "hybrid", "kimi"])
+def test_300_random_mixes_say_what_each_request_says_alone(family):
+    check(family, range(MIXES))
+
+
+def test_prompts_share_a_step_with_rows_that_decode():
+    engine = engine_of("all")
+    first = engine.add(dataclasses.replace(texts()[0], max_tokens=20))
+    while not engine.scheduler.decoding.any():
+        engine.step()
+    sent, told = [], engine._runner.prefill
+    engine._runner.prefill = lambda entry, packed, **options: (
+        sent.append((entry, packed)) or told(entry, packed, **options)
+    )
+    try:
+        others = [
+            engine.add(Request(list(range(50)), max_tokens=3)),
+            engine.add(Request(list(range(60, 0, -1)), max_tokens=3)),
+        ]
+        while engine.busy:
+            engine.step()
+    finally:
+        del engine._runner.prefill
+    assert {first, *others}
+    [(entry, packed)] = sent  # one step reads both prompts, and the first row decodes in it
+    assert str(entry) == "prefill of 256 tokens beside 4 rows"
+    own = PromptLayout.of(LIMITS, 256).unpack_all(packed)[0]
+    assert own.prompts.query_lens.tolist() == [50, 60]
+    assert own.places.tolist()[:3] == [0, 1, 2] and own.sources.tolist() == [-1, 0, 1, -1]
+
+
+def test_pieces_fill_the_size_that_is_worth_most():
+    pieces = functools.partial(prompt_pieces, [256, 1024, 2048, 8192], line=128, rows=4)
+    assert pieces([[8192]]) == (8192, [[8192]])
+    assert pieces([[100]]) == (256, [[100]])
+    assert pieces([[300, 300]]) == (1024, [[300, 300]])
+    # The third has what is left: seven lines of 128 are taken.
+    assert prompt_pieces([1024], [[300, 500, 600]], line=128, rows=4) == (1024, [[300, 500, 128]])
+    assert pieces([[1, 1, 1, 1, 1]])[1] == [[1, 1, 1, 1]]
+    assert pieces([[5], []]) == (256, [[5], []])
+
+
+def test_a_packed_step_says_whose_every_token_is():
+    limits = dataclasses.replace(LIMITS, mixed_tokens=None)
+    layout = PromptLayout.of(limits, 384)
+    pages = np.arange(limits.table_width)
+    chunks = [
+        PromptChunk(list(range(130)), 140, 2, 1, pages),
+        PromptChunk([7, 8], 2, 0, -1, pages + 10),
+    ]
+    packed = layout.pack([chunks], np.array([3, 1, -1, -1]), np.array([-1, 0, -1, -1]))
+    [own] = layout.unpack_all(jnp.asarray(packed))
+    assert own.prompts.lines.tolist() == [0, 0, 1] and not layout.one_each
+    assert own.prompts.layout.offsets.tolist() == [0, 256, 384, 384]
+    assert own.prompts.layout.seq_lens.tolist() == [138, 140, 2]
+    tokens, histories, lengths, news = by_lines(layout, jnp.asarray(packed))
+    assert histories.tolist() == [1, 1, -1] and news.tolist() == [128, 2, 2]
+    assert tokens[1, :2].tolist() == [128, 129] and lengths.tolist() == [138, 140, 2]
+    one_line = own.prompts.in_one_line()
+    assert one_line.tokens[0, :130].tolist() == list(range(130))
+    assert one_line.tokens[1, :2].tolist() == [7, 8]
+
+
+def test_a_reproducible_engine_gives_prompts_steps_of_their_own():
+    limits = Limits(batch=2, prefill_rows=1, reproducible=True, decode_buckets=())
+    assert not limits.mixes and not dataclasses.replace(LIMITS, mixed_tokens=0).mixes
+    assert LIMITS.mixes and LIMITS.mixed_sizes == (128, 256) and LIMITS.prefill_sizes[-1] == 384
+    with pytest.raises(ValueError, match="mixed_tokens=64 reads prompts beside rows that decode"):
+        Limits(reproducible=True, mixed_tokens=64, prefill_rows=1)
