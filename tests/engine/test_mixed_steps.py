@@ -41,7 +41,11 @@ FAMILIES = {
     "gqa": (Block(GROUPED, DENSE), Block(GROUPED, EXPERTS)),
     "hybrid": (Block(DELTA, EXPERTS), Block(GROUPED, DENSE)),
     "kimi": (Block(KIMI, DENSE), Block(LATENT, EXPERTS)),
-    "all": (Block(DELTA, DENSE), Block(GROUPED, DENSE), Block(KIMI, DENSE), Block(LATENT, EXPERTS)),
+    "all": (
+        Block(DELTA, DENSE),
+        Block(dataclasses.replace(GROUPED, window=100), DENSE),
+        Block(LATENT, EXPERTS),
+    ),
 }
 # Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for two of
 # four rows at full length, so that rows lose theirs.
