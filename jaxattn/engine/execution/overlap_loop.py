@@ -3,9 +3,9 @@
     deltas    rows that came, pages that they need
     prefill   pieces of prompts, and a token of each row that has read its own: the first of those
               that end with it, the next of the others
-    decode    where no prompt is to be read: a token of each row; several where steps are short and
-              nobody waits for fewer (`Limits.steps_per_round`)
-    read      what the round before told
+    decode    where no prompt is left to be read: a token of each row; several where steps are short
+              and nobody waits for fewer (`Limits.steps_per_round`)
+    read      what the round before told, and first tokens of this one
 
 Where rows must not depend on others (`Limits.mixes`) a round has both steps: prompts, then rows.
 
@@ -132,6 +132,9 @@ class OverlapLoop:
             running, _ = self._next_running()
             if not self._read_prompts(running):  # they lost their pages
                 self._decode(running, 1)
+            elif not self.scheduler.reads:
+                # The device has it to do while the host looks at first tokens.
+                self._decode(*self._next_running())
 
     def _read_prompts(self, running: DecodeBatchPlan | None) -> bool:
         """Sends a step that reads pieces of prompts, beside rows that decode; False if there are
@@ -379,13 +382,20 @@ class OverlapLoop:
             self._reader.read(flight)
 
     def _read_first_tokens(self) -> None:
-        """Reads the prefill step of this round if it gave first tokens and a decode step was sent
-        behind it, which keeps the device busy meanwhile.
+        """Reads each step that gave first tokens as soon as another was sent behind it, which keeps
+        the device busy meanwhile.
         """
-        if self._flights and len(self._flights[-1]) > 1:
-            flight = self._flights[-1][0]
-            if flight.prompt_tokens and any(row is not None for row in flight.ended):
-                while len(self._flights) > 1:
-                    self._read_round()
-                del self._flights[-1][0]
-                self._reader.read(flight)
+        gave = [n for n, sent in enumerate(self._flights) if any(map(_gives_first, sent))]
+        if gave and gave[-1] < len(self._flights) - 1:
+            left = len(self._flights) - 1 - gave[-1]
+            while len(self._flights) > left:
+                self._read_round()
+        elif gave and len(self._flights[-1]) > 1:  # a decode step of the same round
+            while len(self._flights) > 1:
+                self._read_round()
+            self._reader.read(self._flights[-1].pop(0))
+
+
+def _gives_first(step: InFlightStep) -> bool:
+    """Whether rows get their first tokens from it."""
+    return any(row is not None for row in step.ended)

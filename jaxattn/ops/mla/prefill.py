@@ -175,7 +175,7 @@ def mla_prefill(
     query_lens: Int[Array, "B"],
     *,
     scale: float,
-    lines: Int[Array, "L"] | None = None,
+    lines: Int[Array, "lines"] | None = None,
     layer: jax.Array | int | None = None,
     kv_scale: Array | float | None = None,
     block: int | None = None,
@@ -203,10 +203,10 @@ def mla_prefill(
             row.
         query_lens: int32 new tokens of each row, at most T.
         scale: factor of the scores; see `jaxattn.core.numerics.rope.softmax_scale`.
-        lines: int32, the row of each line of q and latent [L, T, ...], ascending, B for a line of
-            no row: a row's new tokens, up to L * T, go on from one of its lines to the next, and
-            only its last line has padding. None: row b has line b. The kernel takes lines of whole
-            128 tokens. Lines are not differentiable.
+        lines: int32, the row of each line of q and latent [lines, T, ...], ascending, B for a
+            line of no row. A row's new tokens, up to as many as all lines have, go on from one of
+            its lines to the next, and only its last line has padding. None: row b has line b. The
+            kernel takes lines of whole 128 tokens. Lines are not differentiable.
         layer: index into the stack, a Python int or a traced scalar.
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
@@ -227,7 +227,7 @@ def mla_prefill(
         Refusal: the named implementation refuses, and says why.
     """
     arguments = OpArguments("mla_prefill")
-    axis = "B" if lines is None else "L"
+    axis = "B" if lines is None else "lines"
     q = arguments.check("q", q, f"{axis} T H Dqk")
     latent = arguments.check("latent", latent, f"{axis} T D")
     w_uk = arguments.check("w_uk", w_uk, "H nope R")
@@ -238,7 +238,7 @@ def mla_prefill(
     flat: Any = q if lines is None else jax.ShapeDtypeStruct((1, q.shape[0] * q.shape[1]), q.dtype)
     query_lens = arguments.check_query_lens(query_lens, "q", flat)
     if lines is not None:
-        lines = arguments.integers("lines", lines, "L")[1]
+        lines = arguments.integers("lines", lines, "lines")[1]
     scale = arguments.check_scale(scale)
     nope, rank = w_uk.shape[1:]
     if not 0 <= latent.shape[-1] - rank == q.shape[-1] - nope:
