@@ -11,7 +11,7 @@ from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import keep_concrete
-from jaxattn.nn.attention.table_overflow import nan_beyond_table
+from jaxattn.nn.attention.table_overflow import beyond_table
 
 
 class PagedAttention(nnx.Module):
@@ -54,13 +54,17 @@ class PagedAttention(nnx.Module):
             block_tables: of the lines.
             rows: the keywords of `decode`, of the rows behind them.
         """
-        own, others = lines.split(y)
         most = self._most(kv_cache, block_tables)
-        own = nan_beyond_table(own, lines.seq_lens, most, lines.query_lens)
+        beyond = beyond_table(lines.tokens, lines.seq_lens, most, lines.query_lens)
+        if beyond is None:  # the rows' lengths are known too, or looked after
+            return y
+        others = None
         if rows is not None:
             most = self._most(kv_cache, rows["block_tables"])
-            others = nan_beyond_table(others, rows["seq_lens"], most, None)
-        return lines.join(own, others)
+            others = beyond_table(1, rows["seq_lens"], most, None)
+            if others is None:
+                others = jnp.zeros((y.shape[1] - beyond.size, 1), bool)
+        return jnp.where(lines.join(beyond, others)[..., None], jnp.nan, y)
 
     def _check_tokens(self, op: str, x: Any, axes: str) -> OpArguments:
         """The checks of a call's further arguments, after that of `x`."""

@@ -154,8 +154,7 @@ class DeltaLayer(nnx.Module):
             chunk.slots,
             has_initial_state=~chunk.fresh,
             layer=chunk.layer,
-            cu_seqlens=chunk.offsets,
-            # Of several rows one may have all tokens.
+            **chunk.options,
             split_tokens=chunk.split_tokens(v.shape[2]),
             output_norm=OutputNorm(gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps),
             implementation=implementation,
@@ -188,24 +187,27 @@ class DeltaLayer(nnx.Module):
         Returns:
             (float32 [1, N, hidden], conv_state, ssm_state, the arena or None).
         """
-        parts = [lines.split(each) for each in self._projected(x)]
-        prompts = tuple(own.reshape(1, -1, *own.shape[2:]) for own, _ in parts)
-        chunk = DeltaChunk.packed(lines, state_indices, seq_lens, query_lens, layer)
+        projected = self._projected(x)
+        chunk = DeltaChunk.packed(lines, x.shape[1], state_indices, seq_lens, query_lens, layer)
         chosen = implementation if implementation == "xla" else None
-        y, conv_state, ssm_state = self._recur(prompts, chunk, conv_state, ssm_state, chosen)
-        y, others, rest = y.reshape(*y.shape[:2], -1), None, [None]
+        # The recurrence goes over the whole list, whose end belongs to none of its rows: to cut
+        # that off would copy all that is in front of it.
+        y, conv_state, ssm_state = self._recur(projected, chunk, conv_state, ssm_state, chosen)
+        y, rest = y.reshape(*y.shape[:2], -1), [None]
         if rows is not None:
             others, conv_state, ssm_state, *rest = self._advance(
-                tuple(other for _, other in parts),
+                tuple(lines.split(each)[1] for each in projected),
                 conv_state,
                 ssm_state,
                 layer=layer,
                 implementation=implementation,
                 **rows,
             )
-        out, others = lines.split(self._project_out(lines.join(y, others)))
-        out = jnp.where(lines.valid[..., None], out, 0)
-        return lines.join(out, others), conv_state, ssm_state, rest[0] if rest else None
+            first = x.shape[1] - len(others)
+            y = y.at[0, first:].set(others[:, 0].astype(y.dtype), indices_are_sorted=True)
+        of_rows = jnp.arange(x.shape[1]) >= lines.valid.size
+        out = jnp.where((chunk.valid | of_rows)[..., None], self._project_out(y), 0)
+        return out, conv_state, ssm_state, rest[0] if rest else None
 
     def _project_out(self, y: Float[Array, "B T *Hv_Dv"]) -> Float[Array, "B T hidden"]:
         with jax.named_scope(f"{self.family}_out_proj"):
@@ -266,7 +268,7 @@ class DeltaChunk:
         fresh: whether a row starts here, from zeros.
         valid: whether a token belongs to a row.
         layer: into the stacks of pools.
-        offsets: where the rows begin where all are packed in one, `valid` [1, T] then; else None.
+        lines: of rows that are packed in one list, `valid` [1, T] then; else None.
     """
 
     slots: Int[Array, " B"]
@@ -274,7 +276,7 @@ class DeltaChunk:
     valid: Bool[Array, "B T"]
     query_lens: Int[Array, " B"]
     layer: int | Array | None
-    offsets: Int[Array, " B+1"] | None = None
+    lines: PromptLines | None = None
 
     @classmethod
     def of(
@@ -286,20 +288,32 @@ class DeltaChunk:
 
     @classmethod
     def packed(
-        cls, lines: PromptLines, slots: Any, seq_lens: Any, query_lens: Any, layer: Any
+        cls,
+        lines: PromptLines,
+        tokens: int,
+        slots: Any,
+        seq_lens: Any,
+        query_lens: Any,
+        layer: Any,
     ) -> Self:
-        """The rows of lines, side by side. What pads a row's last line belongs to the row."""
+        """The rows of lines, side by side at the beginning of a list of so many tokens. What pads a
+        row's last line belongs to the row."""
         slots = jnp.where(query_lens > 0, slots, -1)
         valid = lines.valid & (lines.of_row(slots, -1) >= 0)[:, None]
-        fresh, valid = seq_lens == query_lens, valid.reshape(1, -1)
-        return cls(slots, fresh, valid, query_lens, layer, lines.offsets)
+        valid = jnp.pad(valid.reshape(1, -1), ((0, 0), (0, tokens - valid.size)))
+        return cls(slots, seq_lens == query_lens, valid, query_lens, layer, lines)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the recurrence is told of a list of rows."""
+        return {} if self.lines is None else {"cu_seqlens": self.lines.offsets}
 
     def split_tokens(self, value_heads: int) -> int | None:
         """Tokens of a row that a block takes, for a step in which one row may have them all; None
         leaves it to the op."""
-        if self.offsets is None:
+        if self.lines is None:
             return None
-        return segment_tokens(self.valid.size, 1, value_heads)
+        return segment_tokens(self.lines.valid.size, 1, value_heads)
 
     def convolve(
         self,
@@ -311,8 +325,8 @@ class DeltaChunk:
         # An unused slot reads as zeros, as a fresh row starts.
         reads = jnp.where(self.fresh, -1, self.slots)
         before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
-        if self.offsets is not None:
-            return self._convolve_packed(inputs, taps, before, conv_state)
+        if self.lines is not None:
+            return self._convolve_lines(inputs, taps, before, conv_state)
         with jax.named_scope("last_inputs"):
             window = jnp.concatenate([before, inputs], axis=1)
             # Those of the row, not of the padded chunk.
@@ -321,20 +335,31 @@ class DeltaChunk:
         mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
         return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
 
-    def _convolve_packed(
+    def _convolve_lines(
         self, inputs: Array, taps: Array, before: Array, conv_state: Array
     ) -> tuple[Array, Array]:
+        """A line goes on from the inputs at the end of the line before it, if it is not its row's
+        first."""
+        lines, back = self.lines, taps.shape[1] - 1
+        assert lines is not None
+        own, _ = lines.split(inputs)
         with jax.named_scope("last_inputs"):
-            # Those of the row, not of the padding behind it.
-            last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
+            started = before.at[lines.rows].get(mode="clip")
+            if not lines.one_each:
+                ends = jnp.pad(own[:-1, -back:], ((1, 0), (0, 0), (0, 0)))
+                started = jnp.where((lines.begins > 0)[:, None, None], ends, started)
+            # Those of the row's last line, not of its padding.
+            last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
+            line = jnp.minimum(lines.offsets[:-1] // lines.tokens + last, len(own) - 1)
+            at = (self.query_lens - last * lines.tokens)[:, None] + jnp.arange(back) - back
             old = jnp.take_along_axis(
-                before, jnp.minimum(last, taps.shape[1] - 2)[:, :, None], axis=1
+                started[line], jnp.clip(at + back, 0, back - 1)[..., None], axis=1
             )
-            assert self.offsets is not None
-            at = self.offsets[:-1, None] + last - (taps.shape[1] - 1)
-            new = inputs[0].at[at].get(mode="clip", wrap_negative_indices=False)
-            after = jnp.where((last < taps.shape[1] - 1)[:, :, None], old, new)
-        mixed, _ = causal_conv1d(inputs, taps, initial_state=before, cu_seqlens=self.offsets)
+            new = own[line[:, None], jnp.maximum(at, 0)]
+            after = jnp.where((at < 0)[..., None], old, new)
+        mixed, _ = causal_conv1d(own, taps, initial_state=started)
+        mixed = mixed.reshape(1, -1, mixed.shape[-1])
+        mixed = jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
         return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
 
     def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
