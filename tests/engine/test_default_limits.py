@@ -259,6 +259,9 @@ pieces = functools.partial(
         ([904], 1024),
         ([1500], 2048),
         ([3000], 4096),
+        ([4200], 4096),
+        ([5000], 4096),
+        ([6200], 8192),
         ([8192, 20], 8192),
         ([100_000] * 3, 8192),
     ],
@@ -310,7 +313,7 @@ def test_an_engine_without_limits_answers_as_one_row_at_a_time(on_a_gpu):
     requests = random_requests(random.Random(11), 14)
     with Engine(model, params, ONE_BY_ONE) as one, Engine(model, params, strict=True) as engine:
         limits = engine.limits
-        assert limits.prefill_sizes == (128,) and limits.line_tokens == 64 and limits.mixes
+        assert limits.prefill_sizes == (64,) and limits.line_tokens == 64 and limits.mixes
         assert (limits.batch, limits.decode_buckets, limits.max_model_len) == (4, (2,), 256)
         assert engine.plan.limits == limits
         assert any(each.startswith("batch 4: ") for each in engine.plan.choices)

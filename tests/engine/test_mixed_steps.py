@@ -47,12 +47,12 @@ FAMILIES = {
         Block(LATENT, EXPERTS),
     ),
 }
-# Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for two of
-# four rows at full length, so that rows lose theirs.
+# Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for one and
+# a half of four rows at full length, so that rows lose theirs.
 LIMITS = Limits(
     batch=4,
-    max_model_len=320,
-    num_pages=10,
+    max_model_len=512,
+    num_pages=12,
     prefill_chunk=256,
     prefill_rows=3,
     prefill_tokens=384,
@@ -79,13 +79,13 @@ def engine_of(family: str) -> Engine:
 def texts() -> list[Request]:
     """Requests of which some begin alike: from one token to three lines of 128."""
     draw = random.Random(7)
-    beginnings = [[draw.randrange(64) for _ in range(length)] for length in (64, 128, 200)]
+    beginnings = [[draw.randrange(64) for _ in range(length)] for length in (64, 128, 256)]
     found = []
     for number in range(24):
-        own = [draw.randrange(64) for _ in range(draw.choice([1, 3, 40, 70, 130, 256]))]
+        own = [draw.randrange(64) for _ in range(draw.choice([1, 3, 40, 70, 130]))]
         before = draw.choice([[], [], *beginnings])
-        prompt = (before + own)[:290]
-        found.append(Request(prompt, max_tokens=draw.randint(1, 25), id=number))
+        prompt = (before + own)[:400]
+        found.append(Request(prompt, max_tokens=draw.choice([1, 8, 20, 90]), id=number))
     return found
 
 
@@ -125,7 +125,8 @@ def check(family: str, seeds: range) -> None:
             assert tokens == (wanted if whole else wanted[: len(tokens)]), (seed, number)
             mixed += 1
     assert mixed and engine.scheduler.pages.in_use == 0
-    assert engine.scheduler.preemptions > 0 and engine.prefixes.hits > 0
+    assert engine.scheduler.preemptions > 0
+    assert engine.prefixes.hits > 0
     assert engine.stats.prefill_steps >= before.prefill_steps
 
 
@@ -175,6 +176,8 @@ def test_pieces_fill_the_size_that_is_worth_most():
     assert pieces([[8192]]) == (8192, [[8192]])
     assert pieces([[100]]) == (256, [[100]])
     assert pieces([[300, 300]]) == (1024, [[300, 300]])
+    assert pieces([[1500]]) == (2048, [[1500]])  # not 1,024 and then 476
+    assert pieces([[2148]]) == (2048, [[2048]])  # and then 100 by 256
     # The third has what is left: seven lines of 128 are taken.
     assert prompt_pieces([1024], [[300, 500, 600]], line=128, rows=4) == (1024, [[300, 500, 128]])
     assert pieces([[1, 1, 1, 1, 1]])[1] == [[1, 1, 1, 1]]
