@@ -47,12 +47,12 @@ FAMILIES = {
         Block(LATENT, EXPERTS),
     ),
 }
-# Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for one and
-# a half of four rows at full length, so that rows lose theirs.
+# Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for one
+# and a half of four rows at full length, so that rows lose theirs.
 LIMITS = Limits(
     batch=4,
     max_model_len=512,
-    num_pages=12,
+    num_pages=9,
     prefill_chunk=256,
     prefill_rows=3,
     prefill_tokens=384,
