@@ -285,9 +285,9 @@ class Limits:
     @property
     def prefill_sizes(self) -> tuple[int, ...]:
         """Prompt tokens of the prefill executables, of a data group, ascending, in whole lines."""
-        longest = self.chunks[-1]
-        most = max(self.prefill_tokens or self.prompt_rows * longest, longest)
-        line = self.line_tokens
+        longest, line = self.chunks[-1], self.line_tokens
+        whole = self.prompt_rows * longest
+        most = max(min(self.prefill_tokens or whole, whole), longest)
         return tuple(sorted({-(-size // line) * line for size in (*self.chunks, most)}))
 
     @property

@@ -214,6 +214,7 @@ def test_the_plan_has_the_pages_that_the_server_takes(model, capsys):
         ("decode_buckets=(8, 4) must be", "--decode-buckets 8,4 must be"),
         ("prefill_rows=8 and reproducible=True has", "--prefill-rows 8 and --reproducible has"),
         ("prefill_tokens=64 is", "--prefill-tokens 64 is"),
+        ("mixed_tokens=64 is", "--mixed-tokens 64 is"),
         ("use attention='data' or another", "use --attention data or another"),
         ("gpus=65 is more", "--gpus 65 is more"),
         ("q_lens must have 1", "--q-len must have 1"),

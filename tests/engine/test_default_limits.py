@@ -237,6 +237,8 @@ def test_a_step_of_prompts_has_no_more_tokens_than_it_may():
     assert two.prefill_sizes == (128, 512) and two.prompt_rows == 4
     short = dataclasses.replace(packed, prefill_chunk=50, prefill_buckets=(16,))
     assert short.line_tokens == 50 and short.prefill_sizes == (50, 400)
+    # More than all prompts' chunks are never read.
+    assert dataclasses.replace(short, prefill_tokens=8192).prefill_sizes == (50, 400)
 
 
 LIKE_A_GPU = chosen().limits
