@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import Engine, Limits, Request
+from jaxattn import Engine, Limits, Request, check_aliasing
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.requests.outputs import FinishEvent
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
@@ -139,6 +139,8 @@ def test_rows_of_every_kind_say_in_mixed_steps_what_they_say_alone():
     engine._runner.state = dataclasses.replace(engine.state, caches=caches)
     engine.seal.hold((engine.state, engine._runner.rows))
     check("all", range(8))
+    for step in engine.executables.values():
+        check_aliasing(step, slack=0)
 
 
 @pytest.mark.slow(reason="300 mixes of each family; the test above has a few of all kinds together")

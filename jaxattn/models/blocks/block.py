@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxattn.arena import Arena, ArenaSpec
@@ -177,6 +178,9 @@ class Mixer(abc.ABC):
         if rows is None:
             return lines.join(y, None), arrays_after, arena
         assert arena is not None  # that of the step
+        # All that the prompts read of the caches is read before the rows write to them: XLA copies
+        # what a fusion reads later.
+        y, arrays_after = lax.optimization_barrier((y, arrays_after))
         of_rows, arrays_after, arena = self.decode(
             module, others, {**arrays, **arrays_after}, arena, rows, layer, weights, shared,
             implementation,

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -273,6 +274,9 @@ class GroupedQueryAttention(PagedAttention):
         )
         others, rest = None, [None]
         if rows is not None:
+            # What the prompts read of the cache is read before the rows write to it: XLA would keep
+            # a copy for what it reads later.
+            out, kv_cache = lax.optimization_barrier((out, kv_cache))
             others, kv_cache, *rest = self._attend_rows(
                 parts[1], kv_cache, layer=layer, implementation=implementation, **rows
             )

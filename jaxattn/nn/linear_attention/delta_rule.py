@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -195,6 +196,8 @@ class DeltaLayer(nnx.Module):
         y, conv_state, ssm_state = self._recur(projected, chunk, conv_state, ssm_state, chosen)
         y, rest = y.reshape(*y.shape[:2], -1), [None]
         if rows is not None:
+            # As in attention: what is read for the prompts is read before the rows write.
+            y, conv_state, ssm_state = lax.optimization_barrier((y, conv_state, ssm_state))
             others, conv_state, ssm_state, *rest = self._advance(
                 tuple(lines.split(each)[1] for each in projected),
                 conv_state,
