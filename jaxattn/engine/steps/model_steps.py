@@ -106,7 +106,9 @@ class ModelStep(EngineStep):
     def call(
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        batch = RowIndices(rows, on_device(given)) if self.reads_rows else given
+        batch = given
+        if self.reads_rows:  # prompts come from the host with each call, places stay there
+            batch = RowIndices(rows, given if self.kind == "prefill" else on_device(given))
         told, state = executable(weights, state, batch)
         return state, rows, told
 
