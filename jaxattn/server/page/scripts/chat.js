@@ -110,7 +110,7 @@ export class Chat {
     if (message.calls) message.calls = message.calls.filter(Boolean);
     this.stopper = null;
     this.conversations.save(conversation);
-    this.thread.show(conversation.messages);
+    this.thread.ended();
     this.changed();
     const said = message.content.length < 600 ? message.content : "The answer is complete";
     announce(message.error ? `No answer: ${message.error.message}` : message.finish === "stopped" ? "Stopped" : said);

@@ -47,6 +47,7 @@ const welcome = new Welcome({
   retry: () => feed.poll(),
 });
 const server = new ServerPanel();
+const FINE = matchMedia("(pointer: fine)"); // a focus opens no keyboard over the page
 
 // Sidebar first: on a narrow screen one drawer covers the other.
 const sidebar = new Drawer("sidebar", "toggle-sidebar", "sidebar");
@@ -59,6 +60,7 @@ for (const [id, name] of [["new-chat", "plus"], ["jump", "down"], ["close-sideba
 function refresh() {
   const { latest } = feed;
   composer.set({ running: chat.running, ready: feed.ready });
+  if (FINE.matches && document.activeElement === document.body) composer.field.focus();
   if (latest) welcome.update(feed, conversations.current.messages.length === 0);
   else if (feed.problem) welcome.update({ ...feed, latest: {} }, conversations.current.messages.length === 0);
   showConversations(conversations, { open, remove });
@@ -165,16 +167,21 @@ addEventListener("keydown", (event) => {
     begin();
   }
 });
-addEventListener("pagehide", () => conversations.save());
+addEventListener("pagehide", () => chat.running && conversations.save());
 addEventListener("hashchange", () => {
   const id = location.hash.slice(1);
   if (id) open(id);
 });
 document.addEventListener("visibilitychange", () => document.hidden || feed.poll());
-storage.watch("chat.", () => showConversations(conversations, { open, remove }));
+storage.watch("chat.", () => {
+  // Another tab may have carried this conversation on.
+  const { id, changed } = conversations.current;
+  if (!chat.running && conversations.open(id) && conversations.current.changed !== changed) thread.show(conversations.current.messages);
+  refresh();
+});
 feed.listen(showFeed);
 
 if (conversations.open(location.hash.slice(1))) thread.show(conversations.current.messages);
 refresh();
 feed.poll();
-if (matchMedia("(pointer: fine)").matches) composer.field.focus();
+if (FINE.matches) composer.field.focus();

@@ -120,15 +120,14 @@ export class AnswerView {
   *ending() {
     const { message, actions } = this;
     const { finish, error, stats } = message;
-    if (finish === "length") {
+    if (error) yield this.failure(error);
+    else if (finish === "length") {
       const full = stats?.full;
       const said = full ? `The context of ${counted(full)} tokens is full` : `Cut at ${counted(stats?.tokens ?? 0)} tokens`;
       yield this.note("alert", said, full ? null : this.button("Continue", "forward", actions.resume, "resume"));
-    }
-    if (finish === "stopped") {
+    } else if (finish === "stopped") {
       yield this.note("stop", "Stopped", message.content ? this.button("Continue", "forward", actions.resume, "resume") : null);
     }
-    if (error) yield this.failure(error);
     const said = describe(stats);
     if (error && !message.content && !said) return; // the error has a button of its own
     yield element(
@@ -151,10 +150,11 @@ export class AnswerView {
       { class: "note error" },
       icon("alert"),
       element("div", { class: "grow" },
-        element("strong", { text: "No answer" }),
+        element("strong", { text: this.message.content ? "The answer is cut" : "No answer" }),
         element("p", { class: "message-text", text: error.message }),
         place ? element("p", { class: "meta", text: place }) : null),
-      this.button("Retry", "redo", this.actions.regenerate, "retry"),
+      this.message.content ? this.button("Continue", "forward", this.actions.resume, "resume") : null,
+      this.button(this.message.content ? "Start over" : "Retry", "redo", this.actions.regenerate, "retry"),
     );
   }
 

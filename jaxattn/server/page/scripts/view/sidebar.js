@@ -23,7 +23,7 @@ export function showConversations(conversations, actions) {
   byId("stored").hidden = entries.length === 0;
   byId("stored").textContent = conversations.kept
     ? "Stored in this browser only."
-    : "This browser stores nothing: conversations end with the tab.";
+    : "The browser's storage is full or off: new messages end with the tab.";
 }
 
 /** A side panel: beside the chat where there is room, else a drawer over it. */

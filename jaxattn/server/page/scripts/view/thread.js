@@ -60,6 +60,15 @@ export class Thread {
     });
   }
 
+  /** The growing answer has ended. */
+  ended() {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    this.growing?.update(false);
+    this.growing = null;
+    this.follow();
+  }
+
   follow() {
     if (this.follows) this.scroller.scrollTop = this.scroller.scrollHeight;
   }
