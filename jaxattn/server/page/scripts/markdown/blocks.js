@@ -30,6 +30,7 @@ function blocksOf(lines, depth) {
       continue;
     }
     const [block, end] = blockAt(lines, at, depth);
+    block.spaced = at > 0 && !lines[at - 1].trim() && blocks.length > 0; // a blank line is before it
     block.source = lines.slice(at, end).join("\n");
     blocks.push(block);
     at = end;
@@ -130,9 +131,8 @@ function list(lines, at, depth) {
     const found = ITEM.exec(lines[end]);
     const same = found && found[2].at(-1) === kind && Math.abs(found[1].length - own) < 2;
     if (!same || RULE.test(lines[end])) break;
-    const [item, next, spaced] = listItem(lines, end, found);
+    const [item, next] = listItem(lines, end, found);
     items.push(item);
-    loose ||= spaced;
     end = next;
     let blank = end;
     while (blank < lines.length && !lines[blank].trim()) blank += 1;
@@ -147,16 +147,16 @@ function list(lines, at, depth) {
     if (task) inner[0] = inner[0].slice(task[0].length);
     return { checked: task ? task[1] !== " " : null, blocks: blocksOf(inner, depth + 1) };
   });
+  loose ||= parsed.some(({ blocks }) => blocks.some(({ spaced }) => spaced));
   return [{ type: "list", ordered, start: parseInt(first[2], 10), loose, items: parsed }, end];
 }
 
-/** The lines of an item without their indent, the line after it, and whether a blank is inside. */
+/** The lines of an item without their indent, and the line after it. */
 function listItem(lines, at, found) {
   const gap = found[3]?.length ?? 1;
   const width = found[1].length + found[2].length + (gap > 4 ? 1 : gap);
   const inner = [found[4] === undefined ? "" : " ".repeat(gap > 4 ? gap - 1 : 0) + found[4]];
   let end = at + 1;
-  let spaced = false;
   let open = null; // the mark of a fence that goes on
   for (; end < lines.length; end += 1) {
     const line = lines[end];
@@ -165,7 +165,6 @@ function listItem(lines, at, found) {
       const next = lines.slice(end).find((each) => each.trim());
       if (next === undefined || !belongs(next, width, found)) break;
       inner.push("");
-      spaced ||= open === null && indent(next) <= width;
       continue;
     }
     const lazy = open === null && inner.at(-1).trim() && !begins(lines, end) && !ITEM.test(line);
@@ -176,7 +175,7 @@ function listItem(lines, at, found) {
     else if (open !== null && stripped.trim().startsWith(open)) open = null;
     inner.push(stripped);
   }
-  return [inner, end, spaced];
+  return [inner, end];
 }
 
 /** Whether a line is part of an item; models indent lists below "1." by two spaces too. */

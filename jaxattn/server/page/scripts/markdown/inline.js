@@ -26,7 +26,7 @@ class InlineParser {
     this.at = 0;
     this.nodes = [];
     this.delimiters = [];
-    this.missing = new Set(); // lengths of runs of backticks that do not occur again
+    this.missing = new Set(); // what is not there further on: runs of backticks, ends of formulas
   }
 
   parse() {
@@ -66,8 +66,10 @@ class InlineParser {
     const { text, at } = this;
     const next = text[at + 1];
     if (next === "(" || next === "[") {
-      const end = text.indexOf(next === "(" ? "\\)" : "\\]", at + 2);
-      if (end > 0) return this.push({ type: "math", text: text.slice(at + 2, end).trim() }, end + 2);
+      const close = next === "(" ? "\\)" : "\\]";
+      const end = this.missing.has(close) ? -1 : text.indexOf(close, at + 2);
+      if (end < 0) this.missing.add(close);
+      else return this.push({ type: "math", text: text.slice(at + 2, end).trim() }, end + 2);
     }
     if (next === "\n") return this.push({ type: "break" }, at + 2);
     if (next === undefined || !ESCAPABLE.test(next)) return false;
