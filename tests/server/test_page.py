@@ -282,9 +282,8 @@ def test_thoughts_are_folded_and_calls_get_results(tab, chatting):
     tab.until(
         "document.querySelector('.thoughts .markdown').textContent === 'It asks for weather.'"
     )
-    assert (
-        tab.run("document.querySelector('.tool-call summary').textContent") == "Called get_weather"
-    )
+    summary = tab.run("document.querySelector('.tool-call summary').textContent")
+    assert summary == 'Called get_weather "city": "Oslo"'
     assert '"city": "Oslo"' in tab.run("document.querySelector('.tool-call pre').textContent")
     stream(tab, delta(content="Snow."), delta("stop"), usage(3))
     tab.run("document.querySelector('.tool-result textarea').value = 'snow'")

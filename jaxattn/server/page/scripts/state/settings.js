@@ -1,6 +1,6 @@
 // The fields of the settings panel: what is stored, what is sent, and what is wrong with them.
 
-import { byId } from "../view/element.js";
+import { byId, counted } from "../view/element.js";
 import * as storage from "./storage.js";
 
 export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
@@ -44,7 +44,7 @@ export function showDefaults({ defaults, chat, max_model_len: longest }) {
     const off = (name === "top_k" || name === "min_p") && value === 0;
     byId(name).placeholder = off ? "off" : String(Math.round(value * 1e4) / 1e4);
   }
-  byId("max_tokens").placeholder = chat ? `up to ${longest}` : String(PLAIN_TOKENS);
+  byId("max_tokens").placeholder = chat ? `up to ${counted(longest)}` : String(PLAIN_TOKENS);
   for (const id of ["system-section", "tools-section", "thinking-row"]) byId(id).hidden = !chat;
 }
 

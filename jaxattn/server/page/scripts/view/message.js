@@ -80,9 +80,6 @@ export class AnswerView {
   update(growing) {
     const { message } = this;
     this.node.setAttribute("aria-busy", String(growing));
-    const empty = !message.content && !message.reasoning && !message.calls?.length;
-    this.node.classList.toggle("waiting", growing && empty);
-    this.node.classList.toggle("growing", growing && !empty);
     this.updateThoughts(growing);
     if (message.plain) this.text.textContent = message.content;
     else this.markdown.update(message.content);

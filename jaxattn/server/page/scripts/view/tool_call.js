@@ -4,6 +4,8 @@ import { codeBlock } from "../markdown/render.js";
 import { element } from "./element.js";
 import { icon } from "./icons.js";
 
+const LONGEST_LINE = 120;
+
 /** A folded card with the call's arguments; `result` is the text that was sent back, if any. */
 export function toolCallCard(call, result, { open }) {
   return element(
@@ -13,7 +15,7 @@ export function toolCallCard(call, result, { open }) {
       "summary",
       {},
       icon("tool"),
-      element("span", { class: "grow" }, "Called ", element("code", { text: call.name || "…" })),
+      element("span", { class: "grow" }, "Called ", named(call)),
       icon("chevron"),
     ),
     element("div", { class: "label", text: "Arguments" }),
@@ -33,8 +35,8 @@ export function toolResultForm(calls, send) {
   const form = element(
     "form",
     { class: "card tool-result" },
-    ...calls.flatMap(({ name }, number) => [
-      element("label", { for: `result-${number}` }, "Result of ", element("code", { text: name })),
+    ...calls.flatMap((call, number) => [
+      element("label", { for: `result-${number}` }, "Result of ", named(call)),
       fields[number],
     ]),
     element("div", { class: "buttons" }, element("button", { type: "submit", class: "primary", text: calls.length > 1 ? "Send results" : "Send result" })),
@@ -44,6 +46,13 @@ export function toolResultForm(calls, send) {
     send(calls.map((call, number) => ({ call: call.id, name: call.name, content: fields[number].value })));
   });
   return form;
+}
+
+/** A call in a line, so that two of one tool can be told apart. */
+function named({ name, arguments: given }) {
+  const line = given.replace(/\s+/g, " ").replace(/^\{ ?| ?\}$/g, "");
+  const cut = line.length > LONGEST_LINE ? `${line.slice(0, LONGEST_LINE - 1)}…` : line;
+  return element("span", {}, element("code", { text: name || "…" }), " ", element("span", { class: "meta mono", text: cut }));
 }
 
 const isJson = (text) => {

@@ -69,9 +69,9 @@ export class Welcome {
     const lines = moving.map(({ name, done, of }) => stage(capital(name), `${sized(done)} of ${sized(of)}`, of ? done / of : null));
     if (compiling.length) {
       const open = compiling.filter(({ done, of }) => done < of);
-      const said = open.length ? open.at(-1).name.replace(/^compiling /, "") : "done";
+      const now = open.length ? `, now ${open[0].name.replace(/^compiling /, "")}` : "";
       const ended = compiling.length - open.length;
-      lines.unshift(stage("Compiling", `${ended} executable${ended === 1 ? "" : "s"}, now ${said}`, open.length ? null : 1));
+      lines.unshift(stage("Compiling", `${ended} of ${compiling.length} executables${now}`, open.length ? null : 1));
     }
     if (!lines.length) lines.push(stage("Reading the model's files", "", null));
     else if (lines.every((line) => line.dataset.done)) lines.push(stage("Warming up", "", null));
