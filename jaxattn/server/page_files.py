@@ -29,7 +29,6 @@ POLICY = "; ".join(
 )
 HEADERS = {
     "content-security-policy": POLICY,
-    "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",

@@ -62,7 +62,9 @@ export function identifier() {
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-const valid = (found) => typeof found?.id === "string" && Array.isArray(found.messages);
+const valid = (found) =>
+  typeof found?.id === "string" && Array.isArray(found.messages) &&
+  found.messages.every((message) => typeof message?.content === "string");
 
 function titled(text) {
   const line = text.trim().replace(/\s+/g, " ");

@@ -23,7 +23,7 @@ export class LivePlot {
     this.cursor = svg("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
     this.drawing = svg(
       "svg",
-      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" },
+      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: nothing yet` },
       ...[0, 0.5, 1].map((part) => {
         const y = TOP + (HEIGHT - TOP - 1) * part;
         return svg("line", { class: "grid", x1: 0, x2: WIDTH, y1: y, y2: y });
