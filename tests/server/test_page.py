@@ -400,9 +400,9 @@ def test_a_narrow_screen_shows_the_panels_as_drawers(tab, chatting):
             "document.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}))"
         )
         assert tab.run("document.getElementById('panel').hidden") is True
-        stream(
-            tab, delta(content="| a | b |\n|---|---|\n" + f"| {'x' * 400} | 1 |\n\n`{'y' * 400}`")
-        )
+        call = {"id": "c", "function": {"name": "f" * 80, "arguments": f'["{"z" * 400}"]'}}
+        table = f"| a | b |\n|---|---|\n| {'x' * 400} | 1 |\n\n`{'y' * 400}`"
+        stream(tab, delta(content=table), delta("tool_calls", tool_calls=[call]))
         say(tab, "wide")
         answered(tab)
         assert tab.run("document.documentElement.scrollWidth") == 390
