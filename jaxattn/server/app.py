@@ -6,7 +6,6 @@ client from the handlers.
 
 import functools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,15 +25,10 @@ from jaxattn.server.http.request import Endpoint, HttpRequest
 from jaxattn.server.openai.chat_completions import chat_completions
 from jaxattn.server.openai.completions import completions
 from jaxattn.server.openai.tokenization import detokenize, tokenize
+from jaxattn.server.page_files import page_file, page_files
 from jaxattn.server.runtime.service import Service
 
 Call = Callable[[Service, HttpRequest], Awaitable[None]]
-PAGE = Path(__file__).with_name("page")
-FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-}
 GET: dict[str, Call] = {
     "/v1/models": status.models,
     "/health": status.health,
@@ -50,12 +44,6 @@ POST: dict[str, Call] = {
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",
-}
 
 
 def build(service: Service) -> ASGIApp:
@@ -68,7 +56,8 @@ def build(service: Service) -> ASGIApp:
 
     routes = [route(path, functools.partial(call, service), "GET") for path, call in GET.items()]
     routes += [route(path, functools.partial(call, service), "POST") for path, call in POST.items()]
-    routes += [route(path, functools.partial(_file, *file), "GET") for path, file in FILES.items()]
+    for path, file in page_files().items():
+        routes.append(route(path, functools.partial(page_file, file), "GET"))
     app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: _of_starlette})
     app = ApiKeyAuth(app, settings.keys)
     if settings.origins:
@@ -77,12 +66,6 @@ def build(service: Service) -> ASGIApp:
         )
     app = AllowedOrigins(app, settings.origins, local=settings.local)
     return AccessLog(app, written=settings.access_log)
-
-
-async def _file(name: str, kind: str, exchange: HttpRequest) -> None:
-    """A file of the page."""
-    data = (PAGE / name).read_bytes()
-    await exchange.whole(data, 200, {"content-type": kind, **PAGE_HEADERS})
 
 
 def _of_starlette(request: Request, error: Exception) -> Response:

@@ -5,6 +5,8 @@ import time
 from typing import Any
 
 from jaxattn import __version__
+from jaxattn.server.decoding.sampling_params import read_sampling
+from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.runtime.metrics import CONTENT_TYPE
 from jaxattn.server.runtime.server_state import ServerState, unavailable
@@ -56,13 +58,20 @@ async def metrics(service: Service, exchange: HttpRequest) -> None:
 
 
 async def stats(service: Service, exchange: HttpRequest) -> None:
-    """The numbers of the page's gauges; those that only grow are sums since the start."""
+    """What the page shows; numbers that only grow are sums since the start."""
     held, plan = service.metrics.snapshot, service.metrics.plan
     await exchange.json(
         {
             "now": time.perf_counter(),
             "phase": str(service.phase),
             "model": service.settings.names[0],
+            "startup": {
+                "seconds": round(time.time() - service.started, 1),
+                "tasks": list(service.served.progress())
+                if service.phase is ServerState.STARTING
+                else [],
+            },
+            "defaults": _sampling_defaults(service),
             "chat": service.tokenizer.has_chat_template,
             "max_model_len": service.limits.max_model_len,
             "rows": {"used": held.rows, "of": service.limits.batch},
@@ -76,3 +85,16 @@ async def stats(service: Service, exchange: HttpRequest) -> None:
             ],
         }
     )
+
+
+def _sampling_defaults(service: Service) -> dict[str, float]:
+    """How a request is sampled that does not say it."""
+    served = service.served
+    plain = read_sampling(JsonFields({}), served.defaults, None, vocab_size=served.vocab_size)
+    return {
+        "temperature": plain.temperature,
+        "top_p": plain.top_p,
+        "top_k": plain.top_k,
+        "min_p": plain.min_p,
+        "repetition_penalty": plain.more.get("repetition_penalty", 1.0),
+    }

@@ -131,6 +131,7 @@ def start_engine(
     messages: Console,
     stages: StageTimings,
     crew: ProcessGroup | None = None,
+    display: ProgressDisplay | None = None,
 ) -> tuple[Engine, dict[str, float]]:
     """(a running engine, the seconds that each executable took to compile).
 
@@ -139,6 +140,7 @@ def start_engine(
 
     Args:
         crew: the processes that run one engine, of which the first leads it from here on.
+        display: of the progress, where others read it too.
 
     Raises:
         InputError: the model does not fit, its plan is printed; its weights are damaged or
@@ -149,7 +151,7 @@ def start_engine(
     served = model.with_cache_format(limits.cache_format, limits.native_layers)
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}
-    with ProgressDisplay(messages) as display:
+    with display or ProgressDisplay(messages) as display:
 
         def load(loading: BackgroundLoad) -> Any:
             def moved(what: str, done: int, total: int) -> None:

@@ -1,6 +1,7 @@
 """One display of all that goes on before an engine runs: bytes that move, steps that compile."""
 
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -56,6 +57,18 @@ class ProgressDisplay:
         """So many bytes of what is fetched or loaded."""
         task = self._task(what, total=total, moves=True)
         self._progress.update(task, completed=done, total=total)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """What has begun so far, as JSON; from any thread."""
+        return [
+            {
+                "name": task.description,
+                "done": task.completed,
+                "of": task.total,
+                "bytes": bool(task.fields.get("moves")),
+            }
+            for task in self._progress.tasks
+        ]
 
     def stop(self) -> None:
         """Leaves its last state on the terminal."""

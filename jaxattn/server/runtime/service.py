@@ -8,8 +8,9 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 
@@ -45,6 +46,8 @@ class ServedModel:
         vocab_size: of the model.
         longest: tokens of the model's longest row, whatever the limits.
         defaults: of requests that do not say how to sample.
+        progress: what `make` has done so far, for the page: JSON objects with the name of a task,
+            how much is `done` `of` what, and whether these are `bytes`.
     """
 
     make: Callable[[], EngineProtocol]
@@ -53,6 +56,7 @@ class ServedModel:
     vocab_size: int
     defaults: SamplingDefaults
     longest: int | None = None
+    progress: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
 
 class Service:
