@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Casting float32 to float8_e4m3fn: PyTorch saturates, JAX and ml_dtypes give NaN.
+# Casts of float32 to float8 of PyTorch and of JAX differ outside the range: PyTorch saturates, JAX gives NaN.
 #
-# Seen with torch 2.13.0, jax 0.11.2 and ml_dtypes 0.6.0. Values above 464 do not fit float8_e4m3fn, whose largest
-# number is 448. PyTorch's `.to(torch.float8_e4m3fn)` turns 1e6 and infinity into 448. `astype` of JAX and of ml_dtypes
-# turns them into NaN. For float8_e5m2 all three give infinity. Code that relies on a saturating cast, such as a
-# quantizer without a clip, therefore gives NaN after a port to JAX.
+# Seen with torch 2.13.0, jax 0.11.2 and ml_dtypes 0.6.0.
+# float8_e4m3fn: values above 464 do not fit, since the largest number is 448. PyTorch's `.to` turns 1e6 and infinity
+# into 448. `astype` of JAX and of ml_dtypes turns them into NaN. For float8_e5m2 all three give infinity.
+# float8_e8m0fnu, the scales of MXFP4 and MXFP8, has neither zero nor sign. PyTorch turns 0 into 2**-127 and drops the
+# sign of -1. JAX and ml_dtypes turn both into NaN. A block of zeros whose scale is max|x| / 6 thus becomes NaN.
+# A quantizer without a clip therefore gives NaN after a port to JAX.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -16,23 +18,19 @@ import ml_dtypes
 import numpy as np
 import torch
 
-values = np.array([448, 464, 480, 1e6, -1e6, np.inf], np.float32)
-nan = float("nan")
-seen = {
-    "torch e4m3fn": torch.tensor(values).to(torch.float8_e4m3fn).float().numpy(),
-    "jax e4m3fn": np.asarray(jnp.asarray(values).astype(jnp.float8_e4m3fn)).astype(np.float32),
-    "ml_dtypes e4m3fn": values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32),
-    "torch e5m2": torch.tensor([1e6]).to(torch.float8_e5m2).float().numpy(),
-    "jax e5m2": np.asarray(jnp.float32([1e6]).astype(jnp.float8_e5m2)).astype(np.float32),
+nan, inf = float("nan"), float("inf")
+cases = {
+    "float8_e4m3fn": ([448, 464, 480, 1e6, -1e6, inf], [448, 448, 448, 448, -448, 448], [448, 448, nan, nan, nan, nan]),
+    "float8_e5m2": ([57344, 1e6], [57344, inf], [57344, inf]),
+    "float8_e8m0fnu": ([0, -1, 1, 3], [2.0**-127, 1, 1, 4], [nan, nan, 1, 4]),
 }
-expected = {
-    "torch e4m3fn": [448, 448, 448, 448, -448, 448],
-    "jax e4m3fn": [448, 448, nan, nan, nan, nan],
-    "ml_dtypes e4m3fn": [448, 448, nan, nan, nan, nan],
-    "torch e5m2": [np.inf],
-    "jax e5m2": [np.inf],
-}
-for name, found in seen.items():
-    print(f"{name}: {found.tolist()}")
-    np.testing.assert_array_equal(found, expected[name])
+for name, (values, of_torch, of_jax) in cases.items():
+    values = np.float32(values)
+    by_torch = torch.tensor(values).to(getattr(torch, name)).float().numpy()
+    by_jax = np.asarray(jnp.asarray(values).astype(getattr(jnp, name))).astype(np.float32)
+    by_ml_dtypes = values.astype(getattr(ml_dtypes, name)).astype(np.float32)
+    print(name, values.tolist(), "torch", by_torch.tolist(), "jax", by_jax.tolist())
+    np.testing.assert_array_equal(by_torch, np.float32(of_torch))
+    np.testing.assert_array_equal(by_jax, np.float32(of_jax))
+    np.testing.assert_array_equal(by_ml_dtypes, np.float32(of_jax))
 PY
