@@ -27,6 +27,7 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.helpers.executables import share_executables  # noqa: E402
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
@@ -37,6 +38,7 @@ if jax.default_backend() == "cpu":
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
 use_numpy_callbacks()
+share_executables()
 # All of it is read once, and most of it stays.
 gc.set_threshold(100_000, 20, 20)
 # XLA has read them: a process that a test starts is compiled as users compile it.

@@ -315,7 +315,7 @@ def test_an_engine_without_limits_answers_as_one_row_at_a_time(on_a_gpu):
 
 
 def test_an_engine_says_what_it_chose_and_so_does_its_plan(on_a_gpu):
-    model = Hybrid(CONFIG)
+    model = Hybrid(EXACT)
     made = engine_build.prepare(model, model.param_shapes())
     planned = plan(model, DeviceMemory("a GPU", 4 * GIB), Limits())
     assert made.plan.choices == planned.choices
