@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 import zlib
 from typing import Any
 
@@ -142,6 +143,39 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     # On a GPU what waits for the collector may hold memory that other processes want.
     gc.set_threshold(*((100_000, 100, 20) if jax.default_backend() == "cpu" else (10_000, 20, 20)))
+
+
+# Seconds of CPU time of one test with its fixtures. An engine of a file's own takes up to 13 s, and
+# other programs make that half as much again, whatever they do to the clock.
+MOST_TEST_SECONDS = 40
+_BEGUN = pytest.StashKey[float]()
+
+
+def too_slow(seconds: float, markers: set[str]) -> str | None:
+    """What a test that took so many seconds of CPU time is told, or None."""
+    if seconds <= MOST_TEST_SECONDS or markers & {"gpu", "large", "slow"}:
+        return None
+    return (
+        f"the test took {seconds:.0f} s of CPU time, more than {MOST_TEST_SECONDS} s: use smaller "
+        "shapes, share an engine, or mark cases `slow`; see docs/testing.md"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Any:
+    item.stash[_BEGUN] = time.process_time()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    result = yield
+    if jax.default_backend() == "cpu" and not item.config.getoption("--slow"):
+        markers = {mark.name for mark in item.iter_markers()}
+        said = too_slow(time.process_time() - item.stash[_BEGUN], markers)
+        if said:
+            pytest.fail(said, pytrace=False)
+    return result
 
 
 # Seconds of CPU time that the suite is meant to take at most: ten minutes on two cores.
