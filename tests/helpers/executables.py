@@ -22,9 +22,7 @@ def share_executables() -> None:
         return
     kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
-    def compiled(
-        backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any
-    ) -> Any:
+    def compiled(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
         # A callback is of this call alone; another platform's executables may hold its memory.
         if host_callbacks or backend.platform != "cpu":
             return compile_one(backend, module, devices, options, host_callbacks)
