@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
-from jaxattn.ops.turboquant.key_mean import common_key
 from tests.helpers.turbo_cases import TurboCase, hadamard64, read_page, turbo_case
-from tests.helpers.turbo_compiled import pack, page_slots, quantize, slot_pages
+from tests.helpers.turbo_compiled import common_key, pack, page_slots, quantize, slot_pages
 
 ROUNDING = 2.0**-11  # of float16, relative
 
@@ -55,7 +54,8 @@ def common64(case: TurboCase) -> np.ndarray:
         jnp.maximum(case.seq_lens - new, 0), case.seq_lens,
     )  # fmt: skip
     at = jnp.full(1, case.layer, jnp.int32)
-    found = common_key(case.form, case.kv_cache, case.block_tables, case.seq_lens, begins, at)
+    arrays = case.kv_cache, case.block_tables, case.seq_lens, begins, at
+    found = common_key(case.form, *arrays)
     return np.asarray(found, np.float64)
 
 

@@ -184,7 +184,7 @@ def every_expert(model: DecoderModel) -> DecoderModel:
     )
 
 
-@of("qwen3_next_fp8")
+@of("qwen3_moe")
 def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(loaded, wanted, folder):
     """Without a choice no near-tie of a router falls to another expert."""
     model, params = huggingface_checkpoint.load(folder)

@@ -204,11 +204,11 @@ def test_the_common_key_is_a_mean_of_tokens_of_the_row(preset, dim, page):
         for head in range(found.shape[1]):
             mean = np.zeros(dim)
             if len(tokens):
-                held = [
-                    read_page(case.form, pages[case.block_tables[row, t // page], head])
-                    for t in tokens
-                ]
-                keys = np.array([k[t % page] for (k, _), t in zip(held, tokens, strict=True)])
+                held = {
+                    place: read_page(case.form, pages[case.block_tables[row, place], head])[0]
+                    for place in {t // page for t in tokens.tolist()}
+                }
+                keys = np.array([held[t // page][t % page] for t in tokens.tolist()])
                 norms = np.array([own_norm(case, row, head, t) for t in tokens])
                 alone = np.array([(np.unique(tokens) // 16 == t // 16).sum() == 1 for t in tokens])
                 kept = ~alone | (len(whole) == 1)
