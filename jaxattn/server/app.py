@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxattn.server import status
+from jaxattn.server.anthropic.messages import count_tokens, create_message
 from jaxattn.server.http.access_log import AccessLog
 from jaxattn.server.http.allowed_origins import AllowedOrigins
 from jaxattn.server.http.api_keys import ApiKeyAuth
@@ -25,6 +26,12 @@ from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.request import Endpoint, HttpRequest
 from jaxattn.server.openai.chat_completions import chat_completions
 from jaxattn.server.openai.completions import completions
+from jaxattn.server.openai.responses.endpoint import (
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
 from jaxattn.server.openai.tokenization import detokenize, tokenize
 from jaxattn.server.runtime.service import Service
 
@@ -37,6 +44,8 @@ FILES = {
 }
 GET: dict[str, Call] = {
     "/v1/models": status.models,
+    "/v1/models/{model_id:path}": status.model,
+    "/v1/responses/{response_id}": get_response,
     "/health": status.health,
     "/ping": status.ping,
     "/version": status.version,
@@ -47,9 +56,14 @@ GET: dict[str, Call] = {
 POST: dict[str, Call] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
+    "/v1/responses": create_response,
+    "/v1/responses/input_tokens": count_input_tokens,
+    "/v1/messages": create_message,
+    "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
+DELETE: dict[str, Call] = {"/v1/responses/{response_id}": delete_response}
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
@@ -68,12 +82,19 @@ def build(service: Service) -> ASGIApp:
 
     routes = [route(path, functools.partial(call, service), "GET") for path, call in GET.items()]
     routes += [route(path, functools.partial(call, service), "POST") for path, call in POST.items()]
+    routes += [
+        route(path, functools.partial(call, service), "DELETE") for path, call in DELETE.items()
+    ]
     routes += [route(path, functools.partial(_file, *file), "GET") for path, file in FILES.items()]
     app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: _of_starlette})
     app = ApiKeyAuth(app, settings.keys)
     if settings.origins:
         app = CORSMiddleware(
-            app, settings.origins, ("GET", "POST"), ("*",), expose_headers=("x-request-id",)
+            app,
+            settings.origins,
+            ("GET", "POST", "DELETE"),
+            ("*",),
+            expose_headers=("x-request-id",),
         )
     app = AllowedOrigins(app, settings.origins, local=settings.local)
     return AccessLog(app, written=settings.access_log)
@@ -92,4 +113,4 @@ def _of_starlette(request: Request, error: Exception) -> Response:
         message = f"there is no {request.url.path[:200]!r} here"
     else:
         message = f"{request.method} {request.url.path[:200]!r}: {error.detail}"
-    return response(ApiError(error.status_code, message, headers=error.headers))
+    return response(ApiError(error.status_code, message, headers=error.headers), request.url.path)

@@ -8,6 +8,7 @@ from jaxattn.text.renderer_process import TemplateRenderer
 from jaxattn.text.tokenizer_config import TemplateFile, TokenizerConfig
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+FINAL = "\u2063<the content of the last message ends here>\u2063"  # for `continue_final_message`
 
 
 class ChatTemplate:
@@ -31,23 +32,31 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """The text of a conversation, special tokens included.
 
+        Args:
+            continue_final_message: it ends with the last message's content, which goes on.
+
         Raises:
             TextError: as `Tokenizer.chat` does.
         """
+        flat = flattened(messages)
+        if continue_final_message:
+            flat[-1]["content"] = (flat[-1]["content"] or "") + FINAL
         given = {
             "documents": None,
             **self._special,
             **variables,
-            "messages": flattened(messages),
+            "messages": flat,
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
         template = self.choose(bool(tools))
-        return self._renderer.render(template.source, given, str(template.path))
+        text = self._renderer.render(template.source, given, str(template.path))
+        return _up_to_final(text) if continue_final_message else text
 
     def choose(self, tools: bool) -> TemplateFile:
         """The template "tool_use" where there are tools and it is there; else "default".
@@ -67,6 +76,17 @@ class ChatTemplate:
             f"{self._folder} has chat templates named {', '.join(sorted(self._templates))}, and "
             f"none of them is {' or '.join(names)}"
         )
+
+
+def _up_to_final(text: str) -> str:
+    """The text of a conversation up to the end of its last message's content."""
+    before, found, _ = text.rpartition(FINAL)
+    if not found:
+        raise TextError(
+            "continue_final_message: the chat template does not write the last message's content; "
+            "leave continue_final_message out"
+        )
+    return before
 
 
 def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ class OutputChunk:
         finish: "stop" or "length" in the last piece.
         stop: the string or token that ended it.
         chances: of its tokens, if the request asked for them.
+        ids: its tokens.
     """
 
     choice: int
@@ -40,6 +41,7 @@ class OutputChunk:
     finish: str | None = None
     stop: str | int | None = None
     chances: tuple[Chance, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 class ChoiceDetokenizer:
@@ -48,10 +50,11 @@ class ChoiceDetokenizer:
     Attributes:
         tokens: that were generated.
         done: whether its last piece was made.
+        cached: tokens of its prompt that were not read again; known at its end.
     """
 
     def __init__(self, number: int, stream: TokenStream, stops: StopStrings):
-        self.number, self.tokens = number, 0
+        self.number, self.tokens, self.cached = number, 0, 0
         self.done = False
         self._stream, self._stops = stream, stops
 
@@ -61,7 +64,8 @@ class ChoiceDetokenizer:
         text, stop = self._stops.push(self._stream.push(event.token))
         chances = () if event.logprobs is None else ((event.token, event.logprobs),)
         self.done = stop is not None
-        return OutputChunk(self.number, text, 1, "stop" if self.done else None, stop, chances)
+        finish = "stop" if self.done else None
+        return OutputChunk(self.number, text, 1, finish, stop, chances, (event.token,))
 
     def end(self, completion: Completion) -> OutputChunk:
         """The last piece of a row that ended.
@@ -69,7 +73,7 @@ class ChoiceDetokenizer:
         Raises:
             ApiError: it did not end as it should.
         """
-        self.done = True
+        self.done, self.cached = True, completion.cached_tokens
         finish = ENDS.get(completion.finish_reason)
         if finish is None:
             raise failure(completion)
@@ -143,6 +147,16 @@ class Generation:
         return sum(choice.tokens for choice in self._choices.values())
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of all choices: each reads the prompt."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompts that were not read again, of all choices that have ended."""
+        return sum(choice.cached for choice in self._choices.values())
+
+    @property
     def open(self) -> list[int]:
         """The ids of rows whose end has not been read."""
         return [id for id, choice in self._choices.items() if id is not None and not choice.done]
@@ -173,6 +187,8 @@ class Generation:
         request = event.completion.request if isinstance(event, FinishEvent) else event.request
         choice = self._choices[request.id]
         if choice.done:  # at a stop string, and then its row ended
+            if isinstance(event, FinishEvent):
+                choice.cached = event.completion.cached_tokens
             return None
         if isinstance(event, FinishEvent):
             return choice.end(event.completion)
@@ -188,7 +204,7 @@ def _joined(pieces: Iterable[OutputChunk | None]) -> list[OutputChunk]:
         before = found.get(piece.choice)
         if before is not None:
             text, tokens = before.text + piece.text, before.tokens + piece.tokens
-            chances = before.chances + piece.chances
-            piece = OutputChunk(piece.choice, text, tokens, piece.finish, piece.stop, chances)
+            chances, ids = before.chances + piece.chances, before.ids + piece.ids
+            piece = OutputChunk(piece.choice, text, tokens, piece.finish, piece.stop, chances, ids)
         found[piece.choice] = piece
     return list(found.values())

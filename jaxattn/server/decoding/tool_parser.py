@@ -17,6 +17,8 @@ from typing import Any
 
 import orjson
 
+from jaxattn.server.decoding.message_events import ContentDelta, MessageEvent, ToolCall
+
 BEGIN, END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -25,7 +27,7 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>
 
 
 @dataclasses.dataclass(frozen=True)
-class ToolCall:
+class ToolMatch:
     """One call.
 
     Attributes:
@@ -57,9 +59,9 @@ class ToolParser:
         self._tools = tools
         self._held = ""
         self._inside = False
-        self.calls: list[ToolCall] = []
+        self.calls: list[ToolMatch] = []
 
-    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+    def push(self, text: str) -> tuple[str, list[ToolMatch]]:
         """(content that is final, calls that ended with this text)."""
         self._held += text
         content, calls = "", []
@@ -94,13 +96,13 @@ class ToolParser:
         self._held = held[len(known) :]
         return known
 
-    def _read(self, text: str) -> ToolCall | None:
+    def _read(self, text: str) -> ToolMatch | None:
         found = _hermes(text) or self._tagged(text)
         if found is None:
             return None
         name, arguments = found
         spelled = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
-        return ToolCall(name, spelled, f"call_{secrets.token_hex(12)}")
+        return ToolMatch(name, spelled, f"call_{secrets.token_hex(12)}")
 
     def _tagged(self, text: str) -> tuple[str, dict[str, Any]] | None:
         if match := _FUNCTION.match(text):
@@ -122,6 +124,28 @@ class ToolParser:
                 pairs = known.items() if isinstance(known, dict) else ()
                 return {key: each.get("type") for key, each in pairs if isinstance(each, dict)}
         return {}
+
+
+class ToolCallReader:
+    """The events of a choice's text; a `MessageParser` without thoughts."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]):
+        self._parser = ToolParser(tools) if tools else None
+
+    def feed(self, text: str) -> list[MessageEvent]:
+        if self._parser is None:
+            return [ContentDelta(text)] if text else []
+        content, calls = self._parser.push(text)
+        begin = len(self._parser.calls) - len(calls)
+        found: list[MessageEvent] = [ContentDelta(content)] if content else []
+        return found + [
+            ToolCall(begin + place, call.id, call.name, call.arguments)
+            for place, call in enumerate(calls)
+        ]
+
+    def finish(self) -> list[MessageEvent]:
+        content = self._parser.end() if self._parser else ""
+        return [ContentDelta(content)] if content else []
 
 
 def _hermes(text: str) -> tuple[str, Any] | None:

@@ -54,7 +54,7 @@ class ApiKeyAuth:
             return await self._app(scope, receive, send)
         error = ApiError(
             401,
-            "a valid key is needed: send it as 'Authorization: Bearer KEY'",
+            "a valid key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -62,9 +62,11 @@ class ApiKeyAuth:
 
     def _known(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
-        matches = [secrets.compare_digest(given, digest) for digest in self._digests]
-        return kind.lower() == "bearer" and any(matches)
+        bearer = key if kind.lower() == "bearer" else ""
+        # Anthropic's clients send a header of their own.
+        given = [_digest(each.strip()) for each in (bearer, headers.get("x-api-key", ""))]
+        matches = [secrets.compare_digest(a, b) for a in given for b in self._digests]
+        return any(matches)
 
 
 def _digest(key: str) -> bytes:

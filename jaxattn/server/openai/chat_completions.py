@@ -1,19 +1,27 @@
 """POST /v1/chat/completions: a conversation is answered."""
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS
-from jaxattn.server.decoding.generation import OutputChunk
+from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
+from jaxattn.server.decoding.message_events import MessageParser
 from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
-from jaxattn.server.decoding.tool_parser import ToolCall, ToolParser
+from jaxattn.server.decoding.tool_parser import ToolCallReader, ToolMatch, ToolParser
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
+from jaxattn.server.openai.response_builder import (
+    WHOLE,
+    ChoiceText,
+    ResponseBuilder,
+    StreamOptions,
+    read_streaming,
+)
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
@@ -24,8 +32,35 @@ MOST_TOOLS = 128
 MOST_VARIABLES = 32
 OWN_VARIABLES = frozenset(
     # The last is Python's own word for the object whose method is called.
-    {"messages", "tools", "documents", "add_generation_prompt", "self"}
+    {
+        *("messages", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "self"),
+    }
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A conversation that can be answered, in whichever API it came.
+
+    Attributes:
+        generation: its rows, which are not queued yet.
+        tools: that the model may call.
+        spell: the bytes of a token, where log-probabilities are asked for.
+    """
+
+    generation: Generation
+    tools: Sequence[Mapping[str, Any]]
+    spell: Spell | None
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The tokens of the conversation, which all choices share."""
+        return self.generation.requests[0].prompt
+
+    def parser(self) -> MessageParser:
+        """What divides the text of one choice into thoughts, content and calls."""
+        return ToolCallReader(self.tools)
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
@@ -33,40 +68,56 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
     arrived = time.perf_counter()
     with service.entered() as ticket:
         fields = await exchange.fields()
-        service.check_model(fields)
-        refuse_unsupported(fields)
-        top = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
-        if top is not None and not fields.flag("logprobs"):
-            raise bad("top_logprobs", "top_logprobs needs logprobs: true; add logprobs")
-        logprobs = (top or 0) if fields.flag("logprobs") else None
-        most = fields.integer("max_completion_tokens", 1, MOST_ID)
-        most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
-        served = service.served
-        sampling = read_sampling(
-            fields, served.defaults, most, logprobs, vocab_size=served.vocab_size
-        )
         streaming = read_streaming(fields)
-        tools = read_tools(fields)
-        grammar = read_grammar(fields, tools)
-        prompt = await encoded(service, fields, tools)
-        rooms = [service.room(prompt, "messages")]
+        chat = await read_chat(service, fields)
+        choices = len(chat.generation.requests)
+        ids = [chat.prompt] * choices if fields.flag("return_token_ids") else None
         await ResponseWriter(
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=await service.generation(
-                [prompt], rooms, sampling, continues=False, grammar=grammar
-            ),
+            generation=chat.generation,
             form=ChatResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
-                len(prompt),
-                tools,
-                None if logprobs is None else service.tokenizer.token_bytes,
+                len(chat.prompt),
+                chat.tools,
+                chat.spell,
+                streaming,
+                ids,
             ),
-            streaming=streaming,
+            streamed=streaming.stream,
             arrived=arrived,
         ).give()
+
+
+async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
+    """A request in the form of Chat Completions; those of other APIs are translated to it.
+
+    Raises:
+        ApiError: 400 or 404, with the field's name.
+    """
+    service.check_model(fields)
+    refuse_unsupported(fields)
+    top = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
+    if top is not None and not fields.flag("logprobs"):
+        raise bad("top_logprobs", "top_logprobs needs logprobs: true; add logprobs")
+    logprobs = (top or 0) if fields.flag("logprobs") else None
+    most = fields.integer("max_completion_tokens", 1, MOST_ID)
+    most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
+    served = service.served
+    sampling = read_sampling(fields, served.defaults, most, logprobs, vocab_size=served.vocab_size)
+    tools = read_tools(fields)
+    grammar = read_grammar(fields, tools)
+    prompt = service.shortened(fields, await encoded(service, fields, tools))
+    rooms = [service.room(prompt, "messages")]
+    return ChatRequest(
+        generation=await service.generation(
+            [prompt], rooms, sampling, continues=False, grammar=grammar
+        ),
+        tools=tools,
+        spell=None if logprobs is None else service.tokenizer.token_bytes,
+    )
 
 
 async def encoded(
@@ -96,6 +147,13 @@ async def encoded(
     if effort := fields.text("reasoning_effort", 32):
         variables = {"reasoning_effort": effort, **variables}
     begins = fields.flag("add_generation_prompt", True)
+    if fields.flag("continue_final_message"):
+        if begins:
+            raise bad(
+                "continue_final_message",
+                "continue_final_message needs add_generation_prompt: false; add it",
+            )
+        variables = {**variables, "continue_final_message": True}
     try:
         return await service.in_thread(
             lambda: service.tokenizer.chat(
@@ -144,8 +202,10 @@ class ChatResponseBuilder(ResponseBuilder):
         prompt_tokens: int,
         tools: Sequence[Mapping[str, Any]] = (),
         spell: Spell | None = None,
+        streaming: StreamOptions = WHOLE,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
     ):
-        super().__init__(model, fingerprint, prompt_tokens, spell)
+        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids)
         self._tools = tools
         self._readers: dict[int, ToolParser] = {}
         self._begun: set[int] = set()
@@ -178,7 +238,7 @@ class ChatResponseBuilder(ResponseBuilder):
             yield from self._deltas(piece, {})
 
     def _deltas(self, piece: OutputChunk, first: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        reader, content, calls = self._readers[piece.choice], piece.text, list[ToolCall]()
+        reader, content, calls = self._readers[piece.choice], piece.text, list[ToolMatch]()
         if self._tools:
             content, calls = reader.push(piece.text)
             content += reader.end() if piece.finish else ""
@@ -188,7 +248,7 @@ class ChatResponseBuilder(ResponseBuilder):
             delta["tool_calls"] = [
                 {"index": begin + place, **call.json} for place, call in enumerate(calls)
             ]
-        if delta or piece.finish or piece.chances:
+        if delta or piece.finish or self.told_of(piece):
             yield {
                 "index": piece.choice,
                 "delta": delta,

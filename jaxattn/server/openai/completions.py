@@ -14,7 +14,13 @@ from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
+from jaxattn.server.openai.response_builder import (
+    WHOLE,
+    ChoiceText,
+    ResponseBuilder,
+    StreamOptions,
+    read_streaming,
+)
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
@@ -50,7 +56,9 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 f"{MOST_CHOICES} continuations; send them in several requests",
             )
         prompts = await service.in_thread(lambda: [_tokens(service, each) for each in given])
+        prompts = [service.shortened(fields, prompt) for prompt in prompts]
         rooms = [service.room(prompt, "prompt") for prompt in prompts]
+        repeated = [prompt for prompt in prompts for _ in range(sampling.choices)]
         echoes = [""] * len(prompts)
         if fields.flag("echo"):
             echoes = [_text(service, each) for each in given]
@@ -67,8 +75,10 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 sum(map(len, prompts)),
                 [echo for echo in echoes for _ in range(sampling.choices)],
                 None if logprobs is None else service.tokenizer.token_bytes,
+                streaming,
+                repeated if fields.flag("return_token_ids") else None,
             ),
-            streaming=streaming,
+            streamed=streaming.stream,
             arrived=arrived,
         ).give()
 
@@ -133,8 +143,10 @@ class CompletionResponseBuilder(ResponseBuilder):
         prompt_tokens: int,
         echoes: Sequence[str],
         spell: Spell | None = None,
+        streaming: StreamOptions = WHOLE,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(model, fingerprint, prompt_tokens, spell)
+        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids)
         self._echoes, self._begun = echoes, set[int]()
         self._offsets: dict[int, int] = {}
 
@@ -149,7 +161,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         if first:
             self._begun.add(piece.choice)
             text = self._echoes[piece.choice] + text
-        if text or first or piece.finish or piece.chances:
+        if text or first or piece.finish or self.told_of(piece):
             yield self._choice(piece.choice, text, piece.finish, piece.chances)
 
     def _choice(

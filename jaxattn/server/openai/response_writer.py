@@ -10,8 +10,9 @@ import time
 
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.http.errors import ApiError
+from jaxattn.server.http.event_stream import PING
 from jaxattn.server.http.request import ClientClosed, HttpRequest
-from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, StreamOptions
+from jaxattn.server.openai.answer_form import AnswerForm
 from jaxattn.server.runtime.admission import AdmissionToken
 from jaxattn.server.runtime.service import Service
 
@@ -21,6 +22,7 @@ class ResponseWriter:
     """One answer in the making.
 
     Attributes:
+        streamed: in events, as it is generated.
         arrived: when the request came, of `time.perf_counter`.
         begun: when its first piece came.
     """
@@ -29,8 +31,8 @@ class ResponseWriter:
     exchange: HttpRequest
     ticket: AdmissionToken
     generation: Generation
-    form: ResponseBuilder
-    streaming: StreamOptions
+    form: AnswerForm
+    streamed: bool
     arrived: float
     begun: float | None = None
 
@@ -42,8 +44,8 @@ class ResponseWriter:
             ClientClosed: the client left.
         """
         generation = self.generation
-        self.ticket.grow(len(generation.requests), self.prompt_tokens)
-        work = self._stream() if self.streaming.stream else self._whole()
+        self.ticket.grow(len(generation.requests), self.generation.prompt_tokens)
+        work = self._stream() if self.streamed else self._whole()
         try:
             with self.service.running(generation, self.arrived):
                 await self.exchange.attended(work)
@@ -54,33 +56,23 @@ class ResponseWriter:
         finally:
             self._log()
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all choices: each reads the prompt."""
-        return sum(len(request.prompt) for request in self.generation.requests)
-
     async def _whole(self) -> None:
-        texts = [ChoiceText() for _ in self.generation.requests]
         while not self.generation.done:
             for piece in await self._pieces():
-                texts[piece.choice].add(piece)
-        await self.exchange.json(self.form.whole(texts, self.generation.tokens))
+                self.form.take(piece)
+        await self.exchange.json(self.form.whole(self.generation))
 
     async def _stream(self) -> None:
         pieces = await self._pieces()
         await self.exchange.begin_events()
+        begin = self.form.begin()
         while True:
-            if pieces:
-                chunks = self.form.chunks(pieces, self.streaming, self.generation.tokens)
-                await self.exchange.events(chunks)
-            else:
-                await self.exchange.ping()
+            data = begin + self.form.stream(pieces, self.generation)
             if self.generation.done:
                 break
-            pieces = await self._pieces()
-        if self.streaming.usage:
-            await self.exchange.events([self.form.usage_chunk(self.generation.tokens)])
-        await self.exchange.end_events()
+            await self.exchange.stream(data if pieces else data or PING)
+            begin, pieces = b"", await self._pieces()
+        await self.exchange.stream(data + self.form.end(self.generation), more=False)
 
     async def _pieces(self) -> list[OutputChunk]:
         """The next pieces, or none when it is time for a comment."""
@@ -102,7 +94,7 @@ class ResponseWriter:
 
     def _log(self) -> None:
         log = self.exchange.log
-        log |= {"prompt_tokens": self.prompt_tokens, "tokens": self.generation.tokens}
+        log |= {"prompt_tokens": self.generation.prompt_tokens, "tokens": self.generation.tokens}
         log |= {"choices": len(self.generation.requests)}
         if self.begun is not None:
             log["first_token_ms"] = round(1e3 * (self.begun - self.arrived), 1)

@@ -12,8 +12,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "functions": ([],),

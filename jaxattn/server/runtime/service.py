@@ -25,6 +25,7 @@ from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.runtime.admission import AdmissionControl, AdmissionToken
 from jaxattn.server.runtime.engine_worker import EngineProtocol, EngineWorker, StepReport
 from jaxattn.server.runtime.metrics import ServerMetrics
+from jaxattn.server.runtime.response_store import ResponseStore
 from jaxattn.server.runtime.server_state import ServerState, unavailable
 from jaxattn.server.settings import ServerSettings
 from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
@@ -83,6 +84,7 @@ class Service:
         )
         self.fingerprint = _fingerprint(settings, limits)
         self.vocabulary = GrammarVocabulary(served.tokenizer)
+        self.responses = ResponseStore()
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
         self._numbers, self._cut = itertools.count(), False
@@ -195,6 +197,15 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
+
+    def shortened(self, fields: JsonFields, prompt: Sequence[int]) -> Sequence[int]:
+        """The last `truncate_prompt_tokens` tokens of a prompt; -1 keeps what a row holds."""
+        most = fields.integer("truncate_prompt_tokens", -1, MOST_IDS)
+        if most == 0:
+            raise fields.wrong("truncate_prompt_tokens", "at least 1, or -1 for the model length")
+        if most == -1:
+            most = self.limits.longest_row - 1
+        return prompt if most is None else prompt[-most:]
 
     def room(self, prompt: Sequence[int], param: str) -> int:
         """The most tokens that can follow a prompt.
