@@ -51,8 +51,11 @@ def as_chat(fields: JsonFields) -> JsonFields:
     chat["stop"] = fields.values.get("stop_sequences")
     chat |= _output(fields)
     thinks = _thinks(fields)
-    variables = {"enable_thinking": thinks, "thinking": thinks}
-    chat["chat_template_kwargs"] = variables | fields.object("chat_template_kwargs").values
+    chat["chat_template_kwargs"] = {
+        "enable_thinking": thinks,
+        "thinking": thinks,
+        **fields.object("chat_template_kwargs").values,
+    }
     return JsonFields(chat)
 
 
@@ -151,7 +154,7 @@ def _tools(fields: JsonFields) -> list[dict[str, Any]]:
         reader = JsonFields(tool, f"tools[{place}]")
         if tool.get("type") not in (None, "custom"):
             continue
-        function = {
+        function: dict[str, Any] = {
             "name": _needed(reader, "name"),
             "description": reader.text("description") or "",
             "parameters": reader.object("input_schema").values,
@@ -169,13 +172,11 @@ def _tool_choice(fields: JsonFields) -> dict[str, Any]:
     kind = choice.chosen("type", ("auto", "any", "tool", "none"))
     if kind is None:
         raise choice.wrong("type", "one of auto, any, tool, none")
-    found: dict[str, Any] = {"tool_choice": {"any": "required"}.get(kind, kind)}
+    chosen: Any = {"any": "required"}.get(kind, kind)
     if kind == "tool":
-        function = {"name": _needed(choice, "name")}
-        found = {"tool_choice": {"type": "function", "function": function}}
-    if choice.flag("disable_parallel_tool_use"):
-        found["parallel_tool_calls"] = False
-    return found
+        chosen = {"type": "function", "function": {"name": _needed(choice, "name")}}
+    parallel = not choice.flag("disable_parallel_tool_use")
+    return {"tool_choice": chosen} | ({} if parallel else {"parallel_tool_calls": False})
 
 
 def _output(fields: JsonFields) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Messages of a chat, put together from the items or blocks of another API."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from jaxattn.server.http.errors import bad
@@ -11,8 +11,9 @@ SYSTEM_ROLES = ("system", "developer")
 class MessageList:
     """Messages in the form of Chat Completions, one after another.
 
-    Thoughts, content and calls that follow each other become one message of the assistant. System
-    texts that stand before all other messages become one message, since templates take only one.
+    Chat templates are written for one system message at the beginning, and for turns of the user
+    and the assistant that alternate. So what one role says in several pieces becomes one message,
+    and a system text that follows other messages is said by the user.
 
     Attributes:
         messages: so far.
@@ -22,17 +23,17 @@ class MessageList:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, role: str, text: str) -> None:
-        """A message of text."""
+        """Adds a text."""
+        if role in SYSTEM_ROLES:
+            begins = not self.messages or self.messages[-1]["role"] == "system"
+            role = "system" if begins else "user"
         last = self.messages[-1] if self.messages else {}
-        if role == "assistant" and last.get("role") == role and not last.get("tool_calls"):
-            last["content"] = (last["content"] or "") + text
-        elif role in SYSTEM_ROLES and all(each["role"] == "system" for each in self.messages):
-            if self.messages:
-                last["content"] += f"\n\n{text}"
-            else:
-                self.messages.append({"role": "system", "content": text})
-        else:
+        if last.get("role") != role or last.get("tool_calls"):
             self.messages.append({"role": role, "content": text})
+        elif last["content"] is None:
+            last["content"] = text
+        else:
+            last["content"] += text if role == "assistant" else f"\n\n{text}"
 
     def think(self, text: str) -> None:
         """Thoughts of the assistant, before what follows them."""
@@ -51,7 +52,7 @@ class MessageList:
         self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
 
 
-def text_of(content: object, where: str, kinds: Iterable[str]) -> str:
+def text_of(content: object, where: str, kinds: Sequence[str]) -> str:
     """A content as a text.
 
     Args:
@@ -69,13 +70,13 @@ def text_of(content: object, where: str, kinds: Iterable[str]) -> str:
     return "".join(_part(part, f"{where}[{n}]", kinds) for n, part in enumerate(content))
 
 
-def _part(part: object, where: str, kinds: Iterable[str]) -> str:
+def _part(part: object, where: str, kinds: Sequence[str]) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _named(part)
     text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
-    if kind not in kinds or not isinstance(text, str):
-        shown = kind if isinstance(kind, str) else _named(kind)
+    shown = kind if isinstance(kind, str) else _named(kind)
+    if kind not in (*kinds,) or not isinstance(text, str):
         raise bad(
             where,
             f"{where} is a part of the type {shown[:100]!r}; a model of text takes parts of the "

@@ -13,10 +13,10 @@ from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.responses.input_items import (
     NAMES,
     as_chat,
-    custom_names,
     input_items,
 )
 from jaxattn.server.openai.responses.output_items import ResponseErrors, ResponseForm
+from jaxattn.server.openai.responses.tools import ResponseTools
 from jaxattn.server.runtime.service import Service
 
 MOST_METADATA = 16
@@ -50,7 +50,8 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
             raise fields.wrong("metadata", f"an object of at most {MOST_METADATA} keys")
         items = conversation(service, fields)
         stores, streamed = fields.flag("store", True), fields.flag("stream")
-        chat = await read_chat(service, as_chat(fields, items))
+        tools = ResponseTools(fields)
+        chat = await read_chat(service, as_chat(fields, items, tools))
 
         def keep(response: dict[str, Any]) -> None:
             if stores:
@@ -62,7 +63,7 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
             {"model": service.settings.names[0], **head},
             len(chat.prompt),
             chat.parser(),
-            custom=custom_names(fields),
+            tools,
             seals="reasoning.encrypted_content" in fields.texts("include", INCLUDABLE, 256),
             spell=chat.spell,
             on_done=keep,
@@ -85,7 +86,7 @@ async def count_input_tokens(service: Service, exchange: HttpRequest) -> None:
     with service.entered(), _named_as_here():
         fields = await exchange.fields()
         service.check_model(fields)
-        chat = as_chat(fields, conversation(service, fields))
+        chat = as_chat(fields, conversation(service, fields), ResponseTools(fields))
         prompt = await encoded(service, chat, read_tools(chat))
         await exchange.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
 

@@ -14,18 +14,12 @@ import orjson
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.openai.message_list import MessageList, text_of
+from jaxattn.server.openai.responses.tools import ResponseTools, read_tool_choice
 
 MOST_ITEMS = 8192
-MOST_TOOLS = 128
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ROLES = ("user", "assistant", "system", "developer")
 SEALED = "jaxattn-reasoning:"  # begins `encrypted_content`, which brings thoughts back
-CUSTOM = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 # Fields that mean the same in both APIs.
 SHARED = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
@@ -45,7 +39,7 @@ NAMES = {
 }
 
 
-def as_chat(fields: JsonFields, items: Sequence[Any]) -> JsonFields:
+def as_chat(fields: JsonFields, items: Sequence[Any], tools: ResponseTools) -> JsonFields:
     """The request in the form of Chat Completions.
 
     Args:
@@ -56,10 +50,10 @@ def as_chat(fields: JsonFields, items: Sequence[Any]) -> JsonFields:
     """
     refuse_unstored(fields)
     chat: dict[str, Any] = {name: fields.values.get(name) for name in SHARED}
-    chat["messages"] = _messages(fields, items)
-    if tools := chat_tools(fields):
-        chat["tools"] = tools
-    chat["tool_choice"] = _tool_choice(fields)
+    chat["messages"] = _messages(fields, items, tools)
+    if tools.tools:
+        chat["tools"] = tools.tools
+    chat["tool_choice"] = read_tool_choice(fields)
     chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 2**31 - 1)
     chat["response_format"] = _response_format(fields)
     if effort := fields.object("reasoning").text("effort", 32):
@@ -93,7 +87,9 @@ def input_items(fields: JsonFields) -> list[Any]:
     return given
 
 
-def _messages(fields: JsonFields, items: Sequence[Any]) -> list[dict[str, Any]]:
+def _messages(
+    fields: JsonFields, items: Sequence[Any], tools: ResponseTools
+) -> list[dict[str, Any]]:
     found = MessageList()
     if instructions := fields.text("instructions"):
         found.say("system", instructions)
@@ -102,11 +98,11 @@ def _messages(fields: JsonFields, items: Sequence[Any]) -> list[dict[str, Any]]:
         where = f"input[{place - own}]" if place >= own else "previous_response_id"
         if not isinstance(item, dict):
             raise bad(where, f"{where} must be an object; got {type(item).__name__}")
-        _add(found, JsonFields(item, where))
+        _add(found, JsonFields(item, where), tools)
     return found.messages
 
 
-def _add(found: MessageList, item: JsonFields) -> None:
+def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
     kind = item.values.get("type")
     if kind in (None, "message"):
         role = item.chosen("role", ROLES)
@@ -123,7 +119,7 @@ def _add(found: MessageList, item: JsonFields) -> None:
         arguments = item.text("arguments") or "{}"
         if kind == "custom_tool_call":
             arguments = _custom_arguments(item.text("input") or "")
-        found.call(id, name, arguments)
+        found.call(id, tools.in_chat(name, item.text("namespace", 128)), arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         id = item.text("call_id", 256)
         if not id:
@@ -163,66 +159,8 @@ def unsealed(value: object) -> str:
         return ""
 
 
-def chat_tools(fields: JsonFields) -> list[dict[str, Any]]:
-    """Functions, and custom tools as functions of one text; those of a namespace too."""
-    tools = fields.objects("tools", MOST_TOOLS)
-    found = []
-    for place, tool in enumerate(tools):
-        reader = JsonFields(tool, f"tools[{place}]")
-        members = [reader]
-        if tool.get("type") == "namespace":
-            inner = reader.objects("tools", MOST_TOOLS)
-            members = [JsonFields(each, f"tools[{place}].tools") for each in inner]
-        found += [_function(each) for each in members if each.values.get("type") in FUNCTIONS]
-    return found
-
-
-FUNCTIONS = ("function", "custom")
-
-
-def _function(tool: JsonFields) -> dict[str, Any]:
-    name = tool.text("name", 128)
-    if not name:
-        raise tool.wrong("name", "a text of 1 to 128 characters")
-    function: dict[str, Any] = {"name": name}
-    if description := tool.text("description"):
-        function["description"] = description
-    parameters = tool.object("parameters").values
-    custom = tool.values.get("type") == "custom"
-    function["parameters"] = CUSTOM if custom else parameters
-    if (strict := tool.flag("strict")) and not custom:
-        function["strict"] = strict
-    return {"type": "function", "function": function}
-
-
-def custom_names(fields: JsonFields) -> frozenset[str]:
-    """The names of custom tools, whose calls have a text instead of arguments."""
-    tools = fields.objects("tools", MOST_TOOLS)
-    return frozenset(str(tool.get("name")) for tool in tools if tool.get("type") == "custom")
-
-
 def _custom_arguments(text: str) -> str:
     return orjson.dumps({"input": text}).decode()
-
-
-def _tool_choice(fields: JsonFields) -> Any:
-    choice = fields.values.get("tool_choice")
-    if not isinstance(choice, dict):
-        return fields.chosen("tool_choice", ("none", "auto", "required"))
-    kind = choice.get("type")
-    if kind in FUNCTIONS:
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind == "allowed_tools":
-        allowed = fields.object("tool_choice")
-        tools = allowed.objects("tools", MOST_TOOLS)
-        named = [
-            {"type": "function", "function": {"name": tool.get("name")}}
-            for tool in tools
-            if tool.get("type") in FUNCTIONS
-        ]
-        mode = allowed.chosen("mode", ("auto", "required")) or "auto"
-        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
-    raise fields.wrong("tool_choice", "none, auto, required, allowed_tools or a function's name")
 
 
 def _response_format(fields: JsonFields) -> dict[str, Any] | None:

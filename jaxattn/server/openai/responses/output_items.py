@@ -22,6 +22,7 @@ from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import named_events
 from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
 from jaxattn.server.openai.responses.input_items import NAMES, sealed
+from jaxattn.server.openai.responses.tools import ResponseTools
 
 type Events = list[dict[str, Any]]
 
@@ -48,7 +49,7 @@ class ResponseForm(AnswerForm):
         head: what the response repeats of its request.
         prompt_tokens: of the conversation.
         parser: of the answer's text.
-        custom: names of tools whose calls have a text instead of arguments.
+        tools: of the request.
         seals: reasoning items have `encrypted_content`, with which a client brings them back.
         spell: the bytes of a token, where log-probabilities are asked for.
         on_done: called with the response when it is complete.
@@ -59,14 +60,14 @@ class ResponseForm(AnswerForm):
         head: Mapping[str, Any],
         prompt_tokens: int,
         parser: MessageParser,
+        tools: ResponseTools,
         *,
-        custom: frozenset[str] = frozenset(),
         seals: bool = False,
         spell: Spell | None = None,
         on_done: Callable[[dict[str, Any]], None] = lambda response: None,
     ):
         self._prompt_tokens, self._parser = prompt_tokens, parser
-        self._custom, self._seals, self._spell, self._on_done = custom, seals, spell, on_done
+        self._tools, self._seals, self._spell, self._on_done = tools, seals, spell, on_done
         self._output: list[dict[str, Any]] = []
         self._open: OutputItem | None = None
         self._finish: str | None = None
@@ -215,14 +216,14 @@ class ResponseForm(AnswerForm):
 
     def _call(self, call: ToolCall) -> Events:
         """The events of a call, which comes whole."""
-        custom = call.name in self._custom
+        custom = self._tools.is_custom(call.name)
         kind, field = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
         text = _custom_input(call.arguments) if custom else call.arguments
         item = {
             "id": _id("ctc" if custom else "fc"),
             "type": kind,
             "call_id": call.id,
-            "name": call.name,
+            **self._tools.named(call.name),
             field: text,
             "status": "completed",
         }
@@ -231,7 +232,7 @@ class ResponseForm(AnswerForm):
         found = [
             self._item_event("added", item | {field: "", "status": "in_progress"}),
             {"type": f"{stem}.delta", **at, "delta": text},
-            {"type": f"{stem}.done", **at, field: text, "name": call.name},
+            {"type": f"{stem}.done", **at, field: text, "name": item["name"]},
             self._item_event("done", item),
         ]
         self._output.append(item)
