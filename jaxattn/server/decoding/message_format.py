@@ -77,14 +77,18 @@ class MessageFormat:
         thoughts = next((tags for tags in THOUGHTS if tags[1] in template), THOUGHTS[0])
         return cls(FORMATS[name], thoughts, thoughts[1] in template)
 
-    @property
-    def shown(self) -> tuple[str, ...]:
+    def shown(self, choice: ToolChoice) -> tuple[str, ...]:
         """Special tokens that the parser needs to see in the text."""
-        return (*self.style.shown, *self.thoughts)
+        harmony = isinstance(self.style, HarmonyFormat)
+        return (*self.thoughts, *(self.style.shown if choice.functions or harmony else ()))
 
     def opened(self, prompt_end: str) -> bool:
         """Whether a prompt that ends so leaves the thoughts open."""
         return prompt_end.rstrip().endswith(self.thoughts[0])
+
+    def closed(self, prompt_end: str) -> bool:
+        """Whether a prompt that ends so has thoughts already, which may be empty."""
+        return prompt_end.rstrip().endswith(self.thoughts[1])
 
     def parser(self, choice: ToolChoice, prompt_end: str = "") -> MessageParser:
         """A parser of one choice's text.

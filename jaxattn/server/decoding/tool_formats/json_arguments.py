@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
 
-TYPES = {"string", "integer", "number", "boolean", "object", "array", "null"}
+TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MOST_REFERENCES = 16
@@ -184,7 +184,7 @@ def declared_types(schema: object, root: Mapping[str, Any], references: int = 0)
     if isinstance(schema.get("enum"), list):
         kinds &= {_type(json.dumps(each)) or "" for each in schema["enum"]}
     if isinstance(reference := schema.get("$ref"), str):
-        kinds &= declared_types(_referred(reference, root), root, references + 1)
+        kinds &= declared_types(referred(reference, root), root, references + 1)
     for union in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(union), list) and branches:
             each = [declared_types(branch, root, references + 1) for branch in branches]
@@ -194,7 +194,7 @@ def declared_types(schema: object, root: Mapping[str, Any], references: int = 0)
     return kinds or set(TYPES)
 
 
-def _referred(reference: str, root: Mapping[str, Any]) -> object:
+def referred(reference: str, root: Mapping[str, Any]) -> object:
     """What `#/$defs/name` names in a schema; None where there is none."""
     if not reference.startswith("#"):
         return None
