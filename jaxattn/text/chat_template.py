@@ -26,6 +26,11 @@ class ChatTemplate:
         """Whether there is one."""
         return bool(self._templates)
 
+    @property
+    def source(self) -> str:
+        """The templates' text, one after another."""
+        return "\n".join(template.source for template in self._templates.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -4,8 +4,9 @@ import time
 
 from jaxattn.server.anthropic.content_blocks import MessageErrors, MessageForm
 from jaxattn.server.anthropic.message_input import as_chat
+from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.chat_completions import encoded, read_chat, read_tools
+from jaxattn.server.openai.chat_completions import encoded, read_chat
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.runtime.service import Service
 from jaxattn.server.settings import MOST_STOP_CHARACTERS, MOST_STOPS
@@ -42,5 +43,5 @@ async def count_tokens(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         chat = as_chat(fields)
-        prompt = await encoded(service, chat, read_tools(chat))
+        prompt = await encoded(service, chat, read_tools(chat).tools)
         await exchange.json({"input_tokens": len(prompt)})

@@ -5,19 +5,20 @@ device thread; compiling a grammar happens in a thread of texts, within the limi
 """
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
 import numpy as np
-import orjson
 
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.sampling_params import ABLE
+from jaxattn.server.decoding.tool_choice import ToolChoice
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.text import Tokenizer
 
 MOST_CHARACTERS = 2**16
+NO_TOOLS = ToolChoice()
 KINDS = ("text", "json_object", "json_schema", "regex")
 # What compiling and one mask may cost; more is refused, or ends the row.
 LIMITS = llguidance.LLParserLimits(
@@ -68,7 +69,8 @@ class _LLGuidanceTokens:
         ends = tokenizer.stop_tokens
         self.eos_token_id, self.bos_token_id = ends[0], None
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        self.special_token_ids = list(ends)
+        # They have no text in an answer, so they are no part of a string either.
+        self.special_token_ids = sorted(tokenizer.special_tokens)
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
@@ -116,18 +118,25 @@ def _unfollowed(param: str, matcher: llguidance.LLMatcher) -> ApiError:
     return bad(param, f"{param} cannot be followed: {said}; change or simplify it")
 
 
-def read_grammar(fields: JsonFields, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+def read_grammar(
+    fields: JsonFields,
+    answer: AnswerGrammar,
+    choice: ToolChoice = NO_TOOLS,
+) -> tuple[str, str] | None:
     """(the grammar that the answer has to follow, the field that asks for it), or None.
 
     `response_format` and `tool_choice` ask for one.
+
+    Args:
+        answer: writes it.
+        choice: of tools.
 
     Raises:
         ApiError: 400 with the field's name.
     """
     format_ = fields.object("response_format")
     kind = format_.chosen("type", KINDS) or "text"
-    choice = fields.values.get("tool_choice")
-    called = choice not in (None, "auto", "none")
+    called = choice.mode == "required"
     if kind == "text" and not called:
         return None
     param = "tool_choice" if called else "response_format"
@@ -135,59 +144,22 @@ def read_grammar(fields: JsonFields, tools: Sequence[Mapping[str, Any]]) -> tupl
         raise bad(param, f"{param} asks for a grammar, and this engine follows none")
     if kind != "text" and called:
         raise bad("tool_choice", "response_format and tool_choice cannot both rule an answer")
-    grammar = _of_calls(fields, tools) if called else _of_format(format_, kind)
+    grammar = answer.calls(choice) if called else _of_format(format_, kind, answer)
     if len(grammar) > MOST_CHARACTERS:
         raise bad(param, f"{param} has a grammar of more than {MOST_CHARACTERS:,} characters")
-    return grammar, param
+    return llguidance.grammar_from("lark", grammar), param
 
 
-def _of_format(fields: JsonFields, kind: str) -> str:
+def _of_format(fields: JsonFields, kind: str, answer: AnswerGrammar) -> str:
     if kind == "regex":
         pattern = fields.text("pattern", MOST_CHARACTERS)
         if not pattern:
             raise fields.wrong("pattern", "a regular expression")
-        return llguidance.LLMatcher.grammar_from_regex(pattern)
+        return answer.pattern(pattern)
     schema: dict[str, Any] = {"type": "object"}
     if kind == "json_schema":
         given = fields.object("json_schema")
         if not given.given("schema"):
             raise given.wrong("schema", "a JSON schema")
         schema = dict(given.object("schema").values)
-    return _of_schema(schema, fields.where)
-
-
-def _of_calls(fields: JsonFields, tools: Sequence[Mapping[str, Any]]) -> str:
-    """One call of a tool, written as Hermes has it: any tool, or the one that is named."""
-    choice = fields.values["tool_choice"]
-    names = [tool["function"]["name"] for tool in tools]
-    if choice != "required":
-        named = fields.object("tool_choice").object("function").text("name", 128)
-        if named not in names:
-            raise bad("tool_choice", f"tool_choice names {named!r}, and tools has {names}")
-        names = [named]
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-        if tool["function"]["name"] in names
-    ]
-    try:
-        schema = orjson.dumps({"anyOf": calls}).decode()
-    except orjson.JSONEncodeError as error:
-        raise bad("tools", f"tools has parameters that cannot be followed: {error}") from error
-    lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}\n'
-    return llguidance.grammar_from("lark", lark)
-
-
-def _of_schema(schema: dict[str, Any], param: str) -> str:
-    try:
-        return llguidance.LLMatcher.grammar_from_json_schema(schema)
-    except ValueError as error:
-        raise bad(param, f"{param} has a schema that cannot be followed: {error}") from error
+    return answer.schema(schema, fields.where)

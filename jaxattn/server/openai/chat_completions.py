@@ -1,17 +1,25 @@
 """POST /v1/chat/completions: a conversation is answered."""
 
 import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
-from jaxattn.server.decoding.message_events import MessageParser
+from jaxattn.server.decoding.message_events import (
+    ContentDelta,
+    MessageParser,
+    MessageParts,
+    ReasoningDelta,
+    ToolCall,
+)
 from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
-from jaxattn.server.decoding.tool_parser import ToolCallReader, ToolMatch, ToolParser
+from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
@@ -28,8 +36,8 @@ from jaxattn.server.runtime.service import Service
 from jaxattn.text import TextError
 
 MOST_MESSAGES = 4096
-MOST_TOOLS = 128
 MOST_VARIABLES = 32
+PROMPT_END = 32  # tokens, more than any template writes after the last message
 OWN_VARIABLES = frozenset(
     # The last is Python's own word for the object whose method is called.
     {
@@ -45,22 +53,18 @@ class ChatRequest:
 
     Attributes:
         generation: its rows, which are not queued yet.
-        tools: that the model may call.
+        parser: makes what divides the text of one choice into thoughts, content and calls.
         spell: the bytes of a token, where log-probabilities are asked for.
     """
 
     generation: Generation
-    tools: Sequence[Mapping[str, Any]]
+    parser: Callable[[], MessageParser]
     spell: Spell | None
 
     @property
     def prompt(self) -> Sequence[int]:
         """The tokens of the conversation, which all choices share."""
         return self.generation.requests[0].prompt
-
-    def parser(self) -> MessageParser:
-        """What divides the text of one choice into thoughts, content and calls."""
-        return ToolCallReader(self.tools)
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
@@ -81,10 +85,11 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
                 service.settings.names[0],
                 service.fingerprint,
                 len(chat.prompt),
-                chat.tools,
+                chat.parser,
                 chat.spell,
                 streaming,
                 ids,
+                reasoning=fields.flag("include_reasoning", True),
             ),
             streamed=streaming.stream,
             arrived=arrived,
@@ -107,15 +112,21 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
     served = service.served
     sampling = read_sampling(fields, served.defaults, most, logprobs, vocab_size=served.vocab_size)
-    tools = read_tools(fields)
-    grammar = read_grammar(fields, tools)
-    prompt = service.shortened(fields, await encoded(service, fields, tools))
+    choice = read_tools(fields)
+    prompt = service.shortened(fields, await encoded(service, fields, choice.tools))
+    prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    answer = AnswerGrammar(service.tokenizer.special_tokens, service.message_format, prompt_end)
     rooms = [service.room(prompt, "messages")]
     return ChatRequest(
         generation=await service.generation(
-            [prompt], rooms, sampling, continues=False, grammar=grammar
+            [prompt],
+            rooms,
+            sampling,
+            continues=False,
+            grammar=read_grammar(fields, answer, choice),
+            shown=service.message_format.shown(choice),
         ),
-        tools=tools,
+        parser=functools.partial(service.message_format.parser, choice, prompt_end),
         spell=None if logprobs is None else service.tokenizer.token_bytes,
     )
 
@@ -157,40 +168,19 @@ async def encoded(
     try:
         return await service.in_thread(
             lambda: service.tokenizer.chat(
-                messages, tools=tools or None, add_generation_prompt=begins, **variables
+                messages, tools=list(tools) or None, add_generation_prompt=begins, **variables
             )
         )
     except TextError as error:
         raise bad("messages", " ".join(str(error).split())) from error
 
 
-def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
-    """The tools that the model may call; none where `tool_choice` is "none".
-
-    Raises:
-        ApiError: 400; one is no function, or the choice asks for what is not there.
-    """
-    tools = fields.objects("tools", MOST_TOOLS)
-    for place, tool in enumerate(tools):
-        function = JsonFields(tool, f"tools[{place}]").object("function")
-        if tool.get("type", "function") != "function" or not function.text("name", 128):
-            raise bad("tools", f"tools[{place}] must be a function with a name")
-        function.object("parameters")
-    choice = fields.values.get("tool_choice")
-    if choice == "none":
-        return []
-    if choice not in (None, "auto", "required") and not isinstance(choice, dict):
-        raise fields.wrong("tool_choice", "none, auto, required or an object that names a tool")
-    if choice not in (None, "auto") and not tools:
-        raise bad("tool_choice", "tool_choice needs tools; give some, or leave it out")
-    return tools
-
-
 class ChatResponseBuilder(ResponseBuilder):
     """`chat.completion` and its chunks.
 
     Args:
-        tools: that the model may call; their calls are no part of the content.
+        parser: makes what divides the text of one choice into thoughts, content and calls.
+        reasoning: whether the client wants the thoughts.
     """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -200,64 +190,71 @@ class ChatResponseBuilder(ResponseBuilder):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
-        tools: Sequence[Mapping[str, Any]] = (),
+        parser: Callable[[], MessageParser],
         spell: Spell | None = None,
         streaming: StreamOptions = WHOLE,
         prompt_ids: Sequence[Sequence[int]] | None = None,
+        *,
+        reasoning: bool = True,
     ):
         super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids)
-        self._tools = tools
-        self._readers: dict[int, ToolParser] = {}
-        self._begun: set[int] = set()
+        self._parser, self._reasoning = parser, reasoning
+        self._parsers: dict[int, MessageParser] = {}
+        self._called: set[int] = set()
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text.text}
-        if self._tools:
-            reader = ToolParser(self._tools)
-            content, calls = reader.push(text.text)
-            content += reader.end()
-            message["content"] = content or None if calls else content
-            if calls:
-                message["tool_calls"] = [call.json for call in calls]
+        parser, parts = self._parser(), MessageParts()
+        parts.add(parser.feed(text.text))
+        parts.add(parser.finish())
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        if parts.reasoning and self._reasoning:
+            message |= _thoughts(parts.reasoning)
+        if parts.calls:
+            message["content"] = parts.content or None
+            message["tool_calls"] = [call.json for call in parts.calls]
         return {
             "index": number,
             "message": message,
             "logprobs": self._logprobs(text.chances),
-            "finish_reason": _finish(text.finish, "tool_calls" in message),
+            "finish_reason": _finish(text.finish, bool(parts.calls)),
             "stop_reason": text.stop,
         }
 
     def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
-        number = piece.choice
-        if number not in self._begun:
-            self._begun.add(number)
-            self._readers[number] = ToolParser(self._tools)
+        number, delta = piece.choice, dict[str, Any]()
+        parser = self._parsers.get(number)
+        if parser is None:
+            parser = self._parsers[number] = self._parser()
             # The role comes with the first token, so that its time can be measured.
-            yield from self._deltas(piece, {"role": "assistant", "content": ""})
-        else:
-            yield from self._deltas(piece, {})
-
-    def _deltas(self, piece: OutputChunk, first: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        reader, content, calls = self._readers[piece.choice], piece.text, list[ToolMatch]()
-        if self._tools:
-            content, calls = reader.push(piece.text)
-            content += reader.end() if piece.finish else ""
-        delta = first | ({"content": content} if content else {})
-        if calls:
-            begin = len(reader.calls) - len(calls)
-            delta["tool_calls"] = [
-                {"index": begin + place, **call.json} for place, call in enumerate(calls)
-            ]
+            delta = {"role": "assistant", "content": ""}
+        events = parser.feed(piece.text)
+        if piece.finish:
+            events += parser.finish()
+        for event in events:
+            match event:
+                case ContentDelta():
+                    delta["content"] = (delta.get("content") or "") + event.text
+                case ReasoningDelta() if self._reasoning:
+                    delta |= _thoughts(delta.get("reasoning", "") + event.text)
+                case ToolCall():
+                    self._called.add(number)
+                    calls = delta.setdefault("tool_calls", [])
+                    calls.append({"index": event.index, **event.json})
         if delta or piece.finish or self.told_of(piece):
             yield {
-                "index": piece.choice,
+                "index": number,
                 "delta": delta,
                 "logprobs": self._logprobs(piece.chances),
-                "finish_reason": _finish(piece.finish, bool(reader.calls)),
+                "finish_reason": _finish(piece.finish, number in self._called),
             }
 
     def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
         return None if self._spell is None else chat_logprobs(chances, self._spell)
+
+
+def _thoughts(text: str) -> dict[str, str]:
+    """The field of the thoughts, under DeepSeek's and under OpenRouter's name."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _finish(finish: str | None, called: bool) -> str | None:

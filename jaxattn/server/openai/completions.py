@@ -8,6 +8,7 @@ from typing import Any
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.generation import OutputChunk
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import Chance, Spell, completion_logprobs
 from jaxattn.server.decoding.sampling_params import read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
@@ -38,7 +39,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         refuse_unsupported(fields)
-        grammar = read_grammar(fields, ())
+        grammar = read_grammar(fields, AnswerGrammar(service.tokenizer.special_tokens))
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
         most = fields.integer("max_tokens", 1, MOST_ID) or MAX_TOKENS
         served = service.served

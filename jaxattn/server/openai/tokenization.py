@@ -4,8 +4,9 @@ Such a request takes a place as others do: its text may be as long as theirs.
 """
 
 from jaxattn.server.decoding.sampling_params import MOST_ID
+from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.chat_completions import encoded, read_tools
+from jaxattn.server.openai.chat_completions import encoded
 from jaxattn.server.openai.completions import tokens_of
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
@@ -23,7 +24,7 @@ async def tokenize(service: Service, exchange: HttpRequest) -> None:
         if prompt is not None:
             tokens = await service.in_thread(lambda: tokens_of(service, prompt))
         elif fields.given("messages"):
-            tokens = await encoded(service, fields, read_tools(fields))
+            tokens = await encoded(service, fields, read_tools(fields).tools)
         else:
             raise fields.wrong("prompt", "a text, or there must be messages")
         most = service.limits.max_model_len

@@ -17,6 +17,7 @@ from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.memory.limits import Limits
 from jaxattn.server.decoding.generation import Generation
+from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
 from jaxattn.server.decoding.structured_outputs import GrammarMatcher, GrammarVocabulary
@@ -65,6 +66,7 @@ class Service:
     Attributes:
         phase: what the server is doing.
         started: when, of `time.time`.
+        message_format: how the model writes thoughts and calls.
         fingerprint: of what decides a seeded answer, beside the weights: names, limits, versions.
     """
 
@@ -85,6 +87,7 @@ class Service:
         self.fingerprint = _fingerprint(settings, limits)
         self.vocabulary = GrammarVocabulary(served.tokenizer)
         self.responses = ResponseStore()
+        self.message_format = MessageFormat.of(served.tokenizer.chat_template, settings.tool_parser)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
         self._numbers, self._cut = itertools.count(), False
@@ -250,6 +253,7 @@ class Service:
         *,
         continues: bool,
         grammar: tuple[str, str] | None = None,
+        shown: Sequence[str] = (),
     ) -> Generation:
         """`SamplingParams.choices` rows for each prompt, not queued yet.
 
@@ -257,6 +261,7 @@ class Service:
             rooms: see `room`.
             continues: the text goes on after its prompt's, as an answer of a chat does not.
             grammar: that each row has to follow, and the field that asks for it.
+            shown: special tokens that have a text.
 
         Raises:
             ApiError: 400, the grammar cannot be followed.
@@ -272,7 +277,7 @@ class Service:
 
         def stream() -> TokenStream:
             return self.tokenizer.stream(
-                skip_special_tokens=sampling.skip_special, continues=continues
+                skip_special_tokens=sampling.skip_special, continues=continues, shown=shown
             )
 
         requests = [

@@ -5,10 +5,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.chat_completions import encoded, read_chat, read_tools
+from jaxattn.server.openai.chat_completions import encoded, read_chat
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.responses.input_items import (
     NAMES,
@@ -87,7 +88,7 @@ async def count_input_tokens(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         chat = as_chat(fields, conversation(service, fields), ResponseTools(fields))
-        prompt = await encoded(service, chat, read_tools(chat))
+        prompt = await encoded(service, chat, read_tools(chat).tools)
         await exchange.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
