@@ -32,7 +32,7 @@ from jaxattn.server.openai.responses.endpoint import (
     delete_response,
     get_response,
 )
-from jaxattn.server.openai.tokenization import detokenize, tokenize
+from jaxattn.server.openai.tokenization import detokenize, tokenize, tokenizer_info
 from jaxattn.server.runtime.service import Service
 
 Call = Callable[[Service, HttpRequest], Awaitable[None]]
@@ -50,6 +50,7 @@ GET: dict[str, Call] = {
     "/ping": status.ping,
     "/version": status.version,
     "/load": status.load,
+    "/tokenizer_info": tokenizer_info,
     "/metrics": status.metrics,
     "/stats": status.stats,
 }

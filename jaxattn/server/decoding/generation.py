@@ -15,6 +15,7 @@ from jaxattn.engine.requests.request import Request
 from jaxattn.server.decoding.logprobs import Chance
 from jaxattn.server.decoding.stop_strings import StopStrings
 from jaxattn.server.decoding.structured_outputs import GrammarMatcher
+from jaxattn.server.decoding.token_rules import TokenRules
 from jaxattn.server.http.errors import ApiError
 from jaxattn.text import TokenStream
 
@@ -88,7 +89,7 @@ class ChoiceDetokenizer:
 def failure(completion: Completion) -> ApiError:
     """The error of a row that was not served to its end."""
     grammar = completion.request.grammar
-    if isinstance(grammar, GrammarMatcher) and (error := grammar.error):
+    if isinstance(grammar, GrammarMatcher | TokenRules) and (error := grammar.error):
         return error
     match completion.finish_reason:
         case FinishReason.REFUSED:

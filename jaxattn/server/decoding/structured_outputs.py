@@ -9,6 +9,8 @@ from typing import Any
 
 import llguidance
 import numpy as np
+import orjson
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.sampling_params import ABLE
@@ -20,6 +22,9 @@ from jaxattn.text import Tokenizer
 MOST_CHARACTERS = 2**16
 NO_TOOLS = ToolChoice()
 KINDS = ("text", "json_object", "json_schema", "regex")
+# Of vLLM's `structured_outputs`; each has been a field `guided_...` of a request, too.
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+MOST_TEXTS = 1024
 # What compiling and one mask may cost; more is refused, or ends the row.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
@@ -125,7 +130,7 @@ def read_grammar(
 ) -> tuple[str, str] | None:
     """(the grammar that the answer has to follow, the field that asks for it), or None.
 
-    `response_format` and `tool_choice` ask for one.
+    `response_format`, `tool_choice`, and vLLM's `structured_outputs` ask for one.
 
     Args:
         answer: writes it.
@@ -137,14 +142,23 @@ def read_grammar(
     format_ = fields.object("response_format")
     kind = format_.chosen("type", KINDS) or "text"
     called = choice.mode == "required"
-    if kind == "text" and not called:
+    structured = _structured(fields)
+    if kind == "text" and not called and structured is None:
         return None
     param = "tool_choice" if called else "response_format"
+    if structured is not None:
+        param, kind = structured.where, "structured"
     if "grammar" not in ABLE:
         raise bad(param, f"{param} asks for a grammar, and this engine follows none")
     if kind != "text" and called:
-        raise bad("tool_choice", "response_format and tool_choice cannot both rule an answer")
-    grammar = answer.calls(choice) if called else _of_format(format_, kind, answer)
+        other = "response_format" if structured is None else param
+        raise bad("tool_choice", f"{other} and tool_choice cannot both rule an answer")
+    if structured is not None and format_.chosen("type", KINDS) not in (None, "text"):
+        raise bad(param, f"{param} and response_format cannot both rule an answer")
+    if structured is not None:
+        grammar = _of_structured(structured, answer)
+    else:
+        grammar = answer.calls(choice) if called else _of_format(format_, kind, answer)
     if len(grammar) > MOST_CHARACTERS:
         raise bad(param, f"{param} has a grammar of more than {MOST_CHARACTERS:,} characters")
     return llguidance.grammar_from("lark", grammar), param
@@ -163,3 +177,53 @@ def _of_format(fields: JsonFields, kind: str, answer: AnswerGrammar) -> str:
             raise given.wrong("schema", "a JSON schema")
         schema = dict(given.object("schema").values)
     return answer.schema(schema, fields.where)
+
+
+def _structured(fields: JsonFields) -> JsonFields | None:
+    """vLLM's `structured_outputs`, or what an older field says; None where there is none."""
+    found = fields.object("structured_outputs")
+    for name in STRUCTURED:
+        older = f"guided_{name}"
+        if fields.given(older):
+            found = JsonFields({name: fields.values[older]}, older)
+    given = [name for name in STRUCTURED if found.given(name)]
+    if not found.values:
+        return None
+    if len(given) != 1:
+        raise bad(
+            found.where,
+            f"{found.where} must have one of {', '.join(STRUCTURED)}; got {given or 'none'}",
+        )
+    return found
+
+
+def _of_structured(fields: JsonFields, answer: AnswerGrammar) -> str:
+    """The grammar of the one constraint that `_structured` has found."""
+    if (text := fields.text("regex", MOST_CHARACTERS)) is not None:
+        return answer.pattern(text)
+    if (text := fields.text("grammar", MOST_CHARACTERS)) is not None:
+        return _lark(text, fields.where)
+    if texts := fields.texts("choice", MOST_TEXTS, MOST_CHARACTERS):
+        return answer.choices(texts)
+    schema = fields.values.get("json")
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise fields.wrong("json", f"a JSON schema; it is no JSON ({error})") from None
+    if schema is None:
+        if not fields.flag("json_object"):
+            raise fields.wrong("json_object", "true")
+        schema = {"type": "object"}
+    if not isinstance(schema, dict):
+        raise fields.wrong("json", "a JSON schema")
+    return answer.schema(schema, fields.where)
+
+
+def _lark(text: str, param: str) -> str:
+    """A grammar in Lark, which may have been written in GBNF."""
+    try:
+        return any_to_lark(text)
+    except (GbnfToLarkError, ValueError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise bad(param, f"{param} has a grammar that cannot be read: {said}") from error

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: what a prompt is to the model, and back.
+"""/tokenize, /detokenize and /tokenizer_info: what a prompt is to the model, and back.
 
 Such a request takes a place as others do: its text may be as long as theirs.
 """
@@ -44,3 +44,20 @@ async def detokenize(service: Service, exchange: HttpRequest) -> None:
             lambda: service.tokenizer.decode(tokens, skip_special_tokens=False)
         )
         await exchange.json({"prompt": text})
+
+
+async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
+    """GET /tokenizer_info: what a client needs to read and write tokens as the model does."""
+    tokenizer = service.tokenizer
+    special = {str(id): text for id, text in sorted(tokenizer.special_tokens.items())}
+    await exchange.json(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "model_vocab_size": service.served.vocab_size,
+            "model_max_length": service.limits.max_model_len,
+            "eos_token_ids": list(tokenizer.stop_tokens),
+            "special_tokens": special,
+            "chat_template": tokenizer.chat_template or None,
+        }
+    )

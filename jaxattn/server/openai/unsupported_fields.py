@@ -20,13 +20,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
 }
 
 

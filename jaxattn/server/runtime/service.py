@@ -15,12 +15,13 @@ import jax
 
 from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.requests.request import Grammar
 from jaxattn.memory.limits import Limits
 from jaxattn.server.decoding.generation import Generation
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
-from jaxattn.server.decoding.structured_outputs import GrammarMatcher, GrammarVocabulary
+from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.runtime.admission import AdmissionControl, AdmissionToken
@@ -266,13 +267,17 @@ class Service:
         Raises:
             ApiError: 400, the grammar cannot be followed.
         """
-        more: list[dict[str, GrammarMatcher]] = [{}] * (len(prompts) * sampling.choices)
+        more: list[dict[str, Grammar]] = [{}] * (len(prompts) * sampling.choices)
         if grammar is not None:
             text, param = grammar
             matchers = await self.in_thread(
                 lambda: self.vocabulary.matchers(text, param, len(more))
             )
             more = [{"grammar": matcher} for matcher in matchers]
+        ends = sampling.ends(self.tokenizer.stop_tokens)
+        for place, row in enumerate(more):
+            if rules := sampling.limits.rules(ends, self.tokenizer.encode):
+                more[place] = {"grammar": rules.around(row.get("grammar"))}
         given = iter(more)
 
         def stream() -> TokenStream:

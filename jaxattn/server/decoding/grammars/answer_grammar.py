@@ -42,6 +42,11 @@ class AnswerGrammar:
         escaped = _SLASH.sub(lambda match: match[1] or r"\/", pattern).replace("\n", r"\n")
         return self._answer(f"answer: /{escaped}/")
 
+    def choices(self, texts: Sequence[str]) -> str:
+        """An answer that is one of some texts."""
+        literals = (json.dumps(text, ensure_ascii=False) for text in texts)
+        return self._answer(f"answer: {' | '.join(literals)}")
+
     def schema(self, schema: Mapping[str, Any], param: str) -> str:
         """An answer that is JSON by a schema."""
         return self._answer(f"answer: %json {schema_text(schema, param)}")
