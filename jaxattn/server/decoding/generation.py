@@ -8,7 +8,7 @@ client reads slowly, it is what several steps added.
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
+from typing import Protocol, Self
 
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Request
@@ -101,6 +101,16 @@ def failure(completion: Completion) -> ApiError:
     return ApiError(500, "the engine failed; the answer is cut", code="engine_error")
 
 
+class PieceSink(Protocol):
+    """Takes the pieces of a step where they are made, without a task's wake-up."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can take some now."""
+
+    def take(self, pieces: Sequence[OutputChunk]) -> None: ...
+
+
 class Generation:
     """Rows of the engine, and their text.
 
@@ -115,6 +125,8 @@ class Generation:
             request.id: choice for request, choice in zip(requests, choices, strict=True)
         }
         self._given: list[Sequence[Event]] = []
+        self._sink: PieceSink | None = None
+        self._failure: Exception | None = None
         self._arrived = asyncio.Event()
 
     @classmethod
@@ -135,6 +147,15 @@ class Generation:
 
     def put(self, events: Sequence[Event]) -> None:
         """What a step gave for these rows."""
+        if self._sink is not None and not self._given and self._sink.ready:
+            if not any(isinstance(event, FinishEvent) for event in events):
+                try:
+                    self._sink.take(_joined(map(self._piece, events)))
+                except Exception as error:  # of a bug: this answer fails, and no other
+                    self._failure = error
+                if not self.done and self._failure is None:
+                    return
+                events = ()  # their pieces have been taken
         self._given.append(events)
         self._arrived.set()
 
@@ -162,22 +183,32 @@ class Generation:
         """The ids of rows whose end has not been read."""
         return [id for id, choice in self._choices.items() if id is not None and not choice.done]
 
-    async def pieces(self, seconds: float | None) -> list[OutputChunk]:
+    async def pieces(
+        self, seconds: float | None, sink: PieceSink | None = None
+    ) -> list[OutputChunk]:
         """What has come since the last call, a piece of each choice for each step; none after
         `seconds`.
 
         A client that reads slowly gets what has come for a choice in one piece.
+
+        Args:
+            sink: takes pieces in the meantime, until a row ends.
 
         Raises:
             ApiError: a row did not end as it should.
         """
         if not self._given:
             self._arrived.clear()
+            self._sink = sink
             try:
                 async with asyncio.timeout(seconds):
                     await self._arrived.wait()
             except TimeoutError:
                 return []
+            finally:
+                self._sink = None
+        if self._failure is not None:
+            raise self._failure
         given, self._given = self._given, []
         found = [piece for events in given for piece in _joined(map(self._piece, events))]
         if sum(map(len, given)) <= PROMPT * len(self._choices):

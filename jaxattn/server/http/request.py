@@ -14,6 +14,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from jaxattn.server.http.connection import CHUNKS, ChunkWriter
 from jaxattn.server.http.error_forms import error_form
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.json_fields import JsonFields
@@ -127,6 +128,10 @@ class HttpRequest:
             await self.json(self.errors.body(error), error.status, error.headers)
         elif not self.complete:
             await self.stream(self.stream_errors.stream_end(error), more=False)
+
+    def chunks(self) -> ChunkWriter | None:
+        """What writes to a stream that has begun, while nothing else does; None if nothing can."""
+        return self.request.scope.get("extensions", {}).get(CHUNKS)
 
     async def begin_events(self) -> None:
         await self._begin(200, EVENTS)

@@ -7,14 +7,31 @@ one of its own. Where the first piece takes longer, the stream begins with a com
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 
 from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.http.connection import ChunkWriter
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import PING
 from jaxattn.server.http.request import ClientClosed, HttpRequest
 from jaxattn.server.openai.answer_form import AnswerForm
 from jaxattn.server.runtime.admission import AdmissionToken
 from jaxattn.server.runtime.service import Service
+
+
+class StreamSink:
+    """Writes pieces as they are made; see `Generation.pieces`."""
+
+    def __init__(self, form: AnswerForm, generation: Generation, chunks: ChunkWriter):
+        self._form, self._generation, self._chunks = form, generation, chunks
+
+    @property
+    def ready(self) -> bool:
+        return self._chunks.ready
+
+    def take(self, pieces: Sequence[OutputChunk]) -> None:
+        if data := self._form.stream(pieces, self._generation):
+            self._chunks.write(data)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,21 +82,25 @@ class ResponseWriter:
     async def _stream(self) -> None:
         pieces = await self._pieces()
         await self.exchange.begin_events()
-        begin = self.form.begin()
+        begin, told = self.form.begin(), 0
+        chunks = self.exchange.chunks()
+        sink = None if chunks is None else StreamSink(self.form, self.generation, chunks)
         while True:
             data = begin + self.form.stream(pieces, self.generation)
             if self.generation.done:
                 break
-            await self.exchange.stream(data if pieces else data or PING)
-            begin, pieces = b"", await self._pieces()
+            idle = not pieces and self.generation.tokens == told
+            await self.exchange.stream(data or (PING if idle else b""))
+            told = self.generation.tokens
+            begin, pieces = b"", await self._pieces(sink)
         await self.exchange.stream(data + self.form.end(self.generation), more=False)
 
-    async def _pieces(self) -> list[OutputChunk]:
+    async def _pieces(self, sink: StreamSink | None = None) -> list[OutputChunk]:
         """The next pieces, or none when it is time for a comment."""
         limit, waits = self._limit(), self.service.settings.ping_seconds
         left = self.arrived + limit - time.perf_counter()
-        pieces = await self.generation.pieces(min(waits, left)) if left > 0 else []
-        if not pieces and left <= waits:
+        pieces = await self.generation.pieces(min(waits, left), sink) if left > 0 else []
+        if not pieces and not self.generation.done and left <= waits:
             raise ApiError(504, f"the answer took longer than {limit:g} s", code="timeout")
         if pieces and self.begun is None:
             self.begun = time.perf_counter()
