@@ -42,7 +42,12 @@ def test_the_form(scripted):
             "stop_reason": None,
         }
     ]
-    assert found["usage"] == {"prompt_tokens": 20, "completion_tokens": 6, "total_tokens": 26}
+    assert found["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 6,
+        "total_tokens": 26,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 def test_an_answer_ends_at_the_model_length_where_no_limit_is_given(scripted):

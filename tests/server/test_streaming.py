@@ -46,7 +46,12 @@ def test_the_usage_chunk_has_no_choices(scripted):
     options = {"stream_options": {"include_usage": True}}
     *events, last = scripted.stream("/v1/chat/completions", CHAT | options)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}
+    assert last["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 4,
+        "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert all(event["usage"] is None for event in events)
 
 

@@ -62,10 +62,10 @@ class ApiKeyAuth:
 
     def _known(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
-        bearer = key if kind.lower() == "bearer" else ""
-        # Anthropic's clients send a header of their own.
-        given = [_digest(each.strip()) for each in (bearer, headers.get("x-api-key", ""))]
-        matches = [secrets.compare_digest(a, b) for a in given for b in self._digests]
+        if kind.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # of Anthropic's clients
+        given = _digest(key.strip())
+        matches = [secrets.compare_digest(given, digest) for digest in self._digests]
         return any(matches)
 
 
