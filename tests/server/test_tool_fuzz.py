@@ -2,16 +2,17 @@
 no call comes out that the text does not hold."""
 
 import json
+import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxattn.server.decoding.message_format import FORMATS
 from jaxattn.server.decoding.tool_formats.json_arguments import parsed
 from tests.server.test_tool_calls import CALLS, THINK, TOOLS, UNBEGUN, call, read
 
-QUICK, FULL = 60, 10_000
+QUICK = 60
 NAMES = [tool["function"]["name"] for tool in TOOLS]
 MARKS = (
     "<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=a>", "</parameter>",
@@ -25,23 +26,24 @@ MARKS = (
 )  # fmt: skip
 
 
-def damaged(text, data):
-    """The text with a few characters left out or put in."""
-    for _ in range(data.draw(st.integers(0, 2))):
-        at, end = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 2)))
-        text = text[:at] + data.draw(st.sampled_from(["", "<", '"', "}", "\n"])) + text[min(end, at + 8) :]
+def made(name, luck):
+    """Marks, calls and characters; at times a few are left out or put in."""
+    calls = [call(name, '{"a": "é\\n</tool_call>", "n": 1}'), call(name, "{}", "g_2"), call(name)]
+    calls += [UNBEGUN[name].replace("NAME", "f").replace("JSON", "{}")] if name in UNBEGUN else []
+    parts = [luck.choice(luck.choice((MARKS, MARKS, calls))) for _ in range(luck.randint(0, 9))]
+    text = "".join(parts)
+    for _ in range(luck.choice((0, 0, 1, 2))):
+        at = luck.randint(0, len(text))
+        text = text[:at] + luck.choice(("", "<", '"', "}", "\n")) + text[at + luck.randint(0, 8) :]
     return text
 
 
-def check(name, data):
-    calls = [call(name, '{"a": "é\\n</tool_call>", "n": 1}'), call(name, "{}", "g_2"), call(name)]
-    calls += [UNBEGUN[name].replace("NAME", "f").replace("JSON", "{}")] if name in UNBEGUN else []
-    part = st.one_of(st.sampled_from(MARKS), st.sampled_from(calls), st.text(max_size=5))
-    text = damaged("".join(data.draw(st.lists(part, max_size=12))), data)
-    end = data.draw(st.sampled_from(["", THINK]))
+def check(name, luck):
+    text = made(name, luck)
+    end = luck.choice(("", THINK))
     found = read(name, [text], end)
     assert read(name, text, end) == found, "a character at a time"
-    cut = data.draw(st.integers(0, len(text)))
+    cut = luck.randint(0, len(text))
     assert read(name, [text[:cut], text[cut:]], end) == found
     reasoning, content, calls = found
     for function, arguments in calls:
@@ -62,15 +64,14 @@ def json_in_string(text, arguments):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=QUICK, suppress_health_check=list(HealthCheck), deadline=None)
-@given(data=st.data())
-def test_a_stream_equals_the_whole_and_no_call_is_made_up(name, data):
-    check(name, data)
+@settings(max_examples=QUICK, deadline=None)
+@given(luck=st.randoms(use_true_random=False))
+def test_a_stream_equals_the_whole_and_no_call_is_made_up(name, luck):
+    check(name, luck)
 
 
 @pytest.mark.slow(reason="a rarer text that a stream reads otherwise; 60 texts per format run always")
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=FULL, suppress_health_check=list(HealthCheck), deadline=None, database=None)
-@given(data=st.data())
-def test_ten_thousand_texts(name, data):
-    check(name, data)
+def test_ten_thousand_texts(name):
+    for seed in range(10_000):
+        check(name, random.Random(seed))
