@@ -112,9 +112,7 @@ class HubTokenizer(Tokenizer):
         self.has_chat_template = bool(self._template)
         self.chat_template = self._template.source
         special = {token for token, added in self._added.items() if added.special} | {*eos_ids}
-        self.special_tokens = {
-            token: inner.id_to_token(token) or "" for token in sorted(special)
-        }
+        self.special_tokens = {token: inner.id_to_token(token) or "" for token in sorted(special)}
         self._hidden = frozenset(special)
 
     def encode(self, text: str) -> list[int]:

@@ -289,7 +289,9 @@ def test_a_broken_call_hides_no_later_one(name):
     broken = broken.replace('"arguments"', "arguments")
     _, content, calls = read(name, f"{broken}\n{call(name, function='g_2')}")
     assert [each[0] for each in calls] == ["g_2"]
-    assert content == broken and read(name, [f"{broken}\n{call(name, function='g_2')}"])[1] == broken
+    assert (
+        content == broken and read(name, [f"{broken}\n{call(name, function='g_2')}"])[1] == broken
+    )
 
 
 @pytest.mark.parametrize("name", UNBEGUN)
@@ -323,7 +325,11 @@ def test_without_tools_calls_are_text_and_thoughts_are_not():
 
 @pytest.mark.parametrize(
     "name, form",
-    [("kimi_k2", r"functions\.f:0"), ("mistral", r"[a-zA-Z0-9]{9}"), ("mistral_array", "abcdef123")],
+    [
+        ("kimi_k2", r"functions\.f:0"),
+        ("mistral", r"[a-zA-Z0-9]{9}"),
+        ("mistral_array", "abcdef123"),
+    ],
 )
 def test_an_id_has_the_form_that_the_template_expects(name, form):
     parser = MessageFormat.of("", name).parser(ANY)

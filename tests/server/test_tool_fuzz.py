@@ -50,7 +50,10 @@ def check(name, luck):
         assert function in text and isinstance(parsed(arguments), dict)
         assert not end or f"</think>" in text or name == "harmony"
         if name not in ("qwen3_coder", "glm"):
-            assert arguments in text or json.loads(arguments) in ({}, json_in_string(text, arguments))
+            assert arguments in text or json.loads(arguments) in (
+                {},
+                json_in_string(text, arguments),
+            )
     for part in (reasoning, content):
         rest = iter(text)
         assert all(character in rest for character in part.replace("\n", ""))
@@ -70,7 +73,9 @@ def test_a_stream_equals_the_whole_and_no_call_is_made_up(name, luck):
     check(name, luck)
 
 
-@pytest.mark.slow(reason="a rarer text that a stream reads otherwise; 60 texts per format run always")
+@pytest.mark.slow(
+    reason="a rarer text that a stream reads otherwise; 60 texts per format run always"
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_ten_thousand_texts(name):
     for seed in range(10_000):

@@ -18,9 +18,7 @@ class HermesFormat(ToolFormat):
     """<tool_call>{"name": "f", "arguments": {...}}</tool_call>, in Hermes and Qwen3."""
 
     name = "hermes"
-    frame = CallFrame(
-        before='<tool_call>\n{"name": "NAME", "arguments": ', after="}\n</tool_call>"
-    )
+    frame = CallFrame(before='<tool_call>\n{"name": "NAME", "arguments": ', after="}\n</tool_call>")
     shown = (BEGIN, END)
 
     def begins(self, tools: ToolSchemas) -> tuple[str, ...]:

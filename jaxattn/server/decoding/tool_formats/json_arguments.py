@@ -31,9 +31,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 # Numbers stay text: neither the count of digits nor the exponent can be too large.
-_DECODER = json.JSONDecoder(
-    parse_int=_Integer, parse_float=_Number, parse_constant=_no_constant
-)
+_DECODER = json.JSONDecoder(parse_int=_Integer, parse_float=_Number, parse_constant=_no_constant)
 
 
 def parsed(text: str) -> Any:
