@@ -62,25 +62,30 @@ class TaggedMessageParser:
         self._uncertain = re.compile(f"[{re.escape(''.join(first))}]|\\s\\Z" if first else "$^")
         self._fresh = True  # nothing but white space has come in this state
         self._state: Callable[[list[MessageEvent]], bool] = self._opening
+        self._opened = opened
         if opened:
             self._state = self._thinking
 
     def feed(self, text: str) -> list[MessageEvent]:
-        if not self._fresh and not self._cursor.text and self._reading is None and text:
+        cursor, reading = self._cursor, self._reading
+        if reading is not None:
+            found: list[MessageEvent] = []
+            cursor.feed(text)
+            return self._events(found) if self._calling(reading, found) else found
+        if not self._fresh and not cursor.text and text:
             if self._state == self._saying:
                 if not self._uncertain.search(text):
                     return [ContentDelta(text)]
             elif self._end.first not in text and not text[-1].isspace():
                 return [ReasoningDelta(text)]
-        self._cursor.feed(text)
-        return self._events()
+        cursor.feed(text)
+        return self._events([])
 
     def finish(self) -> list[MessageEvent]:
         self._cursor.ended = True
-        return self._events()
+        return self._events([])
 
-    def _events(self) -> list[MessageEvent]:
-        found: list[MessageEvent] = []
+    def _events(self, found: list[MessageEvent]) -> list[MessageEvent]:
         while self._state(found):
             pass
         return found
@@ -105,9 +110,10 @@ class TaggedMessageParser:
         cursor = self._cursor
         if self._fresh:
             cursor.text = cursor.text.lstrip()
-            if cursor.text.startswith(self._begin):  # the template has opened them already
+            if self._opened and cursor.text.startswith(self._begin):  # once more, by the model
                 cursor.text = cursor.text[len(self._begin) :].lstrip()
-            elif self._begin.startswith(cursor.text) and not cursor.ended:
+                self._opened = False
+            elif self._opened and self._begin.startswith(cursor.text) and not cursor.ended:
                 return False
             self._fresh = not cursor.text
         if match := self._end.pattern.search(cursor.text):

@@ -85,20 +85,22 @@ class AnswerGrammar:
         if isinstance(format_.style, HarmonyFormat):
             final = "" if called else self._literal(f"{CHANNEL}final{MESSAGE}")
             begin = self._literal(f"{CHANNEL}analysis{MESSAGE}")
-            end = self._literal(f"<|end|>{START}assistant")
-            return f"start: {begin} thoughts {end} {final} answer\nthoughts: {ANY_TEXT}\n{rules}\n"
+            thoughts = self._thoughts(f"<|end|>{START}assistant")
+            return f"start: {begin} thoughts {final} answer\n{thoughts}\n{rules}\n"
         begin, end = format_.thoughts
         if format_.opened(self._prompt_end):
-            thoughts = "thoughts"
+            first = "thoughts"
         elif format_.thinks and not format_.closed(self._prompt_end):
-            thoughts = f"({self._literal(begin)} thoughts)?"
+            first = f"({self._literal(begin)} thoughts)?"
         else:
             return f"start: answer\n{rules}\n"
-        if end in self._ids:
-            inner = f"thoughts: {ANY_TEXT} {self._literal(end)} {SPACE}"
-        else:
-            inner = f"thoughts: inner {SPACE}\ninner[suffix={json.dumps(end)}]: {ANY_TEXT}"
-        return f"start: {thoughts} answer\n{inner}\n{rules}\n"
+        return f"start: {first} answer\n{self._thoughts(end, SPACE)}\n{rules}\n"
+
+    def _thoughts(self, end: str, space: str = "") -> str:
+        """The rule of any text up to an end mark, and white space after it."""
+        if self._special.match(end):
+            return f"thoughts: {ANY_TEXT} {self._literal(end)} {space}"
+        return f"thoughts: inner {space}\ninner[suffix={json.dumps(end)}]: {ANY_TEXT}"
 
     def _literal(self, text: str) -> str:
         """A text, whose special tokens are their ids; INDEX stands for a number."""

@@ -84,6 +84,8 @@ class HarmonyParser:
                 if cursor.ended:
                     return
                 yield None
+            if (yield from cursor.one_of(*ENDS)) is not None:  # of a part without text
+                continue
             cursor.commit()
             try:
                 header = yield from self._header()
@@ -99,9 +101,8 @@ class HarmonyParser:
                 kind = _kind(header)
             except Unreadable:
                 cursor.rewind()
-                match = _PARTS.pattern.match(cursor.text)
-                if match:
-                    yield ContentDelta(cursor.take(match.end()))
+                if begin := (yield from cursor.one_of(START, CHANNEL)):
+                    yield ContentDelta(begin)
                 kind = "content"
             if kind == before == "reasoning":
                 yield ReasoningDelta("\n")

@@ -63,11 +63,15 @@ def draft(text: str) -> CallDraft:
     keys = [key for key in ("arguments", "parameters") if key in given]
     if "name" not in given or len(keys) > 1:
         raise Unreadable
-    arguments = given[keys[0]] if keys else "{}"
-    if arguments.startswith('"'):  # some models quote the object
-        arguments = json_arguments.string(arguments)
-    id = json_arguments.string(given["id"]) if given.get("id", "").startswith('"') else None
-    name = json_arguments.string(given["name"])
+    name, id, arguments = given["name"].string, given.get("id"), "{}"
+    if keys:
+        value = given[keys[0]]
+        arguments = value.text
+        if isinstance(value.value, str):  # some models quote the object
+            arguments = json_arguments.object_text(value.string)
+        elif not isinstance(value.value, dict):
+            raise Unreadable
     if not name:
         raise Unreadable
-    return CallDraft(name, json_arguments.object_text(arguments), id or None)
+    given_id = id.string if id is not None and id.text.startswith('"') else None
+    return CallDraft(name, arguments, given_id or None)

@@ -4,6 +4,7 @@ A number keeps its digits, whatever their count: 2**64 + 1 read into a float and
 would be another number.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -61,60 +62,63 @@ def object_text(text: str) -> str:
     return text
 
 
-def members(text: str) -> dict[str, str]:
-    """The members of a JSON object, each with the text of its value.
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonValue:
+    """A value with the text that it was read from."""
+
+    value: Any
+    text: str
+
+    @property
+    def string(self) -> str:
+        """The value, where it is a string.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        if not isinstance(self.value, str) or isinstance(self.value, _Number):
+            raise Unreadable
+        return self.value
+
+
+def members(text: str) -> dict[str, JsonValue]:
+    """The members of a JSON object.
 
     Raises:
         Unreadable: it is no object, or names a member twice.
     """
-    object_text(text)
-    found: dict[str, str] = {}
-    at = _space(text, text.index("{") + 1)
-    while text[at] != "}":
-        key, at = _DECODER.raw_decode(text, at)
-        at = _space(text, _space(text, at) + 1)
-        _, end = _DECODER.raw_decode(text, at)
-        if key in found:
-            raise Unreadable
-        found[key] = text[at:end]
-        at = _space(text, end)
-        if text[at] == ",":
-            at = _space(text, at + 1)
-    return found
-
-
-def elements(text: str) -> list[str]:
-    """The texts of a JSON array's elements.
-
-    Raises:
-        Unreadable: it is no array.
-    """
+    found: dict[str, JsonValue] = {}
+    at = _space(text, 1)
     try:
-        if not isinstance(parsed(text), list):
+        if text[0] != "{":
             raise Unreadable
-    except ValueError:
+        while text[at] != "}":
+            key, at = _value(text, at)
+            at = _space(text, at)
+            if text[at] != ":" or key.string in found:
+                raise Unreadable
+            found[key.string], at = _value(text, _space(text, at + 1))
+            at = _next(text, at)
+    except (ValueError, IndexError, RecursionError):
         raise Unreadable from None
-    found = []
-    at = _space(text, text.index("[") + 1)
-    while text[at] != "]":
-        _, end = _DECODER.raw_decode(text, at)
-        found.append(text[at:end])
-        at = _space(text, end)
-        if text[at] == ",":
-            at = _space(text, at + 1)
     return found
 
 
-def string(text: str) -> str:
-    """The value of a JSON string.
+def _value(text: str, at: int) -> tuple[JsonValue, int]:
+    value, end = _DECODER.raw_decode(text, at)
+    return JsonValue(value, text[at:end]), end
 
-    Raises:
-        Unreadable: it is something else.
-    """
-    value = parsed(text)
-    if not isinstance(value, str) or isinstance(value, _Number):
-        raise Unreadable
-    return value
+
+def _next(text: str, at: int) -> int:
+    """The place of the next member, or of the bracket that ends them."""
+    at = _space(text, at)
+    if text[at] == ",":
+        at = _space(text, at + 1)
+        if text[at] != "}":
+            return at
+    elif text[at] == "}":
+        return at
+    raise Unreadable
 
 
 def _space(text: str, at: int) -> int:

@@ -2,11 +2,10 @@
 
 import re
 import secrets
-import string
 
 from jaxattn.server.decoding.tool_formats.hermes import declared_name, draft
-from jaxattn.server.decoding.tool_formats.json_arguments import elements, object_text
-from jaxattn.server.decoding.tool_formats.text_cursor import TextCursor, Unreadable
+from jaxattn.server.decoding.tool_formats.json_arguments import object_text
+from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
 from jaxattn.server.decoding.tool_formats.tool_format import (
     CallDraft,
     CallFrame,
@@ -43,8 +42,8 @@ class MistralFormat(ToolFormat):
         if cursor.text.startswith("["):
             if not tagged:
                 yield from declared_name(cursor, BARE, tools)
-            calls = [draft(each) for each in elements((yield from cursor.json("[")))]
-            if not calls or not (tagged or all(call.name in tools for call in calls)):
+            calls = yield from self._array(cursor)
+            if not (tagged or all(call.name in tools for call in calls)):
                 raise Unreadable
             for call in calls:
                 yield self._with_id(call.name, call.arguments, call.id)
@@ -58,12 +57,24 @@ class MistralFormat(ToolFormat):
         yield from cursor.space()
         yield self._with_id(name, object_text((yield from cursor.json())), id)
 
+    def _array(self, cursor: TextCursor) -> Scan[list[CallDraft]]:
+        calls, mark = list[CallDraft](), "["
+        yield from cursor.literal(mark)
+        while mark != "]":
+            yield from cursor.space()
+            calls.append(draft((yield from cursor.json())))
+            yield from cursor.space()
+            found = yield from cursor.one_of(",", "]")
+            if found is None:
+                raise Unreadable
+            mark = found
+        return calls
+
     def _with_id(self, name: str, arguments: str, id: str | None) -> CallDraft:
         return CallDraft(name, arguments, id if id and _ID.fullmatch(id) else None)
 
     def id(self, name: str, index: int) -> str:
-        letters = string.ascii_letters + string.digits
-        return "".join(secrets.choice(letters) for _ in range(9))
+        return secrets.token_hex(5)[:9]
 
 
 class MistralArrayFormat(MistralFormat):

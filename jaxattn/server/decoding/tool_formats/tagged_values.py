@@ -120,11 +120,13 @@ class GlmFormat(HermesFormat):
         """(the value up to its end tag, the tag after that).
 
         Raises:
-            Unreadable: the next call begins before the end tag: it is missing.
+            Unreadable: the next value or call begins before the end tag: it is missing.
         """
         parts: list[str] = []
         while True:
-            text, mark = yield from cursor.until(VALUE_END, END)
+            text, mark = yield from cursor.until(VALUE_END, END, VALUE)
+            if mark == VALUE:
+                raise Unreadable
             space = yield from cursor.space()
             if mark == END:
                 if (yield from cursor.one_of(BEGIN)) is not None:
