@@ -91,4 +91,6 @@ def read_tool_choice(fields: JsonFields) -> Any:
         ]
         mode = allowed.chosen("mode", ("auto", "required")) or "auto"
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
-    raise fields.wrong("tool_choice", "none, auto, required, allowed_tools or a function's name")
+    if not isinstance(kind, str):
+        raise fields.wrong("tool_choice", "none, auto, required, or an object with a type")
+    return "auto"  # of a kind that is skipped among the tools
