@@ -229,10 +229,11 @@ class Generation:
 
 def _joined(pieces: Iterable[OutputChunk | None]) -> list[OutputChunk]:
     """One piece of each choice."""
+    made = [piece for piece in pieces if piece is not None]
+    if len(made) == 1:
+        return made
     found: dict[int, OutputChunk] = {}
-    for piece in pieces:
-        if piece is None:
-            continue
+    for piece in made:
         before = found.get(piece.choice)
         if before is not None:
             text, tokens = before.text + piece.text, before.tokens + piece.tokens

@@ -220,14 +220,24 @@ class ChatResponseBuilder(ResponseBuilder):
             "stop_reason": text.stop,
         }
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
+    def text_choice(self, number: int, text: str) -> dict[str, Any]:
+        delta, logprobs = {"content": text}, self._logprobs(())
+        return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
         number, delta = piece.choice, dict[str, Any]()
         parser = self._parsers.get(number)
+        begins = parser is None
         if parser is None:
             parser = self._parsers[number] = self._parser()
             # The role comes with the first token, so that its time can be measured.
             delta = {"role": "assistant", "content": ""}
         events = parser.feed(piece.text)
+        if not begins and piece.finish is None and self._spell is None:
+            match events:
+                case [ContentDelta(text)]:
+                    yield text
+                    return
         if piece.finish:
             events += parser.finish()
         for event in events:

@@ -157,8 +157,14 @@ class CompletionResponseBuilder(ResponseBuilder):
             "stop_reason": text.stop
         }
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
+    def text_choice(self, number: int, text: str) -> dict[str, Any]:
+        return self._choice(number, text, None, ())
+
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
         text, first = piece.text, piece.choice not in self._begun
+        if text and not first and piece.finish is None and self._spell is None:
+            yield text
+            return
         if first:
             self._begun.add(piece.choice)
             text = self._echoes[piece.choice] + text

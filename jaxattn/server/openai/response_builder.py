@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import orjson
+
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell
 from jaxattn.server.http.event_stream import DONE, data_events
@@ -47,6 +49,7 @@ class StreamOptions:
     each_usage: bool
 
 
+MARK = secrets.token_hex(16)  # stands for a text that nothing else in an event has
 WHOLE = StreamOptions(stream=False, usage=False, each_usage=False)
 
 
@@ -89,6 +92,7 @@ class ResponseBuilder(AnswerForm):
         self._streaming, self._prompt_ids = streaming, prompt_ids
         self._texts: dict[int, ChoiceText] = {}
         self._prompt_told: set[int] = set()
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -101,8 +105,15 @@ class ResponseBuilder(AnswerForm):
         """A choice of an answer in one piece."""
 
     @abc.abstractmethod
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
-        """The choices of the chunks that a piece becomes; of none, where nothing is to say."""
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
+        """The choices of the chunks that a piece becomes; of none, where nothing is to say.
+
+        A text stands for `text_choice` of it.
+        """
+
+    @abc.abstractmethod
+    def text_choice(self, number: int, text: str) -> dict[str, Any]:
+        """A chunk's choice with more text, and nothing else."""
 
     def take(self, piece: OutputChunk) -> None:
         self._texts.setdefault(piece.choice, ChoiceText()).add(piece)
@@ -113,16 +124,38 @@ class ResponseBuilder(AnswerForm):
         return self._with(self.whole_object, choices) | {"usage": self._usage(generation)}
 
     def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
-        more: dict[str, Any] = {}
+        return b"".join(
+            self._event(choice, piece, generation)
+            for piece in pieces
+            for choice in self.choices(piece)
+        )
+
+    def _event(
+        self, choice: dict[str, Any] | str, piece: OutputChunk, generation: Generation
+    ) -> bytes:
+        number, more = piece.choice, dict[str, Any]()
+        if isinstance(choice, str):
+            if self._prompt_ids is None and not self._streaming.each_usage:
+                before, after = self._frame(number)
+                return before + orjson.dumps(choice) + after
+            choice = self.text_choice(number, choice)
         if self._streaming.each_usage:
             more = {"usage": self._usage(generation)}
         elif self._streaming.usage:
             more = {"usage": None}
-        return data_events(
-            self._with(self.chunk_object, [self._told(choice, piece.choice, piece.ids)]) | more
-            for piece in pieces
-            for choice in self.choices(piece)
-        )
+        told = self._told(choice, number, piece.ids)
+        return data_events([self._with(self.chunk_object, [told]) | more])
+
+    def _frame(self, number: int) -> tuple[bytes, bytes]:
+        """The bytes before and after the text in the event of `text_choice`."""
+        found = self._frames.get(number)
+        if found is None:
+            more = {"usage": None} if self._streaming.usage else {}
+            choice = self.text_choice(number, MARK)
+            event = data_events([self._with(self.chunk_object, [choice]) | more])
+            before, _, after = event.partition(orjson.dumps(MARK))
+            found = self._frames[number] = before, after
+        return found
 
     def end(self, generation: Generation) -> bytes:
         if not self._streaming.usage:
