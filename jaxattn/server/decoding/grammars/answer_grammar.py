@@ -67,7 +67,7 @@ class AnswerGrammar:
             names.append(f"call_{place}")
         begin, end = self._literal(frame.begin), self._literal(frame.end)
         more = ""
-        if choice.parallel and frame.separator is not None:
+        if choice.repeated and frame.separator is not None:
             more = f"({self._literal(frame.separator)} call)*"
         rules += [f"answer: {begin} call {more} {end}", f"call: {' | '.join(names)}"]
         return self._answer("\n".join(rules), called=True)
