@@ -226,6 +226,21 @@ def test_an_answer_without_thoughts_begins_at_once(vocabulary, template, end):
     assert tokens_allowed(matcher) == [ord("[")]
 
 
+def test_a_mark_of_thoughts_that_is_a_token_counts_as_special():
+    class Marked(MarkedBytes):
+        def token_id(self, text):
+            return {"<think>": 256, "</think>": 257}.get(text)
+
+    tokenizer = Marked(["<think>", "</think>"])
+    tokenizer.special_tokens = ByteTokenizer.special_tokens
+    vocabulary = GrammarVocabulary(tokenizer, ("<think>", "</think>"))
+    assert vocabulary.special_tokens == {0: "\0", 256: "<think>", 257: "</think>"}
+    answer = AnswerGrammar(vocabulary.special_tokens, MessageFormat.of(TEMPLATE), "<think>")
+    matcher = matcher_of(vocabulary, answer.schema({"type": "string"}, "response_format"))
+    assert {ord("a"), 257} <= set(tokens_allowed(matcher, tokenizer)) and matcher.accept(257)
+    assert matcher.accept(ord('"')) and 257 not in tokens_allowed(matcher, tokenizer)
+
+
 def test_harmony_thinks_first_and_answers_in_its_final_channel():
     format_ = MessageFormat.of("", "harmony")
     tokenizer = MarkedBytes(format_.style.shown)

@@ -58,7 +58,9 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         choice = read_tools(fields)
         prompt = await encoded(service, fields, choice.tools)
         prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        answer = AnswerGrammar(service.tokenizer.special_tokens, service.message_format, prompt_end)
+        answer = AnswerGrammar(
+            service.vocabulary.special_tokens, service.message_format, prompt_end
+        )
         grammar = read_grammar(fields, answer, choice)
         rooms = [service.room(prompt, "messages")]
         await ResponseWriter(
