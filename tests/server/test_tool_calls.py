@@ -349,6 +349,7 @@ def test_an_id_has_the_form_that_the_template_expects(name, form):
         ("<｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
         ("<|tool_call_begin|>", "kimi_k2"),
+        ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2"),
         ("<|channel|> <|message|>", "harmony"),
         ('<|start_header_id|> {"name": x, "parameters": y}', "llama3"),
         ("[TOOL_CALLS] [ARGS]", "mistral"),

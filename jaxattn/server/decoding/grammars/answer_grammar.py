@@ -86,7 +86,7 @@ class AnswerGrammar:
         if format_.opened(self._prompt_end):
             first = "thoughts"
         elif format_.thinks and not format_.closed(self._prompt_end):
-            first = f"({self._literal(begin)} thoughts)?"
+            first = f'("\\n"? {self._literal(begin)} thoughts)?'
         else:
             return f"start: answer\n{rules}\n"
         return f"start: {first} answer\n{self._thoughts(end, SPACE)}\n{rules}\n"
