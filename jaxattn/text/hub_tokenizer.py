@@ -153,6 +153,9 @@ class HubTokenizer(Tokenizer):
     def token_bytes(self, token: int) -> bytes:
         return self._piece(token) or b""
 
+    def token_id(self, text: str) -> int | None:
+        return self._inner.token_to_id(text)
+
     def chat(
         self,
         messages: Sequence[Message],

@@ -62,6 +62,10 @@ class Tokenizer(abc.ABC):
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, special or not, within a text; empty for an unknown id."""
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is a text as a whole, such as a mark; None if none is."""
+        return None
+
     @abc.abstractmethod
     def chat(
         self,

@@ -1,4 +1,4 @@
-"""Each answer that a schema rules is valid by it: schemas of four kinds, and those that once failed.
+"""Each answer that a schema rules is valid by it: schemas of four kinds, and hard ones.
 
 Texts are drawn at random from the tokens that a grammar allows.
 """
@@ -59,7 +59,7 @@ def tokens_allowed(matcher, tokenizer=BYTES):
 
 
 def drawn(matcher, luck, tokenizer=BYTES, white=False):
-    """A random text; long ones come to an end, since strings and lists are closed where they can."""
+    """A random text. A long one closes its strings and lists where it can."""
     found: list[int] = []
     while len(found) < MOST:
         allowed = tokens_allowed(matcher, tokenizer)
@@ -226,6 +226,21 @@ def test_an_answer_without_thoughts_begins_at_once(vocabulary, template, end):
     assert tokens_allowed(matcher) == [ord("[")]
 
 
+def test_a_mark_of_thoughts_that_is_a_token_counts_as_special():
+    class Marked(MarkedBytes):
+        def token_id(self, text):
+            return {"<think>": 256, "</think>": 257}.get(text)
+
+    tokenizer = Marked(["<think>", "</think>"])
+    tokenizer.special_tokens = ByteTokenizer.special_tokens
+    vocabulary = GrammarVocabulary(tokenizer, ("<think>", "</think>"))
+    assert vocabulary.special_tokens == {0: "\0", 256: "<think>", 257: "</think>"}
+    answer = AnswerGrammar(vocabulary.special_tokens, MessageFormat.of(TEMPLATE), "<think>")
+    matcher = matcher_of(vocabulary, answer.schema({"type": "string"}, "response_format"))
+    assert {ord("a"), 257} <= set(tokens_allowed(matcher, tokenizer)) and matcher.accept(257)
+    assert matcher.accept(ord('"')) and 257 not in tokens_allowed(matcher, tokenizer)
+
+
 def test_harmony_thinks_first_and_answers_in_its_final_channel():
     format_ = MessageFormat.of("", "harmony")
     tokenizer = MarkedBytes(format_.style.shown)
@@ -273,7 +288,8 @@ def test_a_call_that_is_forced_is_read_in_each_format(name, special):
     tokenizer = MarkedBytes(format_.style.shown if special else ())
     vocabulary, called = GrammarVocabulary(tokenizer), set()
     for seed in range(6):
-        choice = read_tools(JsonFields({"tools": TOOLS, "tool_choice": "required"}))
+        asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True}
+        choice = read_tools(JsonFields(asked))
         grammar = AnswerGrammar(tokenizer.special_tokens, format_).calls(choice)
         text = drawn(matcher_of(vocabulary, grammar), random.Random(seed), tokenizer)
         parser, parts = format_.parser(choice), MessageParts()

@@ -27,7 +27,7 @@ SCHEMA = {
     "$defs": {"R": {"enum": ["1", "2"]}},
 }
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": SCHEMA}} for n in ("f", "g_2")]
-JSON = '{"a": "1", "n": 2}'
+JSON = '{"a":"1","n":2}'
 THINK, THOUGHT = "<think>\n", "\n</think>\n\n"
 # A call with the arguments of JSON in each format; NAME and JSON are replaced.
 TAGS = "<tool_call>\n{}\n</tool_call>"
@@ -37,10 +37,10 @@ CALLS = {
         "<function=NAME>\n<parameter=a>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
         "</function>"
     ),
-    "glm": "<tool_call>NAME\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>n</arg_key>\n"
-    "<arg_value>2</arg_value>\n</tool_call>",
-    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n"
-    "JSON\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "glm": "<tool_call>NAME\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
+    "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n"
+    "```json\nJSON\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
@@ -203,27 +203,30 @@ def test_other_models_have_other_tags_of_thoughts():
         ("u", "seven", '"seven"'),
         ("unknown", "7", "7"),
         ("unknown", "True", '"True"'),
-        ("unknown", '{"x": 1e400}', '{"x": 1e400}'),
+        ("unknown", '{"x": 1e400}', '{"x":1e400}'),
     ],
 )
 def test_a_value_has_the_type_that_its_tool_declares(key, text, value):
     coder = f"<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
     glm = f"f<arg_key>{key}</arg_key><arg_value>{text}</arg_value>"
     for name, inner in (("qwen3_coder", coder), ("glm", glm)):
-        expected = f'{{"{key}": {value}}}'
+        expected = f'{{"{key}":{value}}}'
         assert read(name, f"<tool_call>{inner}</tool_call>")[2] == [("f", expected)]
 
 
 @pytest.mark.parametrize("name", set(FORMATS) - {"qwen3_coder", "glm"})
-def test_json_stays_as_it_was_written(name):
-    arguments = '{"n": 18446744073709551617,  "x": 1.0e+400, "a": "\\ud83d\\ude00 </tool_call>"}'
-    assert read(name, call(name, arguments))[2] == [("f", arguments)]
+def test_json_stays_as_it_was_written_but_for_white_space(name):
+    arguments = (
+        '{"n": 18446744073709551617,\n "x": 1.0e+400 , "a": "\\ud83d\\ude00 \\" </tool_call>"}'
+    )
+    found = '{"n":18446744073709551617,"x":1.0e+400,"a":"\\ud83d\\ude00 \\" </tool_call>"}'
+    assert read(name, call(name, arguments))[2] == [("f", found)]
 
 
 @pytest.mark.parametrize("name", set(FORMATS) - {"qwen3_coder", "glm"})
 def test_end_tags_and_brackets_in_a_string_end_nothing(name):
     held = 'x </tool_call> } ] " \\ <｜tool▁call▁end｜> <|tool_call_end|> <|call|> ``` ;'
-    arguments = json.dumps({"a": held}, ensure_ascii=False)
+    arguments = json.dumps({"a": held}, ensure_ascii=False, separators=(",", ":"))
     assert read(name, call(name, arguments)) == ("", "", [("f", arguments)])
 
 
@@ -346,6 +349,7 @@ def test_an_id_has_the_form_that_the_template_expects(name, form):
         ("<｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
         ("<|tool_call_begin|>", "kimi_k2"),
+        ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2"),
         ("<|channel|> <|message|>", "harmony"),
         ('<|start_header_id|> {"name": x, "parameters": y}', "llama3"),
         ("[TOOL_CALLS] [ARGS]", "mistral"),
@@ -359,6 +363,7 @@ def test_a_format_is_recognised_from_the_template(template, name):
 
 
 NAMED = {"type": "function", "function": {"name": "f"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
 
 
 @pytest.mark.parametrize(
@@ -368,7 +373,7 @@ NAMED = {"type": "function", "function": {"name": "f"}}
         ("required", "required", ["f", "g_2"]),
         (NAMED, "required", ["f"]),
         ({"type": "function", "name": "f"}, "required", ["f"]),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}, "auto", ["f"]),
+        (ALLOWED, "auto", ["f"]),
         ({"type": "allowed_tools", "mode": "required", "tools": [NAMED]}, "required", ["f"]),
     ],
 )  # fmt: skip

@@ -1,5 +1,7 @@
-"""Random texts of marks, calls and parts of calls, per format: a stream equals the whole answer, and
-no call comes out that the text does not hold."""
+"""Random texts of marks, calls and parts of calls, in each format.
+
+A stream equals the whole answer, and no call comes out that the text does not hold.
+"""
 
 import json
 import random
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxattn.server.decoding.message_format import FORMATS
 from jaxattn.server.decoding.tool_formats.json_arguments import parsed
-from tests.server.test_tool_calls import CALLS, THINK, TOOLS, UNBEGUN, call, read
+from tests.server.test_tool_calls import THINK, TOOLS, UNBEGUN, call, read
 
 QUICK = 60
 NAMES = [tool["function"]["name"] for tool in TOOLS]
@@ -22,13 +24,13 @@ MARKS = (
     "<|message|>", "<|start|>assistant", "commentary to=functions.f", "analysis", "final",
     "<|call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f"', '"arguments": ', "```",
     "<think>", "</think>", "f", "g_2", "other", "{", "}", "[", "]", '"', "\\", "\n", " ", "1", ";",
-    "é", "🙂", "text", "{}", '{"a": "1"}',
+    "é", "🙂", "text", "{}", '{"a":"1"}',
 )  # fmt: skip
 
 
 def made(name, luck):
     """Marks, calls and characters; at times a few are left out or put in."""
-    calls = [call(name, '{"a": "é\\n</tool_call>", "n": 1}'), call(name, "{}", "g_2"), call(name)]
+    calls = [call(name, '{"a":"é\\n</tool_call>","n":1}'), call(name, "{}", "g_2"), call(name)]
     calls += [UNBEGUN[name].replace("NAME", "f").replace("JSON", "{}")] if name in UNBEGUN else []
     parts = [luck.choice(luck.choice((MARKS, MARKS, calls))) for _ in range(luck.randint(0, 9))]
     text = "".join(parts)
@@ -48,17 +50,19 @@ def check(name, luck):
     reasoning, content, calls = found
     for function, arguments in calls:
         assert function in text and isinstance(parsed(arguments), dict)
-        assert not end or f"</think>" in text or name == "harmony"
+        assert not end or "</think>" in text or name == "harmony"
         if name not in ("qwen3_coder", "glm"):
-            assert arguments in text or json.loads(arguments) in (
-                {},
-                json_in_string(text, arguments),
-            )
+            held = squeezed(arguments) in squeezed(text)
+            assert held or json.loads(arguments) in ({}, json_in_string(text, arguments))
     for part in (reasoning, content):
         rest = iter(text)
         assert all(character in rest for character in part.replace("\n", ""))
     if not calls and not reasoning and "think>" not in text and name != "harmony" and not end:
         assert content == text
+
+
+def squeezed(text):
+    return "".join(text.split())
 
 
 def json_in_string(text, arguments):

@@ -36,6 +36,7 @@ FORMATS: dict[str, ToolFormat | HarmonyFormat] = {
 SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "harmony"),
     (("<|tool_call_begin|>",), "kimi_k2"),
+    (("<|im_middle|>", "tool_declare"), "kimi_k2"),  # Kimi-K2's first template writes no calls
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
     (("[TOOL_CALLS]", "[ARGS]"), "mistral"),

@@ -5,6 +5,7 @@ device thread; compiling a grammar happens in a thread of texts, within the limi
 """
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -40,16 +41,26 @@ class GrammarVocabulary:
 
     Args:
         tokenizer: the model's. One without a stop token cannot end a text.
+        marks: around thoughts. Those that are a token count as special: a mask of any text up to
+            such a token takes 10 us, and up to the letters of a mark 2 ms.
+
+    Attributes:
+        special_tokens: id -> text of tokens that are no part of a string.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, marks: Sequence[str] = ()):
         self._tokenizer = tokenizer
+        ids = {tokenizer.token_id(mark): mark for mark in marks}
+        marked = {id: mark for id, mark in ids.items() if id is not None}
+        self.special_tokens: Mapping[int, str] = {**tokenizer.special_tokens, **marked}
 
     @functools.cached_property
     def known(self) -> llguidance.LLTokenizer:
         """Made when the first grammar comes: a vocabulary takes a second."""
         ends = list(self._tokenizer.stop_tokens)
-        wrapper = llguidance.TokenizerWrapper(_LLGuidanceTokens(self._tokenizer))
+        wrapper = llguidance.TokenizerWrapper(
+            _LLGuidanceTokens(self._tokenizer, sorted(self.special_tokens))
+        )
         return llguidance.LLTokenizer(wrapper, eos_token=ends)
 
     def matchers(self, grammar: str, param: str, count: int) -> list["GrammarMatcher"]:
@@ -70,12 +81,11 @@ class GrammarVocabulary:
 class _LLGuidanceTokens:
     """What `llguidance.TokenizerWrapper` reads."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, special: list[int]):
         ends = tokenizer.stop_tokens
         self.eos_token_id, self.bos_token_id = ends[0], None
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        # They have no text in an answer, so they are no part of a string either.
-        self.special_token_ids = sorted(tokenizer.special_tokens)
+        self.special_token_ids = special
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:

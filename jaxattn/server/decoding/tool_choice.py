@@ -23,6 +23,8 @@ class ToolChoice:
         mode: whether one of them must be called.
         named: whether the request names the one function.
         parallel: whether a message may have several calls.
+        repeated: whether an answer that has to be a call may be several, as the request says
+            explicitly: a model that is not sure would go on and on.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -30,6 +32,7 @@ class ToolChoice:
     mode: Literal["auto", "required"] = "auto"
     named: bool = False
     parallel: bool = True
+    repeated: bool = False
 
 
 def read_tools(fields: JsonFields) -> ToolChoice:
@@ -69,6 +72,7 @@ def read_tools(fields: JsonFields) -> ToolChoice:
         mode="required" if mode == "required" else "auto",
         named=named,
         parallel=parallel and not named,
+        repeated=parallel and not named and fields.given("parallel_tool_calls"),
     )
 
 

@@ -115,7 +115,7 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     choice = read_tools(fields)
     prompt = service.shortened(fields, await encoded(service, fields, choice.tools))
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-    answer = AnswerGrammar(service.tokenizer.special_tokens, service.message_format, prompt_end)
+    answer = AnswerGrammar(service.vocabulary.special_tokens, service.message_format, prompt_end)
     rooms = [service.room(prompt, "messages")]
     return ChatRequest(
         generation=await service.generation(

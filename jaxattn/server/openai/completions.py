@@ -39,7 +39,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         refuse_unsupported(fields)
-        grammar = read_grammar(fields, AnswerGrammar(service.tokenizer.special_tokens))
+        grammar = read_grammar(fields, AnswerGrammar(service.vocabulary.special_tokens))
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
         most = fields.integer("max_tokens", 1, MOST_ID) or MAX_TOKENS
         served = service.served

@@ -86,9 +86,9 @@ class Service:
             limits.batch, settings.max_waiting, settings.max_waiting_tokens
         )
         self.fingerprint = _fingerprint(settings, limits)
-        self.vocabulary = GrammarVocabulary(served.tokenizer)
         self.responses = ResponseStore()
         self.message_format = MessageFormat.of(served.tokenizer.chat_template, settings.tool_parser)
+        self.vocabulary = GrammarVocabulary(served.tokenizer, self.message_format.thoughts)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
         self._numbers, self._cut = itertools.count(), False

@@ -72,7 +72,7 @@ class AnswerGrammar:
             names.append(f"call_{place}")
         begin, end = self._literal(frame.begin), self._literal(frame.end)
         more = ""
-        if choice.parallel and frame.separator is not None:
+        if choice.repeated and frame.separator is not None:
             more = f"({self._literal(frame.separator)} call)*"
         rules += [f"answer: {begin} call {more} {end}", f"call: {' | '.join(names)}"]
         return self._answer("\n".join(rules), called=True)
@@ -91,7 +91,7 @@ class AnswerGrammar:
         if format_.opened(self._prompt_end):
             first = "thoughts"
         elif format_.thinks and not format_.closed(self._prompt_end):
-            first = f"({self._literal(begin)} thoughts)?"
+            first = f'("\\n"? {self._literal(begin)} thoughts)?'
         else:
             return f"start: answer\n{rules}\n"
         return f"start: {first} answer\n{self._thoughts(end, SPACE)}\n{rules}\n"

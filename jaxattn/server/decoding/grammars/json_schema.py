@@ -1,8 +1,8 @@
 """JSON schemas as llguidance can hold them.
 
-llguidance reads numbers as float64, knows ten formats, and has a few faults that a schema can avoid.
-A schema is rewritten so that each text that llguidance then allows is valid by the original. Where
-that is impossible, the request is refused and the error names the place.
+llguidance reads numbers as float64, knows ten formats, and has a few faults that a schema can
+avoid. A schema is rewritten so that each text that llguidance then allows is valid by the original.
+Where that is impossible, the request is refused and the error names the place.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Arguments as a model wrote them: JSON text that is checked and kept, never written anew.
+"""Arguments as a model wrote them: JSON text that is checked and kept, without its white space.
 
 A number keeps its digits, whatever their count: 2**64 + 1 read into a float and written again
 would be another number.
@@ -14,6 +14,7 @@ from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 _SPACE = re.compile(r"[ \t\n\r]*")
+_STRING_OR_SPACE = re.compile(r'("(?:[^"\\]|\\.)*")|[ \t\n\r]+')
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MOST_REFERENCES = 16
 
@@ -44,6 +45,11 @@ def parsed(text: str) -> Any:
         return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("it is too deep") from None
+
+
+def compacted(text: str) -> str:
+    """A JSON text without white space outside of strings."""
+    return _STRING_OR_SPACE.sub(r"\1", text)
 
 
 def object_text(text: str) -> str:
