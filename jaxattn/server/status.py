@@ -1,6 +1,7 @@
 """Status endpoints: health, version, models, metrics, and the numbers of the server's page."""
 
 import dataclasses
+import datetime
 import time
 from typing import Any
 
@@ -36,13 +37,29 @@ async def load(service: Service, exchange: HttpRequest) -> None:
 
 async def models(service: Service, exchange: HttpRequest) -> None:
     """The list of names that requests may give."""
-    data = [_model(service, name) for name in service.settings.names]
-    await exchange.json({"object": "list", "data": data})
+    names = service.settings.names
+    data = [_model(service, name) for name in names]
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
+    await exchange.json({"object": "list", "data": data, **ends})
+
+
+async def model(service: Service, exchange: HttpRequest) -> None:
+    """One of the names.
+
+    Raises:
+        ApiError: 404, the model has another.
+    """
+    name = exchange.path("model_id")
+    service.check_model(JsonFields({"model": name}))
+    await exchange.json(_model(service, name))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(service.started, datetime.UTC).isoformat(),
         "object": "model",
         "created": service.started,
         "owned_by": "jaxattn",

@@ -27,12 +27,15 @@ FIELDS = [
     ("seed", 2**63), ("seed", 0.5), ("stop", 1), ("stop", [""]), ("stop", ["x"] * 17),
     ("stop", "x" * 257), ("stop", [1]), ("stop_token_ids", 5), ("stop_token_ids", [-1]),
     ("stop_token_ids", [0] * 65), ("stream", "yes"), ("stream_options", {"include_usage": True}),
-    ("logprobs", 21), ("suffix", "x"), ("best_of", 2), ("min_tokens", 3), ("user", None),
+    ("logprobs", 21), ("suffix", "x"), ("best_of", 2), ("min_tokens", 17), ("user", None),
     ("presence_penalty", 3), ("repetition_penalty", 0), ("logit_bias", {"a": 1}),
     ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"1": "x"}),
     ("logit_bias", {str(i): 1 for i in range(301)}), ("ignore_eos", 1), ("echo", "x"),
     ("logit_bias", {"256": 1}), ("logit_bias", {"9" * 20: 1}),
-    ("guided_json", {}), ("truncate_prompt_tokens", 5),
+    ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("allowed_token_ids", []),
+    ("allowed_token_ids", [256]), ("bad_words", [1]), ("guided_json", "{"), ("guided_choice", [3]),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}), ("structured_outputs", {"json": 3}),
+    ("structured_outputs", {"grammar": "root ::= ("}), ("structured_outputs", {"odd": 1}),
 ]  # fmt: skip
 
 
@@ -108,6 +111,7 @@ def test_an_unknown_model_or_path_is_404(scripted):
     assert scripted.complete("x", model="model").status_code == 200
     for method, path, status in (
         ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/models/gpt-5", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
     ):

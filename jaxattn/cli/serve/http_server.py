@@ -143,6 +143,7 @@ def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerS
         request_seconds=options.request_timeout,
         drain_seconds=options.drain_timeout,
         stuck_seconds=options.step_timeout,
+        tool_parser=options.tool_parser,
         access_log=not options.no_access_log,
     )
 

@@ -122,6 +122,7 @@ class OutputReader:
         for row, count in zip(running.rows, counts.tolist(), strict=False):
             if row is not None and not row.ended:
                 self.scheduler.guessed_wrong(row, tokens - count)
+        self.stats.drafted_tokens += (tokens - 1) * np.count_nonzero(counts)
         first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
         self.stats.guessed_tokens += sum(others)
         return first + sum(others)

@@ -55,7 +55,7 @@ class ApiKeyAuth:
             return await self._app(scope, receive, send)
         error = ApiError(
             401,
-            "a valid key is needed: send it as 'Authorization: Bearer KEY'",
+            "a valid key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -63,9 +63,11 @@ class ApiKeyAuth:
 
     def _known(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # of Anthropic's clients
         given = _digest(key.strip())
         matches = [secrets.compare_digest(given, digest) for digest in self._digests]
-        return kind.lower() == "bearer" and any(matches)
+        return any(matches)
 
 
 def _is_open(path: str) -> bool:

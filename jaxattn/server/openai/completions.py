@@ -8,13 +8,20 @@ from typing import Any
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.generation import OutputChunk
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import Chance, Spell, completion_logprobs
 from jaxattn.server.decoding.sampling_params import read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
+from jaxattn.server.openai.response_builder import (
+    WHOLE,
+    ChoiceText,
+    ResponseBuilder,
+    StreamOptions,
+    read_streaming,
+)
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
@@ -32,7 +39,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         refuse_unsupported(fields)
-        grammar = read_grammar(fields, ())
+        grammar = read_grammar(fields, AnswerGrammar(service.vocabulary.special_tokens))
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
         most = fields.integer("max_tokens", 1, MOST_ID) or MAX_TOKENS
         served = service.served
@@ -50,7 +57,9 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 f"{MOST_CHOICES} continuations; send them in several requests",
             )
         prompts = await service.in_thread(lambda: [_tokens(service, each) for each in given])
+        prompts = [service.shortened(fields, prompt) for prompt in prompts]
         rooms = [service.room(prompt, "prompt") for prompt in prompts]
+        repeated = [prompt for prompt in prompts for _ in range(sampling.choices)]
         echoes = [""] * len(prompts)
         if fields.flag("echo"):
             echoes = [_text(service, each) for each in given]
@@ -67,8 +76,10 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 sum(map(len, prompts)),
                 [echo for echo in echoes for _ in range(sampling.choices)],
                 None if logprobs is None else service.tokenizer.token_bytes,
+                streaming,
+                repeated if fields.flag("return_token_ids") else None,
             ),
-            streaming=streaming,
+            streamed=streaming.stream,
             arrived=arrived,
         ).give()
 
@@ -133,8 +144,10 @@ class CompletionResponseBuilder(ResponseBuilder):
         prompt_tokens: int,
         echoes: Sequence[str],
         spell: Spell | None = None,
+        streaming: StreamOptions = WHOLE,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(model, fingerprint, prompt_tokens, spell)
+        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids)
         self._echoes, self._begun = echoes, set[int]()
         self._offsets: dict[int, int] = {}
 
@@ -144,12 +157,18 @@ class CompletionResponseBuilder(ResponseBuilder):
             "stop_reason": text.stop
         }
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
+    def text_choice(self, number: int, text: str) -> dict[str, Any]:
+        return self._choice(number, text, None, ())
+
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
         text, first = piece.text, piece.choice not in self._begun
+        if text and not first and piece.finish is None and self._spell is None:
+            yield text
+            return
         if first:
             self._begun.add(piece.choice)
             text = self._echoes[piece.choice] + text
-        if text or first or piece.finish or piece.chances:
+        if text or first or piece.finish or self.told_of(piece):
             yield self._choice(piece.choice, text, piece.finish, piece.chances)
 
     def _choice(
