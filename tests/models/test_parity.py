@@ -29,7 +29,7 @@ from jaxattn.ops.moe.router_logits import choose_experts
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")
-MADE = 13  # folders that are written here
+MADE = 18  # folders that are written here
 
 
 # The same on a GPU, where bfloat16 goes through the kernels. What XLA alone computes is not asked

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.kernels.moe.grouped_gemm import PanelMatrix, grouped_product
@@ -107,6 +108,9 @@ def mixture_of_experts_mosaic(
     *,
     gate_up_scale: jax.Array | None = None,
     down_scale: jax.Array | None = None,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: ClampedSwiGLU | None = None,
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     arena: Arena | None = None,
@@ -121,6 +125,8 @@ def mixture_of_experts_mosaic(
     `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is an `ExpertOutputs`.
     """
     refuse(x, gate_up, interpret=interpret)
+    if gate_up_bias is not None or activation is not None:
+        raise Refusal(f"{OP}: the kernels have no biases, and no other activation than SwiGLU")
     # Without an arena the op has a gradient of its own, and this is never differentiated.
     x, weights, gate_up, down, gate_up_scale, down_scale = without_gradient(
         OP, (x, weights, gate_up, down, gate_up_scale, down_scale)

@@ -133,6 +133,10 @@ class ConfigFields(FieldReader):
             raise self.refused("rope_scaling", "must be an object or null", scaling)
         return nested, scaling
 
+    def rope_scaling(self) -> "ConfigFields":
+        """The object that says the scaling of RoPE, which may be empty."""
+        return self.of("rope_scaling", self._rope_objects()[1])
+
     def rope(self, dim: int, *, interleaved: bool | None = None) -> RopeConfig:
         """Plain RoPE, YaRN or Llama 3's, in the spelling of either time: `rope_scaling` beside
         `rope_theta`, or both in `rope_parameters`.
@@ -151,7 +155,7 @@ class ConfigFields(FieldReader):
         kind = scaling.get("type", scaling.get("rope_type", "default"))
         if kind in ("default", None):
             return RopeConfig(dim, theta=base, interleaved=interleaved)
-        given = self.of("rope_scaling", scaling)
+        given = self.rope_scaling()
         if kind == "yarn":
             yarn = _read_yarn(given)
             return RopeConfig(dim, theta=base, interleaved=interleaved, yarn=yarn)

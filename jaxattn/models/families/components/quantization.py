@@ -2,6 +2,7 @@
 
     fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published
     compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are
+    mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
 
 All else is refused by name. Which weights are quantized is read from the tensors: the lists of
 exceptions in config.json differ from publisher to publisher. What is planned before there are
@@ -19,12 +20,13 @@ from jaxattn.models.weight_map.encodings import (
     FloatEncoding,
     Fp8BlockEncoding,
     Int4GroupEncoding,
+    Mxfp4Encoding,
     WeightEncoding,
 )
 
-type Quantization = Literal["fp8", "int4"]
+type Quantization = Literal["fp8", "int4", "mxfp4"]
 
-METHODS = ("fp8", "compressed-tensors")
+METHODS = ("fp8", "compressed-tensors", "mxfp4")
 LISTS = ("modules_to_not_convert", "ignored_layers")  # of modules that are floats
 
 
@@ -43,6 +45,8 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
     if values["quant_method"] == "fp8":
         _check_fp8(given)
         return "fp8"
+    if values["quant_method"] == "mxfp4":
+        return "mxfp4"
     _check_int4(given)
     return "int4"
 
@@ -55,7 +59,7 @@ def listed_floats(fields: ConfigFields) -> list[str]:
 
 
 def _check_fp8(given: ConfigFields) -> None:
-    given.require("fmt", "e4m3")
+    given.require("fmt", "e4m3", "float8_e4m3fn")
     given.require("activation_scheme", "dynamic")
     given.require("weight_block_size", [BLOCK, BLOCK], missing=None)
 
@@ -91,6 +95,8 @@ def stored_as(
     """
     if quantization == "fp8" and dtypes.get(name, "").startswith("float8"):
         return Fp8BlockEncoding()
+    if quantization == "mxfp4" and f"{name}_blocks" in dtypes:
+        return Mxfp4Encoding()
     if quantization == "int4" and f"{name}_packed" in dtypes:
         return Int4GroupEncoding()
     return FloatEncoding()
