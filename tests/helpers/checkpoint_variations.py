@@ -138,14 +138,13 @@ def small_plain(classes: str) -> Variation:
                        moe_intermediate_size=32, n_group=2, topk_group=1, attention_bias=True,
                        use_qk_norm=True, routed_scaling_factor=1.5)  # fmt: skip
         fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
-    elif classes == "SmolLM3":  # layers 1 and 4 rotate nothing
-        fields |= dict(num_hidden_layers=5, no_rope_layers=[1, 0, 1, 1, 0], hidden_size=80,
-                       num_attention_heads=5, num_key_value_heads=1, pad_token_id=None)  # fmt: skip
+    elif classes == "SmolLM3":  # layer 1 rotates nothing
+        fields |= dict(no_rope_layers=[1, 0, 1], hidden_size=80, num_attention_heads=5, num_key_value_heads=1, pad_token_id=None)  # fmt: skip
     elif classes == "Olmo3":
         yarn = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16,
                     attention_factor=1.2, rope_theta=1e4)  # fmt: skip
-        fields |= dict(num_hidden_layers=4, layer_types=[*[WINDOW] * 2, FULL, WINDOW],
-                       sliding_window=9, num_key_value_heads=3)  # fmt: skip
+        fields |= dict(layer_types=[WINDOW, FULL, WINDOW], sliding_window=9,
+                       num_key_value_heads=3)  # fmt: skip
         fields["rope_parameters"] = {WINDOW: dict(rope_type="default", rope_theta=1e4), FULL: yarn}
     elif classes == "Ministral3":  # the prompt is longer than two contexts
         fields |= dict(head_dim=32, rope_parameters=GROWING)
