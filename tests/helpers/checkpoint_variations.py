@@ -139,7 +139,8 @@ def small_plain(classes: str) -> Variation:
                        use_qk_norm=True, routed_scaling_factor=1.5)  # fmt: skip
         fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
     elif classes == "SmolLM3":  # layer 1 rotates nothing
-        fields |= dict(no_rope_layers=[1, 0, 1], hidden_size=80, num_attention_heads=5, num_key_value_heads=1, pad_token_id=None)  # fmt: skip
+        fields |= dict(no_rope_layers=[1, 0, 1], hidden_size=80, num_attention_heads=5,
+                       num_key_value_heads=1, pad_token_id=None)  # fmt: skip
     elif classes == "Olmo3":
         yarn = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16,
                     attention_factor=1.2, rope_theta=1e4)  # fmt: skip

@@ -169,7 +169,7 @@ def _from_e2m1(codes: Int[Array, "..."], scales: Int[Array, "..."]) -> Float[Arr
     """Numbers of 4 bits (sign, two of exponent, one of mantissa) times 2**(scales - 127).
 
     The bits are put together, because devices flush products below 2**-126 to 0. As in
-    transformers, a scale of 255 is infinite, and 0 stays 0.
+    transformers, a scale of 255 is 2**128.
     """
     codes, scales = codes.astype(jnp.uint16), scales.astype(jnp.int32)
     sign, exponent, mantissa = codes >> 3 << 15, (codes >> 1 & 3).astype(jnp.int32), codes & 1

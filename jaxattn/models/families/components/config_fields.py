@@ -98,6 +98,10 @@ class ConfigFields(FieldReader):
     def flag(self, name: str, default: Any = _MISSING) -> bool:
         return self.read(name, Flag(), default)
 
+    def object(self, name: str) -> dict[str, Any]:
+        """A field that has to be there, with an object."""
+        return self.read(name, json_object, _MISSING, "an object")
+
     def words(self, name: str, count: int, *allowed: str) -> tuple[str, ...]:
         """A list of so many of the allowed words."""
         words = ListOf(OneOf(allowed), most=count, least=count)

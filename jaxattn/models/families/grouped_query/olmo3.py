@@ -52,9 +52,9 @@ def _rope(fields: ConfigFields, kind: str) -> RopeConfig:
     values = dict(fields.values)
     nested = values.pop("rope_parameters", None) or {}
     if nested:
-        fields.of("rope_parameters", nested).require(kind, nested.get(kind), missing=None)
+        own = fields.of("rope_parameters", nested).object(kind)
         values = {k: v for k, v in values.items() if k not in ("rope_scaling", "rope_theta")}
-        values |= {"rope_parameters": nested.get(kind)}
+        values |= {"rope_parameters": own}
     elif kind == "sliding_attention":
         values.pop("rope_scaling", None)
     return ConfigFields(values, fields.where).rope(head_dim(fields), interleaved=False)
