@@ -75,8 +75,8 @@ def mixture_of_experts(
         apart: needs an arena. The kernels leave the sum over experts to the op that reads it next.
             The result is then an `ExpertOutputs`; its `total` is the array, and reads the arena as
             it is at that time.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F a
-            multiple of 128, I of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F
+            and I multiples of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
 
     Returns:
         float32 [T, F], and the arena if one was given.
