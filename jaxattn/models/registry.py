@@ -187,7 +187,8 @@ def read_decoder(
         if value == "fp8" and quantization != "fp8":
             stored = quantization or "floats"
             raise ConfigError(
-                f"{fields.where}: {name}='fp8' needs a checkpoint in FP8; this one is in {stored}"
+                f"{fields.where}: {name}='fp8' needs a checkpoint in FP8 blocks; this one is in "
+                f"{stored}"
             )
     if quantization == "fp8" and experts != "bfloat16":
         model = _with_fp8_experts(model)

@@ -22,7 +22,7 @@ from jaxattn.models.weight_map.encodings import (
 from tests.helpers.safetensors_files import read_file, write_file
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
-MXFP4 = TINY / "gpt_oss"
+MXFP4, LLAMA = TINY / "gpt_oss", TINY / "llama"
 FP8, INT4 = TINY / "deepseek_v3_fp8", TINY / "kimi_k2_int4"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
@@ -215,6 +215,54 @@ def test_a_stated_shape_of_int64_is_read(copied):
 
     _, params = huggingface_checkpoint.load(copied(INT4, change), dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, params, loaded(INT4)[1])
+
+
+def scaled_config(strategy: str) -> dict:
+    """Of compressed-tensors, or of transformers where it has one scale for a matrix."""
+    if strategy == "static":
+        return {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized",
+            "config_groups": {"group_0": group}}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "static"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_with_a_scale_for_a_row_or_a_matrix(copied, strategy, dtype):
+    meant = {}
+
+    def change(tensors):
+        for name in [n for n in tensors if ".layers." in n and tensors[n].ndim == 2]:
+            weight = tensors[name].astype(np.float32)
+            over = dict(axis=1, keepdims=True) if strategy == "channel" else {}
+            scale = (np.abs(weight).max(**over) / 448).astype(dtype)
+            tensors[name] = (weight / scale.astype("f4")).astype(jnp.float8_e4m3fn.dtype)
+            tensors[f"{name}_scale{'_inv' if strategy == 'static' else ''}"] = np.asarray(scale)
+            tensors[name.replace("weight", "input_scale")] = np.ones((), np.float32)
+            meant[name] = tensors[name].astype(np.float32) * np.asarray(scale, np.float32)
+
+    folder = copied(LLAMA, change, {"quantization_config": scaled_config(strategy)})
+    _, params = huggingface_checkpoint.load(folder, dtype=dtype)
+    layer = params["segments"][0]["layers"][0]
+    for name, found in (
+        ("self_attn.k_proj", layer["mixer"]["k_proj"]),
+        ("mlp.down_proj", layer["mlp"]["down_proj"]),
+    ):
+        expected = meant[f"model.layers.2.{name}.weight"].T.astype(jnp.dtype(dtype))
+        np.testing.assert_array_equal(found["weight"][...][2], expected)
+    assert meant  # some were quantized
+
+
+def test_a_scale_of_a_row_that_is_missing_is_named(copied):
+    def change(tensors):
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].astype(jnp.float8_e4m3fn.dtype)
+        tensors[f"{name}_scale"] = np.ones((135, 1), np.float32)
+
+    folder = copied(LLAMA, change, {"quantization_config": scaled_config("channel")})
+    with pytest.raises(CheckpointError, match=r"_scale' float32\[135, 1\], expected .*\[136, 1\]"):
+        huggingface_checkpoint.load(folder)
 
 
 # --- what does not fit

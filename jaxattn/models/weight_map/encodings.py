@@ -2,6 +2,7 @@
 
     FloatEncoding      the weight itself, bfloat16, float16 or float32
     Fp8BlockEncoding   F8_E4M3 numbers, and a scale `weight_scale_inv` for each 128 x 128 block
+    Fp8ScaledEncoding  F8_E4M3 numbers, and a scale for each row or for all
     Mxfp4Encoding      two numbers of 4 bits in a byte of `_blocks`, a power of two for 32 of them
     Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 columns
     Fp8NumberEncoding  FP8 numbers that stay FP8
@@ -111,6 +112,30 @@ class Fp8BlockEncoding(WeightEncoding):
     def decode(self, parts: Sequence[Array]) -> Array:
         numbers, scales = parts
         return dequantize(numbers, _scales(scales), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8ScaledEncoding(WeightEncoding):
+    """FP8 numbers with one scale for each row ("channel"), or with a single one.
+
+    Attributes:
+        by_row: the scales are [rows, 1].
+        scale: the end of their tensor's name.
+    """
+
+    by_row: bool
+    scale: str = "_scale"
+
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        if len(shape) != 2:
+            raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
+        scales, rows = ((shape[0], 1), 1) if self.by_row else ((1,), shape[0])
+        scale = EncodedTensor(f"{name}{self.scale}", scales, FLOATS, rows=rows)
+        return EncodedTensor(name, shape, (FP8,)), scale
+
+    def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
+        numbers, scales = (part.astype(jnp.float32) for part in parts)
+        return numbers * scales.reshape(len(scales), -1, 1)
 
 
 @dataclasses.dataclass(frozen=True)
