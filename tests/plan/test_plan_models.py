@@ -199,7 +199,7 @@ BROKEN = {
     ),
     "quantization": (
         changed(SMALL, quantization_config={"quant_method": "awq"}),
-        "quant_method is implemented as 'fp8' or 'compressed-tensors' only; got 'awq'",
+        "quant_method is implemented as 'fp8' or 'compressed-tensors' or 'mxfp4' only; got 'awq'",
     ),
     "block": (
         changed(SMALL, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),

@@ -116,24 +116,25 @@ class DecoderNetwork(nnx.Module):
                     index = self.spec.layer_of(segment, place, following)
                     y, arrays = block.mixer.prefill(
                         layer.mixer,
-                        layer.norm(x),
+                        layer.read(layer.norm, x),
                         state.caches[name],
                         batch,
                         index,
                         implementation,
                     )
-                    x, state = x + self.collectives.total(y), state.replace(name, arrays)
+                    x = x + layer.given(layer.norm, self.collectives.total(y))
+                    state = state.replace(name, arrays)
                     y, _ = self.collectives.feed_forward(
                         block,
                         layer.mlp,
-                        layer.mlp_norm(x),
+                        layer.read(layer.mlp_norm, x),
                         tokens,
                         stacks[place],
                         following,
                         None,
                         implementation,
                     )
-                    x = x + y
+                    x = x + layer.given(layer.mlp_norm, y)
                 return x, state
 
             packed = None if vectors is None else vectors[number]

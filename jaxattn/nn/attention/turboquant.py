@@ -117,7 +117,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         )
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
-        q, k, v = self._projected(x)
+        q, k, v = self._new_heads(op, x, seq_lens, query_lens)
         queries, kv_cache = gqa.turbo_append(
             q,
             k,
