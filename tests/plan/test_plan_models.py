@@ -9,7 +9,6 @@ import pytest
 from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
-from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.executable_memory import from_shapes
 from jaxattn.engine.startup.memory_plan import packed_shapes, plan_engine
 from jaxattn.engine.steps.step_catalog import ModelStep
@@ -45,7 +44,7 @@ def test_one_gpu_is_planned_as_the_engine_plans_it():
     engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
     for line in ("weights", "arena", "kv cache"):
         assert made[line] == engine[line]
-    limits = choose_decode_steps(ROWS, packed_shapes(model), gpu=True)
+    limits = made.limits
     with traced_for_hopper(True):
         bounds = from_shapes(model, limits, packed_shapes(model), None)
     assert traced_bounds(model, limits, True) == bounds
@@ -145,10 +144,12 @@ class Cached(Model):
     def param_shapes(self):
         return {"w": jax.ShapeDtypeStruct((4, 4), "float32")}
 
-    def prefill(self, params, state, batch, *, implementation=None):
+    hidden_shape = jax.ShapeDtypeStruct((4,), "float32")
+
+    def prefill_hidden(self, params, state, batch, *, implementation=None):
         raise NotImplementedError
 
-    decode = prefill
+    decode = head = prefill_hidden
 
 
 def test_what_is_no_decoder_cannot_be_placed():
