@@ -6,7 +6,12 @@ from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.generation import OutputChunk
-from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
+from jaxattn.server.decoding.logprobs import (
+    Chance,
+    Spell,
+    chat_logprobs,
+    read_prompt_logprobs,
+)
 from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.decoding.tool_parser import ToolCall, ToolParser
@@ -41,9 +46,15 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         logprobs = (top or 0) if fields.flag("logprobs") else None
         most = fields.integer("max_completion_tokens", 1, MOST_ID)
         most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
+        of_prompt = read_prompt_logprobs(fields, MOST_LOGPROBS)
         served = service.served
         sampling = read_sampling(
-            fields, served.defaults, most, logprobs, vocab_size=served.vocab_size
+            fields,
+            served.defaults,
+            most,
+            logprobs,
+            prompt_logprobs=of_prompt,
+            vocab_size=served.vocab_size,
         )
         streaming = read_streaming(fields)
         tools = read_tools(fields)
@@ -61,8 +72,10 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
                 service.settings.names[0],
                 service.fingerprint,
                 len(prompt),
+                service.tokenizer.token_bytes,
                 tools,
-                None if logprobs is None else service.tokenizer.token_bytes,
+                logprobs=logprobs,
+                prompt_logprobs=of_prompt,
             ),
             streaming=streaming,
             arrived=arrived,
@@ -142,13 +155,18 @@ class ChatResponseBuilder(ResponseBuilder):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
+        spell: Spell,
         tools: Sequence[Mapping[str, Any]] = (),
-        spell: Spell | None = None,
+        **more: int | None,
     ):
-        super().__init__(model, fingerprint, prompt_tokens, spell)
+        super().__init__(model, fingerprint, prompt_tokens, spell, **more)
         self._tools = tools
         self._readers: dict[int, ToolParser] = {}
         self._begun: set[int] = set()
+
+    def whole(self, texts: Sequence[ChoiceText], tokens: int) -> dict[str, Any]:
+        """As vLLM has it, what is told of the prompt stands beside the choices."""
+        return super().whole(texts, tokens) | self.prompt_field(texts[0])
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text.text}
@@ -197,7 +215,7 @@ class ChatResponseBuilder(ResponseBuilder):
             }
 
     def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
-        return None if self._spell is None else chat_logprobs(chances, self._spell)
+        return None if self._most is None else chat_logprobs(chances, self._spell)
 
 
 def _finish(finish: str | None, called: bool) -> str | None:

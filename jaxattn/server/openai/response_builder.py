@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxattn.server.decoding.generation import OutputChunk
-from jaxattn.server.decoding.logprobs import Chance, Spell
+from jaxattn.server.decoding.logprobs import Chance, Spell, prompt_logprobs
 from jaxattn.server.http.json_fields import JsonFields
 
 
@@ -20,10 +20,12 @@ class ChoiceText:
     finish: str | None = None
     stop: str | int | None = None
     chances: list[Chance] = dataclasses.field(default_factory=list)
+    prompt: list[Chance] = dataclasses.field(default_factory=list)
 
     def add(self, piece: OutputChunk) -> None:
         self.text += piece.text
         self.chances += piece.chances
+        self.prompt += piece.prompt
         if piece.finish is not None:
             self.finish, self.stop = piece.finish, piece.stop
 
@@ -60,7 +62,9 @@ class ResponseBuilder(abc.ABC):
         model: its name.
         fingerprint: see `Service.fingerprint`.
         prompt_tokens: of all prompts.
-        spell: the bytes of a token, where log-probabilities are asked for.
+        spell: the bytes of a token.
+        logprobs: how many likely tokens are told with each; None where none are asked for.
+        prompt_logprobs: likewise of the prompt's, in vLLM's form.
     """
 
     prefix: str
@@ -68,9 +72,17 @@ class ResponseBuilder(abc.ABC):
     chunk_object: str
 
     def __init__(
-        self, model: str, fingerprint: str, prompt_tokens: int, spell: Spell | None = None
+        self,
+        model: str,
+        fingerprint: str,
+        prompt_tokens: int,
+        spell: Spell,
+        *,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ):
         self._prompt_tokens, self._spell = prompt_tokens, spell
+        self._most, self._of_prompt = logprobs, prompt_logprobs
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -90,6 +102,12 @@ class ResponseBuilder(abc.ABC):
         """An answer in one piece, for which so many tokens were generated."""
         choices = [self.whole_choice(number, text) for number, text in enumerate(texts)]
         return self._with(self.whole_object, choices) | {"usage": self._usage(tokens)}
+
+    def prompt_field(self, text: ChoiceText) -> dict[str, Any]:
+        """The field `prompt_logprobs` of a prompt, where it is asked for."""
+        if self._of_prompt is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(text.prompt, self._spell, self._of_prompt)}
 
     def chunks(
         self, pieces: Iterable[OutputChunk], streaming: StreamOptions, tokens: int
