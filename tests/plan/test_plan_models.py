@@ -9,6 +9,7 @@ import pytest
 from jaxattn import mla
 from jaxattn.cli.plan import main
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
+from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.executable_memory import from_shapes
 from jaxattn.engine.startup.memory_plan import packed_shapes, plan_engine
 from jaxattn.engine.steps.step_catalog import ModelStep
@@ -44,11 +45,13 @@ def test_one_gpu_is_planned_as_the_engine_plans_it():
     engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
     for line in ("weights", "arena", "kv cache"):
         assert made[line] == engine[line]
-    limits = made.limits
+    limits = choose_decode_steps(ROWS, packed_shapes(model), gpu=True)
     with traced_for_hopper(True):
         bounds = from_shapes(model, limits, packed_shapes(model), None)
     assert traced_bounds(model, limits, True) == bounds
-    assert made["xla temp"] == max(each.temp for each in bounds.values())
+    assert made.limits is not None
+    own = traced_bounds(model, made.limits, True)  # with what `ROWS` leave open
+    assert made["xla temp"] == max(each.temp for each in own.values())
     parts = made.items[0].parts
     assert sum(part.nbytes for part in parts) == made["weights"]
     assert {part.name for part in parts} == {
