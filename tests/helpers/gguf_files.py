@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxattn.models.gguf.gguf_header import TYPES
+from jaxattn.models.loading.gguf.gguf_header import TYPES
 
 NUMBERS = {each.name: number for number, each in TYPES.items()}
 ALIGNMENT = 32

@@ -9,8 +9,8 @@ import pytest
 
 from jaxattn.models import load
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.gguf.gguf_encodings import GgufEncoding
-from jaxattn.models.gguf.gguf_header import TYPES, read_gguf
+from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
+from jaxattn.models.loading.gguf.gguf_header import TYPES, read_gguf
 from jaxattn.models.loading.loader import read_folder
 from jaxattn.text import TextError, tokenizer_of
 from tests.helpers import gguf_files

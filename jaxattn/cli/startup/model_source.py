@@ -17,7 +17,7 @@ from jaxattn import text
 from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.gguf.gguf_header import is_gguf
+from jaxattn.models.loading.gguf.gguf_header import is_gguf
 from jaxattn.models.loading.huggingface_checkpoint import OnProgress
 from jaxattn.models.loading.loader import (
     CheckpointWeights,

@@ -30,8 +30,8 @@ from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, TensorEntry, open_tensors, read_json
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.quantization import Quantization, stored_as
-from jaxattn.models.gguf import gguf_checkpoint
-from jaxattn.models.gguf.gguf_header import GgufHeader
+from jaxattn.models.loading.gguf import gguf_checkpoint
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 from jaxattn.models.loading.kv_scales import is_scale, read_scales
 from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
 from jaxattn.models.loading.tied_head import check_tied, with_stored_head

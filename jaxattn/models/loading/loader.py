@@ -24,10 +24,10 @@ from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, read_json
 from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid, from_stored
-from jaxattn.models.gguf import gguf_checkpoint
-from jaxattn.models.gguf.gguf_header import GgufHeader, is_gguf, read_gguf
 from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.loading.gguf import gguf_checkpoint
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader, is_gguf, read_gguf
 from jaxattn.models.loading.read_plan import PublishedWeight
 from jaxattn.models.loading.sharded_weight_loader import load_sharded_weights
 from jaxattn.models.loading.weight_loader import OnProgress
@@ -214,7 +214,7 @@ def load(
     Args:
         folder: in the layout of the Hugging Face hub
             (`jaxattn.models.loading.huggingface_checkpoint`), or in the package's own format
-            (`jaxattn.models.checkpoint`); or a GGUF file (`jaxattn.models.gguf`).
+            (`jaxattn.models.checkpoint`); or a GGUF file (`jaxattn.models.loading.gguf`).
         dtype, experts, dense: see `read_folder`.
         cache_format, native_layers: those of the `Limits` that the model will be served with; an
             FP8 cache reads its scales from the folder, or takes 1.

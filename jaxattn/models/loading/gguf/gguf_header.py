@@ -148,8 +148,8 @@ def _entry(reader: "_Reader") -> tuple[str, GgmlType, tuple[int, ...], int]:
     number, offset = reader.scalar("I"), reader.scalar("Q")
     if number not in TYPES:
         known = ", ".join(each.name for each in TYPES.values())
-        kind = OTHERS.get(number, f"of number {number:,}")
-        raise ValueError(f"holds {name!r:.80} of the type {kind}; those that are read are {known}")
+        other = OTHERS.get(number, f"of number {number:,}")
+        raise ValueError(f"holds {name!r:.80} of the type {other}; those that are read are {known}")
     kind = TYPES[number]
     if not 0 < math.prod(shape) < MOST_NUMBERS or shape[-1] % kind.numbers:
         raise ValueError(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt
 
-from jaxattn.models.gguf.gguf_header import GgmlType
+from jaxattn.models.loading.gguf.gguf_header import GgmlType
 from jaxattn.models.weight_map.encodings import EncodedTensor, Shape, WeightEncoding
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

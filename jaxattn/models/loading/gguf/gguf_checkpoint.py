@@ -13,9 +13,9 @@ from jaxattn.models.blocks import GQA
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import TensorEntry
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
-from jaxattn.models.gguf.gguf_config import config_of
-from jaxattn.models.gguf.gguf_encodings import GgufEncoding
-from jaxattn.models.gguf.gguf_header import GgufHeader
+from jaxattn.models.loading.gguf.gguf_config import config_of
+from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 from jaxattn.models.registry import PublishedModel, read_model
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxattn.core.validation.config_fields import short_repr
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.gguf.gguf_header import GgufHeader
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 
 # Architectures whose layers a family has; llama.cpp names them as transformers names the models.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
