@@ -15,6 +15,7 @@ These have options of their own, which `python -m jaxattn.bench WHAT --help` sho
     long-row               attention of one long row over GPUs
     dense                  the dense products of a decode step
     host                   what the engine's host adds to a step
+    quality                perplexity of a text, for each format of the cache
     serve                  a server under load
     compare                two stored runs side by side
 
@@ -59,7 +60,7 @@ from jaxattn.bench.linear_attention import (
     kda_prefill,
 )
 from jaxattn.bench.load import command as load_command
-from jaxattn.bench.model import command
+from jaxattn.bench.model import command, quality
 from jaxattn.bench.multi_gpu import collectives, context_parallel, parallel_decode
 from jaxattn.bench.plots import roofline_plot
 from jaxattn.cli.exit_codes import exit_code
@@ -92,6 +93,7 @@ COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "compare": comparison.main,
     "dense": linear.main,
     "host": host.main,
+    "quality": quality.main,
     "serve": load_command.main,
 }
 

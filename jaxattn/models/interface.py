@@ -1,6 +1,7 @@
 """The interface of a model to the engine: its caches, its scratch and its two steps.
 
-    prefill(params, state, batch) -> (logits [B, vocab], state)
+    prefill_hidden(params, state, batch) -> (hidden [B, T, hidden], state)
+    head(params, hidden [N, hidden]) -> logits [N, vocab]
     decode(params, state, batch) -> (logits [B, vocab], state)
 
 The engine, the plan and the seal go through `Model` and `LayerCache`. They name no model and no
@@ -109,7 +110,30 @@ class Model(abc.ABC):
     def param_shapes(self) -> Any:
         """The parameters as shapes and dtypes, before `pack`."""
 
+    @property
     @abc.abstractmethod
+    def hidden_shape(self) -> jax.ShapeDtypeStruct:
+        """[hidden] and dtype of a token of `prefill_hidden`."""
+
+    @abc.abstractmethod
+    def prefill_hidden(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T hidden"], DecodeState]:
+        """A chunk of each row's prompt.
+
+        Returns:
+            What the head reads of each token (that of 0 at padding), and the state.
+        """
+
+    @abc.abstractmethod
+    def head(self, params: Any, hidden: Float[Array, "N hidden"]) -> Float[Array, "N vocab"]:
+        """Float32 logits of tokens, of what `prefill_hidden` gives."""
+
     def prefill(
         self,
         params: Any,
@@ -121,8 +145,10 @@ class Model(abc.ABC):
         """A chunk of each row's prompt.
 
         Returns:
-            Float32 logits of each row's last valid token (0 for a padding row), and the state.
+            Float32 logits of each row's last valid token, and the state.
         """
+        hidden, state = self.prefill_hidden(params, state, batch, implementation=implementation)
+        return self.head(params, last_tokens(hidden, batch)), state
 
     @abc.abstractmethod
     def decode(
@@ -226,6 +252,14 @@ class Model(abc.ABC):
     def kernels(self) -> Mapping[str, str]:
         """Decode op -> its kernel's name in a compiled step."""
         return {}
+
+
+def last_tokens(
+    hidden: Float[Array, "B T hidden"], batch: PrefillBatch
+) -> Float[Array, "B hidden"]:
+    """What the head reads of each row's last valid token, of `Model.prefill_hidden`."""
+    last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
+    return jnp.take_along_axis(hidden, last, axis=1)[:, 0]
 
 
 def overlaid(specs: Iterable[ArenaSpec]) -> ArenaSpec:

@@ -72,7 +72,7 @@ def test_a_gpu_gets_the_model_s_own_context_and_packed_prompts():
     assert limits.prefill_shapes == (
         (1, 256), (1, 1024), (1, 2048), (1, 8192), (8, 256), (8, 1024)
     )  # fmt: skip
-    assert len(all_steps(limits)) <= 54  # each is compiled once, and the largest twice
+    assert len(all_steps(limits)) <= 58  # each is compiled once, and the largest twice
     reasons = {reason.split()[0] for reason in choice.reasons}
     assert reasons >= {"batch", "max_model_len", "prefill_chunk", "prefill_rows", "utilization"}
     assert chosen(limits) == dataclasses.replace(choice, reasons=())  # nothing is chosen twice
@@ -179,7 +179,7 @@ def test_what_was_given_is_never_changed():
         assert not found.unset - {"utilization"}, (case, given)
         if "max_model_len" not in given:
             assert found.max_model_len <= model.max_position_embeddings
-        assert found.prefill_shapes and len(all_steps(found)) <= 60
+        assert found.prefill_shapes and len(all_steps(found)) <= 64
         assert {str(step) for step in largest_steps(found)} <= {str(s) for s in all_steps(found)}
 
 

@@ -219,6 +219,7 @@ def test_no_executable_is_missing_that_serving_reaches(params):
     options = ({"temperature": 1.0}, {"top_p": 0.5, "temperature": 1.0}, {"logprobs": 3})
     engine.generate([dataclasses.replace(requests[3], **each) for each in options])
     engine.generate([Request([1] * n, repetition_penalty=1.1, max_tokens=4) for n in (3, 9)])
+    engine.score([[1] * n for n in (3, 9)])
     assert used <= set(engine.executables)
     unused = set(engine.executables) - used
     assert {name.split()[0] for name in unused} <= {"decode", "round", "sample", "mask"}

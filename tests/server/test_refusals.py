@@ -19,7 +19,7 @@ FIELDS = [
     ("prompt", None), ("prompt", []), ("prompt", ""), ("prompt", [""]), ("prompt", [1, "a"]),
     ("prompt", [[]]), ("prompt", [1.5]), ("prompt", [-1]), ("prompt", [256]), ("prompt", [2**70]),
     ("prompt", {"a": 1}), ("prompt", "x" * 256), ("prompt", ["x"] * 129),
-    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"),
+    ("max_tokens", -1), ("prompt_logprobs", 21), ("max_tokens", 1.5), ("max_tokens", "5"),
     ("max_tokens", True), ("max_tokens", 2**31),
     ("temperature", -0.1), ("temperature", "hot"), ("temperature", True), ("temperature", 1e9),
     ("top_p", 1.1), ("top_p", -1), ("top_k", -2), ("top_k", 1.5), ("min_p", 2), ("n", 0),

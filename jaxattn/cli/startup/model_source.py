@@ -1,4 +1,5 @@
-"""The source of a command's model: a folder of either format, a hub name, or the embedded model.
+"""The source of a command's model: a folder of either format, a GGUF file, a hub name, or the
+embedded model.
 
 Each step can refuse the model before the next costs anything: config.json, then the tokenizer, then
 the weights.
@@ -16,8 +17,15 @@ from jaxattn import text
 from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.loading.gguf.gguf_header import is_gguf
 from jaxattn.models.loading.huggingface_checkpoint import OnProgress
-from jaxattn.models.loading.loader import CheckpointWeights, ModelFolder, NativeFolder, read_folder
+from jaxattn.models.loading.loader import (
+    CheckpointWeights,
+    GgufFile,
+    ModelFolder,
+    NativeFolder,
+    read_folder,
+)
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import WeightsFormat
 
@@ -45,6 +53,8 @@ class ModelSource:
         if isinstance(self.folder, NativeFolder) and self.folder.model.vocab_size == BYTES:
             return text.ByteTokenizer()
         with refusals():
+            if isinstance(self.folder, GgufFile):
+                return text.tokenizer_of(self.folder.header.metadata, self.folder.path)
             if self.name:
                 from jaxattn.models.loading import hub_download
 
@@ -106,10 +116,10 @@ def choose(options: argparse.Namespace) -> ModelSource:
 
             logging.set_verbosity_error()  # what ends a command is said in one line
             path = hub_download.fetch_config(name, revision=options.revision)
-        elif not path.is_dir():
+        elif not path.is_dir() and not is_gguf(path):
             raise InputError(
-                f"cannot read {path / 'config.json'}: there is no such folder, and a model of the "
-                "hub is named as in org/name"
+                f"cannot read {path / 'config.json'}: there is no such folder or GGUF file, and a "
+                "model of the hub is named as in org/name"
             )
         folder = read(path, options.dtype, options.experts, options.dense)
     try:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxattn.engine.execution.output_processor import OutputProcessor
+from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.sampler import SamplingMode
@@ -55,12 +56,14 @@ class InFlightStep:
         rows: those that it is about, by their line; None is padding.
         running: of a decode step; None of a prefill step.
         steps: how many decode steps it is.
+        scores: of a prefill step.
     """
 
     told: jax.Array
     rows: Sequence[RunningRequest | None]
     running: DecodeBatchPlan | None = None
     steps: int = 1
+    scores: PromptScores | None = None
 
 
 class OutputReader:
@@ -98,6 +101,8 @@ class OutputReader:
         running = flight.running
         if running is None:
             self.stats.prefill_seconds += spent
+            if flight.scores is not None:
+                self.endings.take_scores(flight.scores.read())
             if tells:
                 self.endings.take(flight.rows, told)
             return

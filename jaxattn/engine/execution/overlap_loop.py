@@ -20,6 +20,7 @@ import numpy as np
 from jaxattn.engine.execution.model_runner import ModelRunner
 from jaxattn.engine.execution.output_processor import OutputProcessor
 from jaxattn.engine.execution.output_reader import DecodeBatchPlan, InFlightStep, OutputReader
+from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
 from jaxattn.engine.sampling.sampler import SamplingMode
@@ -133,10 +134,12 @@ class OverlapLoop:
         read, sampled = together // limits.groups, len(done) // limits.groups
         chunks: list[PromptChunk | None] = [None] * together
         ended: list[RunningRequest | None] = [None] * len(done)
+        scores = PromptScores(entry)
         for (group, line), row in zip(places, rows, strict=True):
             if limits.speculate and row.read_last < 0:
                 self._remember_cached(row)
             chunk = chunks[group * read + line] = self._next_chunk(row, size)
+            scores.add(row, group * read + line, chunk)
             row.read_last = self._round
             self.stats.prompt_tokens += len(chunk.tokens)
             if self.scheduler.read(row, len(chunk.tokens)):
@@ -145,13 +148,15 @@ class OverlapLoop:
         self._send_deltas()
         packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
         remember = any(chunk.place >= 0 for chunk in chunks if chunk)
-        told = self.runner.prefill(entry, packed, remember=remember)
+        told, scores.told = self.runner.prefill(
+            entry, packed, remember=remember, wanted=scores.wanted
+        )
         self._send_copies()  # those behind what was read now, to their checkpoints
         if found := [row for row in ended if row is not None]:
             level = max(row.level for row in found)
             told = self.runner.first(told, done, level, self._masks(ended, len(done)))
         self.stats.prefill_steps += 1
-        self._flights[-1].append(InFlightStep(told, ended))
+        self._flights[-1].append(InFlightStep(told, ended, scores=scores))
 
     def _prefill_shape(self, rows: Sequence[RunningRequest]) -> tuple[int, int]:
         """(lines, tokens of each) of the step that reads of these rows next."""

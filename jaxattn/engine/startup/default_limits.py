@@ -17,6 +17,7 @@ from typing import Any
 from jaxattn.engine.startup.gpu_limits import DRIVER, Bounds, GpuLimits, LimitsChoice, limit_reason
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -67,12 +68,14 @@ def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
     steps = all_steps(limits)
     prefills = [step for step in steps if getattr(step, "kind", "") == "prefill"]
     most = max(size(step) for step in prefills)
+    largest = [step for step in prefills if size(step) == most]
     whole = [
         step
         for step in steps
         if step not in prefills and getattr(step, "rows", limits.batch) == limits.batch
+        if not isinstance(step, ScoreStep) or step.tokens == most
     ]
-    return (*(step for step in prefills if size(step) == most), *whole)
+    return (*largest, *whole)
 
 
 def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:

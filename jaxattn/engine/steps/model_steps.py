@@ -1,4 +1,8 @@
-"""The steps that run the model: prefill, decode, and decode with sampling in one."""
+"""The steps that run the model: prefill, decode, and decode with sampling in one.
+
+Prefill gives (logits, state, hidden): what the head reads of each token, [P T, hidden], comes last,
+so that no donated buffer of its shape is given to it. `ScoreStep` makes log-probabilities of it.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,7 +23,7 @@ from jaxattn.engine.steps.prompt_lookup import draft, draft_batch, verify
 from jaxattn.engine.steps.token_selection import advance
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
-from jaxattn.models.interface import DecodeBatch, Model
+from jaxattn.models.interface import DecodeBatch, Model, last_tokens
 from jaxattn.parallel import local_shard
 
 # Levels that a decode step has in one executable with it. Each is one more compilation of the
@@ -45,8 +49,13 @@ class ModelStep(EngineStep):
         """Whether its batch is made of the rows on the device."""
         return self.kind == "decode" and self.tokens == 1
 
+    @property
+    def all_tokens(self) -> int:
+        """Of all rows."""
+        return self.rows * self.tokens
+
     def step(self, model: Model, limits: Limits) -> Callable:
-        """(params, state, batch) -> (logits, state)."""
+        """(params, state, batch) -> (logits, state), of prefill (logits, state, hidden)."""
         if self.kind == "prefill":
             rows = sampled_rows(limits, self.rows) // limits.groups
             return partial(_prefill, model, limits.table_width, rows)
@@ -90,7 +99,7 @@ class ModelStep(EngineStep):
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
         batch = RowIndices(rows, on_device(given)) if self.reads_rows else given
-        told, state = executable(weights, state, batch)
+        told, state, *_ = executable(weights, state, batch)
         return state, rows, told
 
 
@@ -231,8 +240,10 @@ def _prefill(
 ) -> Any:
     """Logits of as many rows as are sampled together; those behind the prompts are 0."""
     own = _own_rows(model, prefill_batch(batch, width))
-    logits, state = model.prefill(params, state, own, **options)
-    return jnp.pad(logits, ((0, rows - len(logits)), (0, 0))), state
+    hidden, state = model.prefill_hidden(params, state, own, **options)
+    logits = model.head(params, last_tokens(hidden, own))
+    logits = jnp.pad(logits, ((0, rows - len(logits)), (0, 0)))
+    return logits, state, hidden.reshape(-1, hidden.shape[-1])
 
 
 def _decode(model: Model, params: Any, state: Any, batch: RowIndices, **options: Any) -> Any:

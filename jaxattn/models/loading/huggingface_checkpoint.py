@@ -34,6 +34,8 @@ from jaxattn.models.families.components.quantization import (
     Quantization,
     stored_as,
 )
+from jaxattn.models.loading.gguf import gguf_checkpoint
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 from jaxattn.models.loading.kv_scales import is_scale, read_scales
 from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
 from jaxattn.models.loading.tied_head import check_tied, with_stored_head
@@ -142,6 +144,19 @@ def open_weights(
     placed = published.placed(tensors)
     weights = find(folder, tensors, placed, published.unread(tensors), published.quantization)
     return weights, read_scales(tensors, published.model.spec)
+
+
+def open_gguf(
+    header: GgufHeader, published: PublishedModel
+) -> tuple[list[PublishedWeight], dict[Key, np.ndarray]]:
+    """As `open_weights`, of a GGUF file, which has no scales of a cache.
+
+    Raises:
+        CheckpointError: the tensors are not those of the model.
+    """
+    tensors, placed = gguf_checkpoint.open_tensors(header, published)
+    weights = find(header.path, tensors, placed)
+    return weights, read_scales({}, published.model.spec)
 
 
 def place(

@@ -158,22 +158,30 @@ class DecoderModel(Model):
         )
         return *params.copies, jax.ShapeDtypeStruct((held - own,), jnp.float32)
 
-    def prefill(
+    def prefill_hidden(
         self,
         params: nnx.State | PackedParams,
         state: DecodeState,
         batch: PrefillBatch,
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
+    ) -> tuple[Float[Array, "B T hidden"], DecodeState]:
         vectors = None
         if isinstance(params, PackedParams):
             vectors, params = params.vectors, params.params
         decoder = self.bind(params)
-        logits, state = decoder.prefill(
-            state, batch, vectors=vectors, implementation=implementation
-        )
-        return self._of_tokens(logits), state
+        return decoder.prefill(state, batch, vectors=vectors, implementation=implementation)
+
+    @property
+    def hidden_shape(self) -> jax.ShapeDtypeStruct:
+        stream = self.spec.stream
+        return jax.ShapeDtypeStruct((stream.hidden_size,), jnp.dtype(stream.dtype))
+
+    def head(
+        self, params: nnx.State | PackedParams, hidden: Float[Array, "N hidden"]
+    ) -> Float[Array, "N vocab"]:
+        own = params.params if isinstance(params, PackedParams) else params
+        return self._of_tokens(self.bind(own).head(hidden))
 
     def decode(
         self,

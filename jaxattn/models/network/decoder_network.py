@@ -91,7 +91,7 @@ class DecoderNetwork(nnx.Module):
                 return nnx.merge(graphdef, params)(x), None
 
             x, _ = lax.scan(body, x, params)
-        return self._head(x)
+        return self.head(self.norm(x))
 
     def prefill(
         self,
@@ -100,8 +100,8 @@ class DecoderNetwork(nnx.Module):
         *,
         vectors: tuple[Array, ...] | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        """Float32 logits of each row's last token (0 for a padding row), and the state."""
+    ) -> tuple[Float[Array, "B T hidden"], DecodeState]:
+        """What `head` reads of each token (that of 0 at padding), and the state."""
         valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
         tokens = StepTokens.of(self.collectives, valid)
         x = self._embed(batch.tokens, valid)
@@ -139,8 +139,8 @@ class DecoderNetwork(nnx.Module):
 
             packed = None if vectors is None else vectors[number]
             x, state = scan_layers(segment.repeats, body, (x, state), (params, packed))
-        last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
-        return self._head(jnp.take_along_axis(x, last, axis=1))[:, 0], state
+        # The head's product rounds to this dtype: what it reads of a token is kept no wider.
+        return self.norm(x).astype(self.spec.stream.dtype), state
 
     def decode(
         self,
@@ -177,7 +177,7 @@ class DecoderNetwork(nnx.Module):
         for number in range(len(self.spec.segments)):
             carry = self._decode_segment(number, step, beside or {}, carry, added)
         x, y, state = carry
-        return self._head(x + (self.collectives.local_total(y) if fused else y)), state
+        return self.head(self.norm(x + (self.collectives.local_total(y) if fused else y))), state
 
     def _decode_segment(
         self,
@@ -326,9 +326,10 @@ class DecoderNetwork(nnx.Module):
         found = jnp.where(own[..., None], rows[jnp.where(own, place, 0)], 0)
         return all_reduce(found, parallel, "tensor", found.dtype)
 
-    def _head(self, x: Array) -> Array:
+    def head(self, x: Float[Array, "*B hidden"]) -> Float[Array, "*B vocab"]:
+        """Float32 logits, of the normed stream."""
         with jax.named_scope("lm_head"):
-            rows = self.norm(x).reshape(-1, x.shape[-1])
+            rows = x.reshape(-1, x.shape[-1])
             # Of one row XLA makes a float32 copy of the whole head, 0.3 ms of DeepSeek-V2-Lite's
             # step (H200); of eight, a product that reads it once.
             few = max(LEAST_ROWS - len(rows), 0)

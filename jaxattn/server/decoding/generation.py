@@ -10,7 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
-from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.requests.outputs import (
+    Completion,
+    Event,
+    FinishEvent,
+    FinishReason,
+    PromptEvent,
+    TokenEvent,
+)
 from jaxattn.engine.requests.request import Request
 from jaxattn.server.decoding.logprobs import Chance
 from jaxattn.server.decoding.stop_strings import StopStrings
@@ -32,8 +39,10 @@ class OutputChunk:
         tokens: that it took.
         finish: "stop" or "length" in the last piece.
         stop: the string or token that ended it.
-        chances: of its tokens, if the request asked for them.
+        chances: of its tokens, if the request asked for them; `Chance.offset` counts from the
+            beginning of the choice's own text.
         ids: its tokens.
+        prompt: of the prompt's, if the request asked for them; their offsets are 0.
     """
 
     choice: int
@@ -43,6 +52,7 @@ class OutputChunk:
     stop: str | int | None = None
     chances: tuple[Chance, ...] = ()
     ids: tuple[int, ...] = ()
+    prompt: tuple[Chance, ...] = ()
 
 
 class ChoiceDetokenizer:
@@ -58,12 +68,20 @@ class ChoiceDetokenizer:
         self.number, self.tokens, self.cached = number, 0, 0
         self.done = False
         self._stream, self._stops = stream, stops
+        self._characters = 0
+
+    def of_prompt(self, event: PromptEvent) -> OutputChunk:
+        """The piece with what is told of the prompt."""
+        chances = map(Chance, event.request.prompt, event.logprobs)
+        return OutputChunk(self.number, "", 0, prompt=tuple(chances))
 
     def push(self, event: TokenEvent) -> OutputChunk:
         """The piece of a token; the last one if it completes a stop string."""
         self.tokens += 1
-        text, stop = self._stops.push(self._stream.push(event.token))
-        chances = () if event.logprobs is None else ((event.token, event.logprobs),)
+        pushed, at = self._stream.push(event.token), self._characters
+        self._characters += len(pushed)
+        text, stop = self._stops.push(pushed)
+        chances = () if event.logprobs is None else (Chance(event.token, event.logprobs, at),)
         self.done = stop is not None
         finish = "stop" if self.done else None
         return OutputChunk(self.number, text, 1, finish, stop, chances, (event.token,))
@@ -224,6 +242,8 @@ class Generation:
             return None
         if isinstance(event, FinishEvent):
             return choice.end(event.completion)
+        if isinstance(event, PromptEvent):
+            return choice.of_prompt(event)
         return choice.push(event)
 
 
@@ -237,7 +257,13 @@ def _joined(pieces: Iterable[OutputChunk | None]) -> list[OutputChunk]:
         before = found.get(piece.choice)
         if before is not None:
             text, tokens = before.text + piece.text, before.tokens + piece.tokens
-            chances, ids = before.chances + piece.chances, before.ids + piece.ids
-            piece = OutputChunk(piece.choice, text, tokens, piece.finish, piece.stop, chances, ids)
+            piece = dataclasses.replace(
+                piece,
+                text=text,
+                tokens=tokens,
+                chances=before.chances + piece.chances,
+                ids=before.ids + piece.ids,
+                prompt=before.prompt + piece.prompt,
+            )
         found[piece.choice] = piece
     return list(found.values())

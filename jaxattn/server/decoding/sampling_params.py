@@ -108,12 +108,13 @@ def read_sampling(
     max_tokens: int | None,
     logprobs: int | None = None,
     *,
+    prompt_logprobs: int | None = None,
     vocab_size: int,
 ) -> SamplingParams:
     """The sampling fields of a request.
 
     Args:
-        max_tokens, logprobs: whose names and forms are the endpoint's own.
+        max_tokens, logprobs, prompt_logprobs: whose names and forms are the endpoint's own.
         vocab_size: of the model, which bounds the tokens of `logit_bias`.
 
     Raises:
@@ -137,7 +138,7 @@ def read_sampling(
         stop_included=fields.flag("include_stop_str_in_output"),
         skip_special=fields.flag("skip_special_tokens", True),
         limits=TokenLimits.read(fields, max_tokens, vocab_size),
-        more=_more(fields, defaults, logprobs, vocab_size),
+        more=_more(fields, defaults, logprobs, prompt_logprobs, vocab_size),
     )
 
 
@@ -148,12 +149,18 @@ def _folded(seed: int) -> int:
 
 
 def _more(
-    fields: JsonFields, defaults: SamplingDefaults, logprobs: int | None, vocab_size: int
+    fields: JsonFields,
+    defaults: SamplingDefaults,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    vocab_size: int,
 ) -> dict[str, Any]:
     """Penalties, biases, priority, salt and log-probabilities, where they change something."""
     found: dict[str, Any] = {}
     if logprobs is not None:
         found["logprobs"] = logprobs
+    if prompt_logprobs is not None:
+        found["prompt_logprobs"] = prompt_logprobs
     if priority := fields.integer("priority", -(2**31), MOST_ID):
         found["priority"] = priority
     salt = fields.text("cache_salt", MOST_SALT)

@@ -9,7 +9,12 @@ from typing import Any
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
-from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
+from jaxattn.server.decoding.logprobs import (
+    Chance,
+    Spell,
+    chat_logprobs,
+    read_prompt_logprobs,
+)
 from jaxattn.server.decoding.message_events import (
     ContentDelta,
     MessageParser,
@@ -55,11 +60,14 @@ class ChatRequest:
         generation: its rows, which are not queued yet.
         parser: makes what divides the text of one choice into thoughts, content and calls.
         spell: the bytes of a token, where log-probabilities are asked for.
+        logprobs, prompt_logprobs: how many likely tokens are told; None where none are asked for.
     """
 
     generation: Generation
     parser: Callable[[], MessageParser]
     spell: Spell | None
+    logprobs: int | None
+    prompt_logprobs: int | None
 
     @property
     def prompt(self) -> Sequence[int]:
@@ -86,10 +94,12 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
                 service.fingerprint,
                 len(chat.prompt),
                 chat.parser,
-                chat.spell,
+                service.tokenizer.token_bytes,
                 streaming,
                 ids,
                 reasoning=fields.flag("include_reasoning", True),
+                logprobs=chat.logprobs,
+                prompt_logprobs=chat.prompt_logprobs,
             ),
             streamed=streaming.stream,
             arrived=arrived,
@@ -111,7 +121,15 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     most = fields.integer("max_completion_tokens", 1, MOST_ID)
     most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
     served = service.served
-    sampling = read_sampling(fields, served.defaults, most, logprobs, vocab_size=served.vocab_size)
+    of_prompt = read_prompt_logprobs(fields, MOST_LOGPROBS)
+    sampling = read_sampling(
+        fields,
+        served.defaults,
+        most,
+        logprobs,
+        prompt_logprobs=of_prompt,
+        vocab_size=served.vocab_size,
+    )
     choice = read_tools(fields)
     prompt = service.shortened(fields, await encoded(service, fields, choice.tools))
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
@@ -128,6 +146,8 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
         ),
         parser=functools.partial(service.message_format.parser, choice, prompt_end),
         spell=None if logprobs is None else service.tokenizer.token_bytes,
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
     )
 
 
@@ -191,16 +211,21 @@ class ChatResponseBuilder(ResponseBuilder):
         fingerprint: str,
         prompt_tokens: int,
         parser: Callable[[], MessageParser],
-        spell: Spell | None = None,
+        spell: Spell,
         streaming: StreamOptions = WHOLE,
         prompt_ids: Sequence[Sequence[int]] | None = None,
         *,
         reasoning: bool = True,
+        **more: int | None,
     ):
-        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids)
+        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids, **more)
         self._parser, self._reasoning = parser, reasoning
         self._parsers: dict[int, MessageParser] = {}
         self._called: set[int] = set()
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """As vLLM has it, what is told of the prompt stands beside the choices."""
+        return super().whole(generation) | self.prompt_field(self._texts[0])
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         parser, parts = self._parser(), MessageParts()
@@ -233,7 +258,7 @@ class ChatResponseBuilder(ResponseBuilder):
             # The role comes with the first token, so that its time can be measured.
             delta = {"role": "assistant", "content": ""}
         events = parser.feed(piece.text)
-        if not begins and piece.finish is None and self._spell is None:
+        if not begins and piece.finish is None and self._most is None:
             match events:
                 case [ContentDelta(text)]:
                     yield text
@@ -259,7 +284,7 @@ class ChatResponseBuilder(ResponseBuilder):
             }
 
     def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
-        return None if self._spell is None else chat_logprobs(chances, self._spell)
+        return None if self._most is None else chat_logprobs(chances, self._spell)
 
 
 def _thoughts(text: str) -> dict[str, str]:

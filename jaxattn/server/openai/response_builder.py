@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from jaxattn.server.decoding.generation import Generation, OutputChunk
-from jaxattn.server.decoding.logprobs import Chance, Spell
+from jaxattn.server.decoding.logprobs import Chance, Spell, prompt_logprobs
 from jaxattn.server.http.event_stream import DONE, data_events
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
@@ -25,11 +25,13 @@ class ChoiceText:
     stop: str | int | None = None
     chances: list[Chance] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
+    prompt: list[Chance] = dataclasses.field(default_factory=list)
 
     def add(self, piece: OutputChunk) -> None:
         self.text += piece.text
         self.chances += piece.chances
         self.ids += piece.ids
+        self.prompt += piece.prompt
         if piece.finish is not None:
             self.finish, self.stop = piece.finish, piece.stop
 
@@ -70,9 +72,11 @@ class ResponseBuilder(AnswerForm):
         model: its name.
         fingerprint: see `Service.fingerprint`.
         prompt_tokens: of all prompts.
-        spell: the bytes of a token, where log-probabilities are asked for.
+        spell: the bytes of a token.
         streaming: what a stream says beside the text.
         prompt_ids: of the prompt of each choice, where the client wants to know all token ids.
+        logprobs: how many likely tokens are told with each; None where none are asked for.
+        prompt_logprobs: likewise of the prompt's, in vLLM's form.
     """
 
     prefix: str
@@ -84,11 +88,15 @@ class ResponseBuilder(AnswerForm):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
-        spell: Spell | None = None,
+        spell: Spell,
         streaming: StreamOptions = WHOLE,
         prompt_ids: Sequence[Sequence[int]] | None = None,
+        *,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ):
         self._prompt_tokens, self._spell = prompt_tokens, spell
+        self._most, self._of_prompt = logprobs, prompt_logprobs
         self._streaming, self._prompt_ids = streaming, prompt_ids
         self._texts: dict[int, ChoiceText] = {}
         self._prompt_told: set[int] = set()
@@ -114,6 +122,12 @@ class ResponseBuilder(AnswerForm):
     @abc.abstractmethod
     def text_choice(self, number: int, text: str) -> dict[str, Any]:
         """A chunk's choice with more text, and nothing else."""
+
+    def prompt_field(self, text: ChoiceText) -> dict[str, Any]:
+        """The field `prompt_logprobs` of a prompt, where it is asked for."""
+        if self._of_prompt is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(text.prompt, self._spell, self._of_prompt)}
 
     def take(self, piece: OutputChunk) -> None:
         self._texts.setdefault(piece.choice, ChoiceText()).add(piece)

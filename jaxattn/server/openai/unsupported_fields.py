@@ -11,7 +11,6 @@ from jaxattn.server.http.json_fields import JsonFields
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
     "chat_template": (),
     "documents": ([],),
     "functions": ([],),

@@ -215,20 +215,21 @@ class Service:
             most = self.limits.longest_row - 1
         return prompt if most is None else prompt[-most:]
 
-    def room(self, prompt: Sequence[int], param: str) -> int:
+    def room(self, prompt: Sequence[int], param: str, least: int = 1) -> int:
         """The most tokens that can follow a prompt.
 
         Raises:
-            ApiError: 400, there is no room for any, or a token is none of the model's.
+            ApiError: 400, there is no room for `least`, or a token is none of the model's.
         """
         if not prompt:
             raise bad(param, f"{param} has no tokens; it needs at least one")
         longest = self.limits.longest_row
-        if len(prompt) >= longest:
+        if len(prompt) + least > longest:
+            generated = " with at least one to generate" if least else ""
             raise bad(
                 param,
-                f"{param} has {len(prompt):,} tokens, and the model length is {longest:,} with at "
-                f"least one to generate; {self._longer_rows()}",
+                f"{param} has {len(prompt):,} tokens, and the model length is "
+                f"{longest:,}{generated}; {self._longer_rows()}",
                 code="context_length_exceeded",
             )
         if min(prompt) < 0 or max(prompt) >= self.served.vocab_size:
