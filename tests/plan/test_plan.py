@@ -508,7 +508,7 @@ def test_the_fewest_gpus_are_advised_wherever_one_starts(capsys):
     # 7 ways divide neither its heads nor its experts.
     for gpus in (1, 6):
         assert main(["DeepSeek-R1", "--gpus", str(gpus)]) == 2
-        assert f"what would make it fit: 8 GPUs (--gpus 8)" in capsys.readouterr().err
+        assert "what would make it fit: 8 GPUs (--gpus 8)" in capsys.readouterr().err
 
 
 def test_a_group_that_no_layout_serves_is_counted_if_attention_says_how(capsys):

@@ -46,6 +46,12 @@ class ProgressDisplay:
         )
         self._tasks: dict[str, TaskID] = {}
 
+    def begins(self, count: int) -> None:
+        """So many executables are compiled next; a terminal shows them as they come."""
+
+    def says(self, what: str) -> None:
+        """Something else begins, for which a terminal's reader waits a moment."""
+
     def compiles(self, name: str, *, done: bool) -> None:
         """An executable begins to be compiled, or is."""
         task = self._task(f"compiling {name}", total=1)

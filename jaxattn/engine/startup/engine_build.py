@@ -78,6 +78,7 @@ def prepare(
     implementation: Implementation | None = None,
     on_compile: OnCompile | None = None,
     on_fits: Callable[[], None] | None = None,
+    on_steps: Callable[[int], None] | None = None,
     workers: int = 1,
     parallel: Parallel = ALONE,
     loaded: bool = False,
@@ -94,6 +95,8 @@ def prepare(
             seconds that it took after that.
         on_fits: called once, when the device is measured and the plan from shapes fits, before
             anything is compiled: parameters that were given as shapes may be loaded from then on.
+        on_steps: called before executables are compiled, with how many these are: once, or with
+            `utilization` several times.
         workers: executables that are compiled at a time.
         parallel: how several devices divide the model; the plan is then of each of them.
         loaded: refuse shapes, and give the parameters on in `EngineBuild.params`.
@@ -144,6 +147,7 @@ def prepare(
         collectives=collectives,
         implementation=implementation,
         on_compile=on_compile,
+        on_steps=on_steps,
         workers=workers,
         choices=choice.reasons,
     )
