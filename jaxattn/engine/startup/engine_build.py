@@ -127,9 +127,11 @@ def prepare(
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     if limits.reproducible:
         model = model.with_batch_invariance()
+    own_devices = _devices(devices, parallel)
+    if own_devices[0].platform == "cpu" and implementation in (None, "xla"):
+        model = model.for_cpu()
     whole, limits = model, _laid_out(limits, parallel)
     model = divided(whole, parallel)
-    own_devices = _devices(devices, parallel)
     if not peers_reach(own_devices):
         model = divided(whole.without_peer_memory(), parallel)
     checked = CheckedParams.of(model, params, own_devices, loaded=loaded)
