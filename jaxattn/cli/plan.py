@@ -14,6 +14,7 @@ import jax
 
 from jaxattn import interrupt
 from jaxattn.cli.exit_codes import exit_code
+from jaxattn.cli.options.contradictions import check_sizes
 from jaxattn.cli.options.parallel_layout import read_layout
 from jaxattn.cli.options.parser import (
     VERSION,
@@ -254,12 +255,12 @@ def read_limits(options: argparse.Namespace, model: DecoderSizes) -> tuple[Limit
     Raises:
         ValueError: they make no sense.
     """
-    length, chunk = options.max_model_len, options.prefill_chunk
+    check_sizes(options)
     limits = Limits(
         batch=options.batch,
-        max_model_len=length,
+        max_model_len=options.max_model_len,
         num_pages=options.num_pages,
-        prefill_chunk=min(chunk, length) if chunk and length else chunk,
+        prefill_chunk=options.prefill_chunk,
         prefill_rows=options.prefill_rows,
         reproducible=options.reproducible,
         utilization=options.utilization,

@@ -565,6 +565,18 @@ BAD_INPUT = {
         ["DeepSeek-R1", "--decode-buckets", "500", "--batch", "128"],
         "--decode-buckets 500 must be at most --batch 128",
     ),
+    "chunk": (
+        ["DeepSeek-R1", "--prefill-chunk", "4k", "--max-model-len", "2k"],
+        "--prefill-chunk 4096 is more than --max-model-len 2048",
+    ),
+    "pages": (
+        ["DeepSeek-R1", "--gpus", "8", "--num-pages", "2", "--max-model-len", "2k"],
+        "--num-pages 2 hold 128 tokens of --max-model-len 2048; give 32 pages",
+    ),
+    "another number of gpus": (
+        ["DeepSeek-V2-Lite", "--tensor", "2", "--data", "2", "--gpus", "8"],
+        "--gpus is for a plan without a layout, and --data 2 --tensor 2 is one, of 4 GPUs",
+    ),
     "plot": (
         ["DeepSeek-V2-Lite", "--plot", "/no/such/folder/x.png"],
         ("cannot write /no/such/folder/x.png", "--plot needs matplotlib"),
