@@ -30,7 +30,8 @@ def check_sizes(options: argparse.Namespace) -> None:
         needed = -(-length // (PAGE_SIZE * options.context))
         row = _named("max_model_len", length)
         raise InputError(
-            f"{_named('num_pages', pages)} hold {held:,} tokens of {row}; give {needed} pages or more, a smaller length, or leave one of them out"
+            f"{_named('num_pages', pages)} hold {held:,} tokens of {row}; give {needed} pages or "
+            "more, a smaller length, or leave one of them out"
         )
     if batch and batch % options.data:
         raise InputError(
