@@ -12,6 +12,7 @@ from tests.helpers.turbo_cases import TurboCase, hadamard64, read_page, turbo_ca
 from tests.helpers.turbo_compiled import pack, page_slots, quantize, slot_pages
 
 ROUNDING = 2.0**-11  # of float16, relative
+SPLIT = 2.0**-8  # of two e4m3 terms
 
 
 def outlier_case(
@@ -68,8 +69,11 @@ def common64(case: TurboCase) -> np.ndarray:
     return np.asarray(found, np.float64)
 
 
-def bounds_of_rounded_keys(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
-    """What keys, weights and values in float16 change at most, for each [B, S, H]: (a score, and
+def bounds_of_rounded_keys(
+    case: TurboCase, *, split: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """What keys, weights and values in float16 change at most, or, `split`, rotated queries and
+    weights in two e4m3 terms beside exact codes, for each [B, S, H]: (a score, and
     so the LSE; a result [.., D]). Of cases without a soft cap."""
     q = np.asarray(case.q, np.float64)
     (batch, q_len, heads, dim), kv_heads = q.shape, case.kv_cache.shape[2]
@@ -90,16 +94,20 @@ def bounds_of_rounded_keys(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
             continue
         begin = 0 if window is None else max(end - window, 0)
         k, v = (np.concatenate(x)[begin:end] for x in zip(*held, strict=True))
+        if split:
+            scores[b, s, h] = SPLIT * (abs(k) @ abs(turn @ q[b, s, h])).max() * dim**-0.5
         k = k @ turn
         logits = k @ q[b, s, h] * dim**-0.5
         every = logits if sinks is None else np.append(logits, np.float64(sinks[h]))
         p = np.exp(logits - every.max()) / np.exp(every - every.max()).sum()
-        if common is not None:  # float16 has every e4m3 number
+        if common is not None and not split:  # float16 has every e4m3 number
             rounded = ROUNDING * (abs(k - common[b, n]) @ abs(q[b, s, h])).max() * dim**-0.5
             scores[b, s, h] = rounded
         # A score counts in the weight and in the sum of weights.
         share = np.expm1(2 * scores[b, s, h]) + 2 * ROUNDING
         results[b, s, h] = share * p @ abs(v)
+        if split:  # weights of values that count from the middle of a token's codes
+            results[b, s, h] += 2 * SPLIT * p @ abs(v - (v.max(1) + v.min(1))[:, None] / 2)
     if case.options.get("gate") is not None:
         results = results / (1 + np.exp(-np.asarray(case.options["gate"], np.float64)))
     return scores, results
