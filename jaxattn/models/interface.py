@@ -204,6 +204,10 @@ class Model(abc.ABC):
         A model whose steps do so anyway is the same."""
         return self
 
+    def for_cpu(self) -> "Model":
+        """The same model, whose caches lie as a CPU writes them in place: FP8 numbers as bits."""
+        return self
+
     def without_peer_memory(self) -> "Model":
         """The same model, whose kernels reach the memory of no other GPU."""
         return self

@@ -24,6 +24,7 @@ from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.plan import PlanError, plan
 from jaxattn.plan.device_plan import _bound_in, traced_bounds
+from jaxattn.plan.layout_plan import layouts_that_fit
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, caches, latents_of
 from jaxattn.plan.plan_notes import notes
 from tests.helpers.engine_cases import CONFIG, LIMITS
@@ -87,9 +88,11 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
     [advised] = refused.value.advice
     gpus = int(advised.split()[0])
     assert advised.startswith(f"{gpus} GPUs (--gpus {gpus})")
-    assert plan(model, "h100", limits, placement=ModelPlacement(gpus=gpus)).reserve >= 0
-    with pytest.raises(PlanError):
-        plan(model, "h100", limits, placement=ModelPlacement(gpus=gpus - 1))
+    memory = known_device("h100")
+    assert next(layouts_that_fit(model.model, memory, limits, gpus))
+    assert not any(
+        next(layouts_that_fit(model.model, memory, limits, n), 0) for n in range(8, gpus)
+    )
 
 
 @pytest.mark.slow(

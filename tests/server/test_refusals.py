@@ -91,6 +91,11 @@ def test_a_prompt_that_is_too_long_names_the_option_that_raises_the_length(limit
         assert response.status_code == 400 and error["code"] == "context_length_exceeded"
         assert "prompt has 300 tokens" in error["message"]
         assert said in error["message"]
+        turn = {"messages": [{"role": "user", "content": "x" * 300}]}
+        chat = server.client.post("/v1/chat/completions", json=turn)
+        assert chat.status_code == 400 and said in chat.json()["error"]["message"]
+        many = server.client.post("/v1/completions", json={"prompt": [[1], [1] * 300]})
+        assert many.status_code == 400 and said in many.json()["error"]["message"]
         fits = "x" * (limits.longest_row - 1)
         assert server.complete(fits, max_tokens=1).status_code == 200
 

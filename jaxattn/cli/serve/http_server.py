@@ -19,7 +19,7 @@ from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.startup.compilation_cache import enable_compilation_cache, own_folder
 from jaxattn.cli.startup.engine_startup import start_engine
 from jaxattn.cli.startup.model_source import ModelSource, one_line
-from jaxattn.cli.startup.progress_display import ProgressDisplay
+from jaxattn.cli.startup.progress_lines import progress
 from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
@@ -74,7 +74,7 @@ def serve(
     if crew is None and options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
         _keep_compiled(messages)
 
-    display = ProgressDisplay(messages)
+    display = progress(messages)
 
     def make() -> Engine:
         engine, _ = start_engine(

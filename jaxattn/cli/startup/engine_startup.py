@@ -21,7 +21,7 @@ from jaxattn.cli.options.parallel_layout import over_devices, read_layout
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan_report import refused_plan
 from jaxattn.cli.startup.model_source import ModelSource, one_line, refusals
-from jaxattn.cli.startup.progress_display import ProgressDisplay
+from jaxattn.cli.startup.progress_lines import progress
 from jaxattn.cli.startup.run_report import plan_lines
 from jaxattn.cli.startup.stage_timings import StageTimings, executable_lines
 from jaxattn.core.dispatch import Refusal
@@ -151,7 +151,7 @@ def start_engine(
     served = model.with_cache_format(limits.cache_format, limits.native_layers)
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}
-    with display or ProgressDisplay(messages) as display:
+    with display or progress(messages) as display:
 
         def load(loading: BackgroundLoad) -> Any:
             def moved(what: str, done: int, total: int) -> None:
@@ -179,6 +179,7 @@ def start_engine(
                 limits,
                 implementation=options.implementation,
                 on_compile=on_compile,
+                on_steps=display.begins,
                 on_fits=loading.start,
                 # A CPU compiles one step with all its cores; for a GPU several threads help.
                 workers=16 if jax.default_backend() == "gpu" else 1,
@@ -194,6 +195,7 @@ def start_engine(
             messages.print(line)
         for line in plan_lines(engine.plan):
             messages.print(line)
+        display.says("warming up: each executable runs twice")
         with refused_plan(messages, display.stop):
             engine.start(params)
     if crew is not None and crew.leads:

@@ -47,6 +47,12 @@ class ProgressDisplay:
         )
         self._tasks: dict[str, TaskID] = {}
 
+    def begins(self, count: int) -> None:
+        """So many executables are compiled next; a terminal shows them as they come."""
+
+    def says(self, what: str) -> None:
+        """Something else begins, for which a terminal's reader waits a moment."""
+
     def compiles(self, name: str, *, done: bool) -> None:
         """An executable begins to be compiled, or is."""
         task = self._task(f"compiling {name}", total=1)
@@ -81,6 +87,11 @@ class ProgressDisplay:
             self._progress.start()  # not earlier: an empty display prints an empty line
             if self._console.is_terminal and not self._console.is_dumb_terminal:
                 interrupt.before_end(CURSOR)
+        return self._known(name, total=total, moves=moves)
+
+    def _known(self, name: str, *, total: int, moves: bool = False) -> TaskID:
+        """A task that is told to other readers, such as the server's page."""
+        if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, moves=moves)
         return self._tasks[name]
 

@@ -136,7 +136,7 @@ class OverlapLoop:
         ended: list[RunningRequest | None] = [None] * len(done)
         scores = PromptScores(entry)
         for (group, line), row in zip(places, rows, strict=True):
-            if limits.speculate and row.read_last < 0:
+            if row.read_last < 0 and self._has_history(row):
                 self._remember_cached(row)
             chunk = chunks[group * read + line] = self._next_chunk(row, size)
             scores.add(row, group * read + line, chunk)
@@ -167,8 +167,12 @@ class OverlapLoop:
             waiting[int(self.scheduler.group_of(row.index))].append(left)
         return prefill_shape(limits.prefill_shapes, waiting)
 
+    def _has_history(self, row: RunningRequest) -> bool:
+        """Whether penalties count the row's tokens, or drafts are looked up among them."""
+        return bool(row.request.penalized or self.scheduler.limits.speculate)
+
     def _remember_cached(self, row: RunningRequest) -> None:
-        """Writes what a row does not read of its prompt into its history, where drafts look."""
+        """Writes what a row does not read of its prompt into its history."""
         limits = self.scheduler.limits
         entry = ModelStep("prefill", self._together[0], limits.chunks[-1])
         pages = self.scheduler.block_tables[row.index]
@@ -181,8 +185,7 @@ class OverlapLoop:
     def _next_chunk(self, row: RunningRequest, size: int) -> PromptChunk:
         cached = int(self.scheduler.cached[row.index])
         tokens = row.prompt[cached : cached + size]
-        keeps = row.request.penalized or self.scheduler.limits.speculate
-        place = row.index if keeps else -1
+        place = row.index if self._has_history(row) else -1
         pages = self.scheduler.block_tables[row.index]
         return PromptChunk(tokens, cached + len(tokens), row.slot, place, pages)
 

@@ -336,8 +336,7 @@ class Scheduler:
         self, queued: WaitingRequest, prompt: Sequence[int]
     ) -> tuple[PendingInsert | None, PrefixMatch]:
         """What a prompt may enter in the cache of prefixes, and what is there of it."""
-        # The history of a row with penalties has to be read.
-        if self.prefixes is None or queued.request.penalized:
+        if self.prefixes is None:
             return None, PrefixMatch()
         if queued.keys is None:
             queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)

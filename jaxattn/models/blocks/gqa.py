@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxattn import gqa
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.cache.formats import TURBOQUANT, KVFormat
+from jaxattn.core.cache.formats import FP8_BITS, TURBOQUANT, KVFormat
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
 from jaxattn.core.stacked_layer import StackedLayer
@@ -40,6 +40,7 @@ class GQA(PagedMixer):
         sinks: each head has a logit without a value in its softmax.
         cache_format: of `KVFormat`; None is the compute dtype.
         apart: the layers keep the compute dtype beside others of another format.
+        fp8_bits: an FP8 cache is an array of the numbers' bits, as a CPU wants it.
     """
 
     num_heads: int
@@ -56,6 +57,7 @@ class GQA(PagedMixer):
     sinks: bool = False
     cache_format: str | None = None
     apart: bool = False
+    fp8_bits: bool = False
 
     norms = True
     cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
@@ -148,12 +150,13 @@ class GQA(PagedMixer):
                 form=self.coded,
                 array=self.array,
             )
+        stored = self.format(stream).dtype
         return KeyValuePages(
             name=self.cache_name,
             layers=layers,
             heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            dtype=self.format(stream).dtype,
+            dtype=FP8_BITS if self.fp8_bits and self.cache_format == "fp8" else stored,
             array=self.array,
         )
 

@@ -13,6 +13,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks.cache_format import reformatted
+from jaxattn.models.blocks.gqa import GQA
 from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.caches.layer_cache import DecodeState, LayerCache
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
@@ -97,6 +98,18 @@ class DecoderModel(Model):
         blocks = tuple(
             dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, batch_invariant=True))
             if isinstance(block.mixer, MLA)
+            else block
+            for block in self.spec.blocks
+        )
+        if blocks == self.spec.blocks:
+            return self
+        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
+
+    def for_cpu(self) -> "DecoderModel":
+        """See `Model.for_cpu`."""
+        blocks = tuple(
+            dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, fp8_bits=True))
+            if isinstance(block.mixer, GQA) and block.mixer.cache_format == "fp8"
             else block
             for block in self.spec.blocks
         )
