@@ -21,6 +21,7 @@ from jaxattn.cli.options.parallel_layout import over_devices, read_layout
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan_report import refused_plan
 from jaxattn.cli.startup.model_source import ModelSource, one_line, refusals
+from jaxattn.cli.startup.progress_display import ProgressDisplay
 from jaxattn.cli.startup.progress_lines import progress
 from jaxattn.cli.startup.run_report import plan_lines
 from jaxattn.cli.startup.stage_timings import StageTimings, executable_lines

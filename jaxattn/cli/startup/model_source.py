@@ -135,8 +135,8 @@ def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
         return hub_download.fetch_config(name, revision=revision), name
     if not path.is_dir() and not is_gguf(path):
         raise InputError(
-            f"cannot read {path / 'config.json'}: there is no such folder or GGUF file, and a model "
-            "of the hub is named as in org/name"
+            f"cannot read {path / 'config.json'}: there is no such folder or GGUF file, and a "
+            "model of the hub is named as in org/name"
         )
     return path, None
 
