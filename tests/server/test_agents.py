@@ -16,7 +16,10 @@ from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
 
 # Of the npm registry and of PyPI, with the versions that these tests were written with.
-NODE = ("@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.332")
+NODE = (
+    *("@openai/codex@0.171.0", "@anthropic-ai/claude-code@2.1.332", "openai@6.49.0"),
+    *("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/anthropic@3.0.140"),
+)
 PYTHON = (
     *("openai-agents==0.24.0", "pydantic-ai-slim[openai,anthropic]==2.68.0", "litellm==1.110.2"),
     *("langchain-openai==1.7.4", "langchain-anthropic==1.7.10"),
@@ -124,7 +127,26 @@ def run(command, where, **variables):
     return done.stdout
 
 
-FORMATS = {"hermes": hermes, "coder": coder, "glm": glm}
+def deepseek(name, arguments):
+    call = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
+
+
+def kimi(name, arguments):
+    call = f"functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}"
+    calls = f"<|tool_call_begin|>{call}<|tool_call_end|>"
+    return f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
+
+
+def mistral(name, arguments):
+    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
+
+
+# Names of `--tool-parser`.
+FORMATS = {
+    "hermes": hermes, "qwen3_coder": coder, "glm": glm, "deepseek_v31": deepseek, "kimi_k2": kimi,
+    "mistral": mistral,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -135,7 +157,8 @@ def test_codex_finishes_an_edit(node, repository, tmp_path, form):
     )
     home = tmp_path / "home"
     home.mkdir()
-    with live(served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)) as server:
+    model = served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)
+    with live(model, tool_parser=form) as server:
         (home / "config.toml").write_text(
             textwrap.dedent(f"""\
             model = "model"
@@ -166,7 +189,8 @@ def test_claude_code_finishes_an_edit(node, repository, tmp_path, form):
     )
     (tmp_path / "home").mkdir()
     [claude] = [*node.glob("@anthropic-ai/claude-code-*/claude")] or pytest.skip("no binary")
-    with live(served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)) as server:
+    model = served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)
+    with live(model, tool_parser=form) as server:
         said = run(
             [claude, "-p", "Mend add.py", "--allowedTools", "Edit,Read"],
             repository,
@@ -193,5 +217,16 @@ def test_a_library_of_agents_calls_a_tool_and_reads_the_answer(python, tmp_path,
     script, prompts = turns(hermes, [("weather", {"city": "Ulm"}), "It is sunny."])
     with live(served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)) as server:
         said = run([python, agent_libraries.__file__, library, server.url], tmp_path)
+    assert said.strip().endswith("It is sunny.")
+    assert "sun in Ulm" in prompts[-1].rpartition("\ntool: ")[2]
+
+
+@pytest.mark.parametrize("library", ("openai_node", "ai_sdk_responses", "ai_sdk_messages"))
+def test_a_library_of_node_calls_a_tool_and_reads_the_answer(node, tmp_path, library):
+    script, prompts = turns(hermes, [("weather", {"city": "Ulm"}), "It is sunny."])
+    client = node.parent / "agent_libraries.mjs"  # where Node finds the packages
+    shutil.copy(Path(agent_libraries.__file__).with_suffix(".mjs"), client)
+    with live(served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)) as server:
+        said = run(["node", client, library, server.url], tmp_path)
     assert said.strip().endswith("It is sunny.")
     assert "sun in Ulm" in prompts[-1].rpartition("\ntool: ")[2]

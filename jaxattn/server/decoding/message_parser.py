@@ -14,7 +14,6 @@ from jaxattn.server.decoding.message_events import (
     ReasoningDelta,
     ToolCall,
 )
-from jaxattn.server.decoding.tool_formats.json_arguments import compacted
 from jaxattn.server.decoding.tool_formats.text_cursor import MarkSet, TextCursor, Unreadable
 from jaxattn.server.decoding.tool_formats.tool_format import (
     CallDraft,
@@ -209,7 +208,7 @@ class TaggedMessageParser:
             id = self._format.id(draft.name, index)
         if id in taken:
             id = f"call_{secrets.token_hex(12)}"
-        self._calls.append(ToolCall(index, id, draft.name, compacted(draft.arguments)))
+        self._calls.append(ToolCall(index, id, draft.name, draft.arguments))
         return self._calls[-1]
 
     def _say(self, found: list[MessageEvent], text: str) -> None:

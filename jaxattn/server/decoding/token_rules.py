@@ -41,7 +41,8 @@ class TokenLimits:
             ApiError: 400 with the field's name.
         """
         least = fields.integer("min_tokens", 0, MOST_COUNT) or 0
-        if max_tokens is not None and least > max_tokens:
+        longer = max_tokens is not None and least > max_tokens
+        if longer and not fields.flag("ignore_eos"):
             raise bad(
                 "min_tokens",
                 f"min_tokens is {least:,} and the most tokens {max_tokens:,}; make it smaller",

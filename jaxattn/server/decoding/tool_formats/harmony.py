@@ -10,7 +10,7 @@ from jaxattn.server.decoding.message_events import (
     ReasoningDelta,
     ToolCall,
 )
-from jaxattn.server.decoding.tool_formats.json_arguments import compacted, object_text
+from jaxattn.server.decoding.tool_formats.json_arguments import object_text
 from jaxattn.server.decoding.tool_formats.text_cursor import (
     MarkSet,
     Scan,
@@ -141,7 +141,7 @@ class HarmonyParser:
         yield from cursor.space()
         if (yield from cursor.one_of(*ENDS)) is None and cursor.text:
             raise Unreadable
-        return ToolCall(self._calls, f"call_{secrets.token_hex(12)}", name, compacted(arguments))
+        return ToolCall(self._calls, f"call_{secrets.token_hex(12)}", name, arguments)
 
     def _streamed(self, kind: str) -> Generator[MessageEvent | None, None, None]:
         """The text of a part, as it comes."""

@@ -14,7 +14,7 @@ from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 _SPACE = re.compile(r"[ \t\n\r]*")
-_STRING_OR_SPACE = re.compile(r'("(?:[^"\\]|\\.)*")|[ \t\n\r]+')
+_STRING_OR_SPACE = re.compile(r'("[^"\\]*(?:\\.[^"\\]*)*")|[ \t\n\r]+')
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MOST_REFERENCES = 16
 
@@ -53,7 +53,7 @@ def compacted(text: str) -> str:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object, as it is; `{}` for none at all.
+    """The text of a JSON object without white space; `{}` for none at all.
 
     Raises:
         Unreadable: it is something else.
@@ -65,7 +65,7 @@ def object_text(text: str) -> str:
         raise Unreadable from None
     if not isinstance(value, dict):
         raise Unreadable
-    return text
+    return compacted(text)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def spelled(text: str, schema: object, root: Mapping[str, Any]) -> str:
         if _type(python) in kinds and not (python == "null" and text_is_one):
             return python
     if kind in kinds or (kind == "integer" and "number" in kinds) or (kind and not text_is_one):
-        return plain
+        return compacted(plain)
     return json.dumps(text, ensure_ascii=False)
 
 

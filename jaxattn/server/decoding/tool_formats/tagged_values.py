@@ -148,8 +148,8 @@ def _name(cursor: TextCursor, end: str) -> Scan[str]:
 def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
     root = tools.parameters.get(name, {})
     pairs = [
-        f"{json.dumps(key, ensure_ascii=False)}: "
+        f"{json.dumps(key, ensure_ascii=False)}:"
         f"{json_arguments.spelled(value, tools.arguments(name).get(key), root)}"
         for key, value in values.items()
     ]
-    return CallDraft(name, "{" + ", ".join(pairs) + "}")
+    return CallDraft(name, "{" + ",".join(pairs) + "}")
