@@ -95,8 +95,12 @@ def arguments(
         return group.shapes(shapes, (weights, (state, whole), whole))
     if isinstance(step, StateCopyStep):
         return group.shapes(shapes, (model.state_specs(), REPLICATED))
-    if isinstance(step, ScoreStep):
-        return group.shapes(shapes, (hidden_spec(model), _specs(model)[0], REPLICATED))
+    if isinstance(step, ScoreStep):  # whose tokens are counted of all data groups together
+        hidden, weights, wanted = shapes
+        [weights] = group.shapes((weights,), (_specs(model)[0],))
+        where = group.sharding(hidden_spec(model))
+        hidden = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=where)
+        return hidden, weights, *group.shapes((wanted,), (REPLICATED,))
     specs: Any = REPLICATED
     if isinstance(step, SampleStep | BitmaskStep):
         specs = (REPLICATED, logits_spec(model), REPLICATED)[-len(shapes) :]
