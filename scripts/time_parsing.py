@@ -22,7 +22,7 @@ from jaxattn.server.decoding.message_format import FORMATS, MessageFormat
 from jaxattn.server.decoding.tool_choice import ToolChoice
 
 TOOL = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
-RUNS = 7
+RUNS = 5
 CHOICE = ToolChoice(tools=(TOOL,), functions=(TOOL,))
 PROSE = "Let me look at the file first, and then change one line of it. " * 20
 CODE = "".join(f"def f{n}(x):\n    if x < {n}:\n        return [x, {n}]\n" for n in range(150))

@@ -14,7 +14,6 @@ from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 _SPACE = re.compile(r"[ \t\n\r]*")
-_STRING_OR_SPACE = re.compile(r'("[^"\\]*(?:\\.[^"\\]*)*")|[ \t\n\r]+')
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _MOST_REFERENCES = 16
 
@@ -49,7 +48,12 @@ def parsed(text: str) -> Any:
 
 def compacted(text: str) -> str:
     """A JSON text without white space outside of strings."""
-    return _STRING_OR_SPACE.sub(r"\1", text)
+    parts, at = list[str](), 0
+    while (begin := text.find('"', at)) >= 0:
+        parts.append("".join(text[at:begin].split()))
+        _, at = _DECODER.raw_decode(text, begin)
+        parts.append(text[begin:at])
+    return "".join([*parts, *text[at:].split()])
 
 
 def object_text(text: str) -> str:
