@@ -10,7 +10,7 @@ import pytest
 from jaxattn.bench.__main__ import main
 from jaxattn.bench.load.client import RequestOutcome
 from jaxattn.bench.load.metrics import measured, percentile
-from jaxattn.bench.load.request_lengths import LEAST, MOST, LengthDistribution
+from jaxattn.bench.load.request_lengths import LEAST, MOST, LengthDistribution, texts
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -22,9 +22,9 @@ def bench(server, *arguments) -> int:
 
 
 def test_lengths_are_spread_as_those_of_chats_and_come_again():
-    asks = list(LengthDistribution().asks(2000, seed=3, characters=4.0))
-    assert asks == list(LengthDistribution().asks(2000, seed=3, characters=4.0))
-    assert asks != list(LengthDistribution().asks(2000, seed=4, characters=4.0))
+    asks = list(LengthDistribution().asks(2000, seed=3, prompt_of=texts(4.0)))
+    assert asks == list(LengthDistribution().asks(2000, seed=3, prompt_of=texts(4.0)))
+    assert asks != list(LengthDistribution().asks(2000, seed=4, prompt_of=texts(4.0)))
     for values, median in (([a.tokens for a in asks], 90), ([a.answer for a in asks], 150)):
         assert LEAST <= min(values) and max(values) == MOST
         assert median * 0.85 < statistics.median(values) < median * 1.15
