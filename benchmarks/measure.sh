@@ -25,7 +25,7 @@ run() {  # SECONDS, a command
 }
 suite() { run 600 python -m pytest -q -m 'gpu and not large' -n 14 --dist loadgroup --timeout 200 "$@"; }
 bench() { local name=$1; shift; run 300 python -m jaxattn.bench "$@" --json "$OUT/$name.json"; }
-model() { local name=$1; shift; bench "model-${name,,}" model "$name" --no-peers "$@"; }
+model() { local name=$1; shift; bench "model-${name,,}" model "$name" "$@"; }
 
 case $TOPIC in
   suite)

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,21 +146,22 @@ def run_engine(engine: str, choice: EngineChoice, args: argparse.Namespace) -> d
             "spawned": time.time(),
         }
         job.write_text(json.dumps(asked))
-        command = [sys.executable, "-m", "jaxattn.bench.offline.engine_process"]
-        code: int | str
-        try:
-            code = subprocess.run(
-                [*command, str(job), str(lines)],
-                env=os.environ | choice.environment(),
-                stdout=sys.stderr,
-                check=False,
-                timeout=args.limit,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"none within --limit {args.limit:g} s"
+        code = run_process(job, lines, choice.environment(), args.limit)
         found: dict[str, Any] = {"facts": {}, "rows": [], "code": code}
         with contextlib.suppress(FileNotFoundError):
             for line in lines.read_text().splitlines():
                 [(kind, value)] = json.loads(line).items()
                 found["rows"].append(value) if kind == "row" else found["facts"].update(value)
         return found
+
+
+def run_process(job: Path, lines: Path, environment: Mapping[str, str], limit: float) -> int | str:
+    """The exit code of an engine's process, or why there is none."""
+    command = [sys.executable, "-m", "jaxattn.bench.offline.engine_process", str(job), str(lines)]
+    given = {**os.environ, **environment}
+    try:
+        return subprocess.run(
+            command, env=given, stdout=sys.stderr, check=False, timeout=limit
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return f"none within --limit {limit:g} s"

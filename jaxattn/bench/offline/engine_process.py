@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
         tell("row", {"what": "start", "unit": "s", "value": start})
         for row in measured(engine, work, job["measures"]):
             tell("row", row)
-        for what, amount in (engine.memory() | memory_used()).items():
+        used = memory_used()  # before an engine asks the driver, which takes memory for it
+        for what, amount in (engine.memory() | used).items():
             tell("row", {"what": f"memory, {what}", "unit": "GB", "value": amount})
         tell("facts", engine.facts())
     return 0
