@@ -91,7 +91,7 @@ def test_requests_that_fail_are_counted_and_make_the_code_1(tmp_path, capsys):
 
 
 def test_what_is_no_server_is_said_in_a_line(capsys):
-    assert main(["serve", "--url", "http://127.0.0.1:9", "--rate", "1"]) == 2
+    assert main(["serve", "http://127.0.0.1:9", "--rates", "1"]) == 2
     assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
     with live(served(ScriptedEngine), keys=("sesame",)) as server:
         assert bench(server, "--rate", 1) == 2
