@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+from scripts.performance import serving
 from scripts.performance.cells import Claim, Table, faster, markdown, number, text
 
 BURST, SUSTAINED = "burst", "long loop"
@@ -75,6 +76,9 @@ SEQUENCES = {"Hk/Hv": text("Hk/Hv"), "sequences": text("sequences")}
 
 TABLES: dict[str, Callable[[], str]] = {
     "claims": claims,
+    "offline": serving.table(serving.OFFLINE, "offline"),
+    "serve": serving.table(serving.SERVE, "serve"),
+    "losses": serving.losses,
     "mla-flashmla": Table(
         run="mla-flashmla",
         columns={

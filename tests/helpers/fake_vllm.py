@@ -6,7 +6,7 @@ Its engine gives each request a token per step of a millisecond. Its server answ
 
 from pathlib import Path
 
-ENGINE = '''
+ENGINE = """
 import json, pathlib, time
 from types import SimpleNamespace as Space
 from vllm import sampling_params
@@ -47,15 +47,15 @@ class LLM:
     def generate(self, prompts, params, use_tqdm):
         time.sleep(0.001 * max(each.max_tokens for each in params))
         return [Space(outputs=[Space(token_ids=[7] * each.max_tokens)]) for each in params]
-'''
-TORCH = '''
+"""
+TORCH = """
 from types import SimpleNamespace as Space
 __version__ = "2.11.0"
 cuda = Space(
     get_device_name=lambda: "fake card", get_device_properties=lambda n: Space(total_memory=10**10)
 )
-'''
-SERVER = '''
+"""
+SERVER = """
 import http.server, json, os, pathlib, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 
@@ -73,7 +73,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 http.server.HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
-'''
+"""
 ASKED = Path("vllm", "entrypoints", "openai", "asked.json")
 
 

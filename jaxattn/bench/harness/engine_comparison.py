@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxattn.bench.harness.result_tables import show
+
 OURS, THEIRS = "jaxattn", "vLLM"
 HIGHER = ("tok/s", "req/s")  # of units where more is better
 LOWER = ("s", "ms")
@@ -55,15 +57,26 @@ def errors(engine: str, rows: Iterable[Row]) -> list[str]:
     return [f"{engine}, {row['what']}: {row['error']}" for row in rows if "error" in row]
 
 
-def summary(rows: Sequence[Row], peer: str = THEIRS) -> str:
-    """The wins and losses of a whole comparison in a sentence or two."""
-    times = {f"{row['what']} ({row['unit']})": row.get("times as fast") for row in rows}
-    known = {what: value for what, value in times.items() if value is not None}
+def summary(rows: Sequence[Row], peer: str = THEIRS) -> tuple[str, list[str]]:
+    """(wins and losses in a sentence, each loss in words) of a whole comparison."""
+    known = [(row, row["times as fast"]) for row in rows if "times as fast" in row]
     if not known:
-        return f"Nothing of {peer} was measured, so nobody wins."
-    lost = [f"{what}, {value:.2f}" for what, value in known.items() if value < 1 - EQUAL]
-    won = sum(value > 1 + EQUAL for value in known.values())
-    said = f"{OURS} is faster than {peer} in {won} of {len(known)} measures"
-    if not lost:
-        return f"{said} and slower in none."
-    return f"{said} and slower in {len(lost)}. It loses (times as fast): {'; '.join(lost)}."
+        return f"Nothing of {peer} was measured, so nobody wins.", []
+    lost = [
+        f"{row['what']}, {row['unit']}: {verdict(times, peer)}"
+        for row, times in known
+        if times < 1 - EQUAL
+    ]
+    won = sum(times > 1 + EQUAL for _, times in known)
+    said = f"{OURS} is faster than {peer} in {won} of {len(known)} measures and slower in "
+    return f"{said}{len(lost) or 'none'}.", lost
+
+
+def report(title: str, rows: Sequence[Row], errors: Iterable[str], *, both: bool) -> None:
+    """Prints the table, what could not be measured, and, of two engines, who wins."""
+    show(title, [dict(row) for row in rows])
+    for line in errors:
+        print(line)
+    if both:
+        said, lost = summary(rows)
+        print("\n  ".join((said, *lost)))

@@ -72,7 +72,11 @@ def add_engines(parser: argparse.ArgumentParser, *, model: str = "MODEL") -> Non
         help="further arguments of vLLM, as an object, where the machine needs some",
     )
     parser.add_argument(
-        "--limit", type=float, default=1800.0, metavar="SECONDS", help="the most for one engine"
+        "--limit",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="the most that an engine's run or its server's start takes",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
 

@@ -7,10 +7,10 @@ MODEL is a shipped configuration, the beginning of its name, or a folder with a 
 
 With --rates requests come at random at each of the rates, whatever the server does, and times count
 from when a request was due. With --concurrency so many run at a time. For a MODEL without either,
-all requests come at once, and then at a quarter, half, three quarters and all of the rate that the
-first server reached. TTFT is the time to the first token, ITL that between two chunks, E2E that of
-the whole answer. `late` is how late this program sent its requests: where it is not small, the
-program is what was measured.
+128 run at a time, and then requests come at a quarter, half, three quarters and all of the rate
+that the first server reached. TTFT is the time to the first token, ITL that between two chunks, E2E
+that of the whole answer. `late` is how late this program sent its requests: where it is not small,
+the program is what was measured.
 """
 
 import argparse
@@ -108,6 +108,8 @@ def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     ]  # fmt: skip
     if wrong:
         parser.error(f"{wrong[0]} goes with a URL, and {args.target or '--small'} is a model")
+    if args.small:
+        args.prompt_tokens, args.answer_tokens = args.prompt_tokens or 20, args.answer_tokens or 8
     args.choice = chosen(parser, args)
 
 

@@ -21,6 +21,7 @@ from jaxattn.bench.load.request_lengths import (
 from jaxattn.bench.load.request_lengths import text as words_of
 
 TEXTS = (40, 180)  # characters of the texts from which the length of a token is found
+TOP_CONCURRENCY = 128  # as many wait in our server before one is refused
 TOP_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the top rate
 OnRow = Callable[[dict[str, Any], Sequence[str]], None]
 
@@ -35,8 +36,8 @@ class LoadTest:
 
     Attributes:
         loads: one after another.
-        all_first: a first load with all requests at once, for the top rate. Without `loads` those
-            of `TOP_SHARES` of the top rate follow.
+        top_first: a first load with `TOP_CONCURRENCY` requests at a time, for the top rate. Without
+            `loads` those of `TOP_SHARES` of the top rate follow.
         vocab_size: prompts are token ids below it; None makes them texts, of as many tokens as the
             server's tokenizer finds in them.
     """
@@ -47,7 +48,7 @@ class LoadTest:
     warmup: int
     seed: int
     chat: bool = False
-    all_first: bool = False
+    top_first: bool = False
     vocab_size: int | None = None
 
     async def run(
@@ -77,21 +78,21 @@ class LoadTest:
                 _checked(await server.ask(ask, time.perf_counter()))
             rows: list[dict[str, Any]] = []
             loads = list(self.loads)
-            if self.all_first:
-                loads.insert(0, LoadPattern(concurrency=self.requests))
+            if self.top_first:
+                loads.insert(0, LoadPattern(concurrency=TOP_CONCURRENCY))
             for place, load in enumerate(loads):
                 # Other prompts for each load: what is in a prefix cache would cost nothing.
                 asks = list(self.lengths.asks(self.requests, self.seed, prompt_of, place))
                 outcomes = await load.drive(server, asks, self.seed)
                 rows.append(measured(str(load), outcomes))
                 on_row(rows[-1], [each.error for each in outcomes if each.error])
-                if self.all_first and len(loads) == 1:
+                if self.top_first and len(loads) == 1:
                     loads += top_rates(rows[-1])
         return {"model": model, "characters per token": characters, "rows": rows}
 
 
 def top_rates(row: Mapping[str, Any]) -> list[LoadPattern]:
-    """The rates of a server, from a load of all requests at once; none if all of them failed."""
+    """The rates of a server, from a load of many at a time; none if all of them failed."""
     top = row.get("req/s", 0.0)
     return [LoadPattern(rate=float(f"{share * top:.3g}")) for share in TOP_SHARES if top]
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, summary
+from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, report
 from jaxattn.bench.harness.engine_options import EngineChoice
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import store
 from jaxattn.bench.load import server_process
 from jaxattn.bench.load.load_test import LoadTest, OnRow, top_rates
 from jaxattn.bench.load.server_process import ServerStartError as ServerStartError
@@ -36,7 +36,7 @@ def run(
         ServerUnreachable: a server does not answer as it should.
     """
     choice: EngineChoice = args.choice
-    test = dataclasses.replace(test, vocab_size=choice.vocab_size, all_first=not test.loads)
+    test = dataclasses.replace(test, vocab_size=choice.vocab_size, top_first=not test.loads)
     result = run_metadata.begin(
         "serve", program, ["serve", *argv], seed=test.seed, method=ARRIVALS, device=False
     )
@@ -58,15 +58,12 @@ def run(
         result["engines"][engine] = {"start s": start, **ran}
         measured[engine] = [{"what": "start", "unit": "s", "value": start}, *measures(ran["rows"])]
         result["rows"] = compared(measured[OURS], measured[THEIRS])
-        if test.all_first and not test.loads:
+        if test.top_first and not test.loads:
             test = dataclasses.replace(test, loads=tuple(top_rates(ran["rows"][0])))
         run_metadata.end(result)
         store(result, args.json)
-    show(f"{choice.name}, default options", result["rows"])
-    for line in result["errors"]:
-        print(line)
-    if len(choice.engines) > 1:
-        print(summary(result["rows"]))
+    title, both = f"{choice.name}, default options", len(choice.engines) > 1
+    report(title, result["rows"], result["errors"], both=both)
     loads = [row for ran in result["engines"].values() for row in ran["rows"]]
     return int(any(row["failed"] for row in loads))
 

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, errors, summary
+from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, errors, report
 from jaxattn.bench.harness.engine_options import EngineChoice, add_engines, chosen
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import store
 from jaxattn.bench.offline.measures import MEASURES
 from jaxattn.bench.offline.workload import FIXED, SHAREGPT, OfflineWorkload
 from jaxattn.cli.options.parser import ProseHelpFormatter
@@ -125,11 +125,8 @@ def main(argv: Sequence[str], program: str) -> int:
         store(result, args.json)
     run_metadata.end(result)
     store(result, args.json)
-    show(f"{choice.name} on {result['device']}, default options", result["rows"])
-    for line in result["errors"]:
-        print(line)
-    if len(choice.engines) > 1:
-        print(summary(result["rows"]))
+    title = f"{choice.name} on {result['device']}, default options"
+    report(title, result["rows"], result["errors"], both=len(choice.engines) > 1)
     return int(failed)
 
 
