@@ -5,12 +5,16 @@ import dataclasses
 import io
 import itertools
 import json
+import pathlib
+import subprocess
+import sys
 import time
 
 import pytest
 
 from jaxattn import text
 from jaxattn.bench.__main__ import main
+from jaxattn.bench.harness.child_process import child_process
 from jaxattn.bench.harness.engine_comparison import compared, ratio, summary, verdict
 from jaxattn.bench.model.model_folder import ARCHITECTURES, SMALL, write_folder
 from jaxattn.bench.model.model_lookup import find
@@ -30,7 +34,8 @@ def ran(tmp_path_factory):
     def started(job, lines, *rest):
         if json.loads(job.read_text())["engine"] == "vLLM":
             return run(job, lines, *rest)
-        return engine_process.main([str(job), str(lines)])
+        assert engine_process.main([str(job), str(lines)]) == 0
+        return None
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
@@ -74,6 +79,30 @@ def test_a_run_says_what_both_engines_were(ran):
     memory = {row["what"]: row for row in run["rows"] if row["unit"] == "GB"}
     assert memory["memory, planned"]["vLLM"] == pytest.approx(9)
     assert "result" not in memory["memory, planned"]
+
+
+def test_two_runs_are_compared_by_what_each_engine_took(ran, tmp_path, capsys):
+    run, _ = ran
+    slower = [
+        row | {"jaxattn": row["jaxattn"] * 2} if "jaxattn" in row else row for row in run["rows"]
+    ]
+    for name, rows in (("a", run["rows"]), ("b", slower)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run | {"rows": rows}))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    said = capsys.readouterr().out
+    assert "2.000" in said and "1.000" in said and "times as fast" not in said
+
+
+def test_the_parent_leaves_the_device_to_the_engines():
+    code = (
+        "import jax\n"
+        "from jaxattn.bench.offline import command\n"
+        "from jaxattn.bench.harness import run_metadata\n"
+        "command.parse(['DeepSeek-V2-Lite'], 'bench').choice.folder().__enter__()\n"
+        "run_metadata.begin('offline', 'bench', [], device=False)\n"
+        "assert not jax._src.xla_bridge.backends_are_initialized()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_what_an_engine_cannot_do_is_said_and_the_rest_is_measured(ran):
@@ -201,11 +230,47 @@ def test_what_cannot_run_is_refused_before_anything_starts(given, message, capsy
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_an_engine_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+    code = (
+        "import pathlib, subprocess, sys, time\n"
+        "started = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(started.pid))\n"
+        "time.sleep(60)\n"
+    )
+    with child_process([sys.executable, "-c", code], {}) as process:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.01)
+    assert process.returncode
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(500):  # its zombie is gone once the system has waited for it
+        status = pathlib.Path(f"/proc/{pid}/stat")
+        if not status.exists() or ") Z " in status.read_text():
+            return
+        time.sleep(0.01)
+    pytest.fail("what the engine had started still runs")
+
+
+@pytest.mark.parametrize(
+    "code, limit, wrong",
+    [
+        ("pass", 30, None),
+        ("raise SystemExit(3)", 30, "its process ended with exit code 3"),
+        ("import time; time.sleep(60)", 0.2, "its process was not done after --limit 0.2 s"),
+    ],
+)
+def test_what_went_wrong_with_a_process_is_said(code, limit, wrong, tmp_path, monkeypatch):
+    child = command.child_process
+    monkeypatch.setattr(
+        command, "child_process", lambda line, *rest, **more: child([line[0], "-c", code], *rest)
+    )
+    assert command.run_process(tmp_path / "a", tmp_path / "b", {}, limit) == wrong
+
+
 def test_an_engine_that_fails_keeps_what_it_measured(tmp_path, monkeypatch, capsys):
     def failed(job, lines, *_):
         row = {"what": "start", "unit": "s", "value": 3.0}
         lines.write_text(json.dumps({"row": row}) + "\n")
-        return 137
+        return "its process ended with exit code 137"
 
     monkeypatch.setattr(command, "run_process", failed)
     file = tmp_path / "run.json"

@@ -65,7 +65,11 @@ def test_rates_that_are_given_are_the_only_ones(pair, tmp_path):
 
 
 def options(limit):
-    return {"peer_options": {"max_num_seqs": 8}, "environment": {}, "limit": limit}
+    return {
+        "peer_options": {"max_num_seqs": 8, "enforce_eager": True},
+        "environment": {},
+        "limit": limit,
+    }
 
 
 def test_a_server_is_started_prepared_and_ended(tmp_path, monkeypatch):
@@ -78,6 +82,7 @@ def test_a_server_is_started_prepared_and_ended(tmp_path, monkeypatch):
     assert (asked["path"], asked["body"]) == ("/collective_rpc", {"method": "set_ordinary_weights"})
     given = asked["given"]
     assert given["--served-model-name"] == "Tiny" and given["--load-format"] == "dummy"
+    assert "--enforce-eager" in asked["argv"]
     assert given["--max-num-seqs"] == "8" and url.endswith(given["--port"])
     with pytest.raises(OSError):
         os.kill(asked["pid"], 0)

@@ -65,7 +65,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        asked = {"path": self.path, "body": body, "given": given, "pid": os.getpid()}
+        asked = {"path": self.path, "body": body, "given": given, "pid": os.getpid(),
+                 "argv": sys.argv}
         pathlib.Path(__file__).with_name("asked.json").write_text(json.dumps(asked))
         self.send_response(200)
         self.end_headers()

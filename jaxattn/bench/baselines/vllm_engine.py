@@ -172,8 +172,11 @@ def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[
     command += ["--model", str(folder), "--served-model-name", folder.name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     for name, value in (OPTIONS | dict(options)).items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        command += [f"--{name.replace('_', '-')}", text]
+        option = name.replace("_", "-")
+        if isinstance(value, bool):  # a switch
+            command.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            command += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
     return command
 
 

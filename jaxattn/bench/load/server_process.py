@@ -1,8 +1,6 @@
 """A server that the bench starts, with its default options, and ends."""
 
 import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jaxattn.bench.harness.child_process import child_process
 from jaxattn.bench.harness.engine_comparison import OURS
 
-LONGEST_END = 60.0  # seconds
 LAST_LINES = 20  # of the output of a server that does not start
 
 
@@ -59,16 +57,13 @@ def started(
     line, more = command(engine, folder, port, peer_options)
     begin = time.perf_counter()
     # Its own group: vLLM's server has processes of its own.
-    log = tempfile.TemporaryFile("w+")  # an access log would hide the rows
-    process = subprocess.Popen(
-        line,
-        env={**os.environ, **environment, **more},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
     url = f"http://127.0.0.1:{port}"
-    try:
+    with (
+        tempfile.TemporaryFile("w+") as log,  # an access log would hide the rows
+        child_process(
+            line, {**environment, **more}, stdout=log, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         while not _healthy(url):
             if (code := process.poll()) is not None:
                 raise ServerStartError(f"{engine}'s server ended with exit code {code}{_said(log)}")
@@ -79,18 +74,18 @@ def started(
             time.sleep(0.2)
         seconds = time.perf_counter() - begin
         if engine != OURS:
-            from jaxattn.bench.baselines import vllm_engine
-
-            try:
-                vllm_engine.prepare_server(url)
-            except OSError as error:
-                raise ServerStartError(
-                    f"{engine}'s server did not change its weights: {error}"
-                ) from error
+            _prepare(engine, url)
         yield url, seconds
-    finally:
-        _end(process)
-        log.close()
+
+
+def _prepare(engine: str, url: str) -> None:
+    """Gives a peer's server weights of ordinary size."""
+    from jaxattn.bench.baselines import vllm_engine
+
+    try:
+        vllm_engine.prepare_server(url)
+    except OSError as error:
+        raise ServerStartError(f"{engine}'s server did not change its weights: {error}") from error
 
 
 def _said(log: IO[str]) -> str:
@@ -106,16 +101,3 @@ def _healthy(url: str) -> bool:
             return bool(response.status == 200)
     except OSError:  # 503 too, while it starts
         return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a server and what it started; returns when its memory is free again."""
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(LONGEST_END)
-    except subprocess.TimeoutExpired:
-        pass
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

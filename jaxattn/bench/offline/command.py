@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.child_process import child_process
 from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, errors, report
 from jaxattn.bench.harness.engine_options import EngineChoice, add_engines, chosen
 from jaxattn.bench.harness.result_tables import store
@@ -115,12 +115,12 @@ def main(argv: Sequence[str], program: str) -> int:
     failed = False
     for engine in choice.engines:
         ran = run_engine(engine, choice, args)
-        rows[engine], failed = ran["rows"], failed or bool(ran["code"])
+        rows[engine], failed = ran["rows"], failed or bool(ran["failure"])
         result["engines"][engine] = ran["facts"] | {"rows": ran["rows"]}
         result |= {"device": ran["facts"].get("device", result.get("device", ""))}
         result["errors"] += errors(engine, ran["rows"])
-        if ran["code"]:
-            result["errors"].append(f"{engine}: its process ended with exit code {ran['code']}")
+        if ran["failure"]:
+            result["errors"].append(f"{engine}: {ran['failure']}")
         result["rows"] = compared(rows[OURS], rows[THEIRS])
         store(result, args.json)
     run_metadata.end(result)
@@ -131,7 +131,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def run_engine(engine: str, choice: EngineChoice, args: argparse.Namespace) -> dict[str, Any]:
-    """The facts and rows of an engine that runs in a process of its own, and its exit code."""
+    """The facts and rows of an engine that runs in a process of its own, and what went wrong."""
     with choice.folder() as folder, tempfile.TemporaryDirectory() as parent:
         job, lines = Path(parent, "job.json"), Path(parent, "result.jsonl")
         asked = {
@@ -143,8 +143,8 @@ def run_engine(engine: str, choice: EngineChoice, args: argparse.Namespace) -> d
             "spawned": time.time(),
         }
         job.write_text(json.dumps(asked))
-        code = run_process(job, lines, choice.environment(), args.limit)
-        found: dict[str, Any] = {"facts": {}, "rows": [], "code": code}
+        failure = run_process(job, lines, choice.environment(), args.limit)
+        found: dict[str, Any] = {"facts": {}, "rows": [], "failure": failure}
         with contextlib.suppress(FileNotFoundError):
             for line in lines.read_text().splitlines():
                 [(kind, value)] = json.loads(line).items()
@@ -152,13 +152,12 @@ def run_engine(engine: str, choice: EngineChoice, args: argparse.Namespace) -> d
         return found
 
 
-def run_process(job: Path, lines: Path, environment: Mapping[str, str], limit: float) -> int | str:
-    """The exit code of an engine's process, or why there is none."""
+def run_process(job: Path, lines: Path, environment: Mapping[str, str], limit: float) -> str | None:
+    """Runs an engine's process; what went wrong with it, or None."""
     command = [sys.executable, "-m", "jaxattn.bench.offline.engine_process", str(job), str(lines)]
-    given = {**os.environ, **environment}
-    try:
-        return subprocess.run(
-            command, env=given, stdout=sys.stderr, check=False, timeout=limit
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return f"none within --limit {limit:g} s"
+    with child_process(command, environment, stdout=sys.stderr) as process:
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"its process was not done after --limit {limit:g} s"
+    return f"its process ended with exit code {code}" if code else None
