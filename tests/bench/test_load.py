@@ -48,7 +48,16 @@ def test_times_count_from_when_a_request_was_due():
     row = measured("1 req/s", [late, lost])
     assert (row["ok"], row["failed"]) == (1, 1)
     assert row["TTFT p50 ms"] == 3000 and row["ITL p99 ms"] == 500 and row["E2E p50 ms"] == 4000
+    assert row["TPOT p50 ms"] == 500
     assert row["late p99 ms"] == 2000 and row["out tok/s"] == 0.75 and row["all tok/s"] == 2.0
+
+
+def test_chunks_that_come_together_make_no_token_faster():
+    chunks = [1.0, 1.0, 1.8, 1.8, 2.6, 2.6]
+    whole = RequestOutcome(due=0.5, sent=0.5, ended=2.6, chunks=chunks, answer=6)
+    single = RequestOutcome(due=0.5, sent=0.5, ended=1.0, chunks=[1.0], answer=1)
+    row = measured("1 req/s", [whole, single])
+    assert row["ITL p50 ms"] == 0 and row["TPOT p50 ms"] == pytest.approx(320)
 
 
 def test_a_run_counts_every_token_and_keeps_its_rate(tmp_path):

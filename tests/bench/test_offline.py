@@ -230,6 +230,13 @@ def test_what_cannot_run_is_refused_before_anything_starts(given, message, capsy
     assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_a_package_without_baselines_says_where_they_are(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "jaxattn.bench.baselines.vllm_engine", None)
+    with pytest.raises(SystemExit):
+        command.parse(["--small", "--engine", "both"], "bench")
+    assert "--engine both: other engines run from a checkout" in capsys.readouterr().err
+
+
 def test_an_engine_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     code = (
         "import pathlib, subprocess, sys, time\n"

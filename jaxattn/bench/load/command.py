@@ -9,8 +9,9 @@ With --rates requests come at random at each of the rates, whatever the server d
 from when a request was due. With --concurrency so many run at a time. For a MODEL without either,
 128 run at a time, and then requests come at a quarter, half, three quarters and all of the rate
 that the first server reached. TTFT is the time to the first token, ITL that between two chunks, E2E
-that of the whole answer. `late` is how late this program sent its requests: where it is not small,
-the program is what was measured.
+that of the whole answer. A step may give several tokens, whose chunks come together: TPOT is the
+mean time per token after the first, of a request. `late` is how late this program sent its
+requests: where it is not small, the program is what was measured.
 """
 
 import argparse
