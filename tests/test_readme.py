@@ -25,7 +25,7 @@ def test_it_runs(number, capsys):
 
 
 def test_it_is_short():
-    assert len(TEXT.splitlines()) <= 150
+    assert len(TEXT.splitlines()) <= 165
 
 
 def test_its_two_commands_are_where_ci_finds_them():
@@ -46,7 +46,7 @@ def test_its_two_commands_are_where_ci_finds_them():
     assert marked.startswith("```\npython3 -m pip install '.[test]' && python3 -m pytest ")
 
 
-def test_its_picture_and_one_table_are_there():
+def test_its_picture_its_table_and_the_losses_are_there():
     [picture] = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
     assert (ROOT / picture).stat().st_size > 1000
-    assert TEXT.count("<!-- table:") == 1
+    assert re.findall(r"<!-- table: (\w+) -->", TEXT) == ["claims", "losses"]

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 
+from scripts.performance import serving
 from scripts.performance.cells import Claim, Table, faster, markdown, number, text
 from scripts.performance.several_gpus import SEVERAL_GPUS
 from scripts.performance.whole_models import WHOLE_MODELS
@@ -79,6 +80,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "claims": claims,
     **SEVERAL_GPUS,
     **WHOLE_MODELS,
+    "offline": serving.table(serving.OFFLINE, "offline"),
+    "serve": serving.table(serving.SERVE, "serve"),
+    "losses": serving.losses,
     "mla-flashmla": Table(
         run="mla-flashmla",
         columns={
