@@ -6,6 +6,7 @@
 #     suite     GPU tests by room, then those that want the whole GPU       20 minutes
 #     host      what the engine's host adds to a step; start; first token   12
 #     models    whole models, loading, plans beside the allocator's peak    25
+#     requests  whole requests and servers, also vLLM's where it is installed
 #     gqa       grouped-query attention, with FlashAttention-3 and vLLM's kernels where they are installed
 #     mla       MLA decode and prefill, FP8 caches, with the same peers     10
 #     delta     gated delta rule and Kimi Delta Attention                   10
@@ -14,7 +15,7 @@
 # Run it in the root of the repository, on a machine with one Hopper GPU (a model of 80 GB wants 141 GB). Each
 # program has a limit of time, so that one that hangs does not take the rest with it.
 set -u
-TOPIC=${1:?a topic: suite, host, models, gqa, mla, delta or cuda12}
+TOPIC=${1:?a topic: suite, host, models, requests, gqa, mla, delta or cuda12}
 OUT=${2:-results}
 mkdir -p "$OUT"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
@@ -25,7 +26,7 @@ run() {  # SECONDS, a command
 }
 suite() { run 600 python -m pytest -q -m 'gpu and not large' -n 14 --dist loadgroup --timeout 200 "$@"; }
 bench() { local name=$1; shift; run 300 python -m jaxattn.bench "$@" --json "$OUT/$name.json"; }
-model() { local name=$1; shift; bench "model-${name,,}" model "$name" --no-peers "$@"; }
+model() { local name=$1; shift; bench "model-${name,,}" model "$name" "$@"; }
 
 case $TOPIC in
   suite)
@@ -58,6 +59,12 @@ case $TOPIC in
       run 140 python -m pytest -q -m gpu tests/plan/test_real_shapes_gpu.py -k "$name"
     done
     ;;
+  requests)
+    for name in DeepSeek-V2-Lite Qwen3.5-35B-A3B GLM-4.7-Flash Qwen3-32B Qwen3-Next-80B-A3B-FP8; do
+      run 1800 python -m jaxattn.bench offline "$name" --mix fixed sharegpt --json "$OUT/offline-${name,,}.json"
+      run 1800 python -m jaxattn.bench serve "$name" --json "$OUT/serve-${name,,}.json"
+    done
+    ;;
   gqa)
     bench gqa gqa --no-xla
     bench gqa-prefill gqa-prefill --no-xla
@@ -76,7 +83,7 @@ case $TOPIC in
     suite tests/kernels tests/ops/test_norm.py tests/ops/kda tests/ops/mla/test_append.py
     ;;
   *)
-    echo "no topic $TOPIC: suite, host, models, gqa, mla, delta or cuda12" >&2
+    echo "no topic $TOPIC: suite, host, models, requests, gqa, mla, delta or cuda12" >&2
     exit 2
     ;;
 esac

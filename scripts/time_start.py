@@ -5,7 +5,7 @@
 It starts `python -m jaxattn.serve --port` twice: with an empty folder of executables, then with
 what the first start left. In between it sends prompts of 1,000 tokens one at a time, and pairs of
 prompts that share their first tokens. The embedded model takes bytes as tokens. With --random it is
-a shipped configuration with random weights (serve_random.py), which are drawn in each start.
+a shipped configuration with random weights, drawn in each start (bench/load/random_server.py).
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Server:
             self.port = free.getsockname()[1]
         begin = time.perf_counter()
         given = ["--port", str(self.port), "--compile-cache", kept, *options]
-        command = ["scripts.serve_random", random] if random else ["jaxattn.serve"]
+        command = ["jaxattn.bench.load.random_server", random] if random else ["jaxattn.serve"]
         # An environment's own cache would make the first start a second one.
         environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
         self.process = subprocess.Popen([sys.executable, "-m", *command, *given], env=environment)

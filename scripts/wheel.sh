@@ -18,10 +18,10 @@ unset PYTHONPATH
 "$python" -m build --no-isolation --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
 "$python" -m twine check --strict "$work"/dist/*
 
-# Each module of the checkout is in the wheel, except the baselines: a pattern of .gitignore hides files from
-# the builder even where git has them.
-(cd "$root" && git ls-files 'jaxattn/*.py' | grep -v '^jaxattn/bench/baselines/' | sort) >"$work/there.txt"
-"$python" -m zipfile -l "$work"/dist/*.whl | awk '{print $1}' | grep '\.py$' | sort >"$work/packed.txt"
+# Each module of the checkout and each file of the server's page is in the wheel, except the baselines: a pattern
+# of .gitignore hides files from the builder even where git has them.
+(cd "$root" && git ls-files 'jaxattn/*.py' 'jaxattn/server/page/*' | grep -v '^jaxattn/bench/baselines/' | sort) >"$work/there.txt"
+"$python" -m zipfile -l "$work"/dist/*.whl | awk '{print $1}' | grep -e '\.py$' -e '^jaxattn/server/page/' | sort >"$work/packed.txt"
 diff "$work/there.txt" "$work/packed.txt" || { echo "the wheel has other modules than git" >&2; exit 1; }
 
 "$python" -m venv "$work/venv"

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 import zlib
 from typing import Any
 
@@ -27,6 +28,7 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.helpers.executables import share_executables  # noqa: E402
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
@@ -37,6 +39,7 @@ if jax.default_backend() == "cpu":
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
 use_numpy_callbacks()
+share_executables()
 # All of it is read once, and most of it stays.
 gc.set_threshold(100_000, 20, 20)
 # XLA has read them: a process that a test starts is compiled as users compile it.
@@ -142,8 +145,41 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(*((100_000, 100, 20) if jax.default_backend() == "cpu" else (10_000, 20, 20)))
 
 
-# Seconds of CPU time that the suite is meant to take at most: ten minutes on two cores.
-MOST_CPU_SECONDS = 1100
+# Seconds of CPU time of one test with its fixtures. An engine of a file's own takes up to 13 s, and
+# other programs make that half as much again, whatever they do to the clock.
+MOST_TEST_SECONDS = 40
+_BEGUN = pytest.StashKey[float]()
+
+
+def too_slow(seconds: float, markers: set[str]) -> str | None:
+    """What a test that took so many seconds of CPU time is told, or None."""
+    if seconds <= MOST_TEST_SECONDS or markers & {"gpu", "large", "slow"}:
+        return None
+    return (
+        f"the test took {seconds:.0f} s of CPU time, more than {MOST_TEST_SECONDS} s: use smaller "
+        "shapes, share an engine, or mark cases `slow`; see docs/testing.md"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Any:
+    item.stash[_BEGUN] = time.process_time()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    result = yield
+    if jax.default_backend() == "cpu" and not item.config.getoption("--slow"):
+        markers = {mark.name for mark in item.iter_markers()}
+        said = too_slow(time.process_time() - item.stash[_BEGUN], markers)
+        if said:
+            pytest.fail(said, pytrace=False)
+    return result
+
+
+# Seconds of CPU time that the suite is meant to take at most: eight minutes on two cores.
+MOST_CPU_SECONDS = 900
 _WORKERS_SECONDS: list[float] = []
 
 
@@ -168,8 +204,10 @@ def pytest_terminal_summary(
     line = f"CPU time: {seconds:,.0f} s"
     options = config.option
     some = options.file_or_dir or options.keyword or options.markexpr or options.slow
+    if not some:
+        line += f"; the target is {MOST_CPU_SECONDS:,} s"
     if seconds > MOST_CPU_SECONDS and not some:
-        line += f", more than {MOST_CPU_SECONDS:,} s: docs/testing.md says what to leave to --slow"
+        line += ": docs/testing.md says what to leave to --slow"
     terminalreporter.write_line(line)
 
 

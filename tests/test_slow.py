@@ -37,3 +37,11 @@ def test_a_reason_is_the_cases_own_or_its_tests(marks, reason):
         return (each.mark for each in marks if each.mark.name == name)
 
     assert conftest.why_slow(SimpleNamespace(iter_markers=iter_markers)) == reason
+
+
+def test_a_test_that_takes_long_fails_unless_it_is_marked():
+    most = conftest.MOST_TEST_SECONDS
+    assert conftest.too_slow(most, {"sampled"}) is None
+    assert f"took {most + 1} s of CPU time" in conftest.too_slow(most + 1, {"sampled"})
+    for marker in ("gpu", "large", "slow"):
+        assert conftest.too_slow(most + 1, {marker, "sampled"}) is None

@@ -15,7 +15,9 @@ These have options of their own, which `python -m jaxattn.bench WHAT --help` sho
     long-row               attention of one long row over GPUs
     dense                  the dense products of a decode step
     host                   what the engine's host adds to a step
-    serve                  a server under load
+    quality                perplexity of a text, for each format of the cache
+    offline                whole requests through the engine, beside vLLM
+    serve                  a server under load, beside vLLM's
     compare                two stored runs side by side
 
 `us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
@@ -59,8 +61,9 @@ from jaxattn.bench.linear_attention import (
     kda_prefill,
 )
 from jaxattn.bench.load import command as load_command
-from jaxattn.bench.model import command
+from jaxattn.bench.model import command, quality
 from jaxattn.bench.multi_gpu import collectives, context_parallel, parallel_decode
+from jaxattn.bench.offline import command as offline_command
 from jaxattn.bench.plots import roofline_plot
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.parser import ProseHelpFormatter
@@ -92,6 +95,8 @@ COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "compare": comparison.main,
     "dense": linear.main,
     "host": host.main,
+    "quality": quality.main,
+    "offline": offline_command.main,
     "serve": load_command.main,
 }
 

@@ -6,7 +6,6 @@ does not fit; its table is printed all the same. It is 1 if stdout is closed or 
 """
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import jax
 
 from jaxattn import interrupt
 from jaxattn.cli.exit_codes import exit_code
+from jaxattn.cli.options.contradictions import check_sizes
 from jaxattn.cli.options.parallel_layout import read_layout
 from jaxattn.cli.options.parser import (
     VERSION,
@@ -28,21 +28,17 @@ from jaxattn.cli.options.parser import (
 )
 from jaxattn.cli.options.value_types import fraction, size, sizes
 from jaxattn.cli.plan_report import report_plan
+from jaxattn.cli.startup.model_source import is_name, located, one_line, read
 from jaxattn.memory.budget import MemoryPlan, PlanError
 from jaxattn.memory.device_memory import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models.catalog import public_models
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
-from jaxattn.models.catalog.model_sizes import ModelSizes
-from jaxattn.models.checkpoint.native_format import CheckpointError, read_config
-from jaxattn.models.embedded.model import Hybrid
-from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
-from jaxattn.models.registry import WeightsFormat
+from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
-from jaxattn.plan.layout_plan import best_layout
+from jaxattn.plan.layout_plan import best_layout, group_limits
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
-from jaxattn.plan.plan_check import group_limits
 from jaxattn.plan.scratch_comparison import ScratchComparison, of_model, published
 
 PROGRAM = interrupt.program("plan")
@@ -60,8 +56,13 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "model",
         nargs="?",
-        help=f"{', '.join(public_models.NAMES)}, or a folder with a config.json (one of those "
-        "models', or one of jaxattn's own)",
+        help=f"{', '.join(public_models.NAMES)}; or, as for serve, a folder with a config.json or "
+        "a name on the hub as in org/name, of which config.json alone is fetched",
+    )
+    root.add_argument(
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of a model on the hub (default: its main branch)",
     )
     root.add_argument(
         "--device",
@@ -69,13 +70,18 @@ def parser() -> argparse.ArgumentParser:
         default="h200",
         help=f"{', '.join(KNOWN)}, or its memory, as in 96GiB",
     )
-    root.add_argument("--gpus", metavar="N", type=size, default=1, help="GPUs that hold the model")
+    root.add_argument(
+        "--gpus",
+        metavar="N",
+        type=size,
+        default=1,
+        help="GPUs that hold the model, in the layout whose caches hold the most tokens",
+    )
     root.add_argument(
         "--attention",
         choices=("data", "tensor"),
-        default="data",
-        help="data: each GPU has all of attention and rows of its own; tensor: heads are divided. "
-        "Experts are divided in both",
+        help="counts what the GPUs hold, whether a layout serves it or not. data: each has all of "
+        "attention and rows of its own; tensor: heads are divided. Experts are divided in both",
     )
     root.add_argument(
         "--utilization",
@@ -86,14 +92,18 @@ def parser() -> argparse.ArgumentParser:
         "comes on top",
     )
     root.add_argument(
-        "--batch", metavar="N", type=size, help="rows of a GPU (default: chosen; 128 with --gpus)"
+        "--batch",
+        metavar="N",
+        type=size,
+        help="rows of all GPUs, or of each with --attention data (default: chosen; 128 with "
+        "--attention)",
     )
     root.add_argument(
         "--max-model-len",
         metavar="N",
         type=size,
         help="longest row in tokens (default: chosen, the model's own where the cache holds it; "
-        "with --gpus at most 32768)",
+        "with --attention at most 32768)",
     )
     root.add_argument(
         "--num-pages",
@@ -105,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
         "--prefill-chunk",
         metavar="N",
         type=size,
-        help="prompt tokens at a time (default: chosen; 512 with --gpus)",
+        help="prompt tokens at a time (default: chosen; 512 with --attention)",
     )
     root.add_argument(
         "--prefill-rows",
@@ -122,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
         "--decode-buckets",
         metavar="N,N",
         type=sizes,
-        help="smaller batches as well, 0 for none (default: chosen; none with --gpus)",
+        help="smaller batches as well, 0 for none (default: chosen; none with --attention)",
     )
     root.add_argument(
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
@@ -158,14 +168,18 @@ def run(options: argparse.Namespace) -> int:
     naive: Sequence[ScratchComparison] = published() if options.compare else ()
     if not options.model:
         raise InputError(
-            f"name a model: {', '.join(public_models.NAMES)}, or a folder with a config.json"
+            f"name a model: {', '.join(public_models.NAMES)}, a folder with a config.json, or a "
+            "name on the hub as in org/name"
         )
-    model = read_model(options.model, options.dense)
+    model = read_model(options)
     try:
         memory = known_device(options.device)
         limits, placement = read_limits(options, model)
         parallel = read_layout(options)
         check_layout(options, parallel)
+        if options.gpus > 1 and parallel.gpus == 1 and not counts_group(options):
+            own = model.model
+            parallel = best_layout(model.name, own, memory, limits, options.gpus)
         found, refused = make(model, memory, limits, placement, parallel)
     except (DeviceError, ValueError) as error:
         raise InputError(in_options(error)) from error
@@ -176,13 +190,18 @@ def run(options: argparse.Namespace) -> int:
     return report_plan(found, refused, options, naive)
 
 
+def counts_group(options: argparse.Namespace) -> bool:
+    """Whether a plan counts what several GPUs hold, and is not that of a layout."""
+    return options.gpus > 1 and bool(options.attention or options.cache_dtype)
+
+
 def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
     """Raises InputError for options that a plan of a layout would not obey."""
     if parallel.gpus == 1:
         return
     given = {
         "--gpus": options.gpus not in (1, parallel.gpus),
-        "--attention": options.attention != "data",
+        "--attention": options.attention is not None,
         "--cache-dtype": options.cache_dtype is not None,
     }
     for flag in (flag for flag, wrong in given.items() if wrong):
@@ -193,7 +212,7 @@ def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
 
 
 def make(
-    model: ModelSizes,
+    model: DecoderSizes,
     memory: DeviceMemory,
     limits: Limits,
     placement: ModelPlacement,
@@ -203,55 +222,45 @@ def make(
     try:
         if parallel.gpus > 1:
             return plan(model, memory, limits, parallel=parallel), None
-        made = plan(model, memory, limits, placement=placement)
-        return with_layout(made, model, memory, limits, placement.gpus), None
+        return plan(model, memory, limits, placement=placement), None
     except PlanError as error:
         if error.plan is None:
             raise
         return error.plan, error
 
 
-def with_layout(
-    made: MemoryPlan, model: ModelSizes, memory: DeviceMemory, limits: Limits, gpus: int
-) -> MemoryPlan:
-    """The plan with the best layout that serves the model on so many GPUs, as flags."""
-    if gpus == 1 or not isinstance(model, DecoderSizes):
-        return made
-    best = best_layout(model.model, memory, limits, gpus)
-    found = best.flags if best else "none fits"
-    return dataclasses.replace(made, facts=(*made.facts, ("best layout to serve", found)))
-
-
-def read_model(name: str, dense: WeightsFormat | None = None) -> ModelSizes:
-    """A shipped model, or a folder's; `dense` as `jaxattn.models.load` has it.
+def read_model(options: argparse.Namespace) -> DecoderSizes:
+    """A shipped model; or that of a folder or of the hub, as `serve` finds and reads it.
 
     Raises:
         InputError: there is none.
     """
-    folder = Path(name)
+    given = options.model
+    shipped = given.lower() in map(str.lower, public_models.NAMES)
     try:
-        if (folder / CONFIG).is_file():
-            if not {"model_type", "text_config"} & read_json(folder / CONFIG).keys():
-                if dense:
-                    raise InputError(f"--dense {dense}: the config.json of {folder} says its dtype")
-                return DecoderSizes.of(folder.name, Hybrid(read_config(folder)))
-        return public_models.load(name, dense)
+        if not shipped and (Path(given).expanduser().is_dir() or is_name(given)):
+            path, name = located(given, options.revision)
+            folder = read(path, None, None, options.dense)
+            return public_models.of_folder(name or path.name, folder)
+        if options.revision:
+            raise InputError(f"--revision is for a name on the hub, and {given} is none")
+        return public_models.load(given, options.dense)
     except (public_models.CatalogError, CheckpointError) as error:
-        raise InputError(" ".join(str(error).split())) from error
+        raise InputError(one_line(error)) from error
 
 
-def read_limits(options: argparse.Namespace, model: ModelSizes) -> tuple[Limits, ModelPlacement]:
+def read_limits(options: argparse.Namespace, model: DecoderSizes) -> tuple[Limits, ModelPlacement]:
     """Both, as the options say.
 
     Raises:
         ValueError: they make no sense.
     """
-    length, chunk = options.max_model_len, options.prefill_chunk
+    check_sizes(options)
     limits = Limits(
         batch=options.batch,
-        max_model_len=length,
+        max_model_len=options.max_model_len,
         num_pages=options.num_pages,
-        prefill_chunk=min(chunk, length) if chunk and length else chunk,
+        prefill_chunk=options.prefill_chunk,
         prefill_rows=options.prefill_rows,
         reproducible=options.reproducible,
         utilization=options.utilization,
@@ -260,11 +269,11 @@ def read_limits(options: argparse.Namespace, model: ModelSizes) -> tuple[Limits,
         cache_format=options.kv_cache_dtype,
         native_layers=options.kv_cache_native_layers,
     )
-    if options.gpus > 1 or not isinstance(model, DecoderSizes):
+    if counts_group(options):
         limits = group_limits(model, limits)
     placement = ModelPlacement(
-        gpus=options.gpus,
-        attention=options.attention,
+        gpus=options.gpus if counts_group(options) else 1,
+        attention=options.attention or "data",
         cache_dtype=options.cache_dtype,
     )
     return limits, placement

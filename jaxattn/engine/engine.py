@@ -27,6 +27,7 @@ from jaxattn.engine.requests.outputs import (
     FinishEvent,
     FinishReason,
     GenerationInterrupted,
+    Logprobs,
     TokenEvent,
 )
 from jaxattn.engine.requests.request import Request
@@ -201,6 +202,33 @@ class Engine(EngineLifecycle):
                     "is not busy"
                 )
             return self._generate(assign_request_ids(requests), on_token, on_finish)
+
+    def score(
+        self, prompts: Iterable[Sequence[int]], *, top: int = 0
+    ) -> list[tuple[Logprobs | None, ...]]:
+        """The log-probabilities of the tokens of texts, each given the tokens before it.
+
+            [found] = engine.score([tokens])
+            perplexity = math.exp(-sum(each.token for each in found[1:]) / len(found[1:]))
+
+        Args:
+            top: how many likely alternatives are told with each token, 0 to 20.
+
+        Returns:
+            Of each text what each of its tokens had; None of the first, before which nothing
+            stands.
+
+        Raises:
+            TypeError, ValueError: see `Request` and `generate`.
+            RuntimeError: a text cannot be served, or its logits were not finite; the message says
+                which and why.
+        """
+        requests = [Request(each, max_tokens=0, prompt_logprobs=top) for each in prompts]
+        done = self.generate(requests)
+        for place, each in enumerate(done):
+            if each.finish_reason is not FinishReason.LENGTH:
+                raise RuntimeError(f"score: text {place}: {each.finish_reason}: {each.detail}")
+        return [each.prompt_logprobs for each in done]
 
     def _generate(
         self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None

@@ -1,8 +1,9 @@
 """The interface of a model to the engine: its caches, its scratch and its steps.
 
-    prefill(params, state, batch) -> (logits [B, vocab], state)
+    prefill_hidden(params, state, batch) -> (hidden [L, T, hidden], state)
+    head(params, hidden [N, hidden]) -> logits [N, vocab]
     decode(params, state, batch) -> (logits [B, vocab], state)
-    mixed(params, state, prompts, rows, sources) -> (logits [b, vocab], state)
+    mixed(params, state, prompts, rows, sources) -> (logits [b, vocab], state, hidden [L T, hidden])
 
 The engine, the plan and the seal go through `Model` and `LayerCache`. They name no model and no
 kind of cache. docs/adding-a-model.md walks through a complete model.
@@ -126,7 +127,30 @@ class Model(abc.ABC):
     def param_shapes(self) -> Any:
         """The parameters as shapes and dtypes, before `pack`."""
 
+    @property
     @abc.abstractmethod
+    def hidden_shape(self) -> jax.ShapeDtypeStruct:
+        """[hidden] and dtype of a token of `prefill_hidden`."""
+
+    @abc.abstractmethod
+    def prefill_hidden(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: PrefillBatch,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "L T hidden"], DecodeState]:
+        """A piece of each row's prompt.
+
+        Returns:
+            What the head reads of each token (that of 0 at padding), and the state.
+        """
+
+    @abc.abstractmethod
+    def head(self, params: Any, hidden: Float[Array, "N hidden"]) -> Float[Array, "N vocab"]:
+        """Float32 logits of tokens, of what `prefill_hidden` gives."""
+
     def prefill(
         self,
         params: Any,
@@ -135,11 +159,13 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        """A chunk of each row's prompt.
+        """A piece of each row's prompt.
 
         Returns:
-            Float32 logits of each row's last valid token (0 for a padding row), and the state.
+            Float32 logits of each row's last valid token, and the state.
         """
+        hidden, state = self.prefill_hidden(params, state, batch, implementation=implementation)
+        return self.head(params, _tokens(hidden)[batch.layout.last]), state
 
     @abc.abstractmethod
     def decode(
@@ -165,7 +191,7 @@ class Model(abc.ABC):
         sources: Int[Array, "b"],
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "b vocab"], DecodeState]:
+    ) -> tuple[Float[Array, "b vocab"], DecodeState, Float[Array, "N hidden"]]:
         """Pieces of prompts, and the next token of other rows, in one step.
 
         A model that has no such step of its own runs its two others, one after the other.
@@ -177,16 +203,19 @@ class Model(abc.ABC):
                 the same number in `rows`.
 
         Returns:
-            Float32 logits of each line: those after the last token of its row.
+            Float32 logits of each line: those after the last token of its row; the state; and what
+            the head reads of each token of `prompts`.
         """
         # What is named is for decoding: prefill's kernels refuse other models.
         chosen = implementation if implementation == "xla" else None
-        read, state = self.prefill(params, state, prompts.in_one_line(), implementation=chosen)
-        of_prompts = read[jnp.maximum(sources, 0)]
-        if rows is None:
-            return of_prompts, state
-        logits, state = self.decode(params, state, rows, implementation=implementation)
-        return jnp.where((sources >= 0)[:, None], of_prompts, logits), state
+        lines, each = prompts.layout, prompts.in_one_line()
+        found, state = self.prefill_hidden(params, state, each, implementation=chosen)
+        hidden = _tokens(lines.from_rows(found))
+        logits = self.head(params, hidden[lines.last[jnp.maximum(sources, 0)]])
+        if rows is not None:
+            others, state = self.decode(params, state, rows, implementation=implementation)
+            logits = jnp.where((sources >= 0)[:, None], logits, others)
+        return logits, state, hidden
 
     def decode_each(
         self,
@@ -225,6 +254,10 @@ class Model(abc.ABC):
     def with_batch_invariance(self) -> "Model":
         """The same model, whose decode steps give a row the same bits whatever rows are beside it.
         A model whose steps do so anyway is the same."""
+        return self
+
+    def for_cpu(self) -> "Model":
+        """The same model, whose caches lie as a CPU writes them in place: FP8 numbers as bits."""
         return self
 
     def without_peer_memory(self) -> "Model":
@@ -275,6 +308,11 @@ class Model(abc.ABC):
     def kernels(self) -> Mapping[str, str]:
         """Decode op -> its kernel's name in a compiled step."""
         return {}
+
+
+def _tokens(hidden: Float[Array, "L T hidden"]) -> Float[Array, "N hidden"]:
+    """The tokens of all lines as one list."""
+    return hidden.reshape(-1, hidden.shape[-1])
 
 
 def overlaid(specs: Iterable[ArenaSpec]) -> ArenaSpec:

@@ -24,11 +24,16 @@ from jaxattn.models.families.components.quantization import (
 )
 from jaxattn.models.families.grouped_query import (
     glm4_moe,
+    gpt_oss,
     llama,
+    minimax_m2,
+    ministral3,
     mistral,
+    olmo3,
     qwen2,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
@@ -42,11 +47,16 @@ FAMILIES: dict[str, ModuleType] = {
         deepseek,
         glm4_moe,
         glm4_moe_lite,
+        gpt_oss,
         llama,
+        minimax_m2,
+        ministral3,
         mistral,
+        olmo3,
         qwen2,
         qwen3,
         qwen3_moe,
+        smollm3,
         qwen3_next,
         qwen3_5,
         kimi_linear,
@@ -177,7 +187,8 @@ def read_decoder(
         if value == "fp8" and quantization != "fp8":
             stored = quantization or "floats"
             raise ConfigError(
-                f"{fields.where}: {name}='fp8' needs a checkpoint in FP8; this one is in {stored}"
+                f"{fields.where}: {name}='fp8' needs a checkpoint in FP8 blocks; this one is in "
+                f"{stored}"
             )
     if quantization == "fp8" and experts != "bfloat16":
         model = _with_fp8_experts(model)

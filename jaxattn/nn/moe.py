@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
 from jaxattn.nn.linear import normal
@@ -26,6 +27,7 @@ type WeightFormat = Literal["fp8"]
 
 
 EXPERTS = ("gate_up_proj", "down_proj")
+BIASES = ("router_bias", "gate_up_bias", "down_bias")
 
 
 class ExpertShare(NamedTuple):
@@ -45,6 +47,7 @@ class MixtureOfExperts(nnx.Module):
 
     Parameters:
         router [hidden, E] float32, and with sigmoid scores correction_bias [E] float32
+        with `biases` router_bias [E] float32, gate_up_bias [E, 2 I], down_bias [E, hidden]
         shared_gate [hidden, 1] float32, with `shared_gate`
         gate_up_proj [E, 2 I, hidden], the gate's rows first, and down_proj [E, hidden, I]: [out,
         in], as they are published
@@ -61,6 +64,9 @@ class MixtureOfExperts(nnx.Module):
         router: how tokens choose.
         shared_size: columns of what every token takes; 0 for none.
         shared_gate: the shared experts' output is times sigmoid(x @ shared_gate) (Qwen3-Next).
+        biases: the router's logits and both products of each expert have biases (gpt-oss).
+        activation: of the routed experts; None is silu(gate) * up.
+        bias_parts: GPUs that each add a part of down_bias, as each has some columns of an expert.
         weight_format: "fp8" keeps the routed experts in FP8; None keeps all in `param_dtype`.
         own_experts: how many of the router's experts the stacks have, where other GPUs have the
             rest; None: all.
@@ -69,7 +75,8 @@ class MixtureOfExperts(nnx.Module):
             `step`, if `dtype` is bfloat16, they are two bfloat16 products (`moe/router_logits.py`).
 
     Raises:
-        ValueError: there is a gate, and nothing shared.
+        ValueError: there is a gate and nothing shared, or biases or an activation and shared
+            experts.
     """
 
     def __init__(
@@ -80,6 +87,9 @@ class MixtureOfExperts(nnx.Module):
         *,
         shared_size: int = 0,
         shared_gate: bool = False,
+        biases: bool = False,
+        activation: ClampedSwiGLU | None = None,
+        bias_parts: int = 1,
         weight_format: WeightFormat | None = None,
         own_experts: int | None = None,
         fp8: Collection[str] = (),
@@ -90,6 +100,12 @@ class MixtureOfExperts(nnx.Module):
     ):
         if shared_gate and not shared_size:
             raise ValueError("MixtureOfExperts: shared_gate=True needs a shared_size above 0")
+        if shared_size and (biases or activation is not None):
+            raise ValueError(
+                "MixtureOfExperts: biases and activation are for routed experts alone; got "
+                f"{shared_size=}"
+            )
+        self.activation, self.bias_parts = activation, bias_parts
         self.config, self.dtype = router, jnp.dtype(dtype)
         self.hidden_size, self.weight_format = hidden_size, weight_format
         self.always = experts_of_shared(expert_size, shared_size, weight_format)
@@ -98,6 +114,12 @@ class MixtureOfExperts(nnx.Module):
         self.has_bias = router.scores == "sigmoid"
         if self.has_bias:
             self.correction_bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
+        self.has_biases = biases
+        if biases:
+            own = experts if own_experts is None else own_experts
+            self.router_bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
+            self.gate_up_bias = nnx.Param(jnp.zeros((own, 2 * expert_size), param_dtype))
+            self.down_bias = nnx.Param(jnp.zeros((own, hidden_size), param_dtype))
         self.has_gate = shared_gate
         if shared_gate:
             self.shared_gate = nnx.Param(normal(rngs, (hidden_size, 1), stddev, jnp.float32))
@@ -127,7 +149,7 @@ class MixtureOfExperts(nnx.Module):
             )
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
-        names = stacked_names(self.weight_format, self.has_gate, self.has_bias)
+        names = stacked_names(self.weight_format, self.has_gate, self.has_bias, self.has_biases)
         stacks = {name: getattr(self, name)[...][None] for name in names}
         if self.weight_format is None:
             for name in EXPERTS:
@@ -164,7 +186,7 @@ class MixtureOfExperts(nnx.Module):
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         halves = self.dtype == jnp.bfloat16
-        alone = arena is not None and share is None
+        alone = arena is not None and share is None and not self.has_biases
         if isinstance(x, PendingNorm):
             shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
             opened = alone and self._opens(shape, stacks)
@@ -305,6 +327,10 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Any, Arena | None]:
         valid = None if valid is None else valid.reshape(-1)
         biases = stacks.get("correction_bias")
+        if self.has_biases:
+            bias = stacks["router_bias"][layer.index]
+            # Of two halves the first has it; their sum is the logits.
+            logits = logits + jnp.pad(bias, (0, logits.shape[-1] - len(bias)))
         tokens, listed = x.reshape(-1, x.shape[-1]).astype(self.dtype), None
         if share is None:
             ids, weights, listed = self.choose(
@@ -352,6 +378,9 @@ class MixtureOfExperts(nnx.Module):
         implementation: Implementation | None,
     ) -> tuple[Any, Arena | None]:
         """What the chosen experts make of the tokens, and the arena."""
+        down_bias = stacks.get("down_bias")
+        if down_bias is not None and self.bias_parts > 1:
+            down_bias = down_bias / self.bias_parts
         found = mixture_of_experts(
             tokens,
             ids,
@@ -360,6 +389,9 @@ class MixtureOfExperts(nnx.Module):
             stacks["down_proj"],
             gate_up_scale=stacks.get("gate_up_scale"),
             down_scale=stacks.get("down_scale"),
+            gate_up_bias=stacks.get("gate_up_bias"),
+            down_bias=down_bias,
+            activation=self.activation,
             layer=layer,
             arena=arena,
             listed=listed,
@@ -370,11 +402,15 @@ class MixtureOfExperts(nnx.Module):
 
 
 def stacked_names(
-    weight_format: WeightFormat | None, shared_gate: bool = False, bias: bool = False
+    weight_format: WeightFormat | None,
+    shared_gate: bool = False,
+    bias: bool = False,
+    biases: bool = False,
 ) -> tuple[str, ...]:
     """The parameters that a step reads out of a whole stack of layers."""
     gate = ("shared_gate",) if shared_gate else ()
     names = ("router", *gate, *(("correction_bias",) if bias else ()), *EXPERTS)
+    names = (*names, *BIASES) if biases else names
     return (*names, "gate_up_scale", "down_scale") if weight_format == "fp8" else names
 
 

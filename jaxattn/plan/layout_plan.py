@@ -1,23 +1,29 @@
-"""The plan of each GPU of a layout, as the engine makes it, and the best layout of so many GPUs.
+"""The plan of each GPU of a layout, as the engine makes it, and the layout of so many GPUs.
 
 All GPUs of a layout run one program with equal shapes, so one plan is that of each. Its temp is
 bounded by tracing the step that one of them runs.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import advice, packed_shapes
-from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.budget import MemoryBudget, MemoryPlan, nbytes
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
+from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.sharding import divided, layouts
 from jaxattn.parallel import Parallel
 from jaxattn.plan.device_plan import DevicePlan
 from jaxattn.plan.group_plan import collectives
+
+MOST_GPUS = 512  # that advice tries
+# Of a group of GPUs, where nothing else is given.
+GROUP_BATCH, GROUP_LENGTH, GROUP_CHUNK = 128, 32768, 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +42,11 @@ class GroupDevicePlan(DevicePlan):
 
 
 def plan_parallel(
-    name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, parallel: Parallel
+    name: str,
+    model: DecoderModel,
+    memory: DeviceMemory,
+    limits: Limits,
+    parallel: Parallel,
 ) -> MemoryPlan:
     """The plan of each GPU of a layout; the data groups share the batch of `limits`.
 
@@ -44,12 +54,46 @@ def plan_parallel(
         ShardingError: the model has no such layout.
         PlanError: it does not fit, or the cache that is left holds no row at full length.
     """
-    one, limits = _one(name, model, memory, limits, parallel)
+    one, own = _one(name, model, memory, limits, parallel)
 
     def helps(tried: Limits, known: dict[str, ExecutableMemory]) -> tuple[str, ...]:
-        return advice(one.model, tried, memory, one.params, known, **one.beside)
+        found = advice(one.model, tried, memory, one.params, known, **one.beside)
+        more = fewest_gpus(model, memory, limits, parallel.gpus + 1)
+        return (f"{more.gpus} GPUs (--gpus {more.gpus})", *found) if more else found
 
-    return one.checked(limits, helps)
+    return one.checked(own, helps)
+
+
+def best_layout(
+    name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
+) -> Parallel:
+    """The layout of so many GPUs whose caches hold the most tokens in all, of those that fit.
+
+    Of equal ones the layout with fewer data groups, whose steps wait for one another. Where none
+    fits, the layout whose GPUs have the fewest bytes of weights.
+
+    Raises:
+        ValueError: the model has no layout of so many GPUs.
+    """
+    fitting = list(layouts_that_fit(model, memory, limits, gpus))
+    best = max(fitting, key=lambda each: (each[0], -each[1].data), default=None)
+    return best[1] if best else _least_weights(name, model, memory, limits, gpus)
+
+
+def _least_weights(
+    name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
+) -> Parallel:
+    """The layout whose GPUs have the fewest bytes of weights."""
+    sizes = {
+        parallel: nbytes(_one("", model, memory, limits, parallel)[0].params)
+        for parallel in _possible(model, limits, gpus)
+    }
+    if sizes:
+        return min(sizes, key=lambda each: sizes[each])
+    numbers = range(gpus + 1, 2 * gpus + 1)
+    more = next((each for n in numbers for each in _possible(model, limits, n)), None)
+    there = f"; {more.flags} is one of {more.gpus} GPUs" if more else ""
+    raise ValueError(f"{name} has no layout of {gpus} GPUs{there}")
 
 
 def _one(
@@ -68,7 +112,7 @@ def _one(
             ("rows at full length", f"{pages // tried.pages_per_row * groups:,}"),
         )
         gpus = f"each of {parallel.gpus} GPUs ({parallel.flags})"
-        title = f"{name} on {gpus}, {memory.name}: {limits.batch:,} rows in all"
+        title = f"{name} on {gpus}, {memory.name}: {tried.batch:,} rows in all"
         return dataclasses.replace(made, title=title, facts=facts)
 
     one = GroupDevicePlan(
@@ -82,16 +126,18 @@ def _one(
     return one, limits
 
 
-def best_layout(
-    model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
+def fewest_gpus(
+    model: DecoderModel, memory: DeviceMemory, limits: Limits, least: int
 ) -> Parallel | None:
-    """The layout of so many GPUs whose caches hold the most tokens in all; None if none fits.
-
-    Of equal ones the layout with fewer data groups, whose steps wait for one another.
-    """
-    fitting = list(layouts_that_fit(model, memory, limits, gpus))
-    best = max(fitting, key=lambda each: (each[0], -each[1].data), default=None)
-    return best and best[1]
+    """A layout that fits, of the fewest GPUs from `least` on; None if there is none."""
+    room = MemoryBudget("", memory.total, limits.utilization or 0.9, memory.limit).arrays()
+    # Fewer have no room for the weights, however these are divided.
+    least = max(least, -(-nbytes(model.param_shapes()) // max(room, 1)))
+    numbers = range(least, MOST_GPUS + 1)
+    fitting = itertools.chain.from_iterable(
+        layouts_that_fit(model, memory, limits, n) for n in numbers
+    )
+    return next((parallel for _, parallel in fitting), None)
 
 
 def layouts_that_fit(
@@ -102,11 +148,38 @@ def layouts_that_fit(
 
     Weights and caches decide, and nothing is traced.
     """
-    for parallel in layouts(model, gpus):
-        if any(rows % parallel.data for rows in limits.batches):
-            continue  # each data group has as many rows
+    for parallel in _possible(model, limits, gpus):
         one, own = _one("", model, memory, limits, parallel)
+        own = group_limits(model, own)
         own = dataclasses.replace(own, utilization=own.utilization or 0.9, num_pages=None)
         filled = one.filled(own)
         if filled is not None and filled >= own.pages_per_row:
             yield filled * own.page_tokens * parallel.data, parallel
+
+
+def _possible(model: DecoderModel, limits: Limits, gpus: int) -> Iterator[Parallel]:
+    """Layouts of so many GPUs whose data groups have as many rows each."""
+    for parallel in layouts(model, gpus):
+        given = (limits.batch, *limits.decode_buckets)
+        if "batch" in limits.unset or not any(rows % parallel.data for rows in given):
+            yield parallel
+
+
+def group_limits(model: DecoderModel | ModelSizes, limits: Limits) -> Limits:
+    """The limits of a group of GPUs, for which no engine chooses what they leave open."""
+    batch = max(GROUP_BATCH, 0, *limits.decode_buckets)
+    values: dict[str, Any] = {
+        "batch": -(-batch // limits.groups) * limits.groups,
+        "max_model_len": min(GROUP_LENGTH, model.max_position_embeddings),
+        "prefill_chunk": max(GROUP_CHUNK, 0, *limits.prefill_buckets),
+        "prefill_rows": 1,
+        "checkpoints": 0,
+        "decode_buckets": tuple(limits.decode_buckets),
+        "prefill_buckets": tuple(limits.prefill_buckets),
+    }
+    fixed = {name: value for name, value in values.items() if name in limits.unset}
+    found = dataclasses.replace(limits, **fixed)
+    if "prefill_chunk" not in fixed or found.prefill_buckets:
+        return found
+    chunk = min(found.prefill_chunk, found.max_model_len)
+    return dataclasses.replace(found, prefill_chunk=chunk)

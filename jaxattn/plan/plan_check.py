@@ -10,12 +10,8 @@ from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.plan.device_plan import single
 from jaxattn.plan.group_plan import plan_group
-from jaxattn.plan.layout_plan import best_layout, layouts_that_fit
+from jaxattn.plan.layout_plan import MOST_GPUS, fewest_gpus, group_limits
 from jaxattn.plan.placement import ModelPlacement, check_placement, page_bytes
-
-MOST_GPUS = 512  # that advice tries
-# Of a group of GPUs, where nothing else is given.
-GROUP_BATCH, GROUP_LENGTH, GROUP_CHUNK = 128, 32768, 512
 
 
 def plan_model(
@@ -58,25 +54,6 @@ def plan_model(
     return made
 
 
-def group_limits(model: ModelSizes, limits: Limits) -> Limits:
-    """The limits of a group of GPUs, for which no engine chooses what they leave open."""
-    values: dict[str, Any] = {
-        "batch": max(GROUP_BATCH, 0, *limits.decode_buckets),
-        "max_model_len": min(GROUP_LENGTH, model.max_position_embeddings),
-        "prefill_chunk": max(GROUP_CHUNK, 0, *limits.prefill_buckets),
-        "prefill_rows": 1,
-        "checkpoints": 0,
-        "decode_buckets": tuple(limits.decode_buckets),
-        "prefill_buckets": tuple(limits.prefill_buckets),
-    }
-    fixed = {name: value for name, value in values.items() if name in limits.unset}
-    found = dataclasses.replace(limits, **fixed)
-    if "prefill_chunk" not in fixed or found.prefill_buckets:
-        return found
-    chunk = min(found.prefill_chunk, found.max_model_len)
-    return dataclasses.replace(found, prefill_chunk=chunk)
-
-
 def advice(
     model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement
 ) -> tuple[str, ...]:
@@ -104,6 +81,9 @@ def advice(
         return made["kv cache"] >= changed.pages_per_row * page_bytes(model, on)
 
     def gpus_for(changed: Limits) -> int | None:
+        if isinstance(model, DecoderSizes) and place.gpus == 1:  # which a layout serves
+            layout = fewest_gpus(model.model, memory, changed, 2)
+            return layout.gpus if layout else None
         # One after another: the fewest that hold it are the same from wherever one starts.
         sizes = range(place.gpus + 1, MOST_GPUS + 1)
         return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
@@ -115,16 +95,12 @@ def advice(
         return value or None
 
     found = []
-    if isinstance(model, DecoderSizes) and place.gpus > 1:
-        best = best_layout(model.model, memory, limits, place.gpus)
-        if best is not None:
-            found.append(f"a layout of {place.gpus} GPUs that jaxattn serves ({best.flags})")
     for larger in larger_shares(limits.utilization):
         if fits(dataclasses.replace(limits, utilization=larger), place):
             found.append(f"--utilization {larger:g}")
             break
     if gpus := gpus_for(limits):
-        found.append(f"{gpus} GPUs (--gpus {gpus}){_served(model, memory, limits, gpus)}")
+        found.append(f"{gpus} GPUs (--gpus {gpus})")
     for name in ("batch", "max_model_len", "num_pages", "prefill_chunk"):
         if getattr(limits, name) and (value := smaller(name, place, limits)):
             found.append(f"--{name.replace('_', '-')} {value}")
@@ -155,16 +131,6 @@ def advice(
     if limits.num_pages:
         changes.append("no --num-pages")
     return (" with ".join(changes),)
-
-
-def _served(model: ModelSizes, memory: DeviceMemory, limits: Limits, gpus: int) -> str:
-    """What is added where no layout of so many GPUs serves the model, and one of more does."""
-    if not isinstance(model, DecoderSizes):
-        return ""
-    for n in range(gpus, 2 * gpus + 1):
-        if next(layouts_that_fit(model.model, memory, limits, n), None):
-            return f", or {n} for a layout that jaxattn serves" if n != gpus else ""
-    return ""
 
 
 def _with(limits: Limits, **smaller: int) -> Limits:

@@ -6,7 +6,6 @@ client from the handlers.
 
 import functools
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxattn.server import status
+from jaxattn.server.anthropic.messages import count_tokens, create_message
 from jaxattn.server.http.access_log import AccessLog
 from jaxattn.server.http.allowed_origins import AllowedOrigins
 from jaxattn.server.http.api_keys import ApiKeyAuth
@@ -25,37 +25,40 @@ from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.request import Endpoint, HttpRequest
 from jaxattn.server.openai.chat_completions import chat_completions
 from jaxattn.server.openai.completions import completions
-from jaxattn.server.openai.tokenization import detokenize, tokenize
+from jaxattn.server.openai.responses.endpoint import (
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+)
+from jaxattn.server.openai.tokenization import detokenize, tokenize, tokenizer_info
+from jaxattn.server.page_files import page_file, page_files
 from jaxattn.server.runtime.service import Service
 
 Call = Callable[[Service, HttpRequest], Awaitable[None]]
-PAGE = Path(__file__).with_name("page")
-FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-}
 GET: dict[str, Call] = {
     "/v1/models": status.models,
+    "/v1/models/{model_id:path}": status.model,
+    "/v1/responses/{response_id}": get_response,
     "/health": status.health,
     "/ping": status.ping,
     "/version": status.version,
     "/load": status.load,
+    "/tokenizer_info": tokenizer_info,
     "/metrics": status.metrics,
     "/stats": status.stats,
 }
 POST: dict[str, Call] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
+    "/v1/responses": create_response,
+    "/v1/responses/input_tokens": count_input_tokens,
+    "/v1/messages": create_message,
+    "/v1/messages/count_tokens": count_tokens,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; frame-ancestors 'none'",
-    "referrer-policy": "no-referrer",
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",
-}
+DELETE: dict[str, Call] = {"/v1/responses/{response_id}": delete_response}
 
 
 def build(service: Service) -> ASGIApp:
@@ -68,21 +71,23 @@ def build(service: Service) -> ASGIApp:
 
     routes = [route(path, functools.partial(call, service), "GET") for path, call in GET.items()]
     routes += [route(path, functools.partial(call, service), "POST") for path, call in POST.items()]
-    routes += [route(path, functools.partial(_file, *file), "GET") for path, file in FILES.items()]
+    routes += [
+        route(path, functools.partial(call, service), "DELETE") for path, call in DELETE.items()
+    ]
+    for path, file in page_files().items():
+        routes.append(route(path, functools.partial(page_file, file), "GET"))
     app: ASGIApp = Starlette(routes=routes, exception_handlers={HTTPException: _of_starlette})
     app = ApiKeyAuth(app, settings.keys)
     if settings.origins:
         app = CORSMiddleware(
-            app, settings.origins, ("GET", "POST"), ("*",), expose_headers=("x-request-id",)
+            app,
+            settings.origins,
+            ("GET", "POST", "DELETE"),
+            ("*",),
+            expose_headers=("x-request-id",),
         )
     app = AllowedOrigins(app, settings.origins, local=settings.local)
     return AccessLog(app, written=settings.access_log)
-
-
-async def _file(name: str, kind: str, exchange: HttpRequest) -> None:
-    """A file of the page."""
-    data = (PAGE / name).read_bytes()
-    await exchange.whole(data, 200, {"content-type": kind, **PAGE_HEADERS})
 
 
 def _of_starlette(request: Request, error: Exception) -> Response:
@@ -92,4 +97,4 @@ def _of_starlette(request: Request, error: Exception) -> Response:
         message = f"there is no {request.url.path[:200]!r} here"
     else:
         message = f"{request.method} {request.url.path[:200]!r}: {error.detail}"
-    return response(ApiError(error.status_code, message, headers=error.headers))
+    return response(ApiError(error.status_code, message, headers=error.headers), request.url.path)

@@ -27,6 +27,7 @@ class ServerSettings:
         ping_seconds: between comments that keep an idle stream open.
         drain_seconds: for running requests to end after SIGTERM.
         stuck_seconds: that one step of the engine may take; after that the process ends.
+        tool_parser: name of the format of tool calls; None recognises it from the chat template.
         access_log: one line for each request, without prompts and answers.
     """
 
@@ -45,6 +46,7 @@ class ServerSettings:
     ping_seconds: float = 15.0
     drain_seconds: float = 30.0
     stuck_seconds: float = 300.0
+    tool_parser: str | None = None
     access_log: bool = True
 
     @property

@@ -1,10 +1,13 @@
 """Status endpoints: health, version, models, metrics, and the numbers of the server's page."""
 
 import dataclasses
+import datetime
 import time
 from typing import Any
 
 from jaxattn import __version__
+from jaxattn.server.decoding.sampling_params import read_sampling
+from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.runtime.metrics import CONTENT_TYPE
 from jaxattn.server.runtime.server_state import ServerState, unavailable
@@ -34,13 +37,29 @@ async def load(service: Service, exchange: HttpRequest) -> None:
 
 async def models(service: Service, exchange: HttpRequest) -> None:
     """The list of names that requests may give."""
-    data = [_model(service, name) for name in service.settings.names]
-    await exchange.json({"object": "list", "data": data})
+    names = service.settings.names
+    data = [_model(service, name) for name in names]
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
+    await exchange.json({"object": "list", "data": data, **ends})
+
+
+async def model(service: Service, exchange: HttpRequest) -> None:
+    """One of the names.
+
+    Raises:
+        ApiError: 404, the model has another.
+    """
+    name = exchange.path("model_id")
+    service.check_model(JsonFields({"model": name}))
+    await exchange.json(_model(service, name))
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(service.started, datetime.UTC).isoformat(),
         "object": "model",
         "created": service.started,
         "owned_by": "jaxattn",
@@ -56,13 +75,20 @@ async def metrics(service: Service, exchange: HttpRequest) -> None:
 
 
 async def stats(service: Service, exchange: HttpRequest) -> None:
-    """The numbers of the page's gauges; those that only grow are sums since the start."""
+    """What the page shows; numbers that only grow are sums since the start."""
     held, plan = service.metrics.snapshot, service.metrics.plan
     await exchange.json(
         {
             "now": time.perf_counter(),
             "phase": str(service.phase),
             "model": service.settings.names[0],
+            "startup": {
+                "seconds": round(time.time() - service.started, 1),
+                "tasks": list(service.served.progress())
+                if service.phase is ServerState.STARTING
+                else [],
+            },
+            "defaults": _sampling_defaults(service),
             "chat": service.tokenizer.has_chat_template,
             "max_model_len": service.limits.max_model_len,
             "rows": {"used": held.rows, "of": service.limits.batch},
@@ -76,3 +102,16 @@ async def stats(service: Service, exchange: HttpRequest) -> None:
             ],
         }
     )
+
+
+def _sampling_defaults(service: Service) -> dict[str, float]:
+    """How a request is sampled that does not say it."""
+    served = service.served
+    plain = read_sampling(JsonFields({}), served.defaults, None, vocab_size=served.vocab_size)
+    return {
+        "temperature": plain.temperature,
+        "top_p": plain.top_p,
+        "top_k": plain.top_k,
+        "min_p": plain.min_p,
+        "repetition_penalty": plain.more.get("repetition_penalty", 1.0),
+    }

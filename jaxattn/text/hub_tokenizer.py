@@ -110,9 +110,10 @@ class HubTokenizer(Tokenizer):
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
         self.defaults = settings.defaults
         self.has_chat_template = bool(self._template)
-        self._hidden = frozenset(
-            {token for token, added in self._added.items() if added.special} | {*eos_ids}
-        )
+        self.chat_template = self._template.source
+        special = {token for token, added in self._added.items() if added.special} | {*eos_ids}
+        self.special_tokens = {token: inner.id_to_token(token) or "" for token in sorted(special)}
+        self._hidden = frozenset(special)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt.
@@ -124,8 +125,18 @@ class HubTokenizer(Tokenizer):
         ids = self._ids(text, by_rule)
         return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
 
-    def stream(self, *, skip_special_tokens: bool = True, continues: bool = False) -> TokenStream:
+    def stream(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        shown: Sequence[str] = (),
+    ) -> TokenStream:
         hidden = self._hidden if skip_special_tokens else frozenset()
+        if shown:
+            hidden = hidden.difference(
+                token for text in shown if (token := self._inner.token_to_id(text)) is not None
+            )
 
         def piece(token: int, first: bool) -> bytes | None:
             if token in hidden:
@@ -141,6 +152,9 @@ class HubTokenizer(Tokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         return self._piece(token) or b""
+
+    def token_id(self, text: str) -> int | None:
+        return self._inner.token_to_id(text)
 
     def chat(
         self,

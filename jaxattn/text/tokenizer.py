@@ -21,6 +21,8 @@ class Tokenizer(abc.ABC):
         stop_tokens: ids that end a text, sorted.
         defaults: how the model wants to be sampled.
         has_chat_template: whether `chat` works.
+        chat_template: the source of the chat template; of all, where there are several.
+        special_tokens: id -> text of tokens that are no part of a text, stop tokens among them.
 
     All methods may be called from several threads at once. A stream belongs to one text.
     """
@@ -29,6 +31,8 @@ class Tokenizer(abc.ABC):
     stop_tokens: tuple[int, ...]
     defaults: SamplingDefaults
     has_chat_template: bool
+    chat_template: str
+    special_tokens: Mapping[int, str]
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -38,18 +42,29 @@ class Tokenizer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def stream(self, *, skip_special_tokens: bool = True, continues: bool = False) -> TokenStream:
+    def stream(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        shown: Sequence[str] = (),
+    ) -> TokenStream:
         """What turns tokens into text one at a time.
 
         Args:
             skip_special_tokens: special tokens and stop tokens have no text.
             continues: the text goes on after other text, as a completion after its prompt does: a
                 space at its beginning stays.
+            shown: special tokens that have a text all the same.
         """
 
     @abc.abstractmethod
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, special or not, within a text; empty for an unknown id."""
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is a text as a whole, such as a mark; None if none is."""
+        return None
 
     @abc.abstractmethod
     def chat(
@@ -90,13 +105,21 @@ class ByteTokenizer(Tokenizer):
     stop_tokens = (0,)
     defaults = SamplingDefaults()
     has_chat_template = False
+    chat_template = ""
+    special_tokens: Mapping[int, str] = {0: "\0"}
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text, with those that Python could not decode and escaped."""
         whole = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)
         return list(whole.encode("utf-8", "surrogateescape"))
 
-    def stream(self, *, skip_special_tokens: bool = True, continues: bool = False) -> TokenStream:
+    def stream(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        shown: Sequence[str] = (),
+    ) -> TokenStream:
         hidden = self.stop_tokens if skip_special_tokens else ()
 
         def piece(token: int, first: bool) -> bytes | None:

@@ -179,7 +179,8 @@ OPS: dict[str, Op] = {
         moe.mixture_of_experts,
         f"x[B,F] ids:i32[B,K] weights:f32[B,K] {OF_EXPERTS} "
         "down_scale:f32[*L,E,blocks(F),blocks(W)]?fp8 "
-        "gate_up_scale:f32[*L,E,2,blocks(W),blocks(F)]?fp8",
+        "gate_up_scale:f32[*L,E,2,blocks(W),blocks(F)]?fp8 "
+        "gate_up_bias[*L,E,2*W]?biases down_bias[*L,E,F]?biases",
         _arena_of_experts,
     ),
     "route": Op(

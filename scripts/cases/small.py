@@ -1,11 +1,13 @@
 """Small cases that run on a GPU under a tool, and in XLA: rows that are short, empty or ragged."""
 
+import dataclasses
 import warnings
 from typing import Any
 
 import numpy as np
 
 from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.turboquant.codec import TurboFormat
 from scripts.cases.case import KernelCase
 
@@ -168,6 +170,13 @@ def mixture(
     return KernelCase("mixture_of_experts", sizes, options={"layer": 1}, values={"ids": ids})
 
 
+def biased_mixture(tokens: int, *sizes: int) -> KernelCase:
+    """gpt-oss's, with biases and a clamped activation."""
+    case = mixture(tokens, *sizes, biases=True)
+    activation = ClampedSwiGLU(alpha=1.702, limit=7.0)
+    return dataclasses.replace(case, options={**case.options, "activation": activation})
+
+
 SMALL: dict[str, KernelCase] = {
     "mla_decode_few_rows": decode([200, 1, 700], 16),
     "mla_decode_many_rows": decode([65] * 139 + [3000], 16),
@@ -235,6 +244,8 @@ SMALL: dict[str, KernelCase] = {
     "moe_sorted": mixture(70, 5, 3, width=192),
     "moe_many_tokens": mixture(900, 3, 2),
     "moe_arena": mixture(9, 6, 2, arena=True),
+    "moe_biases": biased_mixture(1, 6, 4, 2880, 192),
+    "moe_biases_sorted": biased_mixture(33, 4, 2, 192, 64),
     "moe_e4m3": mixture(2, 6, 2, fp8=True),
     "moe_e4m3_sorted": mixture(40, 4, 2, fp8=True),
     "out_of_bounds": KernelCase("out_of_bounds", {}, values={"at": [2**31 - 1024]}, bare=True),

@@ -13,14 +13,15 @@ Cell = Callable[[Row], str]
 
 
 def rows_of(run: str) -> Iterator[Row]:
-    """Rows of `benchmarks/results/RUN.json`, or of several; those of a model say which."""
+    """Rows of `benchmarks/results/RUN.json`, or of several, with their model and their options."""
     paths = sorted(RESULTS.glob(f"{run}.json"))
     if not paths:
         raise FileNotFoundError(f"no stored run {RESULTS / run}.json")
     for path in paths:
         stored = json.loads(path.read_text())
+        named = {name: stored[name] for name in ("model", "options") if name in stored}
         for row in stored["rows"]:
-            yield {"model": stored["model"], **row} if "model" in stored else row
+            yield named | row
 
 
 def text(key: str) -> Cell:

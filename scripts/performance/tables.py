@@ -3,7 +3,10 @@
 import functools
 from collections.abc import Callable
 
+from scripts.performance import serving
 from scripts.performance.cells import Claim, Table, faster, markdown, number, text
+from scripts.performance.several_gpus import SEVERAL_GPUS
+from scripts.performance.whole_models import WHOLE_MODELS
 
 BURST, SUSTAINED = "burst", "long loop"
 flashmla = functools.partial(Claim, run="mla-flashmla", who="FlashMLA")
@@ -75,6 +78,11 @@ SEQUENCES = {"Hk/Hv": text("Hk/Hv"), "sequences": text("sequences")}
 
 TABLES: dict[str, Callable[[], str]] = {
     "claims": claims,
+    **SEVERAL_GPUS,
+    **WHOLE_MODELS,
+    "offline": serving.table(serving.OFFLINE, "offline"),
+    "serve": serving.table(serving.SERVE, "serve"),
+    "losses": serving.losses,
     "mla-flashmla": Table(
         run="mla-flashmla",
         columns={
@@ -262,43 +270,6 @@ TABLES: dict[str, Callable[[], str]] = {
             "rows x tokens": text("shape"),
             "forward, MiB": number("forward GiB", times=1024),
             "with gradient, MiB": number("with gradient GiB", 0, times=1024),
-        },
-    ),
-    "step": Table(
-        run="step",
-        columns={
-            "16 layers, B 64": text("model"),
-            "T": text("T"),
-            "us per layer": number("us a layer"),
-            "profiled us": number("profiled us"),
-            "MLA/GDN kernels": number("kernels us"),
-            "norms, appends": number("small kernels us"),
-            "matmuls": number("matmuls us"),
-            "the rest": text("over kernels + matmuls"),
-        },
-    ),
-    "model": Table(
-        run="model-*",
-        columns={
-            "model": text("model"),
-            "step": text("step"),
-            "B": text("B"),
-            "ms": number("ms", 2),
-            "kernels ms": number("kernels ms", 2),
-            "roof ms": number("roof ms", 2),
-            "times roof": number("times roof", 2),
-            "TFLOP/s": RATES["TFLOP/s"],
-        },
-    ),
-    "model-h100": Table(
-        run="h100-*",
-        columns={
-            "model": text("model"),
-            "B": text("B"),
-            "ms": number("ms", 2),
-            "roof ms": number("roof ms", 2),
-            "times roof": number("times roof", 2),
-            "us per layer above the roof": number("us a layer over roof"),
         },
     ),
 }

@@ -10,7 +10,7 @@ import pytest
 from jaxattn.bench.__main__ import main
 from jaxattn.bench.load.client import RequestOutcome
 from jaxattn.bench.load.metrics import measured, percentile
-from jaxattn.bench.load.request_lengths import LEAST, MOST, LengthDistribution
+from jaxattn.bench.load.request_lengths import LEAST, MOST, LengthDistribution, texts
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -22,9 +22,9 @@ def bench(server, *arguments) -> int:
 
 
 def test_lengths_are_spread_as_those_of_chats_and_come_again():
-    asks = list(LengthDistribution().asks(2000, seed=3, characters=4.0))
-    assert asks == list(LengthDistribution().asks(2000, seed=3, characters=4.0))
-    assert asks != list(LengthDistribution().asks(2000, seed=4, characters=4.0))
+    asks = list(LengthDistribution().asks(2000, seed=3, prompt_of=texts(4.0)))
+    assert asks == list(LengthDistribution().asks(2000, seed=3, prompt_of=texts(4.0)))
+    assert asks != list(LengthDistribution().asks(2000, seed=4, prompt_of=texts(4.0)))
     for values, median in (([a.tokens for a in asks], 90), ([a.answer for a in asks], 150)):
         assert LEAST <= min(values) and max(values) == MOST
         assert median * 0.85 < statistics.median(values) < median * 1.15
@@ -48,7 +48,16 @@ def test_times_count_from_when_a_request_was_due():
     row = measured("1 req/s", [late, lost])
     assert (row["ok"], row["failed"]) == (1, 1)
     assert row["TTFT p50 ms"] == 3000 and row["ITL p99 ms"] == 500 and row["E2E p50 ms"] == 4000
+    assert row["TPOT p50 ms"] == 500
     assert row["late p99 ms"] == 2000 and row["out tok/s"] == 0.75 and row["all tok/s"] == 2.0
+
+
+def test_chunks_that_come_together_make_no_token_faster():
+    chunks = [1.0, 1.0, 1.8, 1.8, 2.6, 2.6]
+    whole = RequestOutcome(due=0.5, sent=0.5, ended=2.6, chunks=chunks, answer=6)
+    single = RequestOutcome(due=0.5, sent=0.5, ended=1.0, chunks=[1.0], answer=1)
+    row = measured("1 req/s", [whole, single])
+    assert row["ITL p50 ms"] == 0 and row["TPOT p50 ms"] == pytest.approx(320)
 
 
 def test_a_run_counts_every_token_and_keeps_its_rate(tmp_path):
@@ -91,7 +100,7 @@ def test_requests_that_fail_are_counted_and_make_the_code_1(tmp_path, capsys):
 
 
 def test_what_is_no_server_is_said_in_a_line(capsys):
-    assert main(["serve", "--url", "http://127.0.0.1:9", "--rate", "1"]) == 2
+    assert main(["serve", "http://127.0.0.1:9", "--rates", "1"]) == 2
     assert "http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
     with live(served(ScriptedEngine), keys=("sesame",)) as server:
         assert bench(server, "--rate", 1) == 2

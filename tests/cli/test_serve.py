@@ -123,6 +123,54 @@ BAD_INPUT = {
         ["--decode-buckets", "8", "--batch", "4"],
         "--decode-buckets 8 must be at most --batch 4",
     ),
+    "chunk above the length": (
+        ["--prefill-chunk", "256", "--max-model-len", "64"],
+        "--prefill-chunk 256 is more than --max-model-len 64, and no prompt is as long as a chunk; "
+        "make it smaller, or leave one of them out",
+    ),
+    "bucket above the chunk": (
+        ["--prefill-buckets", "8,32", *SMALL],
+        "--prefill-buckets 8,32 must be at most --prefill-chunk 16",
+    ),
+    "more prompts than rows": (
+        ["--prefill-rows", "4", "--batch", "2"],
+        "--prefill-rows 4 is more than --batch 2",
+    ),
+    "pages below the length": (
+        ["--num-pages", "1", "--max-model-len", "256"],
+        "--num-pages 1 hold 64 tokens of --max-model-len 256; give 4 pages or more",
+    ),
+    "a bucket and one shape": (
+        ["--reproducible", "--decode-buckets", "1"],
+        "--decode-buckets 1 are several shapes, and --reproducible has one",
+    ),
+    "guesses and one shape": (
+        ["--reproducible", "--speculate", "2"],
+        "--speculate 2 has steps of another shape where no row of a batch may guess, and "
+        "--reproducible one shape; leave one of them out",
+    ),
+    "states of no prefixes": (
+        ["--checkpoints", "2", "--no-prefix-cache"],
+        "--checkpoints 2 keeps states of cached prefixes, and --no-prefix-cache has none",
+    ),
+    "states of data groups": (["--checkpoints", "2", "--data", "2"], "and --data 2 has none"),
+    "rows of data groups": (
+        ["--batch", "3", "--data", "2"],
+        "--batch 3 is no multiple of --data 2, whose groups have as many rows each",
+    ),
+    "context and tensor": (
+        ["--tensor", "2", "--context", "3"],
+        "context=3 does not divide tensor=2",
+    ),
+    "layers of no format": (
+        ["--kv-cache-native-layers", "1"],
+        "--kv-cache-native-layers 1 keeps layers out of another format",
+    ),
+    "a server's option": (["--max-queue", "3"], "--max-queue is for a server: give --port too"),
+    "a prompt and a port": (
+        ["--port", "0", "--prompt", "x"],
+        "--prompt is for the terminal, and --port serves over HTTP instead",
+    ),
     "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
     "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
     "temperature nan": (["--temperature", "nan"], "'nan' is not a temperature"),
@@ -484,7 +532,7 @@ def test_what_was_compiled_is_found_again_in_the_cache_folder_and_quiet_prints_t
 
 def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(model, capsys):
     arguments = ["--prompt", "a", "--prompt", "b" * 120, "--max-tokens", "20"]
-    arguments += ["--num-pages", "1", "--max-model-len", "256", "--batch", "2"]
+    arguments += ["--num-pages", "1", "--batch", "2"]
     assert main(["--model", model, *arguments]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith("[1] a")

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import io
 import math
+import re
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.startup.engine_startup import BackgroundLoad, LoadCancelled, start_engine
 from jaxattn.cli.startup.model_source import ModelSource
 from jaxattn.cli.startup.progress_display import ProgressDisplay
+from jaxattn.cli.startup.progress_lines import ProgressLines
 from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
@@ -181,6 +183,51 @@ def test_what_was_loaded_is_not_kept():
         assert gone() is None
 
 
+def test_a_file_gets_a_line_when_something_happens(monkeypatch):
+    """And not all of them at the end: a server that starts for minutes says what it does."""
+    monkeypatch.setattr("jaxattn.cli.startup.progress_lines.EVERY", 0.0)
+    out = io.StringIO()
+    seen = []
+
+    def make(on_progress):
+        for done in (250, 500, 1000):
+            on_progress(done, 1000)
+            seen.append(out.getvalue())
+        return params_of(SMALLEST)
+
+    engine, seconds = started(make, console=Console(file=out, width=100))
+    engine.close()
+    assert "loading 1.0 kB of weights\nloading: 250 bytes of 1.0 kB, " in seen[0]
+    assert "500 bytes of 1.0 kB" in seen[1] and "500 bytes" not in seen[0]
+    shown = out.getvalue()
+    count = len(seconds)
+    assert re.search(r"loading: 1.0 kB of 1.0 kB, .+/s after .+ s\n", shown)
+    assert f"compiling {count} executables\n" in shown
+    for i, name in enumerate(seconds, 1):
+        assert f"compiled {i} of {count}: {name}\n" in shown
+    lines = [f"compiled {count} of {count}", "memory plan for", "warming up"]
+    assert sorted(lines, key=shown.index) == lines
+    assert "\x1b" not in shown
+
+
+def test_lines_of_a_file_are_few_where_much_happens_at_once():
+    out = io.StringIO()
+    with ProgressLines(Console(file=out, width=100), every=60) as lines:
+        lines.begins(50)
+        for i in range(50):
+            lines.compiles(f"step {i}", done=False)
+            lines.compiles(f"step {i}", done=True)
+            lines.moved("loading", i, 49)
+    shown = out.getvalue().splitlines()
+    assert [line.partition(" ")[0] for line in shown] == [
+        "compiling",
+        "loading",
+        "compiled",
+        "loading:",
+    ]
+    assert "compiled 50 of 50: step 49" in shown
+
+
 def test_one_display_shows_what_compiles_and_what_moves():
     out = io.StringIO()
 
@@ -189,7 +236,8 @@ def test_one_display_shows_what_compiles_and_what_moves():
         on_progress(1000, 1000)
         return params_of(SMALLEST)
 
-    engine, seconds = started(make, console=Console(file=out, width=100))
+    terminal = Console(file=out, width=100, force_terminal=True, color_system=None)
+    engine, seconds = started(make, console=terminal)
     engine.close()
     shown = out.getvalue()
     for name in seconds:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxattn.bench.harness.result_tables import run_json
-from scripts.performance import cells, pages, picture
+from scripts.performance import cells, pages, picture, serving
 from scripts.performance.pages import PAGES, PLACE, stale, written
 from scripts.performance.tables import CLAIMS, TABLES
 
@@ -72,6 +72,31 @@ def test_columns_without_figures_are_left_out_and_a_run_may_be_missing(tmp_path,
     assert missing() == "Not timed."
     with pytest.raises(FileNotFoundError, match="no stored run .*none.json"):
         cells.Table(run="none", columns=columns)()
+
+
+def test_losses_to_vllm_are_told_in_words_by_the_options_of_their_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+    monkeypatch.setattr(serving, "RESULTS", tmp_path)
+    assert serving.losses() == "- No run with default options and vLLM is stored yet."
+    assert "`python -m jaxattn.bench serve` with default" in TABLES["serve"]()
+    ours = {"what": "256 requests", "unit": "s", "jaxattn": 2.0}
+    rows = [ours | {"vLLM": 1.5}, ours | {"unit": "output tok/s", "vLLM": 1.0}]
+    run = {"model": "M", "options": "chunks of 2", "rows": rows}
+    (tmp_path / "offline-m.json").write_text(json.dumps(run))
+    rows = [{"what": "TTFT p50", "unit": "ms", "jaxattn": 1.0, "vLLM": 3.0}]
+    rows += [{"what": "memory", "unit": "GB", "jaxattn": 9.0, "vLLM": 3.0}, ours]
+    run = {"model": "M", "options": "default", "rows": rows}
+    (tmp_path / "serve-m.json").write_text(json.dumps(run))
+    assert serving.losses().splitlines() == [
+        "- With default options, jaxattn is faster than vLLM in 1 of 1 measures and slower in "
+        "none.",
+        "- With chunks of 2, jaxattn is faster than vLLM in 1 of 2 measures and slower in 1.",
+        "    - M, 256 requests, s: jaxattn loses, 0.75 times as fast",
+    ]
+    assert TABLES["serve"]().splitlines()[2:] == [
+        "| M | TTFT p50 | 1.00 ms | 3.00 ms | default | jaxattn wins, 3.00 times as fast |",
+        "| M | 256 requests | 2.00 s |  | default |  |",
+    ]
 
 
 def test_check_changes_nothing_and_fails_where_a_table_is_stale(tmp_path, monkeypatch, capsys):

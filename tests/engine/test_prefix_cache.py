@@ -246,11 +246,32 @@ def test_what_was_cached_before_an_error_is_not_used_after_it(pair):
     assert again.tokens == served(plain, request(SYSTEM))[0].tokens
 
 
-def test_a_row_with_penalties_counts_the_tokens_of_its_whole_prompt(pair):
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 50.0}, {"presence_penalty": 2.0, "frequency_penalty": 1.0}]
+)
+def test_a_row_with_penalties_shares_prefixes_and_counts_the_tokens_of_its_whole_prompt(
+    pair, penalty
+):
     cached, plain = pair
-    served(cached, request(SYSTEM))
-    penalized = request(SYSTEM, repetition_penalty=1.5, max_tokens=9)
-    assert served(cached, penalized)[0].tokens == served(plain, penalized)[0].tokens
+    # The row's place has the history of another request.
+    served(cached, request(bytes(range(250, 130, -1)), **penalty))
+    penalized = request(SYSTEM, **penalty, max_tokens=9, logprobs=0)
+    done = served(cached, penalized, penalized, request(SYSTEM))
+    assert [each.cached_tokens for each in done] == [0, 128, 128]  # a row with penalties fills it
+    [wanted] = served(plain, penalized)
+    assert [each.tokens for each in done[:2]] == [wanted.tokens] * 2
+    assert [each.logprobs for each in done[:2]] == [wanted.logprobs] * 2
+
+
+def test_penalties_count_a_cached_prefix_in_the_place_of_a_preempted_row(pair):
+    cached, plain = pair
+    heads = [bytes([i]) + SYSTEM[:70] for i in (5, 6)]
+    both = [request(head, repetition_penalty=50.0, max_tokens=150) for head in heads]
+    cached.scheduler.pages.allocate(5 * 64)  # half of the pool, until no request is left
+    done = cached.generate(both)
+    cached.scheduler.drop_rows()
+    assert cached.stats.preemptions and any(each.cached_tokens for each in done)
+    assert texts(done) == texts(served(plain, *both))
 
 
 def test_the_copy_of_states_copies_no_stack(pair):

@@ -99,6 +99,8 @@ def test_every_entry_point_is_an_executable(bucketed):
         *[f"sample of {n} rows: {level}" for n in (1, 4) for level in LEVELS],
         "mask of 1 rows",
         "mask of 4 rows",
+        "score of 16 tokens",
+        "score of 32 tokens",
         "history of 16 tokens",
         "history of 32 tokens",
         "update of rows",

@@ -221,6 +221,8 @@ def test_no_executable_is_missing_that_serving_reaches(params):
     penalized = [Request([1] * n, repetition_penalty=1.1, max_tokens=4) for n in (3, 9)]
     engine.generate(penalized)  # whose histories come from one step
     engine.generate(penalized[:1])
+    engine.score([each.prompt for each in penalized])
+    engine.score([penalized[0].prompt])
     assert used <= set(engine.executables)
     unused = set(engine.executables) - used
     assert {name.split()[0] for name in unused} <= {"decode", "round", "sample", "mask"}

@@ -49,6 +49,15 @@ THOUGHT = [
     {"role": "user", "content": "Go"},
     {"role": "assistant", "content": "I went", "reasoning_content": "\nshould I go?\n"},
 ]
+_NOTHING = {"name": None, "refusal": None, "audio": None, "function_call": None}
+# As clients send a message of the OpenAI library back, and thoughts under OpenRouter's name.
+NULLS = [
+    {"role": "user", "content": "Go", "name": None},
+    {**_NOTHING, "role": "assistant", "content": "I went", "reasoning": "Why?", "tool_calls": None},
+    {"role": "user", "content": "And?"},
+    {**_NOTHING, "role": "assistant", "content": None, "tool_calls": [_call(1)], "reasoning": "Hm"},
+    {"role": "tool", "tool_call_id": "functions.weather:1", "content": "7", "name": None},
+]
 
 # Conversation, tools, add_generation_prompt, what else the template reads.
 Case = tuple[list[dict[str, Any]], list[dict[str, Any]] | None, bool, dict[str, Any]]
@@ -58,6 +67,7 @@ CASES: dict[str, Case] = {
     "no thinking": (PLAIN, None, True, {"enable_thinking": False}),
     "tools": (PLAIN, TOOLS, True, {}),
     "calls": (CALLS, TOOLS, True, {}),
+    "nulls": (NULLS, TOOLS, True, {}),
     "thought": (THOUGHT, None, False, {"enable_thinking": True}),
 }
 
@@ -72,7 +82,7 @@ def as_authors_expect(name: str, messages: list[dict[str, Any]]) -> list[dict[st
     for message in made:
         if name != "deepseek" and message["content"] is None:
             message["content"] = ""
-        for call in message.get("tool_calls", ()):
+        for call in message.get("tool_calls") or ():
             if name != "deepseek":
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return made

@@ -14,7 +14,7 @@ class Variation:
     Attributes:
         classes: the prefix of transformers' classes.
         fields: of the configuration.
-        weights: "bfloat16", "fp8" or "int4".
+        weights: "bfloat16", "fp8", "int4" or "mxfp4".
         shards: files.
         published: config.json is spelled as publishers do.
         prediction: a prediction layer (MTP) is there, and a vision tower's tensor.
@@ -32,7 +32,8 @@ class Variation:
 
 QWEN = ("Qwen3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 # Grouped-query attention in every layer, in the words of Llama's config.json.
-PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3Moe", "Glm4Moe")
+PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3Moe", "Glm4Moe",
+         "SmolLM3", "Olmo3", "Ministral3", "MiniMaxM2", "GptOss")  # fmt: skip
 CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN, *PLAIN)
 
 
@@ -137,8 +138,28 @@ def small_plain(classes: str) -> Variation:
                        moe_intermediate_size=32, n_group=2, topk_group=1, attention_bias=True,
                        use_qk_norm=True, routed_scaling_factor=1.5)  # fmt: skip
         fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
-    glm = classes == "Glm4Moe"
-    return Variation(classes, fields, "bfloat16", 1, glm, glm, MODEL_TYPES[classes][0])
+    elif classes == "SmolLM3":  # layer 1 rotates nothing
+        fields |= dict(no_rope_layers=[1, 0, 1], hidden_size=80, num_attention_heads=5,
+                       num_key_value_heads=1, pad_token_id=None)  # fmt: skip
+    elif classes == "Olmo3":
+        yarn = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16,
+                    attention_factor=1.2, rope_theta=1e4)  # fmt: skip
+        fields |= dict(layer_types=[WINDOW, FULL, WINDOW], sliding_window=9,
+                       num_key_value_heads=3)  # fmt: skip
+        fields["rope_parameters"] = {WINDOW: dict(rope_type="default", rope_theta=1e4), FULL: yarn}
+    elif classes == "Ministral3":  # the prompt is longer than two contexts
+        fields |= dict(head_dim=32, rope_parameters=GROWING)
+    elif classes == "MiniMaxM2":
+        fields |= dict(head_dim=32, num_local_experts=7, num_experts_per_tok=3,
+                       intermediate_size=40)  # fmt: skip
+        fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
+    elif classes == "GptOss":
+        fields |= dict(head_dim=32, num_hidden_layers=4, layer_types=[WINDOW, FULL] * 2,
+                       sliding_window=9, num_local_experts=6, num_experts_per_tok=3,
+                       swiglu_limit=0.7, intermediate_size=64)  # fmt: skip
+        fields["rope_parameters"] = UNTRUNCATED
+    glm, weights = classes == "Glm4Moe", "mxfp4" if classes == "GptOss" else "bfloat16"
+    return Variation(classes, fields, weights, 1, glm, glm, MODEL_TYPES[classes][0])
 
 
 def small_hybrid(classes: str) -> Variation:
@@ -209,11 +230,13 @@ def _plain(pick: random.Random, classes: str) -> Variation:
         fields |= dict(head_dim=pick.choice([32, 128]), attention_bias=pick.random() < 0.5,
                        use_qk_norm=pick.random() < 0.5)  # fmt: skip
         fields["rope_parameters"] |= dict(partial_rotary_factor=pick.choice([0.5, 0.25]))
-    quantized = pick.random() < 0.3
+    fields |= _of_layers(pick, classes, fields)
+    quantized = pick.random() < (0.6 if classes == "GptOss" else 0.3)
+    small = "mxfp4" if classes == "GptOss" else "fp8"
     return Variation(
         classes=classes,
         fields=fields,
-        weights="fp8" if quantized else "bfloat16",
+        weights=small if quantized else "bfloat16",
         shards=pick.choice([1, 1, 2, 5]),
         published=pick.random() < 0.5,
         prediction=classes == "Glm4Moe" and pick.random() < 0.5,
@@ -221,6 +244,57 @@ def _plain(pick: random.Random, classes: str) -> Variation:
     )
 
 
+def _of_layers(pick: random.Random, classes: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of families whose layers differ from each other, or from Llama's."""
+    layers = fields["num_hidden_layers"]
+    kinds = [pick.choice([WINDOW, FULL]) for _ in range(layers)]
+    if classes == "SmolLM3":
+        rotates = pick.choice([None, [pick.choice([0, 1]) for _ in range(layers)]])
+        windows = pick.random() < 0.5
+        return dict(no_rope_layers=rotates, no_rope_layer_interval=pick.choice([2, 4]),
+                    pad_token_id=None,
+                    use_sliding_window=windows, sliding_window=7 if windows else None)  # fmt: skip
+    if classes == "Olmo3":
+        rope = {k: v for k, v in fields["rope_parameters"].items() if not k.startswith("mscale")}
+        plain = dict(rope_type="default", rope_theta=rope["rope_theta"])
+        return dict(layer_types=kinds, sliding_window=pick.choice([5, 64]),
+                    rope_parameters={WINDOW: plain, FULL: rope})  # fmt: skip
+    if classes == "Ministral3":
+        beta = pick.choice([0.1, 0.5])
+        return dict(head_dim=pick.choice([32, 128]), sliding_window=pick.choice([None, 7]),
+                    rope_parameters=GROWING | dict(llama_4_scaling_beta=beta))  # fmt: skip
+    if classes == "MiniMaxM2":
+        part = pick.choice([0.5, 0.25, 1.0])
+        rope = fields["rope_parameters"] | dict(partial_rotary_factor=part)
+        return _routed(pick) | dict(head_dim=pick.choice([32, 64]), rope_parameters=rope)
+    if classes == "GptOss":
+        return _routed(pick) | dict(
+            head_dim=pick.choice([32, 64]),
+            layer_types=kinds,
+            sliding_window=pick.choice([5, 64]),
+            rope_parameters=UNTRUNCATED,
+            attention_bias=pick.random() < 0.7,
+        )
+    return {}
+
+
+def _routed(pick: random.Random) -> dict[str, Any]:
+    return dict(
+        num_local_experts=pick.choice([4, 9, 32]),
+        num_experts_per_tok=pick.choice([1, 3]),
+        intermediate_size=pick.choice([32, 96]),
+    )
+
+
+WINDOW, FULL = "sliding_attention", "full_attention"
+GROWING = dict(
+    rope_type="yarn", rope_theta=1e4, factor=8.0, original_max_position_embeddings=10,
+    beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3,
+)  # fmt: skip
+UNTRUNCATED = dict(
+    rope_type="yarn", rope_theta=15e4, factor=32.0, original_max_position_embeddings=16,
+    beta_fast=32.0, beta_slow=1.0, truncate=False,
+)  # fmt: skip
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=16,
@@ -372,6 +446,11 @@ MODEL_TYPES = {
     "Qwen2": ["qwen2"],
     "Qwen3Moe": ["qwen3_moe"],
     "Glm4Moe": ["glm4_moe"],
+    "SmolLM3": ["smollm3"],
+    "Olmo3": ["olmo3"],
+    "Ministral3": ["ministral3"],
+    "MiniMaxM2": ["minimax_m2"],
+    "GptOss": ["gpt_oss"],
     "Qwen3": ["qwen3"],
     "Qwen3Next": ["qwen3_next"],
     "Qwen3_5": ["qwen3_5"],

@@ -35,6 +35,7 @@ class ChatBytes(ByteTokenizer):
     """Bytes, with a chat template."""
 
     has_chat_template = True
+    chat_template = TEMPLATE
 
     def __init__(self) -> None:
         template = TemplateFile(source=TEMPLATE, path=Path("chat_template.jinja"))

@@ -5,9 +5,17 @@ python -m tests.helpers.make_chat_expected      # wants transformers, which no t
 
 import json
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import (
+    _normalize_chat_messages,
+    render_jinja_template,
+)
 
 from tests.helpers.chat_cases import CASES, DATA, EXPECTED, NAMES, SPECIAL, as_authors_expect
+
+
+def kept_content(messages: list[dict]) -> list[dict]:
+    """A message without a content has None, as DeepSeek's template expects."""
+    return [{**message, "content": message.get("content")} for message in messages]
 
 
 def main() -> None:
@@ -16,7 +24,7 @@ def main() -> None:
         source = (DATA / f"{name}.jinja").read_text()
         for case, (messages, tools, prompt, variables) in CASES.items():
             [text], _ = render_jinja_template(
-                [as_authors_expect(name, messages)],
+                [kept_content(_normalize_chat_messages(as_authors_expect(name, messages)))],
                 tools=tools,
                 chat_template=source,
                 add_generation_prompt=prompt,

@@ -50,7 +50,9 @@ from tests.helpers.torch_formats import (
     fp8_blocks,
     from_fp8,
     from_int4,
+    from_mxfp4,
     int4_groups,
+    mxfp4_groups,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -104,6 +106,14 @@ INT4_CONFIG = {
 }  # fmt: skip
 
 
+MXFP4_CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
+                               "model.embed_tokens", "lm_head"],
+}  # fmt: skip
+CONFIGS = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG, "mxfp4": MXFP4_CONFIG}
+
+
 def stored(weights: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
     """(what the files hold, the weights that they mean)."""
     files: Tensors = {}
@@ -121,6 +131,9 @@ def stored(weights: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
             files |= {f"{stem}weight_packed": packed, f"{stem}weight_scale": scale,
                       f"{stem}weight_shape": shape}  # fmt: skip
             meant[name] = from_int4(packed, scale)
+        elif weights == "mxfp4" and name.endswith((".gate_up_proj", ".down_proj")):
+            files[f"{name}_blocks"], files[f"{name}_scales"] = parts = mxfp4_groups(tensor)
+            meant[name] = from_mxfp4(*parts)
         else:
             files[name] = meant[name] = tensor
     return files, meant
@@ -151,6 +164,7 @@ def config_json(variation: Variation, config: Any) -> dict[str, Any]:
         qwen_checkpoints.respell(variation, values)
     elif variation.published:
         rope = values.pop("rope_parameters")
+        rope = rope.get("full_attention", rope)
         values["rope_theta"] = rope.pop("rope_theta")
         if part := rope.pop("partial_rotary_factor", None):
             values["partial_rotary_factor"] = part
@@ -161,8 +175,7 @@ def config_json(variation: Variation, config: Any) -> dict[str, Any]:
     if variation.prediction and variation.classes not in QWEN:
         values["num_nextn_predict_layers"] = 1
     if variation.weights != "bfloat16":
-        fp8 = variation.weights == "fp8"
-        values["quantization_config"] = FP8_CONFIG if fp8 else INT4_CONFIG
+        values["quantization_config"] = CONFIGS[variation.weights]
     nested = variation.published and variation.classes in qwen_checkpoints.NESTED
     return qwen_checkpoints.nested(variation, values) if nested else values
 

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
+
 BLOCK = 128
 
 
@@ -19,9 +21,10 @@ def moe_case(
     layers: int = 2,
     dtype: Any = jnp.bfloat16,
     fp8: bool = False,
+    biases: bool = False,
     seed: int = 0,
 ) -> tuple[Any, ...]:
-    """(x, ids, weights, gate_up, down), and with `fp8` a dict of their scales.
+    """(x, ids, weights, gate_up, down), and with `fp8` or `biases` a dict of scales or biases.
 
     Without layers the weights are one layer's. Ids are distinct in a token.
     """
@@ -40,6 +43,11 @@ def moe_case(
     gate_up = draw(*stack, 2 * width, features, of=stored, scale=1.0 if fp8 else inner)
     down = draw(*stack, features, width, of=stored, scale=1.0 if fp8 else outer)
     args = (x, jnp.asarray(ids), weights, gate_up, down)
+    if biases:
+        return *args, {
+            "gate_up_bias": draw(*stack, 2 * width),
+            "down_bias": draw(*stack, features),
+        }
     if not fp8:
         return args
 
@@ -66,6 +74,9 @@ def expected(
     *,
     gate_up_scale: Array | None = None,
     down_scale: Array | None = None,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    activation: ClampedSwiGLU | None = None,
 ) -> np.ndarray:
     """Token by token and expert by expert; what is between the products is rounded to the operands'
     dtype. Weights are one layer's."""
@@ -83,7 +94,19 @@ def expected(
             first = first * _spread(gate_up_scale[e], width, features)
             second = second * _spread(down_scale[e], features, width)
         gate, up = first @ tokens[t]
-        h = gate / (1 + np.exp(-gate)) * up
+        if gate_up_bias is not None:
+            gate, up = (gate, up) + np.asarray(gate_up_bias[e], np.float64).reshape(2, width)
+        if activation is None:
+            h = gate / (1 + np.exp(-gate)) * up
+        else:
+            gate, up = (
+                np.minimum(gate, activation.limit),
+                np.clip(up, -activation.limit, activation.limit),
+            )
+            h = gate / (1 + np.exp(-activation.alpha * gate)) * (up + 1)
         h = np.asarray(np.asarray(h, rounded_to), np.float64)
-        out[t] += float(weights[t, k]) * (second @ h)
+        y = second @ h
+        if down_bias is not None:
+            y = y + np.asarray(down_bias[e], np.float64)
+        out[t] += float(weights[t, k]) * y
     return out

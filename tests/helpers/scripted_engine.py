@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Request
+from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
 from jaxattn.memory.budget import MemoryPlan, PlanItem
 from jaxattn.memory.limits import Limits
@@ -86,6 +87,7 @@ class ScriptedEngine:
         self.script, self.limits, self.step_seconds = script, limits, step_seconds
         self.plan = MemoryPlan((PlanItem("weights", 1000, "of a test"),))
         self.seal, self.scheduler, self.prefixes = Seal(), Scheduler(limits), PrefixCacheStats()
+        self.stats = GenerationStats()
         self.failures = 0
         self.hold = threading.Event()
         self.hold.set()

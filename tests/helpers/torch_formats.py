@@ -1,6 +1,8 @@
-"""How publishers quantize weights, in PyTorch: FP8 in blocks of 128 x 128, INT4 in groups of 32."""
+"""How publishers quantize weights, in PyTorch: FP8 in blocks of 128 x 128, INT4 and MXFP4 in groups
+of 32."""
 
 import torch
+from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 FP8_BLOCK, INT4_GROUP = 128, 32
 
@@ -29,6 +31,21 @@ def int4_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     nibbles = numbers.reshape(len(weight), -1, 8) << torch.arange(0, 32, 4)
     words = nibbles.sum(-1)
     return torch.where(words >= 2**31, words - 2**32, words).int(), scale
+
+
+def mxfp4_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(uint8 [E, N, K / 32, 16], uint8 [E, N, K / 32]) of [E, K, N]: codes of 4 bits, the first of
+    a pair in the lower half, and exponents plus 127."""
+    experts, inner, out = weight.shape
+    groups = weight.float().swapaxes(1, 2).reshape(experts, out, inner // 32, 32)
+    exponent = groups.abs().amax(-1).clamp(min=1e-6).log2().floor() - 2
+    distances = groups[..., None] / exponent[..., None, None].exp2() - torch.tensor(FP4_VALUES)
+    codes = distances.abs().argmin(-1)
+    return (codes[..., ::2] + 16 * codes[..., 1::2]).byte(), (exponent + 127).byte()
+
+
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return convert_moe_packed_tensors(blocks, scales)
 
 
 def from_int4(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

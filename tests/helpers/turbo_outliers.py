@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
-from jaxattn.ops.turboquant.key_mean import common_key
 from tests.helpers.turbo_cases import TurboCase, hadamard64, read_page, turbo_case
-from tests.helpers.turbo_compiled import pack, page_slots, quantize, slot_pages
+from tests.helpers.turbo_compiled import common_key, pack, page_slots, quantize, slot_pages
 
 ROUNDING = 2.0**-11  # of float16, relative
+SPLIT = 2.0**-8  # of two e4m3 terms
 
 
 def outlier_case(
@@ -21,16 +21,25 @@ def outlier_case(
     *,
     dims: int = 1,
     share: float = 1.0,
+    differs: bool = False,
     **options: Any,
 ) -> TurboCase:
     """As `turbo_case` with normal keys, values and queries, and `size` added to some dims of each,
-    or less it; of keys, to those of a `share` of the tokens."""
+    or less it; of keys, to those of a `share` of the tokens. Where it `differs`, each token's dims
+    and signs are others."""
     case = turbo_case(lens, preset, **options)
     rng = np.random.default_rng(1)
     form, dim = case.form, case.q.shape[-1]
     page = form.page_size(case.kv_cache)
     added = np.zeros(dim, np.float32)
     added[rng.permutation(dim)[:dims]] = size * (-1.0) ** np.arange(dims)
+
+    def of_tokens() -> np.ndarray:
+        """[C, D], of a page."""
+        if not differs:
+            return np.where(rng.random((page, 1)) < share, added, 0)
+        return rng.permuted(np.tile(added, (page, 1)), axis=1)
+
     slots = np.array(page_slots(form, case.kv_cache))
     for row, length in enumerate(lens):
         for j in range(-(-length // page)):
@@ -38,7 +47,7 @@ def outlier_case(
             if number >= slots.shape[1]:
                 continue  # left of a window
             k, v = rng.normal(size=(2, slots.shape[2], page, dim)).astype(np.float32)
-            k += np.where(rng.random((page, 1)) < share, added, 0)
+            k += of_tokens()
             some, kept = np.asarray(pack(form, quantize(form, k, v))), slots[case.layer, number]
             poison = (kept == 0xFF).all(axis=-1, keepdims=True)
             slots[case.layer, number] = np.where(poison, kept, some)
@@ -55,13 +64,17 @@ def common64(case: TurboCase) -> np.ndarray:
         jnp.maximum(case.seq_lens - new, 0), case.seq_lens,
     )  # fmt: skip
     at = jnp.full(1, case.layer, jnp.int32)
-    found = common_key(case.form, case.kv_cache, case.block_tables, case.seq_lens, begins, at)
+    arrays = case.kv_cache, case.block_tables, case.seq_lens, begins, at
+    found = common_key(case.form, *arrays)
     return np.asarray(found, np.float64)
 
 
-def bounds_of_rounded_keys(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
-    """What keys, weights and values in float16 change at most, for each [B, S, H]: (a score, and
-    so the LSE; a result [.., D]). Of cases whose rows are all queries, without options."""
+def bounds_of_rounded_keys(
+    case: TurboCase, *, split: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """What keys, weights and values in float16 change at most, or, `split`, rotated queries and
+    weights in two e4m3 terms beside exact codes, for each [B, S, H]: (a score, and
+    so the LSE; a result [.., D]). Of cases without a soft cap."""
     q = np.asarray(case.q, np.float64)
     (batch, q_len, heads, dim), kv_heads = q.shape, case.kv_cache.shape[2]
     turn = np.eye(dim) if case.form.preset == "k8v4" else hadamard64(dim)
@@ -69,17 +82,32 @@ def bounds_of_rounded_keys(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
     kept = np.asarray(case.kv_cache)[case.layer]
     page = case.form.page_size(case.kv_cache)
     scores, results = np.zeros(q.shape[:3]), np.zeros(q.shape)
+    window, sinks = case.options["window"], case.options.get("sinks")
+    news = np.asarray(case.options.get("query_lens", np.full(batch, q_len)))
     for b, s, h in np.ndindex(batch, q_len, heads):
         length, n = int(case.seq_lens[b]), h // (heads // kv_heads)
         owned = np.asarray(case.block_tables)[b, : -(-length // page)]
+        owned = np.where(owned < len(kept), owned, 0)  # left of a window
         held = [read_page(case.form, kept[number, n]) for number in owned]
-        k, v = (np.concatenate(x)[: length - q_len + s + 1] for x in zip(*held, strict=True))
+        end = length - int(news[b]) + s + 1
+        if s >= news[b]:
+            continue
+        begin = 0 if window is None else max(end - window, 0)
+        k, v = (np.concatenate(x)[begin:end] for x in zip(*held, strict=True))
+        if split:
+            scores[b, s, h] = SPLIT * (abs(k) @ abs(turn @ q[b, s, h])).max() * dim**-0.5
         k = k @ turn
-        p = np.exp(k @ q[b, s, h] * dim**-0.5)
-        if common is not None:  # float16 has every e4m3 number
+        logits = k @ q[b, s, h] * dim**-0.5
+        every = logits if sinks is None else np.append(logits, np.float64(sinks[h]))
+        p = np.exp(logits - every.max()) / np.exp(every - every.max()).sum()
+        if common is not None and not split:  # float16 has every e4m3 number
             rounded = ROUNDING * (abs(k - common[b, n]) @ abs(q[b, s, h])).max() * dim**-0.5
             scores[b, s, h] = rounded
         # A score counts in the weight and in the sum of weights.
         share = np.expm1(2 * scores[b, s, h]) + 2 * ROUNDING
-        results[b, s, h] = share * (p / p.sum()) @ abs(v)
+        results[b, s, h] = share * p @ abs(v)
+        if split:  # weights of values that count from the middle of a token's codes
+            results[b, s, h] += 2 * SPLIT * p @ abs(v - (v.max(1) + v.min(1))[:, None] / 2)
+    if case.options.get("gate") is not None:
+        results = results / (1 + np.exp(-np.asarray(case.options["gate"], np.float64)))
     return scores, results

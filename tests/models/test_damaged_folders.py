@@ -267,17 +267,31 @@ def int4(**change: Any) -> dict[str, Any]:
             "config_groups": groups}  # fmt: skip
 
 
+def scaled(**change: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"} | change
+    return int4() | {
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+
+
 @pytest.mark.parametrize(
     "quantization, message",
     [
         ({"quant_method": "awq"}, "quant_method is implemented as 'fp8' or 'compressed-tensors'"),
         ({}, "quant_method is implemented as .* only; got None"),
         ("fp8", "quantization_config must be an object or null; got 'fp8'"),
-        (FP8 | {"weight_block_size": None}, r"weight_block_size is implemented as \[128, 128\]"),
+        (scaled(num_bits=4), "config_groups.group_0.weights: num_bits is implemented as 8 only"),
+        (scaled(strategy="block"), "strategy is implemented as 'channel' or 'tensor' only"),
+        (scaled() | {"format": "nvfp4-pack-quantized"}, "format is implemented as .*; got 'nvfp4-"),
+        (
+            FP8 | {"weight_block_size": None, "activation_scheme": "none"},
+            "activation_scheme is implemented as 'dynamic' or 'static' only",
+        ),
         (FP8 | {"weight_block_size": [64, 128]}, r"only; got \[64, 128\]"),
-        (FP8 | {"fmt": "e5m2"}, "fmt is implemented as 'e4m3' only; got 'e5m2'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt is implemented as 'e4m3' or .* only; got 'e5m2'"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme is implemented as 'dynamic'"),
-        (int4() | {"format": "naive-quantized"}, "format is implemented as 'pack-quantized' only"),
+        (int4() | {"format": "marlin-24"}, "format is implemented as 'pack-quantized' or .* only"),
         (int4() | {"config_groups": []}, r"config_groups must be an object; got \[\]"),
         (int4() | {"config_groups": {"g": {}}}, "config_groups.g.weights must be an object"),
         (int4(num_bits=8), "config_groups.group_0.weights: num_bits is implemented as 4 only"),
@@ -294,7 +308,11 @@ def test_quantization_that_is_not_supported(tmp_path, quantization, message):
 
 def test_options_that_do_not_fit_the_folder(tmp_path):
     folder = configured(tmp_path, "deepseek_v3", {})
-    refused(folder, "experts='fp8' needs a checkpoint in FP8; this one is in floats", experts="fp8")
+    refused(
+        folder,
+        "experts='fp8' needs a checkpoint in FP8 blocks; this one is in floats",
+        experts="fp8",
+    )
     refused(folder, "experts must be None, 'fp8' or 'bfloat16'; got 'int4'", experts="int4")
     refused(folder, "dtype must be None, 'bfloat16' or 'float32'; got 'float16'", dtype="float16")
     with pytest.raises(ValueError, match="readers must be a positive integer, got 0"):

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 with experts: what their config.json may say, and biases."""
+"""Families of grouped-query attention alone: what their config.json may say, and biases."""
 
 import dataclasses
 
@@ -28,6 +28,10 @@ LLAMA = {
     "max_position_embeddings": 4096,
     "rope_theta": 5e5,
 }
+GROWS = {
+    "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
 QWEN2 = LLAMA | {"model_type": "qwen2"}
 GLM = LLAMA | {
@@ -37,6 +41,23 @@ GLM = LLAMA | {
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
+}
+SMOL = LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8}
+OLMO = LLAMA | {"model_type": "olmo3", "num_hidden_layers": 8, "sliding_window": 16}
+MINISTRAL = MISTRAL | {"model_type": "ministral3"}
+MINIMAX = LLAMA | {
+    "model_type": "minimax_m2",
+    "head_dim": 32,
+    "rotary_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "sliding_window": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
 }
 MOE = LLAMA | {
     "model_type": "qwen3_moe",
@@ -85,6 +106,29 @@ def mixer_of(values) -> GQA:
         (GLM, {"use_qk_norm": 1}, "use_qk_norm must be true or false; got 1"),
         (GLM, {"first_k_dense_replace": 3}, "=3 is more than num_hidden_layers=2"),
         (GLM, {"partial_rotary_factor": 0.3}, "must give an even part of 16 dims; got 0.3"),
+        (SMOL, {"mlp_bias": True}, "mlp_bias is implemented as False only"),
+        (SMOL, {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of at least 8 numbers"),
+        (SMOL, {"no_rope_layers": [2] * 8}, "no_rope_layers must be a list of at least 8 numbers"),
+        (SMOL, {"layer_types": ["sliding_attention"] * 8}, "layer_types must be a list of 8 words"),
+        (OLMO, {"attention_bias": True}, "attention_bias is implemented as False only"),
+        (OLMO, {"sliding_window": None}, "sliding_window must be an integer from 1"),
+        (OLMO, {"layer_types": ["chunked_attention"] * 8}, "layer_types must be a list of 8 words"),
+        (OLMO, {"rope_parameters": {"rope_theta": 1e4}}, "sliding_attention is missing"),
+        (MINISTRAL, {"rope_scaling": GROWS | {"llama_4_scaling_beta": -1}}, "must be a finite"),
+        (MINISTRAL, {"layer_types": ["sliding_attention"] * 2}, "layer_types must be a list of 2"),
+        (MINIMAX, {"rotary_dim": 15}, "must give an even part of 32 dims"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type is implemented as 'per_layer' only"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func is implemented as 'sigmoid' only"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, "attn_type_list is implemented as"),
+        (MINIMAX, {"shared_intermediate_size": 8}, "shared_intermediate_size is implemented as 0"),
+        (GPT_OSS, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
+        (GPT_OSS, {"swiglu_limit": 0}, "swiglu_limit must be a finite number above 0"),
+        (GPT_OSS, {"num_local_experts": 0}, "num_local_experts must be an integer from 1"),
+        (
+            GPT_OSS,
+            {"quantization_config": {"quant_method": "nvfp4"}},
+            "quant_method is implemented as 'fp8' or 'compressed-tensors' or 'mxfp4' only",
+        ),
         (MOE, {"attention_bias": True}, "attention_bias is implemented as False only"),
         (MOE, {"use_sliding_window": True}, "use_sliding_window is implemented as False only"),
         (MOE, {"num_experts": 0}, "num_experts must be an integer from 1"),
@@ -124,6 +168,61 @@ def test_a_window_holds_in_every_layer_of_mistral():
     words = ["sliding_attention"] * 2
     assert mixer_of(MISTRAL | {"sliding_window": 8, "layer_types": words}).window == 8
     assert mixer_of(LLAMA | {"sliding_window": 8}).window is None  # Llama knows no such field
+
+
+def test_every_fourth_layer_of_smollm3_rotates_nothing():
+    def rotated(values):
+        return [block.mixer.rope.theta is not None for block in read(values).spec.blocks]
+
+    assert rotated(SMOL) == [True, True, True, False] * 2
+    assert rotated(SMOL | {"no_rope_layer_interval": 2}) == [True, False] * 4
+    assert rotated(SMOL | {"no_rope_layers": [0, 1] * 5}) == [False, True] * 4
+    caches = {cache.name: cache.layers for cache in read(SMOL).caches}
+    assert caches == {"keys and values": 6, "keys and values without rotation": 2}
+    windows = SMOL | {"use_sliding_window": True, "sliding_window": 9}
+    assert [block.mixer.window for block in read(windows).spec.blocks] == [None] * 3 + [9] + (
+        [None] * 3 + [9]
+    )
+
+
+def test_olmo_stretches_only_layers_without_a_window():
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    spelled = OLMO | {"rope_scaling": yarn}
+    nested = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    nested["full_attention"] = yarn | {"rope_theta": 5e5}
+    blocks = read(spelled).spec.blocks
+    assert read(OLMO | {"rope_parameters": nested}).spec.blocks == blocks
+    assert all(block.norms_after and block.mixer.heads_norm for block in blocks)
+    found = [(block.mixer.window, block.mixer.rope.yarn is not None) for block in blocks]
+    assert found == ([(16, False)] * 3 + [(None, True)]) * 2
+
+
+def test_queries_of_ministral_grow_behind_its_trained_context():
+    grown = mixer_of(MINISTRAL | {"rope_scaling": GROWS}).query_scaling
+    np.testing.assert_allclose(
+        grown.factor(np.array([0, 15, 16, 47])), [1, 1, *(1 + 0.1 * np.log([2, 3]))], rtol=1e-6
+    )
+    assert mixer_of(MINISTRAL).query_scaling is None
+    # The text model of a checkpoint with a vision tower, which may be Mistral's.
+    inner = {"text_config": MINISTRAL | {"rope_scaling": GROWS}, "model_type": "mistral3"}
+    assert mixer_of(inner).query_scaling == grown
+    published = read_model(ConfigFields(inner, "config.json"))
+    assert "vision_tower." in published.skipped and "multi_modal_projector." in published.skipped
+
+
+def test_minimax_skips_its_prediction_layers():
+    fields = ConfigFields(MINIMAX | {"num_mtp_modules": 3, "mtp_transformer_layers": 1}, "")
+    assert read_model(fields).skipped == tuple(f"model.layers.{2 + n}." for n in range(3))
+    assert mixer_of(MINIMAX).rope.dim == 16 and mixer_of(MINIMAX).heads_norm
+
+
+def test_every_other_layer_of_gpt_oss_has_a_window():
+    blocks = read(GPT_OSS).spec.blocks
+    assert [block.mixer.window for block in blocks] == [16, None] * 2
+    mixer, experts = blocks[0].mixer, blocks[0].feed_forward
+    assert mixer.sinks and mixer.biases and mixer.out_bias and experts.biases
+    assert (experts.activation.alpha, experts.activation.limit) == (1.702, 7.0)
+    assert not read(GPT_OSS | {"attention_bias": False}).spec.blocks[0].mixer.out_bias
 
 
 def test_glm_turns_half_of_a_head_and_has_biases_and_norms_where_it_says_so():

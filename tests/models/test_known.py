@@ -87,6 +87,11 @@ QWEN_27B = "Qwen3.6-27B"
         ("Qwen3-32B", 32_762_123_264, 32_762_123_264, 0),
         ("Qwen3-30B-A3B", 30_532_122_624, 30_532_122_624, 0),
         ("Llama-3.1-8B", 8_030_261_248, 8_030_261_248, 0),
+        ("Llama-3.3-70B", 70_553_706_496, 70_553_706_496, 0),
+        # The model card (arXiv 2508.10925) rounds these to 20.9 and 116.8 billion; Ollama's pages
+        # have all digits.
+        ("gpt-oss-20b", 20_914_757_184, 20_914_757_184, 0),
+        ("gpt-oss-120b", 116_829_156_672, 116_829_156_672, 0),
         # The hub rounds this one: 49.1 billion numbers, 98.2 GB.
         ("Kimi-Linear-48B-A3B", 49_122_681_728, 49_122_681_728, 0),
         # Its named size, to the digits that it has.

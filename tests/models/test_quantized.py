@@ -16,13 +16,16 @@ from jaxattn.models.weight_map.encodings import (
     FloatEncoding,
     Fp8BlockEncoding,
     Int4GroupEncoding,
+    Mxfp4Encoding,
     ScaleEncoding,
 )
 from tests.helpers.safetensors_files import read_file, write_file
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
+MXFP4, LLAMA = TINY / "gpt_oss", TINY / "llama"
 FP8, INT4 = TINY / "deepseek_v3_fp8", TINY / "kimi_k2_int4"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 KV = "model.layers.1.self_attn.kv_b_proj.weight"
 
 
@@ -142,6 +145,38 @@ def test_equal_ways_to_store_are_equal():
     assert Fp8BlockEncoding() == Fp8BlockEncoding() != FloatEncoding()
 
 
+# By their codes: a sign, two bits of exponent and one of mantissa.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = np.concatenate([E2M1, -E2M1])
+
+
+def test_every_code_of_mxfp4_with_every_scale():
+    """As transformers makes them: a scale of 255 is 2**128, and not NaN."""
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
+    scales = np.arange(256, dtype=np.uint8)
+    blocks = np.broadcast_to(codes, (1, 256, 16, 16))
+    each = np.broadcast_to(scales[None, :, None], (1, 256, 16))
+    found = np.asarray(jax.jit(Mxfp4Encoding().decode)((blocks[None], each[None])))[0, 0].T
+    halves = np.stack([codes & 15, codes >> 4], -1).reshape(-1)
+    with np.errstate(all="ignore"):
+        expected = E2M1[halves] * 2.0 ** (scales[:, None].astype(float) - 127)
+        expected = expected.astype(np.float32).astype(jnp.bfloat16.dtype)
+    np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+def test_columns_of_gate_and_up_lie_in_turn():
+    mlp, stored = loaded(MXFP4)[1]["segments"][0]["layers"][1]["mlp"], tensors_of(MXFP4)
+    name = "model.layers.3.mlp.experts.gate_up_proj"
+    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    numbers = E2M1[np.stack([blocks & 15, blocks >> 4], -1)].reshape(*scales.shape, 32)
+    rows = (numbers * 2.0 ** (scales[..., None].astype(float) - 127)).reshape(6, 128, 96)
+    both, biases = np.asarray(mlp["gate_up_proj"][...])[1], np.asarray(mlp["gate_up_bias"][...])[1]
+    for first, begin in ((0, 0), (1, 64)):  # gate, then up
+        np.testing.assert_array_equal(both[:, begin : begin + 64], rows[:, first::2])
+        expected = stored[f"{name}_bias"][:, first::2]
+        np.testing.assert_array_equal(biases[:, begin : begin + 64], expected)
+
+
 # --- as others write them
 
 
@@ -180,6 +215,54 @@ def test_a_stated_shape_of_int64_is_read(copied):
 
     _, params = huggingface_checkpoint.load(copied(INT4, change), dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, params, loaded(INT4)[1])
+
+
+def scaled_config(strategy: str) -> dict:
+    """Of compressed-tensors, or of transformers where it has one scale for a matrix."""
+    if strategy == "static":
+        return {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized",
+            "config_groups": {"group_0": group}}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "static"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_with_a_scale_for_a_row_or_a_matrix(copied, strategy, dtype):
+    meant = {}
+
+    def change(tensors):
+        for name in [n for n in tensors if ".layers." in n and tensors[n].ndim == 2]:
+            weight = tensors[name].astype(np.float32)
+            over = dict(axis=1, keepdims=True) if strategy == "channel" else {}
+            scale = (np.abs(weight).max(**over) / 448).astype(dtype)
+            tensors[name] = (weight / scale.astype("f4")).astype(jnp.float8_e4m3fn.dtype)
+            tensors[f"{name}_scale{'_inv' if strategy == 'static' else ''}"] = np.asarray(scale)
+            tensors[name.replace("weight", "input_scale")] = np.ones((), np.float32)
+            meant[name] = tensors[name].astype(np.float32) * np.asarray(scale, np.float32)
+
+    folder = copied(LLAMA, change, {"quantization_config": scaled_config(strategy)})
+    _, params = huggingface_checkpoint.load(folder, dtype=dtype)
+    layer = params["segments"][0]["layers"][0]
+    for name, found in (
+        ("self_attn.k_proj", layer["mixer"]["k_proj"]),
+        ("mlp.down_proj", layer["mlp"]["down_proj"]),
+    ):
+        expected = meant[f"model.layers.2.{name}.weight"].T.astype(jnp.dtype(dtype))
+        np.testing.assert_array_equal(found["weight"][...][2], expected)
+    assert meant  # some were quantized
+
+
+def test_a_scale_of_a_row_that_is_missing_is_named(copied):
+    def change(tensors):
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].astype(jnp.float8_e4m3fn.dtype)
+        tensors[f"{name}_scale"] = np.ones((135, 1), np.float32)
+
+    folder = copied(LLAMA, change, {"quantization_config": scaled_config("channel")})
+    with pytest.raises(CheckpointError, match=r"_scale' float32\[135, 1\], expected .*\[136, 1\]"):
+        huggingface_checkpoint.load(folder)
 
 
 # --- what does not fit
@@ -233,6 +316,17 @@ def copied(tmp_path):
             lambda t: t.update({f"{EXPERT}_shape": np.array([64, 32], np.int64)}),
             r"up_proj.weight_shape' says \[64, 32\], expected \[64, 64\]",
         ),
+        (
+            MXFP4,
+            lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, :, :2]}),
+            r"gate_up_proj_scales' uint8\[6, 128, 2\], expected uint8\[6, 128, 3\]",
+        ),
+        (
+            MXFP4,
+            lambda t: t.update({f"{GATE_UP}_blocks": t[f"{GATE_UP}_blocks"][..., :8]}),
+            r"gate_up_proj_blocks' uint8\[6, 128, 3, 8\], expected uint8\[6, 128, 3, 16\]",
+        ),
+        (MXFP4, lambda t: t.pop(f"{GATE_UP}_scales"), f"missing '{GATE_UP}_scales'"),
         (INT4, lambda t: t.pop(f"{EXPERT}_scale"), f"missing '{EXPERT}_scale'"),
         (INT4, lambda t: t.pop(f"{EXPERT}_packed"), f"missing '{EXPERT}'; unknown '{EXPERT}_"),
         (
@@ -258,6 +352,12 @@ def test_tensors_that_do_not_fit_each_other_are_named(copied, folder, change, me
 def test_a_width_that_no_group_divides_is_named(copied):
     folder = copied(INT4, lambda t: None, {"moe_intermediate_size": 40})
     with pytest.raises(CheckpointError, match=r"down_proj.weight' is .* \[64, 40\] is no matrix"):
+        huggingface_checkpoint.load(folder)
+
+
+def test_a_width_that_no_group_of_mxfp4_divides_is_named(copied):
+    folder = copied(MXFP4, lambda t: None, {"intermediate_size": 40})
+    with pytest.raises(CheckpointError, match=r"down_proj' is stored in MXFP4, and \[6, 40, 96\]"):
         huggingface_checkpoint.load(folder)
 
 

@@ -145,7 +145,7 @@ entries = json_values | st.fixed_dictionaries(
 headers = json_values | st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(headers, st.integers(0, 40))
 @example({"a": entry()}, 32)
 @example({"a": entry(shape=[0], data_offsets=[0, 0]), "__metadata__": {}}, 0)

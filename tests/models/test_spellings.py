@@ -151,6 +151,9 @@ def test_another_head_is_used_with_a_warning(tmp_path, monkeypatch, dtype):
     with pytest.warns(UserWarning, match="'lm_head.weight' differs from 'model.embed_tokens"):
         model, params = load(folder, dtype=dtype)
     assert not model.spec.tie_embeddings
+    with pytest.warns(UserWarning, match="the stored head is used"):
+        planned = public_models.load(str(folder))
+    assert planned.model.with_dtype(dtype or "bfloat16") == model  # a plan counts both
     np.testing.assert_array_equal(params["lm_head"]["weight"][...], head.T)
     np.testing.assert_array_equal(params["embedding"][...], tensors[EMBEDDING])
     plain = written(tmp_path / "plain", "youtu", tensors | {HEAD: head}, tie_word_embeddings=False)

@@ -31,22 +31,29 @@ def test_a_plan_says_the_layout_and_that_spread_pages_hold_as_much_in_half_the_b
     assert two["facts"]["cache tokens in all"] == one["facts"]["cache tokens"]
 
 
-def test_the_best_layout_of_so_many_gpus_is_given_as_flags(capsys):
-    found = facts(capsys, "--gpus", "2")["best layout to serve"]
-    assert found and found.startswith("--")
+@pytest.mark.parametrize("gpus", ["2", "3"])
+def test_so_many_gpus_are_planned_in_the_layout_that_is_named(gpus, capsys):
+    """128 rows are no multiple of 3: rows that nobody fixed are."""
+    assert main([LITE[0], "--gpus", gpus, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    flags = found["facts"]["layout"]
+    assert f"each of {gpus} GPUs ({flags})" in found["title"]
+    assert main([LITE[0], *flags.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
 
 
 def test_of_layouts_that_hold_as_much_the_best_has_the_fewest_data_groups(capsys):
     # 4 rows of 128 tokens have room in every layout.
     flags = ["--gpus", "2", "--batch", "4", "--max-model-len", "128"]
-    assert facts(capsys, *flags)["best layout to serve"] == "--tensor 2"
+    assert facts(capsys, *flags)["layout"] == "--tensor 2"
 
 
-def test_a_refusal_of_so_many_gpus_names_a_layout_that_fits(capsys):
+def test_a_layout_that_fits_is_planned_where_others_do_not(capsys):
     # States of 128 rows have no room beside weights that are whole on each GPU.
-    flags = ["--gpus", "4", "--batch", "128", "--max-model-len", "32768"]
-    assert main(["Qwen3.5-397B-A17B-FP8", *flags]) == 2
-    assert "4 GPUs that jaxattn serves (--tensor 4 --context 2)" in capsys.readouterr().err
+    flags = ["--gpus", "4", "--batch", "128", "--max-model-len", "32768", "--json"]
+    assert main(["Qwen3.5-397B-A17B-FP8", *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["facts"]["layout"] == "--tensor 4 --context 2"
 
 
 @pytest.mark.parametrize(

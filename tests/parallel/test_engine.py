@@ -100,9 +100,20 @@ def test_an_engine_gives_the_tokens_of_one_device_and_makes_no_buffer(layout):
     one, group = engine(Parallel()), engine(layout)
     expected = [each.tokens for each in one.generate(requests())]
     assert [each.tokens for each in group.generate(requests())] == expected
+    assert_scores_alike(one, group)
     assert not group.seal.counts
     assert group.plan["kv cache"] == one.plan["kv cache"] // 2
     assert_in_place(group)
+
+
+def assert_scores_alike(one: Engine, group: Engine) -> None:
+    """Each device has the logits of a part of the tokens, and of rows of a part."""
+    texts = [each.prompt for each in requests()][:3]
+    for wanted, found in zip(one.score(texts, top=2), group.score(texts, top=2), strict=True):
+        assert len(wanted) == len(found) and found[0] is None
+        for own, other in zip(wanted[1:], found[1:], strict=True):
+            assert other.token == pytest.approx(own.token, abs=0.05)
+            assert other.top[0][1] == pytest.approx(own.top[0][1], abs=0.05)
 
 
 def assert_in_place(group: Engine) -> None:

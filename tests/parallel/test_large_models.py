@@ -16,7 +16,7 @@ from jaxattn.models.catalog import public_models
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
-from jaxattn.plan.layout_plan import best_layout
+from jaxattn.plan.layout_plan import best_layout, layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices
 
 LIMITS = Limits(batch=32, max_model_len=8192, prefill_chunk=512)
@@ -101,13 +101,13 @@ def test_a_layout_is_planned_for_each_gpu(name, gpus, rows, layout):
 def test_the_best_layout_is_one_that_holds_the_most_tokens():
     model, memory = decoder("DeepSeek-V2-Lite"), known_device("24GiB")
     limits = Limits(batch=256, max_model_len=32768)
-    best = best_layout(model, memory, limits, 2)
-    assert best is not None and (best.context == 2 or best.data == best.expert == 2)
-    assert best_layout(model, known_device("8GiB"), limits, 2) is None
+    best = best_layout("", model, memory, limits, 2)
+    assert best.context == 2 or best.data == best.expert == 2
+    assert not list(layouts_that_fit(model, known_device("8GiB"), limits, 2))
 
 
 def test_a_layout_that_holds_no_row_at_full_length_is_not_the_best():
     model, limits = decoder("DeepSeek-V2-Lite"), Limits(batch=1, max_model_len=163840)
-    best = best_layout(model, known_device("21GiB"), limits, 2)
-    assert best is not None and best.context == 2  # of 163,840 tokens; --tensor 2 holds 125,056
-    assert best_layout(model, known_device("19GiB"), limits, 2) is None
+    best = best_layout("", model, known_device("21GiB"), limits, 2)
+    assert best.context == 2  # of 163,840 tokens; --tensor 2 holds 125,056
+    assert not list(layouts_that_fit(model, known_device("19GiB"), limits, 2))

@@ -42,7 +42,12 @@ def test_the_form(scripted):
             "stop_reason": None,
         }
     ]
-    assert found["usage"] == {"prompt_tokens": 20, "completion_tokens": 6, "total_tokens": 26}
+    assert found["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 6,
+        "total_tokens": 26,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 def test_an_answer_ends_at_the_model_length_where_no_limit_is_given(scripted):
@@ -87,6 +92,44 @@ def test_calls_in_a_stream(says):
     calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [call["index"] for call in calls] == [0, 1]
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+THOUGHTS = f"<think>\nSay {CALL}?\n</think>\n\n"
+
+
+def test_thoughts_are_no_content_and_have_two_names(says):
+    message = says.talk(f"say {THOUGHTS}Yes.", tools=[WEATHER]).json()["choices"][0]["message"]
+    said = f"Say {CALL}?"
+    assert message == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning_content": said,
+        "reasoning": said,
+    }
+    fields = {"tools": [WEATHER], "include_reasoning": False}
+    message = says.talk(f"say {THOUGHTS}{CALL}", **fields).json()["choices"][0]["message"]
+    assert message["content"] is None and len(message["tool_calls"]) == 1
+    assert "reasoning" not in message and "reasoning_content" not in message
+
+
+def test_thoughts_in_a_stream_are_those_of_a_whole_answer(says):
+    messages = [{"role": "user", "content": f"say {THOUGHTS}Yes: {CALL}"}]
+    body = {"messages": messages, "tools": [WEATHER]}
+    events = says.stream("/v1/chat/completions", body)
+    whole = says.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    for name in ("reasoning", "reasoning_content", "content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == whole[name]
+    [call] = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert call["function"] == whole["tool_calls"][0]["function"]
+
+
+def test_a_developer_and_a_history_with_nulls_reach_the_template(scripted):
+    past = {"role": "assistant", "content": "ok", "tool_calls": None, "refusal": None}
+    messages = [{"role": "developer", "content": "a"}, past, {"role": "user", "content": "b"}]
+    body = {"messages": messages, "max_tokens": 60}
+    text = scripted.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    assert text.startswith("system: a\nassistant: ok\nuser: b\nassistant: ")
 
 
 def test_without_tools_a_call_is_text(says):

@@ -35,7 +35,12 @@ def test_the_form(scripted):
                 "stop_reason": None,
             }
         ],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7},
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 5,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
     }
 
 

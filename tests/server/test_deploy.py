@@ -53,7 +53,7 @@ def test_the_docs_have_every_option_path_and_metric():
     }
     assert server and all(f"`{option}" in text for option in server)
     for path in GET:
-        assert path in text
+        assert path.partition("{")[0] in text
     for name in re.findall(
         r"^# TYPE (\S+) (?!gauge)", ServerMetrics("m").text().decode(), re.MULTILINE
     ):

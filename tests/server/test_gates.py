@@ -8,6 +8,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from jaxattn.server.http.api_keys import ApiKeyAuth, read_keys
+from jaxattn.server.page_files import page_files
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -52,8 +53,10 @@ def test_a_key_is_compared_with_all_of_them_in_constant_time(monkeypatch):
 
 
 def test_health_metrics_and_the_page_are_open(locked):
-    for path in ("/health", "/ping", "/version", "/metrics", "/", "/page.js", "/page.css"):
+    for path in ("/health", "/ping", "/version", "/metrics", *page_files()):
         assert locked.client.get(path).status_code == 200
+    for path in ("/stats", "/page", "/pages/x", "//page/index.html"):
+        assert locked.client.get(path).status_code == 401
 
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path):

@@ -13,8 +13,11 @@ from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.engine.requests.request import Request
 from jaxattn.server.decoding import structured_outputs
 from jaxattn.server.decoding.generation import failure
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
+from jaxattn.server.decoding.message_events import MessageParts
+from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.structured_outputs import GrammarVocabulary, read_grammar
-from jaxattn.server.decoding.tool_parser import ToolParser
+from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.text import ByteTokenizer
@@ -30,6 +33,15 @@ TOOLS = [
 ]
 
 
+PLAIN = MessageFormat.of("")  # without thoughts
+
+
+def asked_for(body, format_=PLAIN, prompt_end="", special=ByteTokenizer.special_tokens):
+    """The grammar of a request."""
+    fields = JsonFields(body)
+    return read_grammar(fields, AnswerGrammar(special, format_, prompt_end), read_tools(fields))
+
+
 @pytest.fixture(autouse=True)
 def able(monkeypatch):
     """An engine whose requests take a grammar."""
@@ -41,9 +53,9 @@ def vocabulary():
     return GrammarVocabulary(ByteTokenizer())
 
 
-def written(vocabulary, body, seed, tools=()):
+def written(vocabulary, body, seed, *where):
     """A text of tokens that are drawn from those allowed; white space is avoided."""
-    [matcher] = vocabulary.matchers(*read_grammar(JsonFields(body), tools), 1)
+    [matcher] = vocabulary.matchers(*asked_for(body, *where), 1)
     luck = random.Random(seed)
     found = bytearray()
     for _ in range(2000):
@@ -83,9 +95,11 @@ def test_a_pattern_is_followed(vocabulary, seed):
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_a_call_of_a_tool_can_be_read(vocabulary, choice, names, seed):
-    text = written(vocabulary, {"tool_choice": choice}, seed, TOOLS)
-    content, [call] = ToolParser(TOOLS).push(text)
-    assert content == "" and call.name in names
+    body = {"tool_choice": choice, "tools": TOOLS, "parallel_tool_calls": False}
+    parser, parts = PLAIN.parser(read_tools(JsonFields(body))), MessageParts()
+    parts.add([*parser.feed(written(vocabulary, body, seed)), *parser.finish()])
+    [call] = parts.calls
+    assert parts.content == "" and call.name in names
     assert set(json.loads(call.arguments)) == {"a", "b"}
 
 
@@ -104,7 +118,7 @@ def test_a_call_of_a_tool_can_be_read(vocabulary, choice, names, seed):
 )
 def test_what_cannot_be_followed_is_400(vocabulary, asked):
     with pytest.raises(ApiError) as refused:
-        vocabulary.matchers(*read_grammar(JsonFields({"response_format": asked}), ()), 1)
+        vocabulary.matchers(*asked_for({"response_format": asked}), 1)
     assert refused.value.status == 400 and refused.value.param.startswith("response_format")
 
 
@@ -113,7 +127,7 @@ def test_a_text_that_passes_a_limit_allows_no_token_and_says_why(vocabulary, mon
     few = llguidance.LLParserLimits(max_lexer_states=40)
     monkeypatch.setattr(structured_outputs, "LIMITS", few)
     asked = {"type": "regex", "pattern": "[ab]*a[ab]{20}!"}
-    [matcher] = vocabulary.matchers(*read_grammar(JsonFields({"response_format": asked}), ()), 1)
+    [matcher] = vocabulary.matchers(*asked_for({"response_format": asked}), 1)
     luck = random.Random(0)
     for _ in range(200):
         words = np.zeros(8, np.int32)
@@ -130,13 +144,13 @@ def test_a_text_that_passes_a_limit_allows_no_token_and_says_why(vocabulary, mon
 def test_an_engine_without_grammars_says_so(monkeypatch):
     monkeypatch.setattr(structured_outputs, "ABLE", frozenset())
     with pytest.raises(ApiError, match="this engine follows none"):
-        read_grammar(JsonFields({"response_format": {"type": "json_object"}}), ())
-    assert read_grammar(JsonFields({"response_format": {"type": "text"}}), ()) is None
+        asked_for({"response_format": {"type": "json_object"}})
+    assert asked_for({"response_format": {"type": "text"}}) is None
 
 
 def test_texts_of_one_grammar_go_on_each_for_itself(vocabulary):
     asked = {"type": "regex", "pattern": "ab|cd"}
-    structured_outputs = read_grammar(JsonFields({"response_format": asked}), ())
+    structured_outputs = asked_for({"response_format": asked})
     first, second = vocabulary.matchers(*structured_outputs, 2)
     assert first.accept(ord("a"))
     for matcher, wanted in ((first, "b"), (second, "ac")):
@@ -151,7 +165,7 @@ def test_a_schema_fetches_nothing(vocabulary):
         elsewhere.settimeout(0.2)
         schema = {"$ref": f"http://127.0.0.1:{elsewhere.getsockname()[1]}/schema"}
         asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-        structured_outputs = read_grammar(JsonFields({"response_format": asked}), ())
+        structured_outputs = asked_for({"response_format": asked})
         with pytest.raises(ApiError, match="retrieving it failed"):
             vocabulary.matchers(*structured_outputs, 1)
         with pytest.raises(TimeoutError):

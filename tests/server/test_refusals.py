@@ -19,7 +19,7 @@ FIELDS = [
     ("prompt", None), ("prompt", []), ("prompt", ""), ("prompt", [""]), ("prompt", [1, "a"]),
     ("prompt", [[]]), ("prompt", [1.5]), ("prompt", [-1]), ("prompt", [256]), ("prompt", [2**70]),
     ("prompt", {"a": 1}), ("prompt", "x" * 256), ("prompt", ["x"] * 129),
-    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 1.5), ("max_tokens", "5"),
+    ("max_tokens", -1), ("prompt_logprobs", 21), ("max_tokens", 1.5), ("max_tokens", "5"),
     ("max_tokens", True), ("max_tokens", 2**31),
     ("temperature", -0.1), ("temperature", "hot"), ("temperature", True), ("temperature", 1e9),
     ("top_p", 1.1), ("top_p", -1), ("top_k", -2), ("top_k", 1.5), ("min_p", 2), ("n", 0),
@@ -27,12 +27,15 @@ FIELDS = [
     ("seed", 2**63), ("seed", 0.5), ("stop", 1), ("stop", [""]), ("stop", ["x"] * 17),
     ("stop", "x" * 257), ("stop", [1]), ("stop_token_ids", 5), ("stop_token_ids", [-1]),
     ("stop_token_ids", [0] * 65), ("stream", "yes"), ("stream_options", {"include_usage": True}),
-    ("logprobs", 21), ("suffix", "x"), ("best_of", 2), ("min_tokens", 3), ("user", None),
+    ("logprobs", 21), ("suffix", "x"), ("best_of", 2), ("min_tokens", 17), ("user", None),
     ("presence_penalty", 3), ("repetition_penalty", 0), ("logit_bias", {"a": 1}),
     ("logit_bias", {"1": 101}), ("logit_bias", [1]), ("logit_bias", {"1": "x"}),
     ("logit_bias", {str(i): 1 for i in range(301)}), ("ignore_eos", 1), ("echo", "x"),
     ("logit_bias", {"256": 1}), ("logit_bias", {"9" * 20: 1}),
-    ("guided_json", {}), ("truncate_prompt_tokens", 5),
+    ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("allowed_token_ids", []),
+    ("allowed_token_ids", [256]), ("bad_words", [1]), ("guided_json", "{"), ("guided_choice", [3]),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}), ("structured_outputs", {"json": 3}),
+    ("structured_outputs", {"grammar": "root ::= ("}), ("structured_outputs", {"odd": 1}),
 ]  # fmt: skip
 
 
@@ -88,6 +91,11 @@ def test_a_prompt_that_is_too_long_names_the_option_that_raises_the_length(limit
         assert response.status_code == 400 and error["code"] == "context_length_exceeded"
         assert "prompt has 300 tokens" in error["message"]
         assert said in error["message"]
+        turn = {"messages": [{"role": "user", "content": "x" * 300}]}
+        chat = server.client.post("/v1/chat/completions", json=turn)
+        assert chat.status_code == 400 and said in chat.json()["error"]["message"]
+        many = server.client.post("/v1/completions", json={"prompt": [[1], [1] * 300]})
+        assert many.status_code == 400 and said in many.json()["error"]["message"]
         fits = "x" * (limits.longest_row - 1)
         assert server.complete(fits, max_tokens=1).status_code == 200
 
@@ -108,6 +116,7 @@ def test_an_unknown_model_or_path_is_404(scripted):
     assert scripted.complete("x", model="model").status_code == 200
     for method, path, status in (
         ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/models/gpt-5", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
     ):

@@ -1,9 +1,13 @@
 """Streams as they stand on the wire: headers, chunks, usage, comments, errors and the end."""
 
+import json
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from jaxattn.server.openai.completions import CompletionResponseBuilder
 from tests.helpers.live_server import live, objects, served
 from tests.helpers.scripted_engine import ScriptedEngine
 
@@ -46,7 +50,12 @@ def test_the_usage_chunk_has_no_choices(scripted):
     options = {"stream_options": {"include_usage": True}}
     *events, last = scripted.stream("/v1/chat/completions", CHAT | options)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 20, "completion_tokens": 4, "total_tokens": 24}
+    assert last["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 4,
+        "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert all(event["usage"] is None for event in events)
 
 
@@ -96,3 +105,46 @@ def test_comments_keep_a_waiting_stream_open(choices):
         response = server.complete("ab", stream=True, n=choices, max_tokens=2)
         assert response.text.startswith(": ping\n\n: ping\n\n")
         assert len(objects(response.text)) == 2 * choices
+
+
+def raw(port, version, body):
+    """All bytes of an answer, as a client that only knows sockets reads them."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return b"".join(iter(lambda: client.recv(2**16), b"")).partition(b"\r\n\r\n")
+
+
+def test_chunks_are_framed_for_http_1_1_alone(scripted):
+    body = {"prompt": "ab", "max_tokens": 40, "stream": True}
+    head, _, text = raw(scripted.port, "1.1", body)
+    assert b"transfer-encoding: chunked" in head.lower()
+    parts, rest = [], text
+    while rest != b"0\r\n\r\n":
+        size, _, rest = rest.partition(b"\r\n")
+        parts.append(rest[: int(size, 16)])
+        assert rest[int(size, 16) :].startswith(b"\r\n")
+        rest = rest[int(size, 16) + 2 :]
+    head, _, plain = raw(scripted.port, "1.0", body)
+    assert b"chunked" not in head.lower()
+    for whole in (b"".join(parts), plain):
+        events = objects(whole.decode())
+        assert "".join(event["choices"][0]["text"] for event in events) == "ab" * 20
+    assert len(parts) >= 40  # a write for each token
+
+
+def test_a_fault_in_one_answer_s_json_ends_no_other(scripted, monkeypatch):
+    def choices(self, piece, choices=CompletionResponseBuilder.choices):
+        if "z" in piece.text:
+            raise ZeroDivisionError("of a test")
+        return choices(self, piece)
+
+    monkeypatch.setattr(CompletionResponseBuilder, "choices", choices)
+    with ThreadPoolExecutor(2) as pool:
+        body = {"max_tokens": 200, "stream": True}
+        fine = pool.submit(scripted.post, "/v1/completions", {"prompt": "ab", **body})
+        bad = pool.submit(scripted.post, "/v1/completions", {"prompt": "a" * 99 + "z", **body})
+        assert "the server failed" in bad.result().text
+        events = objects(fine.result().text)
+    assert "".join(event["choices"][0]["text"] for event in events) == "ab" * 100

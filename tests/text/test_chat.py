@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxattn.text import TextError, load
-from jaxattn.text.chat_template import ChatTemplate, flattened
+from jaxattn.text.chat_template import ChatTemplate, flattened, known_roles
 from jaxattn.text.renderer_process import TemplateRenderer
 from jaxattn.text.template_renderer import render
 from jaxattn.text.tokenizer_config import read_settings
@@ -42,6 +42,23 @@ def test_templates_render_as_transformers_renders_them(name, case):
     given = {"tools": tools, "add_generation_prompt": prompt, **SPECIAL, **variables}
     expected = json.loads(EXPECTED.read_text())[name][case]
     assert rendered((DATA / f"{name}.jinja").read_text(), messages, **given) == expected
+
+
+@pytest.mark.parametrize(
+    "messages, seen",
+    [
+        ([("developer", "Be brief.")], [("system", "Be brief.")]),
+        ([("system", "A."), ("developer", "B.")], [("system", "A.\n\nB.")]),
+        ([("user", "x"), ("developer", "B.")], [("user", "x"), ("system", "B.")]),
+    ],
+)
+def test_a_developer_speaks_as_system_where_the_template_knows_only_that(messages, seen):
+    given = [{"role": role, "content": content} for role, content in messages]
+    found = known_roles(given, (DATA / "qwen.jinja").read_text())
+    assert [(each["role"], each["content"]) for each in found] == seen
+    assert known_roles(given, "{% if role == 'developer' %}") == given
+    text = rendered((DATA / "qwen.jinja").read_text(), found)
+    assert all(content in text for _, content in messages)
 
 
 def test_a_chat_is_encoded_as_it_is_rendered_with_nothing_added(tiny):

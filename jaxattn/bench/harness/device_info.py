@@ -40,6 +40,13 @@ def card() -> dict[str, str]:
     return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else {}
 
 
+def memory_used() -> dict[str, float]:
+    """GB that all processes hold of the first card, as nvidia-smi says; empty without one."""
+    query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i0"]
+    said = _output(["nvidia-smi", *query])
+    return {"held of the card": float(said) * 2**20 / 1e9} if said.isdecimal() else {}
+
+
 def _output(command: list[str]) -> str:
     """What a command prints; "" if there is no such command or it fails."""
     try:

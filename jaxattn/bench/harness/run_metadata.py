@@ -29,6 +29,7 @@ def begin(
     *,
     seed: int | None = 0,
     method: dict[str, Any] = PROFILE_AND_LOOP,
+    device: bool = True,
 ) -> dict[str, Any]:
     """The first fields of a result, as a run begins.
 
@@ -38,6 +39,7 @@ def begin(
         argv: the arguments, `what` among them.
         seed: of the inputs; None where a bench draws none.
         method: how times are taken; files of different methods cannot be compared.
+        device: name JAX's device. False leaves the device alone, for processes that need all of it.
     """
     return {
         "what": what,
@@ -46,7 +48,7 @@ def begin(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "method": method,
-        **timing.device_facts(),
+        **(timing.device_facts() if device else {"device": ""}),
         "card before": card(),
         "card": {},
     }

@@ -43,6 +43,11 @@ class RequestOutcome:
         return self.ended - self.due
 
     @property
+    def per_token(self) -> float:
+        """Seconds per token after the first, in the mean: chunks that come together hide none."""
+        return (self.chunks[-1] - self.chunks[0]) / max(self.answer - 1, 1)
+
+    @property
     def gaps(self) -> list[float]:
         """Seconds between chunks."""
         return [after - before for before, after in zip(self.chunks, self.chunks[1:], strict=False)]

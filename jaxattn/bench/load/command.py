@@ -1,9 +1,17 @@
-"""`python -m jaxattn.bench serve`: requests to a server of OpenAI's form, and how long they take.
+"""`python -m jaxattn.bench serve URL|MODEL`: requests to a server, and how long they take.
 
-With --rate requests come at random at each of the rates, whatever the server does, and times count
-from when a request was due. With --concurrency so many run at a time. TTFT is the time to the first
-token, ITL that between two chunks, E2E that of the whole answer. `late` is how late this program
-sent its requests: where it is not small, the program is what was measured.
+A URL is that of any server of OpenAI's form. For a MODEL the bench starts our server and, where it
+is installed, vLLM's: one after the other, with default options, random weights and the same
+prompts, which are token ids. vLLM runs first, so that a card that gets warm slows jaxattn down.
+MODEL is a shipped configuration, the beginning of its name, or a folder with a config.json.
+
+With --rates requests come at random at each of the rates, whatever the server does, and times count
+from when a request was due. With --concurrency so many run at a time. For a MODEL without either,
+128 run at a time, and then requests come at a quarter, half, three quarters and all of the rate
+that the first server reached. TTFT is the time to the first token, ITL that between two chunks, E2E
+that of the whole answer. A step may give several tokens, whose chunks come together: TPOT is the
+mean time per token after the first, of a request. `late` is how late this program sent its
+requests: where it is not small, the program is what was measured.
 """
 
 import argparse
@@ -14,10 +22,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxattn import __version__
+from jaxattn.bench.harness.engine_options import add_engines, chosen
 from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.load.request_lengths import LengthDistribution
 from jaxattn.bench.plots.roofline_plot import BenchPlotError, require_matplotlib
 from jaxattn.cli.options.parser import ProseHelpFormatter
 
+URL = "http://127.0.0.1:8000"
 KEYS = ("JAXATTN_API_KEY", "OPENAI_API_KEY")
 
 
@@ -27,13 +39,13 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
         description=__doc__,
         formatter_class=ProseHelpFormatter,
     )
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="address of the server's root"
-    )
+    add_engines(parser, model="URL|MODEL")
+    parser.add_argument("--url", help=f"the same as URL (default: {URL})")
     parser.add_argument("--model", help="its name; without it the first that the server lists")
     parser.add_argument("--chat", action="store_true", help="chats instead of completions")
     load = parser.add_argument_group("load")
     load.add_argument(
+        "--rates",
         "--rate",
         nargs="+",
         type=_above_0(float),
@@ -67,17 +79,39 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
     lengths.add_argument(
         "--most-tokens", type=_above_0(int), default=1024, metavar="N", help="longest that is drawn"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them (matplotlib)")
     args = parser.parse_args(argv)
-    if not args.rate and not args.concurrency:
-        parser.error("give --rate, --concurrency, or both")
+    if args.target and "://" in args.target:
+        if args.url:
+            parser.error(f"give {args.target} or --url {args.url}, not both")
+        args.url, args.target = args.target, None
+    if args.target or args.small:
+        _check_model(parser, args)
+    else:
+        args.url = args.url or URL
+        if not args.rates and not args.concurrency:
+            parser.error("give --rates, --concurrency, or both")
+        if args.engine or args.peer_options:
+            parser.error("--engine and --peer-options go with a MODEL, whose servers are started")
     if args.plot is not None:
         try:
             require_matplotlib()  # before all the measuring
         except BenchPlotError as error:
             parser.error(str(error))
     return args
+
+
+def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Reads the model and its engines; ends with a message where options do not fit them."""
+    wrong = [
+        f"--{name}" for name in ("url", "model", "chat", "plot") if getattr(args, name) is not None
+        and getattr(args, name) is not False
+    ]  # fmt: skip
+    if wrong:
+        parser.error(f"{wrong[0]} goes with a URL, and {args.target or '--small'} is a model")
+    if args.small:
+        args.prompt_tokens, args.answer_tokens = args.prompt_tokens or 20, args.answer_tokens or 8
+    args.choice = chosen(parser, args)
 
 
 def _above_0[T: (int, float)](kind: Callable[[str], T]) -> Callable[[str], T]:
@@ -94,15 +128,37 @@ def main(argv: list[str], program: str) -> int:
     """Runs the command; returns its exit code: 0, 1 if a request failed, 2 for bad input."""
     args = parse(argv, program)
     try:
-        from jaxattn.bench.load import latency_plot, load_test
+        from jaxattn.bench.load import latency_plot, load_test, server_pair
+        from jaxattn.bench.load.arrivals import LoadPattern
+        from jaxattn.bench.load.load_test import LoadTest
     except ModuleNotFoundError as error:
         print(f"{program} serve needs {error.name}: pip install 'jaxattn[bench]'", file=sys.stderr)
         return 2
+    loads = [LoadPattern(rate=rate) for rate in args.rates]
+    loads += [LoadPattern(concurrency=number) for number in args.concurrency]
+    test = LoadTest(
+        lengths=LengthDistribution(args.prompt_tokens, args.answer_tokens, args.most_tokens),
+        loads=tuple(loads),
+        requests=args.requests,
+        warmup=args.warmup,
+        seed=args.seed,
+        chat=args.chat,
+    )
+    facts = {
+        "requests": args.requests,
+        "seed": args.seed,
+        "prompt tokens": args.prompt_tokens or "as ShareGPT",
+        "answer tokens": args.answer_tokens or "as ShareGPT",
+    }
     try:
-        result = asyncio.run(load_test.run(args, _key(), _said))
-    except load_test.ServerUnreachable as error:
+        if args.url is None:
+            return server_pair.run(args, argv, program, test, facts, _said)
+        ran = asyncio.run(test.run(args.url, args.model, _key(), _said))
+    except (load_test.ServerUnreachable, server_pair.ServerStartError) as error:
         print(f"{program} serve: error: {error}", file=sys.stderr)
         return 2
+    result = {"what": "serve", "jaxattn": __version__, "url": args.url, "chat": args.chat}
+    result |= facts | ran
     title = f"{result['model']} at {args.url}"
     show(title, result["rows"], width=220)
     store(result, args.json)

@@ -1,22 +1,28 @@
 """A whole run: the model, the length of its tokens, a warm-up, then one load after another."""
 
-import argparse
+import dataclasses
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from jaxattn import __version__
 from jaxattn.bench.load.arrivals import LoadPattern
 from jaxattn.bench.load.client import RequestOutcome, ServerClient
 from jaxattn.bench.load.metrics import measured
-from jaxattn.bench.load.request_lengths import LengthDistribution, LoadRequest
+from jaxattn.bench.load.request_lengths import (
+    LengthDistribution,
+    LoadRequest,
+    texts,
+    token_ids,
+)
 from jaxattn.bench.load.request_lengths import text as words_of
 
 TEXTS = (40, 180)  # characters of the texts from which the length of a token is found
+TOP_CONCURRENCY = 128  # as many wait in our server before one is refused
+TOP_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the top rate
 OnRow = Callable[[dict[str, Any], Sequence[str]], None]
 
 
@@ -24,46 +30,71 @@ class ServerUnreachable(Exception):
     """The server does not answer as it should."""
 
 
-async def run(args: argparse.Namespace, key: str | None, on_row: OnRow) -> dict[str, Any]:
-    """All loads of a command; the facts of the run and its rows.
+@dataclasses.dataclass(frozen=True)
+class LoadTest:
+    """What a server is asked for, whichever it is.
 
-    Raises:
-        ServerUnreachable: the server cannot be asked.
+    Attributes:
+        loads: one after another.
+        top_first: a first load with `TOP_CONCURRENCY` requests at a time, for the top rate. Without
+            `loads` those of `TOP_SHARES` of the top rate follow.
+        vocab_size: prompts are token ids below it; None makes them texts, of as many tokens as the
+            server's tokenizer finds in them.
     """
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    async with aiohttp.ClientSession(
-        headers=headers, connector=connector, timeout=timeout
-    ) as session:
-        url = args.url.rstrip("/").removesuffix("/v1")
-        model = args.model or await _model(session, url)
-        server = ServerClient(session, url, model, args.chat)
-        characters = await _characters(server)
-        lengths = LengthDistribution(args.prompt_tokens, args.answer_tokens, args.most_tokens)
-        loads = [LoadPattern(rate=rate) for rate in args.rate]
-        loads += [LoadPattern(concurrency=number) for number in args.concurrency]
-        for ask in lengths.asks(args.warmup, args.seed + 1, characters):
-            _checked(await server.ask(ask, time.perf_counter()))
-        rows = []
-        for load in loads:
-            asks = list(lengths.asks(args.requests, args.seed, characters))
-            outcomes = await load.drive(server, asks, args.seed)
-            rows.append(measured(str(load), outcomes))
-            on_row(rows[-1], [each.error for each in outcomes if each.error])
-    return {
-        "what": "serve",
-        "jaxattn": __version__,
-        "url": args.url,
-        "model": model,
-        "chat": args.chat,
-        "requests": args.requests,
-        "seed": args.seed,
-        "prompt tokens": args.prompt_tokens or "as ShareGPT",
-        "answer tokens": args.answer_tokens or "as ShareGPT",
-        "characters per token": characters,
-        "rows": rows,
-    }
+
+    lengths: LengthDistribution
+    loads: tuple[LoadPattern, ...]
+    requests: int
+    warmup: int
+    seed: int
+    chat: bool = False
+    top_first: bool = False
+    vocab_size: int | None = None
+
+    async def run(
+        self, url: str, model: str | None, key: str | None, on_row: OnRow
+    ) -> dict[str, Any]:
+        """All loads; the facts of the run and its rows.
+
+        Args:
+            url: of the server's root, with /v1 or without.
+            model: its name; None takes the first that the server lists.
+
+        Raises:
+            ServerUnreachable: the server cannot be asked.
+        """
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        async with aiohttp.ClientSession(
+            headers=headers, connector=connector, timeout=timeout
+        ) as session:
+            url = url.rstrip("/").removesuffix("/v1")
+            model = model or await _model(session, url)
+            server = ServerClient(session, url, model, self.chat)
+            characters = await _characters(server) if self.vocab_size is None else 0.0
+            prompt_of = texts(characters) if characters else token_ids(self.vocab_size or 1)
+            for ask in self.lengths.asks(self.warmup, self.seed + 1, prompt_of):
+                _checked(await server.ask(ask, time.perf_counter()))
+            rows: list[dict[str, Any]] = []
+            loads = list(self.loads)
+            if self.top_first:
+                loads.insert(0, LoadPattern(concurrency=TOP_CONCURRENCY))
+            for place, load in enumerate(loads):
+                # Other prompts for each load: what is in a prefix cache would cost nothing.
+                asks = list(self.lengths.asks(self.requests, self.seed, prompt_of, place))
+                outcomes = await load.drive(server, asks, self.seed)
+                rows.append(measured(str(load), outcomes))
+                on_row(rows[-1], [each.error for each in outcomes if each.error])
+                if self.top_first and len(loads) == 1:
+                    loads += top_rates(rows[-1])
+        return {"model": model, "characters per token": characters, "rows": rows}
+
+
+def top_rates(row: Mapping[str, Any]) -> list[LoadPattern]:
+    """The rates of a server, from a load of many at a time; none if all of them failed."""
+    top = row.get("req/s", 0.0)
+    return [LoadPattern(rate=float(f"{share * top:.3g}")) for share in TOP_SHARES if top]
 
 
 async def _model(session: aiohttp.ClientSession, url: str) -> str:

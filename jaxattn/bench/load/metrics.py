@@ -18,9 +18,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def measured(load: str, outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
-    """A row: requests, tokens per second, milliseconds to the first token, between tokens, in all.
+    """A row: requests, tokens per second, and milliseconds.
 
-    Failed requests count as failed alone.
+    Those are to the first token, between chunks, per token after the first, and in all. Failed
+    requests count as failed alone.
     """
     good = [each for each in outcomes if each.error is None]
     begun = min((each.due for each in outcomes), default=0.0)
@@ -38,6 +39,7 @@ def measured(load: str, outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
     times = {
         "TTFT": [each.first for each in good],
         "ITL": [gap for each in good for gap in each.gaps],
+        "TPOT": [each.per_token for each in good if each.answer > 1],
         "E2E": [each.whole for each in good],
     }
     for name, values in times.items():

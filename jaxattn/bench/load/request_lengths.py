@@ -8,7 +8,7 @@ with the medians and spreads below have that shape; no data set is fetched.
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LEAST, MOST = 4, 1024
 PROMPT = (90.0, 1.35)  # median in tokens, and the standard deviation of the logarithm
@@ -21,16 +21,20 @@ WORDS = (
 ).split()
 
 
+# A prompt of so many tokens.
+type PromptMaker = Callable[[random.Random, int], str | list[int]]
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadRequest:
     """One request.
 
     Attributes:
-        prompt: a text of about `tokens` tokens.
+        prompt: a text of about `tokens` tokens, or token ids.
         answer: tokens to generate, exactly.
     """
 
-    prompt: str
+    prompt: str | list[int]
     tokens: int
     answer: int
 
@@ -43,22 +47,35 @@ class LengthDistribution:
     answer: int | None = None
     most: int = MOST
 
-    def asks(self, count: int, seed: int, characters: float) -> Iterator[LoadRequest]:
-        """Requests that are the same for the same seed.
-
-        Args:
-            characters: of a token, as the server's tokenizer divides `text`.
-        """
+    def lengths(self, count: int, seed: int) -> Iterator[tuple[int, int]]:
+        """(tokens of a prompt, tokens of its answer), the same for the same seed."""
         luck = random.Random(seed)
         for _ in range(count):
             tokens = self.prompt or drawn(luck, *PROMPT, self.most)
-            answer = self.answer or drawn(luck, *ANSWER, self.most)
-            yield LoadRequest(text(luck, round(tokens * characters)), tokens, answer)
+            yield tokens, self.answer or drawn(luck, *ANSWER, self.most)
+
+    def asks(
+        self, count: int, seed: int, prompt_of: PromptMaker, draw: int = 0
+    ) -> Iterator[LoadRequest]:
+        """Requests that are the same for the same seed; each `draw` has other prompts."""
+        luck = random.Random(f"{seed} {draw}")
+        for tokens, answer in self.lengths(count, seed):
+            yield LoadRequest(prompt_of(luck, tokens), tokens, answer)
 
 
 def drawn(luck: random.Random, median: float, spread: float, most: int) -> int:
     """A number of tokens."""
     return min(max(round(luck.lognormvariate(math.log(median), spread)), LEAST), most)
+
+
+def texts(characters: float) -> PromptMaker:
+    """Texts, of a tokenizer whose tokens have so many characters."""
+    return lambda luck, tokens: text(luck, round(tokens * characters))
+
+
+def token_ids(vocab_size: int) -> PromptMaker:
+    """Token ids: a prompt has exactly as many as are asked for."""
+    return lambda luck, tokens: [luck.randrange(vocab_size) for _ in range(tokens)]
 
 
 def text(luck: random.Random, characters: int) -> str:

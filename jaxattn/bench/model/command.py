@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import jax
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.peak_rates import copy_bandwidth, matmul_rate
 from jaxattn.bench.harness.result_tables import show, store
-from jaxattn.bench.model import roofline, vllm_baseline
+from jaxattn.bench.model import roofline
 from jaxattn.bench.model.batches import BenchBatches
 from jaxattn.bench.model.expert_usage import moe_layers
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
@@ -59,12 +60,19 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         help="which kernels run (default: the best)",
     )
     add_dense(parser)
-    parser.add_argument("--no-peers", action="store_true", help="leaves out vLLM's times")
+    parser.add_argument("--no-peers", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="bars of roof and time (needs matplotlib)"
     )
     args = parser.parse_args(argv)
+    if args.no_peers:
+        warnings.warn(
+            "bench model times no other engine, so --no-peers does nothing: leave it out; bench "
+            "offline runs vLLM",
+            DeprecationWarning,
+            stacklevel=2,
+        )
     numbers = {"--rows": args.rows, "--chunks": args.chunks, "--context": [args.context]}
     for option, values in numbers.items():
         if min(values) < 1:
@@ -76,7 +84,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         sorted({min(c, args.prompt) for c in args.chunks}),
     )
     try:
-        args.name, args.fields, args.model = find(args.name, args.dense)
+        args.name, _, args.model = find(args.name, args.dense)
         if args.plot:
             roofline_plot.require_matplotlib()  # before all the measuring
     except (UnknownModelError, roofline_plot.BenchPlotError) as error:
@@ -99,7 +107,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 def main(argv: Sequence[str], program: str) -> int:
     args = parse(argv, program)
-    # Read when the backend starts. Peers are processes of their own and run before that.
+    # Read when the backend starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     result: dict[str, Any] = {
@@ -108,10 +116,6 @@ def main(argv: Sequence[str], program: str) -> int:
         "rows": [],
         "kinds": {},
     }
-    result["peers"] = (
-        [] if args.no_peers else vllm_baseline.measure(args.fields, args.rows, args.context)
-    )
-    # Peers need a card that JAX has not taken.
     result |= run_metadata.begin("model", program, ["model", *argv], seed=args.seed)
     try:
         measure(args, result)
@@ -220,8 +224,6 @@ def report(result: dict[str, Any]) -> None:
         size = f" of {row['B']} x {row.get('chunk', 1)} tokens" if "B" in row else ""
         for line in row.get("writes", ()):
             print(f"{row['step']}{size} writes {line}")
-    for line in result["peers"]:
-        print(line)
 
 
 def shown(row: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:

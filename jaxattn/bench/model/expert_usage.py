@@ -72,7 +72,7 @@ def watched(model: DecoderModel, choices: ExpertChoices) -> DecoderModel:
         if not isinstance(each.feed_forward, MoE):
             return each
         fields = {f.name: getattr(each.feed_forward, f.name) for f in dataclasses.fields(MoE)}
-        return Block(each.mixer, RecordingMoE(**fields, choices=choices))
+        return dataclasses.replace(each, feed_forward=RecordingMoE(**fields, choices=choices))
 
     return DecoderModel(
         dataclasses.replace(model.spec, blocks=tuple(map(block, model.spec.blocks)))

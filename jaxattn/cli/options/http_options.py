@@ -6,6 +6,12 @@ from pathlib import Path
 
 from jaxattn.cli.options.value_types import number, seconds, size
 
+# Names of jaxattn.server.decoding.message_format.FORMATS; the server is an extra.
+TOOL_PARSERS = (
+    "hermes", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "kimi_k2", "harmony", "llama3",
+    "mistral", "mistral_array",
+)  # fmt: skip
+
 
 def add(root: argparse.ArgumentParser) -> None:
     """The group of options that go with --port."""
@@ -83,6 +89,12 @@ def add(root: argparse.ArgumentParser) -> None:
         type=seconds,
         default=300.0,
         help="seconds that one step of the engine may take before the process ends",
+    )
+    group.add_argument(
+        "--tool-parser",
+        metavar="NAME",
+        choices=TOOL_PARSERS,
+        help=f"format of tool calls: {', '.join(TOOL_PARSERS)} (default: the chat template's)",
     )
     group.add_argument(
         "--no-access-log", action="store_true", help="no line for each request on stderr"

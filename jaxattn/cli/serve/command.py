@@ -20,6 +20,7 @@ import jax
 from rich.console import Console
 
 from jaxattn.cli.exit_codes import code_of, exit_code, interrupts_raised
+from jaxattn.cli.options import contradictions
 from jaxattn.cli.options.parallel_layout import read_layout
 from jaxattn.cli.options.parser import PROGRAM, InputError
 from jaxattn.cli.options.serve_options import parser
@@ -147,6 +148,9 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError("JAX_DISABLE_JIT is set, and only compiled steps are served; unset it")
     if options.model is not None and options.checkpoint is not None:
         raise InputError("--checkpoint is another word for --model: give one of them")
+    contradictions.check_server(options)
+    contradictions.check_sizes(options)
+    contradictions.check_reuse(options)
     if options.port is not None:
         http_server.check_options(options)
     if options.plot and not options.plan:

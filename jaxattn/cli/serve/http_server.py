@@ -19,6 +19,7 @@ from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.startup.compilation_cache import enable_compilation_cache, own_folder
 from jaxattn.cli.startup.engine_startup import start_engine
 from jaxattn.cli.startup.model_source import ModelSource, one_line
+from jaxattn.cli.startup.progress_lines import progress
 from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
@@ -73,8 +74,13 @@ def serve(
     if crew is None and options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
         _keep_compiled(messages)
 
+    display = progress(messages)
+
     def make() -> Engine:
-        return start_engine(chosen, model, tokenizer, limits, options, messages, stages, crew)[0]
+        engine, _ = start_engine(
+            chosen, model, tokenizer, limits, options, messages, stages, crew, display
+        )
+        return engine
 
     def on_ready() -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -93,6 +99,7 @@ def serve(
                 vocab_size=model.vocab_size,
                 defaults=defaults(options, tokenizer.defaults),
                 longest=model.max_position_embeddings,
+                progress=display.tasks,
             ),
             settings,
             bound,
@@ -136,6 +143,7 @@ def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerS
         request_seconds=options.request_timeout,
         drain_seconds=options.drain_timeout,
         stuck_seconds=options.step_timeout,
+        tool_parser=options.tool_parser,
         access_log=not options.no_access_log,
     )
 

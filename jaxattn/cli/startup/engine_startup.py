@@ -22,6 +22,7 @@ from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan_report import refused_plan
 from jaxattn.cli.startup.model_source import ModelSource, one_line, refusals
 from jaxattn.cli.startup.progress_display import ProgressDisplay
+from jaxattn.cli.startup.progress_lines import progress
 from jaxattn.cli.startup.run_report import plan_lines
 from jaxattn.cli.startup.stage_timings import StageTimings, executable_lines
 from jaxattn.core.dispatch import Refusal
@@ -131,6 +132,7 @@ def start_engine(
     messages: Console,
     stages: StageTimings,
     crew: ProcessGroup | None = None,
+    display: ProgressDisplay | None = None,
 ) -> tuple[Engine, dict[str, float]]:
     """(a running engine, the seconds that each executable took to compile).
 
@@ -139,6 +141,7 @@ def start_engine(
 
     Args:
         crew: the processes that run one engine, of which the first leads it from here on.
+        display: of the progress, where others read it too.
 
     Raises:
         InputError: the model does not fit, its plan is printed; its weights are damaged or
@@ -149,7 +152,7 @@ def start_engine(
     served = model.with_cache_format(limits.cache_format, limits.native_layers)
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}
-    with ProgressDisplay(messages) as display:
+    with display or progress(messages) as display:
 
         def load(loading: BackgroundLoad) -> Any:
             def moved(what: str, done: int, total: int) -> None:
@@ -177,6 +180,7 @@ def start_engine(
                 limits,
                 implementation=options.implementation,
                 on_compile=on_compile,
+                on_steps=display.begins,
                 on_fits=loading.start,
                 # A CPU compiles one step with all its cores; for a GPU several threads help.
                 workers=16 if jax.default_backend() == "gpu" else 1,
@@ -192,6 +196,7 @@ def start_engine(
             messages.print(line)
         for line in plan_lines(engine.plan):
             messages.print(line)
+        display.says("warming up: each executable runs twice")
         with refused_plan(messages, display.stop):
             engine.start(params)
     if crew is not None and crew.leads:

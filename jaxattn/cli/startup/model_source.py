@@ -1,4 +1,5 @@
-"""The source of a command's model: a folder of either format, a hub name, or the embedded model.
+"""The source of a command's model: a folder of either format, a GGUF file, a hub name, or the
+embedded model.
 
 Each step can refuse the model before the next costs anything: config.json, then the tokenizer, then
 the weights.
@@ -16,8 +17,15 @@ from jaxattn import text
 from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.loading.gguf.gguf_header import is_gguf
 from jaxattn.models.loading.huggingface_checkpoint import OnProgress
-from jaxattn.models.loading.loader import CheckpointWeights, ModelFolder, NativeFolder, read_folder
+from jaxattn.models.loading.loader import (
+    CheckpointWeights,
+    GgufFile,
+    ModelFolder,
+    NativeFolder,
+    read_folder,
+)
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import WeightsFormat
 
@@ -45,6 +53,8 @@ class ModelSource:
         if isinstance(self.folder, NativeFolder) and self.folder.model.vocab_size == BYTES:
             return text.ByteTokenizer()
         with refusals():
+            if isinstance(self.folder, GgufFile):
+                return text.tokenizer_of(self.folder.header.metadata, self.folder.path)
             if self.name:
                 from jaxattn.models.loading import hub_download
 
@@ -93,30 +103,42 @@ def choose(options: argparse.Namespace) -> ModelSource:
     given = options.checkpoint if options.model is None else options.model
     if given == "":
         raise InputError("--model is empty; give a folder, or a name on the hub as in org/name")
-    path = native_format.EMBEDDED if given is None else Path(given).expanduser()
-    name = given if given and not path.exists() and is_name(given) else None
-    if options.revision and not name:
-        raise InputError(f"--revision is for a name on the hub, and {path} is none")
     with refusals():
-        if name:
-            # Half a second of imports, for which a folder does not wait.
-            from huggingface_hub.utils import logging
-
-            from jaxattn.models.loading import hub_download
-
-            logging.set_verbosity_error()  # what ends a command is said in one line
-            path = hub_download.fetch_config(name, revision=options.revision)
-        elif not path.is_dir():
-            raise InputError(
-                f"cannot read {path / 'config.json'}: there is no such folder, and a model of the "
-                "hub is named as in org/name"
-            )
+        path, name = located(given or str(native_format.EMBEDDED), options.revision)
         folder = read(path, options.dtype, options.experts, options.dense)
     try:
         folder = folder.in_cache_format(options.kv_cache_dtype, options.kv_cache_native_layers)
     except ValueError as error:
         raise InputError(in_options(error)) from error
     return ModelSource(folder=folder, name=name)
+
+
+def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
+    """(the folder with a model's config.json or the GGUF file, its name if it is one on the hub, of
+    which no other file is fetched).
+
+    Raises:
+        InputError: it is neither a folder nor a name, or a folder with a revision.
+        CheckpointError: the hub has no such model or revision, or is not reached.
+    """
+    path = Path(given).expanduser()
+    name = given if not path.exists() and is_name(given) else None
+    if revision and not name:
+        raise InputError(f"--revision is for a name on the hub, and {path} is none")
+    if name:
+        # Half a second of imports, for which a folder does not wait.
+        from huggingface_hub.utils import logging
+
+        from jaxattn.models.loading import hub_download
+
+        logging.set_verbosity_error()  # what ends a command is said in one line
+        return hub_download.fetch_config(name, revision=revision), name
+    if not path.is_dir() and not is_gguf(path):
+        raise InputError(
+            f"cannot read {path / 'config.json'}: there is no such folder or GGUF file, and a "
+            "model of the hub is named as in org/name"
+        )
+    return path, None
 
 
 def is_name(given: str) -> bool:

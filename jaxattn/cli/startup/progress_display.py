@@ -1,6 +1,7 @@
 """One display of all that goes on before an engine runs: bytes that move, steps that compile."""
 
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -46,6 +47,12 @@ class ProgressDisplay:
         )
         self._tasks: dict[str, TaskID] = {}
 
+    def begins(self, count: int) -> None:
+        """So many executables are compiled next; a terminal shows them as they come."""
+
+    def says(self, what: str) -> None:
+        """Something else begins, for which a terminal's reader waits a moment."""
+
     def compiles(self, name: str, *, done: bool) -> None:
         """An executable begins to be compiled, or is."""
         task = self._task(f"compiling {name}", total=1)
@@ -56,6 +63,18 @@ class ProgressDisplay:
         """So many bytes of what is fetched or loaded."""
         task = self._task(what, total=total, moves=True)
         self._progress.update(task, completed=done, total=total)
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """What has begun so far, as JSON; from any thread."""
+        return [
+            {
+                "name": task.description,
+                "done": task.completed,
+                "of": task.total,
+                "bytes": bool(task.fields.get("moves")),
+            }
+            for task in self._progress.tasks
+        ]
 
     def stop(self) -> None:
         """Leaves its last state on the terminal."""
@@ -68,6 +87,11 @@ class ProgressDisplay:
             self._progress.start()  # not earlier: an empty display prints an empty line
             if self._console.is_terminal and not self._console.is_dumb_terminal:
                 interrupt.before_end(CURSOR)
+        return self._known(name, total=total, moves=moves)
+
+    def _known(self, name: str, *, total: int, moves: bool = False) -> TaskID:
+        """A task that is told to other readers, such as the server's page."""
+        if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, moves=moves)
         return self._tasks[name]
 

@@ -18,6 +18,9 @@ from jaxattn.core.validation.arguments import CACHES
 from jaxattn.core.validation.array_checks import FLOATS, check_sizes, is_integer
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
+# The bits of e4m3 numbers. XLA for a CPU widens a whole array of FP8 around a write to a part of
+# it, and around a gather. It does neither to integers.
+FP8_BITS = jnp.dtype("int8")
 
 # Bits of a key's and of a value's number (arXiv 2504.19874, as vLLM names them).
 TURBOQUANT = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
@@ -166,9 +169,9 @@ class KVFormat:
 
     @classmethod
     def of(cls, dtype: Any, head_dim: int) -> "KVFormat":
-        """That of a cache of floats or of e4m3 numbers."""
-        name = jnp.dtype(dtype).name
-        return cls("fp8" if name == FP8.name else name, head_dim)
+        """That of a cache of floats, of e4m3 numbers or of their bits."""
+        dtype = jnp.dtype(dtype)
+        return cls("fp8" if dtype in (FP8, FP8_BITS) else dtype.name, head_dim)
 
     @property
     def scaled(self) -> bool:
@@ -207,7 +210,8 @@ class KVFormat:
         """
         if not self.scaled:
             return kv
-        return lax.stop_gradient(kv).astype(jnp.float32) * kv_scale[..., None]
+        numbers = kv if kv.dtype == FP8 else lax.bitcast_convert_type(kv, FP8)
+        return lax.stop_gradient(numbers).astype(jnp.float32) * kv_scale[..., None]
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:

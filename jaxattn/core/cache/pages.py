@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int, Num
 
+from jaxattn.core.cache.formats import BYTES, FP8_BITS
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 
 
@@ -90,7 +91,7 @@ def page_blocks(
     page = _page_size(kv_cache, unfold)
     stored = before + of_page[len(before) + 1 :]
     # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32 alike.
-    missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
+    missing = {BYTES: 0xFF, FP8_BITS: -1}.get(kv_cache.dtype, jnp.nan)
     lengths = jnp.minimum(lengths, width * page)  # a table of whole blocks ends in others' pages
     # Whatever a table holds past the row's length is replaced before anything is addressed by it.
     owned = jnp.arange(width) < -(-lengths // page)[:, None]

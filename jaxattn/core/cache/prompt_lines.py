@@ -28,6 +28,7 @@ class PromptLines:
         query_lens: int32 [L], tokens of the line; the rest is padding.
         seq_lens: int32 [L], the length of the row up to the line's last token; 0 of no row.
         offsets: int32 [B + 1], where each row's lines begin in the flat list, padding counted.
+        last: int32 [B], where each row's last token is there; of a row without tokens anything.
         one_each: whether there are B lines, one for each row.
     """
 
@@ -36,6 +37,7 @@ class PromptLines:
     query_lens: Int[Array, "L"]
     seq_lens: Int[Array, "L"]
     offsets: Int[Array, "B+1"]
+    last: Int[Array, "B"]
     tokens: int = dataclasses.field(metadata={"static": True})
     one_each: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -59,7 +61,9 @@ class PromptLines:
         begins = jnp.where(owned, (jnp.arange(rows.shape[0]) - first[row]) * tokens, 0)
         new = jnp.where(owned, jnp.clip(query_lens[row] - begins, 0, tokens), 0)
         lens = jnp.where(new > 0, seq_lens[row] - query_lens[row] + begins + new, 0)
-        return cls(rows, begins, new, lens, first * tokens, tokens, one_each)
+        offsets = first * tokens
+        last = offsets[:-1] + jnp.maximum(query_lens - 1, 0)
+        return cls(rows, begins, new, lens, offsets, last, tokens, one_each)
 
     def split(self, x: Array) -> tuple[Array, Array]:
         """(the lines' [L, T, ...], others' [R, 1, ...]) of a flat list [1, L T + R, ...]."""

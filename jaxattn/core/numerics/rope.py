@@ -99,6 +99,30 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class QueryScaling:
+    """The growth of queries behind the trained context (Llama 4, Ministral 3).
+
+    Attributes:
+        beta: weight of the logarithm, from 0 to 100.
+        original_max_position_embeddings: tokens of the trained context.
+
+    Raises:
+        ValueError: a field is no finite number or outside its range.
+    """
+
+    beta: Annotated[float, Number(0, 100)]
+    original_max_position_embeddings: Annotated[int, Integer(1, MOST)]
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def factor(self, positions: Int[Array, "..."]) -> Float[Array, "..."]:
+        """What the queries at these positions are times: 1 within the trained context."""
+        contexts = positions // self.original_max_position_embeddings
+        return 1 + self.beta * jnp.log1p(contexts.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
 class RopeConfig:
     """Which pairs of dims turn, and how fast.
 

@@ -19,6 +19,7 @@ from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
+from jaxattn.engine.steps.score_step import ScoreStep, head_of
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model, compiler_options, jit_step
@@ -42,6 +43,11 @@ def logits_spec(model: Model) -> PartitionSpec:
     return PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
 
 
+def hidden_spec(model: Model) -> PartitionSpec:
+    """Of what a prefill step gives for the head: a data group's, on each device of the group."""
+    return PartitionSpec(model.parallel.axes("data") or None)
+
+
 def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceGroup | None) -> Any:
     """What comes with a call of a step, on the devices."""
     if group is None:
@@ -49,6 +55,9 @@ def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceG
     if isinstance(step, SampleStep | BitmaskStep):
         logits, rest = given
         return group.put(logits, logits_spec(model)), group.put(rest, REPLICATED)
+    if isinstance(step, ScoreStep):
+        hidden, wanted = given
+        return group.put(hidden, hidden_spec(model)), group.put(wanted, REPLICATED)
     return jax.tree.map(lambda x: group.put(x, REPLICATED), given)
 
 
@@ -86,6 +95,12 @@ def arguments(
         return group.shapes(shapes, (weights, (state, whole), whole))
     if isinstance(step, StateCopyStep):
         return group.shapes(shapes, (model.state_specs(), REPLICATED))
+    if isinstance(step, ScoreStep):  # whose tokens are counted of all data groups together
+        hidden, weights, wanted = shapes
+        [weights] = group.shapes((weights,), (_specs(model)[0],))
+        where = group.sharding(hidden_spec(model))
+        hidden = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=where)
+        return hidden, weights, *group.shapes((wanted,), (REPLICATED,))
     specs: Any = REPLICATED
     if isinstance(step, SampleStep | BitmaskStep):
         specs = (REPLICATED, logits_spec(model), REPLICATED)[-len(shapes) :]
@@ -115,7 +130,7 @@ def jitted_step(
     call = lowered(entry) if lowered and (entry := decode_of(step)) else None
     if isinstance(step, ModelStep):
         call = call or model_step(step, model, limits, tree, implementation, group)
-        out = group and group.shardings((logits_spec(model), model.state_specs()))
+        out = group and group.shardings(_results(step, model))
         return jit_step(call, backend=backend, out_shardings=out)
     if isinstance(step, FusedDecodeStep):
         if group is None and not call:  # some do more than decode and sample
@@ -133,6 +148,11 @@ def jitted_step(
     function, out = step.function(model, limits, tree), replicated_sharding(group)
     if group is not None and isinstance(step, BitmaskStep):
         out = group.sharding(logits_spec(model))
+    elif group is not None and isinstance(step, ScoreStep):
+        # Each device has logits of its own tokens; XLA divides what comes after them.
+        whole, columns = _specs(model)[0], PartitionSpec(None, *logits_spec(model)[1:])
+        function = step.with_head(group.step(head_of(model, tree), (whole, REPLICATED), columns))
+        out = group.shardings((hidden_spec(model), REPLICATED))
     elif group is not None and isinstance(step, StateCopyStep):
         states = model.state_specs()
         function, out = group.step(function, (states, REPLICATED), states), group.shardings(states)
@@ -160,8 +180,7 @@ def model_step(
     of_one = partial(entry.function(model, limits, tree), implementation=chosen)
     if group is None:
         return of_one
-    specs = _specs(model)
-    return group.step(of_one, specs, (logits_spec(model), specs[1]))
+    return group.step(of_one, _specs(model), _results(entry, model))
 
 
 def implementation_of(
@@ -172,6 +191,12 @@ def implementation_of(
     Unless XLA is named, prefill takes the best there is.
     """
     return implementation if entry.kind == "decode" or implementation == "xla" else None
+
+
+def _results(entry: ModelStep, model: Model) -> tuple[Any, ...]:
+    """Of what a step of the model gives."""
+    both = logits_spec(model), model.state_specs()
+    return (*both, hidden_spec(model)) if entry.kind == "prefill" else both
 
 
 def _specs(model: Model) -> tuple[Any, Any, Any]:

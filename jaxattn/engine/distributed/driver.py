@@ -14,7 +14,7 @@ scheduler: it runs the leader's steps in the leader's order, and reads no token.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +30,14 @@ from jaxattn.engine.distributed.transport import (
     MASKS,
     PREFILL,
     UPDATE,
+    WANTED,
     HostError,
     TransportLink,
 )
 from jaxattn.engine.execution.model_runner import ModelRunner
 from jaxattn.engine.sampling.sampler import SamplingMode
-from jaxattn.engine.steps.step_catalog import ModelStep
+from jaxattn.engine.steps.model_steps import ModelStep
+from jaxattn.engine.steps.step_catalog import prefill_step
 
 
 class DriverRunner(ModelRunner):
@@ -63,12 +65,21 @@ class DriverRunner(ModelRunner):
         super().update(packed)
         self.crew.sent()
 
-    def prefill(self, entry: ModelStep, packed: np.ndarray, *, remember: bool) -> jax.Array:
-        self._tell(PREFILL, packed, entry.rows, entry.tokens, int(remember))
+    def prefill(
+        self,
+        entry: ModelStep,
+        packed: np.ndarray,
+        *,
+        remember: bool,
+        wanted: Sequence[np.ndarray] = (),
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        self._tell(PREFILL, packed, entry.tokens, int(remember), len(wanted))
+        for each in wanted:
+            self._tell(WANTED, each)
         self.crew.begin()
-        logits = super().prefill(entry, packed, remember=remember)
+        found = super().prefill(entry, packed, remember=remember, wanted=wanted)
         self.crew.sent()
-        return logits
+        return found
 
     def copy(self, source: int, target: int) -> None:
         self._tell(COPY, np.array([source, target], np.int32))
@@ -146,24 +157,28 @@ def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
         elif kind == COPY:
             runner.copy(*array.tolist())
         elif kind == PREFILL:
-            rows, tokens, remember = numbers
-            entry = ModelStep("prefill", rows, tokens)
-            logits = runner.prefill(entry, array, remember=bool(remember))
+            tokens, remember, slices = numbers
+            logits, _ = runner.prefill(
+                prefill_step(runner.limits, tokens),
+                array,
+                remember=bool(remember),
+                wanted=[_array(link, WANTED) for _ in range(slices)],
+            )
         elif kind == FIRST:
             *_, level, masked = numbers
             told = runner.first(
-                logits, array, SamplingMode(level), _masks(link) if masked else None
+                logits, array, SamplingMode(level), _array(link, MASKS) if masked else None
             )
         elif kind == DECODE:
             *_, level, masked = numbers
-            words = (lambda lines: _masks(link)) if masked else None
+            words = (lambda lines: _array(link, MASKS)) if masked else None
             told = runner.decode(array, SamplingMode(level), words)
         crew.sent(told)
 
 
-def _masks(link: TransportLink) -> np.ndarray:
-    """The masks that the leader sends for the step before it is sampled."""
-    kind, words, _ = link.receive()
-    if kind != MASKS or words is None:
-        raise HostError(f"{link.name} sends no masks where they are due")
-    return words
+def _array(link: TransportLink, due: int) -> np.ndarray:
+    """What the leader sends beside a step: masks before it is sampled, or the tokens to score."""
+    kind, array, _ = link.receive()
+    if kind != due or array is None:
+        raise HostError(f"{link.name} sends a message {kind} where a message {due} is due")
+    return array

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-UPDATE, COPY, PREFILL, FIRST, DECODE, MASKS, FORGET, END = range(8)  # of steps
-FACTS, AGREED, FAILED, ALIVE = range(8, 12)  # of the processes themselves
+UPDATE, COPY, PREFILL, WANTED, FIRST, DECODE, MASKS, FORGET, END = range(9)  # of steps
+FACTS, AGREED, FAILED, ALIVE = range(9, 13)  # of the processes themselves
 HEAD = 8
 MAGIC = 0x6A786174
 MOST_NUMBERS = 2**28  # of an array

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxattn.engine.steps.batch_steps import (
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
 from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
+from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.parallel import DeviceGroup
@@ -75,19 +76,35 @@ class ModelRunner:
             slots = np.array([source, target], np.int32)
             self.state = self._step(StateCopyStep())(self.state, slots)
 
-    def prefill(self, entry: ModelStep, packed: np.ndarray, *, remember: bool) -> jax.Array:
-        """Reads chunks of prompts, of `PromptLayout.pack`, and decodes the rows beside them; gives
-        the logits of all rows.
+    def prefill(
+        self,
+        entry: ModelStep,
+        packed: np.ndarray,
+        *,
+        remember: bool,
+        wanted: Sequence[np.ndarray] = (),
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Reads chunks of prompts, of `PromptLayout.pack`, and decodes the rows beside them.
 
         Args:
             remember: some of the rows have a history.
+            wanted: of `wanted_tokens`, whose log-probabilities are told.
+
+        Returns:
+            (the logits behind the chunks, what `ScoreStep` tells of each of `wanted`).
         """
+        told = []
         with self.seal.allowed():
             batch: Any = RowIndices(self.rows, packed)  # type: ignore[arg-type]
-            logits, self.state = self._step(entry)(self.weights, self.state, batch)
+            logits, self.state, hidden = self._step(entry)(self.weights, self.state, batch)
+            score = ScoreStep.of(self.limits, entry.tokens)
+            for each in wanted:
+                hidden, found = self._step(score)(hidden, self.weights, each)
+                found.copy_to_host_async()
+                told.append(found)
         if remember:
             self.remember(entry.tokens, packed)
-        return logits
+        return logits, told
 
     def remember(self, tokens: int, packed: np.ndarray) -> None:
         """Writes tokens into the histories of their rows, without reading them.

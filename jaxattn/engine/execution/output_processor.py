@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from jaxattn.engine.requests.outputs import (
     FinishEvent,
     FinishReason,
     Logprobs,
+    PromptEvent,
     TokenEvent,
 )
 from jaxattn.engine.requests.request import Request
@@ -24,6 +26,7 @@ from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingReque
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.token_selection import FinishCode
 
+NOT_FINITE = "the model's logits held NaN or infinity"
 Detokenize = Callable[[Sequence[int]], str]
 # Makes one of (request, token, logprobs) in C; TokenEvent(...) would run Python.
 _TOKEN_EVENT: Callable[[tuple[Any, ...]], TokenEvent] = functools.partial(tuple.__new__, TokenEvent)
@@ -88,15 +91,29 @@ class OutputProcessor:
             self._accept(row, token, end, chances, now)
         return taken
 
+    def take_scores(self, found: Sequence[tuple[RunningRequest, Sequence[Logprobs]]]) -> None:
+        """Log-probabilities of rows' next prompt tokens; all of a prompt's are announced."""
+        for row, scores in found:
+            if row.ended:
+                continue
+            row.prompt_logprobs += scores
+            if not all(math.isfinite(each.token) for each in scores):
+                self.end(row, FinishReason.NOT_FINITE, NOT_FINITE)
+            elif len(row.prompt_logprobs) == len(row.request.prompt):
+                self.events.append(PromptEvent(row.request, tuple(row.prompt_logprobs)))
+
     def _accept(
         self, row: RunningRequest, token: int, end: int, chances: Logprobs | None, now: float
     ) -> None:
         """A row's next token; it may be the last."""
         if end == FinishCode.NOT_FINITE:
-            detail = "the model's logits held NaN or infinity"
+            detail = NOT_FINITE
             if row.request.grammar is not None:
                 detail += ", or its grammar allowed no token"
             self.end(row, FinishReason.NOT_FINITE, detail)
+            return
+        if not row.request.max_tokens:  # what was sampled behind the prompt is no part of it
+            self.end(row, FinishReason.LENGTH, "max_tokens")
             return
         if end == FinishCode.STOP or (row.late_stops and token in row.request.stops):
             self.end(row, FinishReason.STOP, token)
@@ -161,6 +178,7 @@ class OutputProcessor:
                 done,
                 tokens=tuple(of.tokens),
                 logprobs=tuple(of.logprobs),
+                prompt_logprobs=tuple(of.prompt_logprobs),
                 cached_tokens=of.cached_tokens,
                 seconds_queued=queued,
             )

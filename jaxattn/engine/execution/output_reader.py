@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxattn.engine.execution.output_processor import OutputProcessor
+from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.sampler import SamplingMode
@@ -57,6 +58,7 @@ class InFlightStep:
         steps: how many decode steps it is.
         ended: those that get their first token, by their line.
         prompt_tokens: that it reads of prompts.
+        scores: of those tokens.
     """
 
     told: jax.Array
@@ -65,6 +67,7 @@ class InFlightStep:
     steps: int = 1
     ended: Sequence[RunningRequest | None] = ()
     prompt_tokens: int = 0
+    scores: PromptScores | None = None
 
 
 class OutputReader:
@@ -104,6 +107,8 @@ class OutputReader:
             decoded = 0 if running is None else len(running.places)
             of_prompts = flight.prompt_tokens / (flight.prompt_tokens + decoded)
             self.stats.prefill_seconds += spent * of_prompts
+            if flight.scores is not None:
+                self.endings.take_scores(flight.scores.read())
             if tells:
                 self.endings.take(flight.ended, told)
                 self.stats.decoded_tokens += self.endings.take(flight.rows, told)
@@ -130,6 +135,7 @@ class OutputReader:
         for row, count in zip(running.rows, counts.tolist(), strict=False):
             if row is not None and not row.ended:
                 self.scheduler.guessed_wrong(row, tokens - count)
+        self.stats.drafted_tokens += (tokens - 1) * np.count_nonzero(counts)
         first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
         self.stats.guessed_tokens += sum(others)
         return first + sum(others)

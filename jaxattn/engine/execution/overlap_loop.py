@@ -24,6 +24,7 @@ import numpy as np
 from jaxattn.engine.execution.model_runner import ModelRunner
 from jaxattn.engine.execution.output_processor import OutputProcessor
 from jaxattn.engine.execution.output_reader import DecodeBatchPlan, InFlightStep, OutputReader
+from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
 from jaxattn.engine.sampling.sampler import SamplingMode
@@ -153,11 +154,14 @@ class OverlapLoop:
         sources = np.full(limits.batch, -1, np.int32)
         ended: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
+        scores = PromptScores(layout)
         for row, tokens in self._shared_out(rows, pieces):
             group = int(scheduler.group_of(row.index))
-            if limits.speculate and row.read_last < 0:
+            if row.read_last < 0 and self._has_history(row):
                 self._remember_cached(row)
-            chunks[group].append(self._next_chunk(row, tokens))
+            chunk = self._next_chunk(row, tokens)
+            scores.add(row, group, chunks[group], chunk)
+            chunks[group].append(chunk)
             row.read_last = self._round
             if scheduler.read(row, tokens):
                 at = group * limits.rows_per_group + taken[group]
@@ -165,7 +169,12 @@ class OverlapLoop:
                 places[at], ended[at], sources[at] = row.index, row, len(chunks[group]) - 1
         self._send_deltas()
         remember = any(chunk.place >= 0 for group in chunks for chunk in group)
-        told = self.runner.prefill(entry, layout.pack(chunks, places, sources), remember=remember)
+        told, scores.told = self.runner.prefill(
+            entry,
+            layout.pack(chunks, places, sources),
+            remember=remember,
+            wanted=scores.wanted,
+        )
         self._send_copies()  # those behind what was read now, to their checkpoints
         if (places >= 0).any():
             told = self._first_tokens(told, places, decoding, ended)
@@ -177,7 +186,9 @@ class OverlapLoop:
             moved = np.zeros_like(scheduler.cached)
             moved[running.places] = 1
             scheduler.sent(moved)
-        flight = InFlightStep(told, decoding, running, ended=ended, prompt_tokens=read)
+        flight = InFlightStep(
+            told, decoding, running, ended=ended, prompt_tokens=read, scores=scores
+        )
         self._flights[-1].append(flight)
         return True
 
@@ -236,8 +247,12 @@ class OverlapLoop:
                 places[at], decoding[at] = index, scheduler.rows.get(index)
         return taken
 
+    def _has_history(self, row: RunningRequest) -> bool:
+        """Whether penalties count the row's tokens, or drafts are looked up among them."""
+        return bool(row.request.penalized or self.scheduler.limits.speculate)
+
     def _remember_cached(self, row: RunningRequest) -> None:
-        """Writes what a row does not read of its prompt into its history, where drafts look."""
+        """Writes what a row does not read of its prompt into its history."""
         limits = self.scheduler.limits
         size = limits.prefill_sizes[-1]
         layout, pages = PromptLayout.of(limits, size), self.scheduler.block_tables[row.index]
@@ -250,8 +265,7 @@ class OverlapLoop:
     def _next_chunk(self, row: RunningRequest, count: int) -> PromptChunk:
         cached = int(self.scheduler.cached[row.index])
         tokens = row.prompt[cached : cached + count]
-        keeps = row.request.penalized or self.scheduler.limits.speculate
-        place = row.index if keeps else -1
+        place = row.index if self._has_history(row) else -1
         pages = self.scheduler.block_tables[row.index]
         return PromptChunk(tokens, cached + len(tokens), row.slot, place, pages)
 

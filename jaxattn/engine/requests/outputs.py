@@ -41,6 +41,8 @@ class Completion:
         seconds: until it was done.
         cached_tokens: of the prompt, that were not read again.
         seconds_queued: until the request had a row; None if it never had one.
+        prompt_logprobs: of each token of the prompt, if the request asked for them. Nothing stands
+            before the first one: its are None. A row that ended before has those it came to.
     """
 
     request: Request
@@ -52,6 +54,7 @@ class Completion:
     logprobs: tuple["Logprobs", ...] = ()
     cached_tokens: int = 0
     seconds_queued: float | None = None
+    prompt_logprobs: "tuple[Logprobs | None, ...]" = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,10 +64,12 @@ class Logprobs:
     Attributes:
         token: of the token itself.
         top: the most likely tokens and theirs, the likeliest first; as many as were asked for.
+        rank: of the token among all, 1 is the likeliest; of prompts' tokens alone.
     """
 
     token: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class TokenEvent(NamedTuple):
@@ -81,6 +86,17 @@ class TokenEvent(NamedTuple):
     logprobs: Logprobs | None = None
 
 
+class PromptEvent(NamedTuple):
+    """The log-probabilities of a request's prompt, before its first token.
+
+    Attributes:
+        logprobs: see `Completion.prompt_logprobs`.
+    """
+
+    request: Request
+    logprobs: tuple[Logprobs | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class FinishEvent:
     """A request is done or refused."""
@@ -88,7 +104,7 @@ class FinishEvent:
     completion: Completion
 
 
-type Event = TokenEvent | FinishEvent
+type Event = TokenEvent | PromptEvent | FinishEvent
 
 
 class GenerationInterrupted(KeyboardInterrupt):

@@ -38,7 +38,7 @@ class Request:
 
     Attributes:
         prompt: token ids; for a model of bytes, `bytes`. A list or array is copied.
-        max_tokens: how many to generate at most.
+        max_tokens: how many to generate at most; 0 reads the prompt alone.
         temperature: 0 takes the most likely token.
         top_p: in (0, 1]; samples from the fewest most likely tokens that together reach it.
         top_k: samples from the k most likely tokens; 0 from all.
@@ -51,6 +51,9 @@ class Request:
             It is kept as pairs in the order of tokens.
         logprobs: how many likely alternatives are told with each token, 0 to 20; None tells no
             log-probabilities. They are the model's own, before biases, penalties and temperature.
+        prompt_logprobs: how many likely alternatives are told with each token of the prompt, 0 to
+            20; None tells nothing of the prompt. All of the prompt is then read, whatever the
+            prefix cache holds of it.
         priority: a lower one is served first; of equals the one that came first.
         seed: with the token's position it decides every draw. None: the `id` serves as one.
         stop_tokens: any of them ends the row and is no part of the completion. One may be given
@@ -82,6 +85,7 @@ class Request:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     priority: int = 0
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
@@ -110,9 +114,10 @@ class Request:
                 raise TypeError(f"stop_strings must be strings, got {text!r}")
             if not text:
                 raise ValueError("stop_strings has an empty string, which would end every row")
-        for name in ("max_tokens", "top_k", "priority", "seed", "logprobs", "id"):
+        optional = ("seed", "logprobs", "prompt_logprobs", "id")
+        for name in ("max_tokens", "top_k", "priority", *optional):
             value = getattr(self, name)
-            if value is not None or name in ("max_tokens", "top_k", "priority"):
+            if value is not None or name not in optional:
                 _check_integer(name, value)
                 object.__setattr__(self, name, operator.index(value))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -143,8 +148,11 @@ class Request:
             raise TypeError(f"cache_salt must be a string, got {self.cache_salt!r}")
         if not len(self.prompt):
             raise ValueError("prompt is empty; it needs at least one token")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1; got {self.max_tokens}")
+        if self.max_tokens < 0:
+            raise ValueError(
+                f"max_tokens must be at least 1, or 0 to read the prompt alone; got "
+                f"{self.max_tokens}"
+            )
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more; got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -164,8 +172,10 @@ class Request:
                     f"{name} must be from -{MOST_PENALTY:g} to {MOST_PENALTY:g}; got "
                     f"{getattr(self, name)}"
                 )
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise ValueError(f"logprobs must be from 0 to {MOST_LOGPROBS}; got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MOST_LOGPROBS:
+                raise ValueError(f"{name} must be from 0 to {MOST_LOGPROBS}; got {value}")
         if not -(2**31) <= self.priority < 2**31:
             raise ValueError(f"priority must be an int32; got {self.priority}")
         if self.seed is not None and not 0 <= self.seed < 2**32:

@@ -15,6 +15,7 @@ class GenerationStats:
         waited_seconds: for which the host waited for what steps tell: the rest is its own work.
         queued_seconds: for which requests that are done waited for their rows, all together.
         cached_tokens: of the prompts of requests that are done, found in the cache of prefixes.
+        drafted_tokens: that were drafted for rows, whether they turned out right or not.
         guessed_tokens: of those decoded, that came with others in one step (prompt_lookup.py).
         preemptions: how often a row lost its pages to an older one, and was computed again.
     """
@@ -24,6 +25,7 @@ class GenerationStats:
     prefill_steps: int = 0
     decode_steps: int = 0
     guessed_tokens: int = 0
+    drafted_tokens: int = 0
     preemptions: int = 0
     prefill_seconds: float = 0.0
     waited_seconds: float = 0.0

@@ -9,16 +9,26 @@ from jaxtyping import Array, Float, Int
 from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 
+WIDTH = 1 + 2 * MOST_LOGPROBS  # numbers of a row of `logprobs`
+
 
 @jax.named_scope("logprobs")
-def logprobs(logits: Float[Array, "B vocab"], tokens: Int[Array, "B"]) -> Int[Array, "B 1+2*20"]:
+def logprobs(
+    logits: Float[Array, "B vocab"],
+    tokens: Int[Array, "B"],
+    most: Int[Array, ""] | int = MOST_LOGPROBS,
+) -> Int[Array, "B 1+2*20"]:
     """The bits of each token's log-probability, then the likeliest tokens, then the bits of theirs.
 
     The likeliest are found one by one: XLA has the host wait for a sort. Of equal ones the lowest
     id is first.
+
+    Args:
+        most: of the likeliest that are looked for; -1 stands behind them.
     """
     rows, vocab = logits.shape
-    row, most = jnp.arange(rows), min(MOST_LOGPROBS, vocab)
+    row = jnp.arange(rows)
+    most = min(most, vocab) if isinstance(most, int) else jnp.minimum(most, vocab)
     whole = jax.nn.logsumexp(logits, axis=-1)
     own = logits[row, jnp.maximum(tokens, 0)] - whole
 
@@ -35,9 +45,9 @@ def logprobs(logits: Float[Array, "B vocab"], tokens: Int[Array, "B"]) -> Int[Ar
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
 
 
-def unpack_logprobs(found: np.ndarray, count: int) -> Logprobs:
+def unpack_logprobs(found: np.ndarray, count: int, rank: int | None = None) -> Logprobs:
     """What a row of `logprobs`, int32 [1 + 2 * 20] on the host, tells of `count` alternatives."""
     own, values = found[0].view("float32"), found[1 + MOST_LOGPROBS :].view("float32")
     ids = found[1 : 1 + count]
     top = zip(ids.tolist(), values[:count].tolist(), strict=True)
-    return Logprobs(float(own), tuple((token, value) for token, value in top if token >= 0))
+    return Logprobs(float(own), tuple((token, value) for token, value in top if token >= 0), rank)

@@ -16,6 +16,7 @@ class WaitingRequest:
     Attributes:
         keys: of the blocks of its prompt, once they were looked for.
         admitted: when it first had a row, of `time.perf_counter`; None if it never had one.
+        prompt_logprobs: as in `RunningRequest`.
     """
 
     request: Request
@@ -25,6 +26,7 @@ class WaitingRequest:
     cached_tokens: int = 0
     keys: list[bytes] | None = None
     admitted: float | None = None
+    prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -46,6 +48,8 @@ class RunningRequest:
         admitted: when the request first had a row, of `time.perf_counter`.
         cached_tokens: of its prompt, that it found in the cache of prefixes.
         prefix: what it enters there; None if it does not.
+        prompt_logprobs: of its prompt's first tokens, that have come back from the device.
+        scored: how many of them are there, or under way.
     """
 
     request: Request
@@ -65,6 +69,23 @@ class RunningRequest:
     read_last: int = -1
     cached_tokens: int = 0
     prefix: PendingInsert | None = None
+    prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
+    scored: int = 0
+
+    def __post_init__(self) -> None:
+        if self.request.prompt_logprobs is not None and not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)  # nothing stands before the first token
+        self.scored = len(self.prompt_logprobs)
+
+    def next_scored(self, cached: int, tokens: int) -> range:
+        """Where the tokens stand that are scored with a chunk of its prompt, which begins behind so
+        many that are cached."""
+        if self.request.prompt_logprobs is None:
+            return range(0)
+        end = min(cached + tokens + 1, len(self.request.prompt))
+        found = range(self.scored, max(self.scored, end))
+        self.scored = found.stop
+        return found
 
     @property
     def last(self) -> int:

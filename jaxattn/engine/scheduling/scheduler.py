@@ -102,7 +102,7 @@ class Scheduler:
     def refusal(self, request: Request) -> str | None:
         """Why the request can never be served, or None."""
         prompt, longest = len(request.prompt), self.limits.max_model_len
-        if prompt >= longest:
+        if prompt >= longest + (not request.max_tokens):
             return (
                 f"the prompt has {prompt:,} tokens, which leaves none of the model length "
                 f"{longest:,} to generate; a larger max_model_len raises it"
@@ -285,7 +285,12 @@ class Scheduler:
         row = max(own, key=lambda row: (row.request.priority, row.order))
         self.release(row)
         again = WaitingRequest(
-            row.request, row.order, row.tokens, row.logprobs, admitted=row.admitted
+            row.request,
+            row.order,
+            row.tokens,
+            row.logprobs,
+            admitted=row.admitted,
+            prompt_logprobs=row.prompt_logprobs,
         )
         self._queue(again)
         self.preemptions += 1
@@ -347,12 +352,13 @@ class Scheduler:
         self, queued: WaitingRequest, prompt: Sequence[int]
     ) -> tuple[PendingInsert | None, PrefixMatch]:
         """What a prompt may enter in the cache of prefixes, and what is there of it."""
-        # The history of a row with penalties has to be read.
-        if self.prefixes is None or queued.request.penalized:
+        if self.prefixes is None:
             return None, PrefixMatch()
         if queued.keys is None:
             queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)
-        hit = self.prefixes.find(queued.keys)
+        # What is told of each token of a prompt comes with reading it.
+        scores = queued.request.prompt_logprobs is not None and not queued.tokens
+        hit = PrefixMatch() if scores else self.prefixes.find(queued.keys)
         return PendingInsert(queued.keys, hit), hit
 
     def _goes_on(self, row: RunningRequest, hit: PrefixMatch) -> None:
@@ -394,6 +400,7 @@ class Scheduler:
             plain=not (late_stops or request.watched),
             late_stops=late_stops,
             admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
+            prompt_logprobs=queued.prompt_logprobs,
         )
         self.cached[index] = self.room[index] = 0
         self.left[index] = row.max_tokens - len(row.tokens)
@@ -412,4 +419,5 @@ class Scheduler:
         self.deltas.pages(row.index, first, pages)
 
     def _max_tokens(self, request: Request) -> int:
-        return min(request.max_tokens, self.limits.max_model_len - len(request.prompt))
+        """At least one is sampled, which a request for none is not told of."""
+        return max(min(request.max_tokens, self.limits.max_model_len - len(request.prompt)), 1)

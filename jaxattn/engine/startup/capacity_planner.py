@@ -1,6 +1,7 @@
 """Limits that fit a device: executables are compiled for some, planned, and the cache filled."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ class CapacityPlanner:
         implementation: of the decode kernels; None is the best for the device.
         on_compile: called with each executable's name and None before it is compiled, and with the
             seconds that it took after that.
+        on_steps: called before executables are compiled, with how many.
         workers: executables that are compiled at a time.
         collectives: bytes of each device that NCCL and XLA's collective kernels have taken.
         choices: why each limit that was chosen is what it is.
@@ -35,11 +37,14 @@ class CapacityPlanner:
     devices: tuple[jax.Device, ...]
     implementation: Implementation | None = None
     on_compile: OnCompile | None = None
+    on_steps: Callable[[int], None] | None = None
     workers: int = 1
     collectives: int = 0
     choices: tuple[str, ...] = ()
 
     def compile(self, limits: Limits) -> CompiledSteps:
+        if self.on_steps:
+            self.on_steps(len(all_steps(limits)))
         return get_or_compile_steps(
             self.model,
             limits,

@@ -17,6 +17,7 @@ from typing import Any
 from jaxattn.engine.startup.gpu_limits import DRIVER, Bounds, GpuLimits, LimitsChoice, limit_reason
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -64,10 +65,12 @@ def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
     steps: tuple[Any, ...] = all_steps(limits)
     prefills = [step for step in steps if getattr(step, "kind", "") == "prefill"]
     most = max(step.size for step in prefills)
+    read = max(step.tokens for step in prefills) * limits.groups
     whole = [
         step
         for step in steps
         if step not in prefills and getattr(step, "rows", limits.batch) == limits.batch
+        if not isinstance(step, ScoreStep) or step.tokens == read
     ]
     return (*(step for step in prefills if step.size == most), *whole)
 

@@ -78,6 +78,7 @@ def prepare(
     implementation: Implementation | None = None,
     on_compile: OnCompile | None = None,
     on_fits: Callable[[], None] | None = None,
+    on_steps: Callable[[int], None] | None = None,
     workers: int = 1,
     parallel: Parallel = ALONE,
     loaded: bool = False,
@@ -94,6 +95,8 @@ def prepare(
             seconds that it took after that.
         on_fits: called once, when the device is measured and the plan from shapes fits, before
             anything is compiled: parameters that were given as shapes may be loaded from then on.
+        on_steps: called before executables are compiled, with how many these are: once, or with
+            `utilization` several times.
         workers: executables that are compiled at a time.
         parallel: how several devices divide the model; the plan is then of each of them.
         loaded: refuse shapes, and give the parameters on in `EngineBuild.params`.
@@ -124,9 +127,11 @@ def prepare(
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     if limits.reproducible:
         model = model.with_batch_invariance()
+    own_devices = _devices(devices, parallel)
+    if own_devices[0].platform == "cpu" and implementation in (None, "xla"):
+        model = model.for_cpu()
     whole, limits = model, _laid_out(limits, parallel)
     model = divided(whole, parallel)
-    own_devices = _devices(devices, parallel)
     if not peers_reach(own_devices):
         model = divided(whole.without_peer_memory(), parallel)
     checked = CheckedParams.of(model, params, own_devices, loaded=loaded)
@@ -144,6 +149,7 @@ def prepare(
         collectives=collectives,
         implementation=implementation,
         on_compile=on_compile,
+        on_steps=on_steps,
         workers=workers,
         choices=choice.reasons,
     )

@@ -1,4 +1,9 @@
-"""The steps that run the model: prefill beside rows that decode, decode, and rounds of decoding."""
+"""The steps that run the model: prefill beside rows that decode, decode, and rounds of decoding.
+
+Prefill gives (logits, state, hidden): what the head reads of each token of prompts, [N, hidden],
+comes last, so that no donated buffer of its shape is given to it. `ScoreStep` makes
+log-probabilities of it.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -59,7 +64,7 @@ class ModelStep(EngineStep):
         return self.rows + self.tokens if self.kind == "prefill" else self.rows * self.tokens
 
     def step(self, model: Model, limits: Limits) -> Callable:
-        """(params, state, batch) -> (logits, state)."""
+        """(params, state, batch) -> (logits, state), of prefill (logits, state, hidden)."""
         if self.kind == "prefill":
             layout = PromptLayout.of(limits, self.tokens)
             return partial(_prefill, model, layout, self.rows > 0)
@@ -109,7 +114,7 @@ class ModelStep(EngineStep):
         batch = given
         if self.reads_rows:  # prompts come from the host with each call, places stay there
             batch = RowIndices(rows, given if self.kind == "prefill" else on_device(given))
-        told, state = executable(weights, state, batch)
+        told, state, *_ = executable(weights, state, batch)
         return state, rows, told
 
 

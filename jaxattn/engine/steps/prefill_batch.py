@@ -85,6 +85,19 @@ class PromptLayout:
         )
 
     @property
+    def tokens(self) -> int:
+        """Of all data groups, padding included."""
+        return self.groups * self.lines * self.line
+
+    def first_token(self, group: int, before: Sequence[PromptChunk]) -> int:
+        """Where the tokens of a data group's next chunk begin among those of all."""
+        lines = group * self.lines + sum(self._lines_of(chunk) for chunk in before)
+        return lines * self.line
+
+    def _lines_of(self, chunk: PromptChunk) -> int:
+        return -(-len(chunk.tokens) // self.line)
+
+    @property
     def _parts(self) -> list[tuple[int, ...]]:
         return [
             (self.rows, HEAD + self.width),
@@ -120,7 +133,7 @@ class PromptLayout:
                 new = len(chunk.tokens)
                 heads[row, :HEAD] = new, chunk.length, chunk.slot, chunk.place
                 heads[row, HEAD:] = chunk.pages
-                behind = line + -(-new // self.line)
+                behind = line + self._lines_of(chunk)
                 owners[line:behind] = row
                 tokens[line:behind].reshape(-1)[:new] = list(chunk.tokens)
                 line = behind

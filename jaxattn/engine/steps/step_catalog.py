@@ -3,6 +3,7 @@
     prefill of N tokens        pieces of prompts: first ones, later ones (the cached prefix is
                                walked up to the whole block table), last ones
     prefill of N tokens beside B rows   the same, while all rows that decode get a token
+    score of N tokens          log-probabilities of prompts, behind their prefill (score_step.py)
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
     mask of B rows             what grammars do not allow, out of the logits (grammar_bitmask.py)
@@ -33,6 +34,7 @@ from jaxattn.engine.steps.batch_steps import (
 )
 from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import ModelStep, rounds
+from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.memory.limits import Limits
 
 
@@ -54,12 +56,13 @@ def entry_points(limits: Limits) -> tuple[ModelStep, ...]:
 
 def all_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """Every step that an engine of these limits can run."""
-    entries = entry_points(limits)
-    histories = (HistoryAppendStep(tokens) for tokens in limits.prefill_sizes)
+    entries, sizes = entry_points(limits), limits.prefill_sizes
+    scores = (ScoreStep.of(limits, tokens) for tokens in sizes)
+    histories = (HistoryAppendStep(tokens) for tokens in sizes)
     samples = (
         SampleStep(rows, level) for rows in limits.batches for level in sampled_levels(limits)
     )
     decodes = (step for rows in limits.batches for step in rounds(limits, rows))
     grammars = (BitmaskStep(rows) for rows in limits.batches)
     copies = (StateCopyStep(),) if limits.prefix_cache and limits.checkpoints else ()
-    return *entries, *decodes, *samples, *grammars, *histories, BatchUpdateStep(), *copies
+    return *entries, *decodes, *samples, *grammars, *scores, *histories, BatchUpdateStep(), *copies

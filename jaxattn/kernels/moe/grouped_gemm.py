@@ -12,6 +12,8 @@ into a ring of `stages` steps of K, the next item's too. One or two warpgroups m
 own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
 cut, so a token's result does not depend on the other tokens.
 
+Products of 16-bit weights may have a bias, and the activation may be another than SwiGLU (gpt-oss).
+
 FP8 weights are widened on their way through registers (hopper/fp8_operands.py). Each step's
 product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in float32.
 Where few multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through
@@ -35,6 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
@@ -80,9 +83,11 @@ def grouped_product(
     tokens: jax.Array,
     weights: jax.Array,
     scales: jax.Array | None,
+    biases: jax.Array | None,
     work: TokenAlignment,
     target: Any,
     *,
+    activation: ClampedSwiGLU | None = None,
     layer: jax.Array,
     affine: tuple[int, int],
     source: PanelMatrix,
@@ -100,6 +105,8 @@ def grouped_product(
         tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
         weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn.
         scales: of the latter, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
+        biases: [L, E, rows], of 16-bit weights.
+        activation: of gate_up; None is silu(gate) * up.
         target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
         results: where they go in `target`.
@@ -121,6 +128,7 @@ def grouped_product(
         blocks=blocks,
         affine=affine,
         gated=gated,
+        activation=activation,
         source=source,
         results=results,
         interpret=interpret,
@@ -140,6 +148,7 @@ def grouped_product(
             "total": work.total,
             "layer": layer,
             "scales": scales,
+            "biases": biases,
             "target": target,
         },
         scratch={
@@ -184,6 +193,7 @@ class GroupedGemmConfig:
     blocks: int
     affine: tuple[int, int]
     gated: bool
+    activation: ClampedSwiGLU | None
     source: PanelMatrix
     results: PanelMatrix
     interpret: bool
@@ -209,6 +219,7 @@ class GroupedGemmRefs:
     total: Any
     layer: Any
     scales: Any  # of FP8 weights, else None
+    biases: Any  # or None
     target: Any
     weights_smem: Any  # [stage, part, warpgroup, 64, depth]
     tokens_smem: Any  # [stage, N, depth]
@@ -302,10 +313,27 @@ class GroupedGemmCta:
 
     def _multiply_item(self, sums: Any, now: GroupedGemmTile, done: jax.Array) -> None:
         every = sums(now, done)
+        if self.refs.biases is not None:
+            every = [total + self._bias(now, part) for part, total in enumerate(every)]
         if self.cut.gated:
             gate, up = every
-            every = [gate / (1.0 + jnp.exp(-gate)) * up]
+            if self.cut.activation is None:
+                every = [gate / (1.0 + jnp.exp(-gate)) * up]
+            else:
+                every = [self.cut.activation(gate, up)]
         self._store(now, every)
+
+    def _bias(self, now: GroupedGemmTile, part: int) -> jax.Array:
+        """A number for each row of the weights of a part, for every token."""
+        cut, of_expert = self.cut, self.refs.biases.at[self.layer, now.expert]
+        some = pl.ds(pl.multiple_of(self.row(now, part), ROWS), ROWS)
+        bias = plgpu.load(of_expert.at[some], layout=PRODUCT.reduce(1), optimized=False)
+        wide = lax.broadcast_in_dim(bias.astype(jnp.float32), (ROWS, cut.columns), (0,))
+        return plgpu.layout_cast(wide, PRODUCT)
+
+    def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
+        """The first of the weights' rows that this warpgroup has of a part."""
+        return now.place * self.cut.piece + part * self.cut.apart + self.wg * ROWS
 
     def _multiply_split(self) -> None:
         """The warpgroup of gate, or that of up."""
@@ -340,7 +368,7 @@ class GroupedGemmCta:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store_transposed(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
-            self._write(now, now.place * cut.piece + part * cut.apart + self.wg * ROWS)
+            self._write(now, self.row(now, part))
 
     def arrived(self, step: jax.Array) -> tuple[jax.Array, Any]:
         """The slot of a step, once it is loaded, and its tokens as columns."""

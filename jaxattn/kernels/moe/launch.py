@@ -5,9 +5,10 @@
     grouped_gemm.py    gate and up, then down, each expert's tokens times its weights
     combine.py         the sum of each token's experts
 
-Limits: F a multiple of 128, I of 64, of FP8 weights I of 128; bfloat16, float16, or weights in
-float8_e4m3fn with scales of 128 x 128. Reference: `jaxattn.ops.moe.experts.mixture_of_experts`
-(implementation="xla"); tests: tests/kernels/moe/test_kernel.py.
+Limits: F and I multiples of 64, of FP8 weights of 128; bfloat16, float16, or weights in
+float8_e4m3fn with scales of 128 x 128. FP8 weights have neither biases nor another activation.
+Reference: `jaxattn.ops.moe.experts.mixture_of_experts` (implementation="xla"); tests:
+tests/kernels/moe/test_kernel.py.
 """
 
 import math
@@ -18,11 +19,16 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.kernels.moe.grouped_gemm import PanelMatrix, grouped_product
 from jaxattn.kernels.moe.routing.router import RoutedToken
-from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch, supports_pairs
+from jaxattn.kernels.moe.routing.small_batch_alignment import (
+    align_small_batch,
+    copies,
+    supports_pairs,
+)
 from jaxattn.kernels.moe.routing.token_alignment import align_tokens
 from jaxattn.kernels.moe.routing.token_sort import align_and_sort_tokens, supports_sort
 from jaxattn.kernels.moe.tile_config import (
@@ -74,7 +80,12 @@ def scratch(
     config = config or choose(**sizes, quantized=fp8)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
-    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(hidden), jnp.float32))
+    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), jnp.float32))
+
+
+def _wide(features: int) -> int:
+    """Columns of the outputs y: a panel has 128 at least."""
+    return -(-features // BLOCK) * BLOCK
 
 
 def refuse(x: jax.Array, gate_up: jax.Array, *, interpret: bool) -> None:
@@ -83,10 +94,10 @@ def refuse(x: jax.Array, gate_up: jax.Array, *, interpret: bool) -> None:
     features, width = gate_up.shape[-1], gate_up.shape[-2] // 2
     quantized = gate_up.dtype == FP8
     least = BLOCK if quantized else ROWS
-    if features % BLOCK or width % least:
+    if features % least or width % least:
         raise Refusal(
-            f"{OP}: the kernels have F a multiple of {BLOCK} and I of {least}, and got F = "
-            f"{features}, I = {width}"
+            f"{OP}: the kernels have F and I multiples of {least}, and got F = {features}, I = "
+            f"{width}"
         )
     operands = x.dtype.name if quantized else gate_up.dtype.name
     if operands not in HALVES:
@@ -107,6 +118,9 @@ def mixture_of_experts_mosaic(
     *,
     gate_up_scale: jax.Array | None = None,
     down_scale: jax.Array | None = None,
+    gate_up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    activation: ClampedSwiGLU | None = None,
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     arena: Arena | None = None,
@@ -121,9 +135,14 @@ def mixture_of_experts_mosaic(
     `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is an `ExpertOutputs`.
     """
     refuse(x, gate_up, interpret=interpret)
+    if gate_up_scale is not None and (gate_up_bias is not None or activation is not None):
+        raise Refusal(f"{OP}: the kernels have no biases or other activations beside FP8 weights")
     # Without an arena the op has a gradient of its own, and this is never differentiated.
-    x, weights, gate_up, down, gate_up_scale, down_scale = without_gradient(
-        OP, (x, weights, gate_up, down, gate_up_scale, down_scale)
+    x, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = (
+        without_gradient(
+            OP,
+            (x, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias),
+        )
     )
     (tokens, features), top_k = x.shape, ids.shape[1]
     experts, width = gate_up.shape[1], gate_up.shape[2] // 2
@@ -142,6 +161,8 @@ def mixture_of_experts_mosaic(
     if listed is not None and columns == GROUP:
         work, x, left = listed
     elif supports_pairs(tokens, top_k) and columns == GROUP:
+        if not copies(features):
+            x = jnp.pad(x, ((0, GROUP - tokens), (0, 0)))
         work, x = align_small_batch(ids, x, experts, **modes)
     elif supports_sort(tokens, top_k, features):
         work, x = align_and_sort_tokens(ids, x, experts, columns, **modes)
@@ -153,7 +174,7 @@ def mixture_of_experts_mosaic(
             x = x[work.tokens]
 
     places, lanes = {}, {}
-    for name, size in (("h", width), ("y", features)):
+    for name, size in (("h", width), ("y", _wide(features))):
         if arena is None:
             region = spec.region(name)
             lane, first = jnp.empty((math.prod(region.shape[:2]), panel(size)), region.dtype), 0
@@ -169,21 +190,24 @@ def mixture_of_experts_mosaic(
         gate_up_scale = gate_up_scale.reshape(*gate_up_scale.shape[:2], -1, features // BLOCK)
     h_ref, y_ref = jax.new_ref(lanes["h"]), jax.new_ref(lanes["y"])
     grouped_product(
-        x, gate_up, gate_up_scale, work if left is None else work._replace(total=left), h_ref,
+        x, gate_up, gate_up_scale, gate_up_bias,
+        work if left is None else work._replace(total=left), h_ref, activation=activation,
         source=PanelMatrix(0, x.shape[0], features), results=places["h"], product=config.gate_up,
         gated=True, name="moe_gate_up", **common,
     )  # fmt: skip
     h = jax.freeze(h_ref)
     grouped_product(
-        h, down, down_scale, work, y_ref,
+        h, down, down_scale, down_bias, work, y_ref,
         source=places["h"], results=places["y"], product=config.down,
         gated=False, name="moe_down", **common,
     )  # fmt: skip
     y = jax.freeze(y_ref)
     results = ExpertOutputs(
-        y, work.positions, weights, places["y"], features, config.combine, modes
+        y, work.positions, weights, places["y"], _wide(features), config.combine, modes
     )
-    out = results if apart else results.total
+    # Columns behind F were never written.
+    exact = features == _wide(features)
+    out = results if apart and exact else results.total[:, :features]
     if arena is None:
         return out
     return out, arena.with_lane(spec, "h", h).with_lane(spec, "y", y)

@@ -306,7 +306,13 @@ class FeedForward(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One layer: norm, mixer, norm, feed-forward on a float32 residual stream."""
+    """One layer: norm, mixer, norm, feed-forward on a float32 residual stream.
+
+    Attributes:
+        norms_after: the norms are of what mixer and feed-forward give, and not of what they read
+            (OLMo 2).
+    """
 
     mixer: Mixer
     feed_forward: FeedForward
+    norms_after: bool = False

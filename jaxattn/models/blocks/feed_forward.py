@@ -11,6 +11,7 @@ from jaxtyping import Array
 from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.cta import STEP
 from jaxattn.models.blocks.block import FeedForward, Matrix, Stream
@@ -67,6 +68,8 @@ class MoE(FeedForward):
 
     Attributes:
         shared_gate: what is shared is times a sigmoid of the token.
+        biases: the router's logits and both products of each expert have biases.
+        activation: of the experts; None is silu(gate) * up.
         weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
         parallel: the layout of the GPUs of which one has these columns, and a part of the experts.
     """
@@ -75,6 +78,8 @@ class MoE(FeedForward):
     router: Router
     shared_size: int = 0
     shared_gate: bool = False
+    biases: bool = False
+    activation: ClampedSwiGLU | None = None
     weight_format: WeightFormat | None = None
     parallel: Parallel = ALONE
 
@@ -87,7 +92,8 @@ class MoE(FeedForward):
 
     @property
     def stacked(self) -> tuple[str, ...]:
-        return stacked_names(self.weight_format, self.shared_gate, self.router.scores == "sigmoid")
+        sigmoid = self.router.scores == "sigmoid"
+        return stacked_names(self.weight_format, self.shared_gate, sigmoid, self.biases)
 
     @property
     def summed_over(self) -> Dimension:
@@ -114,6 +120,9 @@ class MoE(FeedForward):
             self.router,
             shared_size=self.shared_size,
             shared_gate=self.shared_gate,
+            biases=self.biases,
+            activation=self.activation,
+            bias_parts=self.parallel.size("columns"),
             weight_format=self.weight_format,
             own_experts=self.own_experts,
             fp8=[name.removeprefix(SHARED) for name in self.fp8],

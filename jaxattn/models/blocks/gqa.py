@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from jaxattn import gqa
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.cache.formats import TURBOQUANT, KVFormat
+from jaxattn.core.cache.formats import FP8_BITS, TURBOQUANT, KVFormat
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer, addressing, attended, spread_of
@@ -29,14 +29,19 @@ class GQA(PagedMixer):
     """Grouped-query attention over pages of keys and values, in Qwen3's names.
 
     Attributes:
-        rope: rotates the first `rope.dim` dims of a head.
+        rope: rotates the first `rope.dim` dims of a head. Layers without rotation (theta None) have
+            a cache of their own, as those of another window have.
         qk_norm: RMS norms of each head's query and key.
+        heads_norm: RMS norms of all heads of a query or key together.
         gated: the output is multiplied by sigmoid(gate).
         biases: queries, keys and values have biases.
+        out_bias: the output has a bias.
+        query_scaling: of queries behind the trained context.
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax.
         cache_format: of `KVFormat`; None is the compute dtype.
         apart: the layers keep the compute dtype beside others of another format.
+        fp8_bits: an FP8 cache is an array of the numbers' bits, as a CPU wants it.
     """
 
     num_heads: int
@@ -44,16 +49,22 @@ class GQA(PagedMixer):
     head_dim: int
     rope: RopeConfig
     qk_norm: bool = False
+    heads_norm: bool = False
     gated: bool = False
     biases: bool = False
+    out_bias: bool = False
+    query_scaling: QueryScaling | None = None
     window: int | None = None
     sinks: bool = False
     cache_format: str | None = None
     apart: bool = False
+    fp8_bits: bool = False
 
     norms = True
     cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
-    read_apart = ("sinks", "kv_scale", "q_bias", "k_bias", "v_bias")
+    read_apart = (
+        "sinks", "kv_scale", "q_bias", "k_bias", "v_bias", "o_bias", "q_heads_norm", "k_heads_norm",
+    )  # fmt: skip
 
     def in_format(self, name: str) -> "GQA":
         if name in TURBOQUANT:
@@ -66,13 +77,16 @@ class GQA(PagedMixer):
     @property
     def cache_name(self) -> str:
         of_window = "" if self.window is None else f" of the last {self.window}"
-        return f"keys and values{of_window}{' set apart' if self.apart else ''}"
+        unrotated = " without rotation" if self.rope.theta is None else ""
+        return f"keys and values{of_window}{unrotated}{' set apart' if self.apart else ''}"
 
     @property
     def array(self) -> str:
-        """The name of the cache's array: layers of another window or format have another."""
+        """The name of the cache's array: layers of another window or format, or without rotation,
+        have another."""
         of_window = "" if self.window is None else f"_{self.window}"
-        return f"kv_cache{of_window}{'_apart' if self.apart else ''}"
+        unrotated = "_unrotated" if self.rope.theta is None else ""
+        return f"kv_cache{of_window}{unrotated}{'_apart' if self.apart else ''}"
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -112,14 +126,18 @@ class GQA(PagedMixer):
             self.head_dim,
             rope=self.rope,
             qk_norm=self.qk_norm,
+            heads_norm=self.heads_norm,
             gated=self.gated,
             biases=self.biases,
+            out_bias=self.out_bias,
+            query_scaling=self.query_scaling,
             window=self.window,
             sinks=self.sinks,
             scaled_cache=self.cache_format == "fp8",
             fp8=self.fp8,
             eps=stream.eps,
             norm_dtype=stream.norm_dtype,
+            parallel=self.parallel,
             **stream.dtypes,
             rngs=rngs,
         )
@@ -133,12 +151,13 @@ class GQA(PagedMixer):
                 form=self.coded,
                 array=self.array,
             )
+        stored = self.format(stream).dtype
         return KeyValuePages(
             name=self.cache_name,
             layers=layers,
             heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            dtype=self.format(stream).dtype,
+            dtype=FP8_BITS if self.fp8_bits and self.cache_format == "fp8" else stored,
             array=self.array,
         )
 

@@ -152,8 +152,11 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
     """What the loader makes of the checkpoint's weights, in words."""
     if quantization is None:
         return "as the loader keeps them"
-    if quantization == "int4":
-        return "INT4 experts dequantized to bfloat16 on loading"
+    if quantization in ("int4", "mxfp4"):
+        return f"{quantization.upper()} experts dequantized to bfloat16 on loading"
+    if quantization != "fp8":
+        scales = quantization.removeprefix("fp8 by ")
+        return f"FP8 matrices with a scale for each {scales} dequantized to bfloat16 on loading"
     kinds = [block.feed_forward for block in model.spec.blocks]
     shared = any(isinstance(each, MoE) and each.always for each in kinds)
     fp8 = any(each.fp8 for block in model.spec.blocks for each in (block.mixer, block.feed_forward))

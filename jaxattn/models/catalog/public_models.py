@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
-from jaxattn.models.catalog.model_sizes import ModelSizes
-from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
+from jaxattn.models.loading.loader import HuggingFaceFolder, ModelFolder, read_folder
 from jaxattn.models.registry import WeightsFormat, family_of, read_decoder
 
 DATA = Path(__file__).parent / "known"
@@ -43,8 +42,8 @@ def shipped_config(name: str) -> dict[str, Any]:
     )
 
 
-def load(name: str, dense: WeightsFormat | None = None) -> ModelSizes:
-    """A shipped model by its name, or a folder's config.json.
+def load(name: str, dense: WeightsFormat | None = None) -> DecoderSizes:
+    """A shipped model by its name, or a folder's, as the loader reads it.
 
     Args:
         dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
@@ -62,15 +61,24 @@ def load(name: str, dense: WeightsFormat | None = None) -> ModelSizes:
     if not (folder / CONFIG).is_file():
         raise CatalogError(f"{folder} is a folder without a {CONFIG}")
     try:
-        config = read_json(folder / CONFIG)
-    except CheckpointError as error:
+        return of_folder(folder.name, read_folder(folder, dense=dense))
+    except ValueError as error:
         raise CatalogError(str(error)) from error
-    return from_config(folder.name, config, str(folder / CONFIG), dense)
+
+
+def of_folder(name: str, folder: ModelFolder) -> DecoderSizes:
+    """The model of a folder whose config.json was read; its weights say what config.json does not
+    (a head of its own, FP8 matrices that are floats), where they are there."""
+    if not isinstance(folder, HuggingFaceFolder):
+        return DecoderSizes.of(name, folder.model)
+    published = folder.published
+    unread = _words(published.skipped)
+    return DecoderSizes.of(name, published.model, published.quantization, unread=unread)
 
 
 def from_config(
     name: str, config: dict[str, Any], where: str, dense: WeightsFormat | None = None
-) -> ModelSizes:
+) -> DecoderSizes:
     """The model of a config.json.
 
     Args:

@@ -29,7 +29,13 @@ from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, TensorEntry, open_tensors, read_json
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
-from jaxattn.models.families.components.quantization import Quantization, stored_as
+from jaxattn.models.families.components.quantization import (
+    INPUT_SCALES,
+    Quantization,
+    stored_as,
+)
+from jaxattn.models.loading.gguf import gguf_checkpoint
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 from jaxattn.models.loading.kv_scales import is_scale, read_scales
 from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
 from jaxattn.models.loading.tied_head import check_tied, with_stored_head
@@ -140,6 +146,19 @@ def open_weights(
     return weights, read_scales(tensors, published.model.spec)
 
 
+def open_gguf(
+    header: GgufHeader, published: PublishedModel
+) -> tuple[list[PublishedWeight], dict[Key, np.ndarray]]:
+    """As `open_weights`, of a GGUF file, which has no scales of a cache.
+
+    Raises:
+        CheckpointError: the tensors are not those of the model.
+    """
+    tensors, placed = gguf_checkpoint.open_tensors(header, published)
+    weights = find(header.path, tensors, placed)
+    return weights, read_scales({}, published.model.spec)
+
+
 def place(
     model: DecoderModel,
     weights: Sequence[PublishedWeight],
@@ -177,6 +196,7 @@ def find(
         CheckpointError: the tensors are not those of the model; every difference is named.
     """
     dtypes = {name: tensor.dtype for name, tensor in found.items()}
+    entries = dict(found)
     weights, expected, missing, others = [], set[str](), dict[str, None](), dict[str, None]()
     for each in placed:
         stored = each.stored or stored_as(each.name, dtypes, quantization)
@@ -185,12 +205,13 @@ def find(
         except ValueError as error:
             raise CheckpointError(f"{folder}: {error}") from error
         expected.update(part.name for part in parts)
-        missing |= dict.fromkeys(repr(part.name) for part in parts if part.name not in found)
-        there = [part for part in parts if part.name in found]
+        entries |= _scalars(entries, parts)
+        missing |= dict.fromkeys(repr(part.name) for part in parts if part.name not in entries)
+        there = [part for part in parts if part.name in entries]
         others |= dict.fromkeys(
-            wrong for part in there for wrong in _differences(part, found[part.name], each.shape)
+            wrong for part in there for wrong in _differences(part, entries[part.name], each.shape)
         )
-        sources = tuple(SourceTensor(found[part.name], part.rows) for part in there if part.rows)
+        sources = tuple(SourceTensor(entries[part.name], part.rows) for part in there if part.rows)
         weights.append(PublishedWeight(each, stored, sources))
     unknown = [repr(n) for n in found if n not in expected and not _is_skipped(n, skipped)]
     wrong = [
@@ -210,6 +231,14 @@ def find(
     return weights
 
 
+def _scalars(
+    found: Mapping[str, TensorEntry], parts: Sequence[EncodedTensor]
+) -> dict[str, TensorEntry]:
+    """Those of the parts with one number that have no axis, as if they had one."""
+    ones = [part.name for part in parts if part.shape == (1,) and part.name in found]
+    return {n: found[n]._replace(shape=(1,)) for n in ones if found[n].shape == ()}
+
+
 def _differences(part: EncodedTensor, tensor: TensorEntry, shape: tuple[int, ...]) -> Iterator[str]:
     """In words, how a tensor differs from the part that it should be."""
     if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
@@ -223,5 +252,7 @@ def _differences(part: EncodedTensor, tensor: TensorEntry, shape: tuple[int, ...
 
 
 def _is_skipped(name: str, skipped: tuple[str, ...]) -> bool:
-    # Old files hold the frequencies of RoPE, which the configuration says too.
-    return name.startswith(skipped) or name.endswith("rotary_emb.inv_freq") or is_scale(name)
+    # Old files hold the frequencies of RoPE, which the configuration says too. Activations are not
+    # quantized.
+    unused = name.endswith(("rotary_emb.inv_freq", *INPUT_SCALES))
+    return name.startswith(skipped) or unused or is_scale(name)

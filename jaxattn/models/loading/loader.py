@@ -13,11 +13,12 @@ import abc
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, read_json
@@ -25,11 +26,15 @@ from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid, from_stored
 from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.loading.gguf import gguf_checkpoint
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader, is_gguf, read_gguf
+from jaxattn.models.loading.read_plan import PublishedWeight
 from jaxattn.models.loading.sharded_weight_loader import load_sharded_weights
 from jaxattn.models.loading.weight_loader import OnProgress
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import PublishedModel, WeightsFormat
 from jaxattn.models.sharding.decoder import ShardedDecoder, divided
+from jaxattn.models.weight_map.tensor_mapping import Key
 from jaxattn.parallel import ALONE, DeviceGroup, Parallel
 
 
@@ -105,7 +110,11 @@ class HuggingFaceFolder(ModelFolder):
         return dataclasses.replace(found, published=published)
 
     def open(self) -> CheckpointWeights:
-        weights, scales = huggingface_checkpoint.open_weights(self.path, self.published)
+        return self._opened(*huggingface_checkpoint.open_weights(self.path, self.published))
+
+    def _opened(
+        self, weights: list[PublishedWeight], scales: dict[Key, np.ndarray]
+    ) -> CheckpointWeights:
         put = functools.partial(huggingface_checkpoint.place, self.model, weights, scales)
         nbytes = sum(weight.nbytes for weight in weights)
         return CheckpointWeights(
@@ -136,6 +145,16 @@ class NativeFolder(ModelFolder):
         return CheckpointWeights(nbytes=nbytes, put=put)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufFile(HuggingFaceFolder):
+    """A GGUF file, which has configuration, weights and tokenizer in one."""
+
+    header: GgufHeader
+
+    def open(self) -> CheckpointWeights:
+        return self._opened(*huggingface_checkpoint.open_gguf(self.header, self.published))
+
+
 def read_folder(
     path: str | os.PathLike,
     *,
@@ -143,11 +162,12 @@ def read_folder(
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
 ) -> ModelFolder:
-    """The model that a folder's config.json says; its format is recognised by `model_type`.
+    """The model that a folder's config.json says, or the metadata of a GGUF file; the format of a
+    folder is recognised by `model_type`.
 
     Args:
-        dtype: of a folder from the hub: "bfloat16" or "float32"; None is bfloat16. The package's
-            own format says its dtype itself.
+        dtype: of a folder from the hub or a GGUF file: "bfloat16" or "float32"; None is bfloat16.
+            The package's own format says its dtype itself.
         experts: of a folder from the hub: "fp8" or "bfloat16", what routed experts are kept in;
             None: FP8 where they are stored so.
         dense: likewise, of the matrices beside them; None is `registry.DENSE`.
@@ -157,6 +177,8 @@ def read_folder(
         ValueError: a dtype or format of weights for the package's own format.
     """
     folder = Path(path)
+    if is_gguf(folder):
+        return _read_gguf(folder, dtype, {"experts": experts, "dense": dense})
     if "model_type" in read_json(folder / CONFIG):
         published = huggingface_checkpoint.read_config(folder, dtype, experts, dense)
         return HuggingFaceFolder(path=folder, model=published.model, published=published)
@@ -165,6 +187,16 @@ def read_folder(
             raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
     config = native_format.read_config(folder)
     return NativeFolder(path=folder, model=Hybrid(config), config=config)
+
+
+def _read_gguf(path: Path, dtype: str | None, formats: Mapping[str, str | None]) -> GgufFile:
+    """The model of a GGUF file."""
+    for name, value in formats.items():
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is for folders from the hub, and {path} is a file")
+    header = read_gguf(path)
+    published = gguf_checkpoint.read_config(header, dtype)
+    return GgufFile(path=path, model=published.model, published=published, header=header)
 
 
 def load(
@@ -182,7 +214,7 @@ def load(
     Args:
         folder: in the layout of the Hugging Face hub
             (`jaxattn.models.loading.huggingface_checkpoint`), or in the package's own format
-            (`jaxattn.models.checkpoint`).
+            (`jaxattn.models.checkpoint`); or a GGUF file (`jaxattn.models.loading.gguf`).
         dtype, experts, dense: see `read_folder`.
         cache_format, native_layers: those of the `Limits` that the model will be served with; an
             FP8 cache reads its scales from the folder, or takes 1.

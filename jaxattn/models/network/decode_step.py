@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.rms_norm import norms_features
 from jaxattn.models.blocks import Block
@@ -20,6 +21,7 @@ from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.models.network.decoder_layers import DecoderLayer
 from jaxattn.models.network.layer_scan import (
+    add_alone,
     add_norm_in_stack,
     add_then_norm,
     defer_norm,
@@ -29,6 +31,7 @@ from jaxattn.models.network.layer_scan import (
 )
 from jaxattn.models.network.layer_segments import LayerSegment
 from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
+from jaxattn.nn import RMSNorm
 from jaxattn.ops.collectives.all_reduce_norm import (
     all_reduce_norm_layer,
     norm_gather_layer,
@@ -108,6 +111,7 @@ class DecodeStep:
             self.implementation,
         )
         y = y if self.fused else self.collectives.total(y)
+        y = self.given(layer.norm, y, place, 0)
         x, normed, state = add_mlp_norm(summed(x, normed), y, state)
         y, after = self.collectives.feed_forward(
             block,
@@ -119,9 +123,21 @@ class DecodeStep:
             arena,
             self.implementation,
             fused=self.fused,
-            apart=unrolled,
+            apart=unrolled and not block.norms_after,
         )
+        y = self.given(layer.mlp_norm, y, place, 1)
         return summed(x, normed), y, kept(state, name, arrays, after)
+
+    def given(self, norm: RMSNorm, y: Array, place: LayerPosition, number: int) -> Array:
+        """What a layer adds to the stream of an output y; `number` of its norms is y's, if any."""
+        if not place.block.norms_after:
+            return y
+        if self.norms is None:
+            return norm(y)
+        first = 2 * (place.segment.first + place.number) + number
+        step = 2 * len(place.segment.pattern)
+        weight = self.norms[StackedLayer(place.following, step, first - step).index]
+        return rms_norm(y, weight, norm.eps).astype(y.dtype)
 
     def norms_of(self, layer: DecoderLayer, place: LayerPosition) -> tuple[Callable, Callable]:
         """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
@@ -129,6 +145,9 @@ class DecodeStep:
         They are from the stack of all layers' norms if there is one. Of one token the product
         after a norm may make it.
         """
+        if place.block.norms_after:
+            add = partial(add_alone, dtype=jnp.dtype(self.collectives.spec.stream.dtype))
+            return add, add
         if self.norms is None:
             return add_then_norm(layer.norm), add_then_norm(layer.mlp_norm)
         spec, block, implementation = self.collectives.spec, place.block, self.implementation

@@ -11,14 +11,23 @@ class DecoderLayer(nnx.Module):
     """A block with its parameters."""
 
     def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
+        self.norms_after, self.dtype = block.norms_after, stream.dtype
         self.norm = norm_of(stream)
         self.mixer = block.mixer.build(stream, rngs)
         self.mlp_norm = norm_of(stream)
         self.mlp = block.feed_forward.build(stream, rngs)
 
     def __call__(self, x: Array) -> Array:
-        x = x + self.mixer(self.norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.given(self.norm, self.mixer(self.read(self.norm, x)))
+        return x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
+
+    def read(self, norm: RMSNorm, x: Array) -> Array:
+        """What a mixer or feed-forward reads of the stream."""
+        return x.astype(self.dtype) if self.norms_after else norm(x)
+
+    def given(self, norm: RMSNorm, y: Array) -> Array:
+        """What a mixer or feed-forward with the output y adds to the stream."""
+        return norm(y) if self.norms_after else y
 
 
 class LayerGroup(nnx.Module):

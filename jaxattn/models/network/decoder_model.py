@@ -13,6 +13,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks.cache_format import reformatted
+from jaxattn.models.blocks.gqa import GQA
 from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.caches.layer_cache import DecodeState, LayerCache
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
@@ -104,6 +105,18 @@ class DecoderModel(Model):
             return self
         return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
 
+    def for_cpu(self) -> "DecoderModel":
+        """See `Model.for_cpu`."""
+        blocks = tuple(
+            dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, fp8_bits=True))
+            if isinstance(block.mixer, GQA) and block.mixer.cache_format == "fp8"
+            else block
+            for block in self.spec.blocks
+        )
+        if blocks == self.spec.blocks:
+            return self
+        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
+
     def with_tokens(self, tokens: int) -> "DecoderModel":
         """The same model of so many tokens: the rows of its embedding behind them are padding.
 
@@ -158,17 +171,16 @@ class DecoderModel(Model):
         )
         return *params.copies, jax.ShapeDtypeStruct((held - own,), jnp.float32)
 
-    def prefill(
+    def prefill_hidden(
         self,
         params: nnx.State | PackedParams,
         state: DecodeState,
         batch: PrefillBatch,
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        every = jnp.arange(len(batch.query_lens))
-        logits, state = self.mixed(params, state, batch, None, every, implementation=implementation)
-        return jnp.where((batch.query_lens > 0)[:, None], logits, 0), state
+    ) -> tuple[Float[Array, "L T hidden"], DecodeState]:
+        hidden, state = self._mixed_hidden(params, state, batch, None, implementation)
+        return hidden.reshape(*batch.tokens.shape, -1), state
 
     def mixed(
         self,
@@ -179,16 +191,40 @@ class DecoderModel(Model):
         sources: Int[Array, "b"],
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "b vocab"], DecodeState]:
+    ) -> tuple[Float[Array, "b vocab"], DecodeState, Float[Array, "N hidden"]]:
+        hidden, state = self._mixed_hidden(params, state, prompts, rows, implementation)
+        at, count = prompts.layout.last[jnp.maximum(sources, 0)], prompts.tokens.size
+        if rows is not None:
+            at = jnp.where(sources >= 0, at, count + jnp.arange(len(sources)))
+        return self.head(params, hidden[at]), state, hidden[:count]
+
+    def _mixed_hidden(
+        self,
+        params: Any,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        implementation: Implementation | None,
+    ) -> tuple[Float[Array, "N hidden"], DecodeState]:
+        """What the head reads of each token of the prompts' lines, and of the rows behind them."""
         stacks: dict[str, Any] = {}
         if isinstance(params, PackedParams):
             stacks = {"vectors": params.vectors, "weights": params.weights}
             params = params.params
         decoder = self.bind(params)
-        logits, state = decoder.mixed(
-            state, prompts, rows, sources, **stacks, implementation=implementation
-        )
-        return self._of_tokens(logits), state
+        hidden, state = decoder.mixed(state, prompts, rows, **stacks, implementation=implementation)
+        return hidden[0], state
+
+    @property
+    def hidden_shape(self) -> jax.ShapeDtypeStruct:
+        stream = self.spec.stream
+        return jax.ShapeDtypeStruct((stream.hidden_size,), jnp.dtype(stream.dtype))
+
+    def head(
+        self, params: nnx.State | PackedParams, hidden: Float[Array, "N hidden"]
+    ) -> Float[Array, "N vocab"]:
+        own = params.params if isinstance(params, PackedParams) else params
+        return self._of_tokens(self.bind(own).head(hidden))
 
     def decode(
         self,

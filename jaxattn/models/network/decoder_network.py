@@ -92,26 +92,24 @@ class DecoderNetwork(nnx.Module):
                 return nnx.merge(graphdef, params)(x), None
 
             x, _ = lax.scan(body, x, params)
-        return self._head(x)
+        return self.head(self.norm(x))
 
     def mixed(
         self,
         state: DecodeState,
         prompts: PrefillBatch,
         rows: DecodeBatch | None,
-        sources: Int[Array, "b"],
         *,
         vectors: tuple[Array, ...] | None = None,
         weights: dict[str, Array] | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "b vocab"], DecodeState]:
-        """Float32 logits of each line after its row's last token, and the state.
+    ) -> tuple[Float[Array, "1 N hidden"], DecodeState]:
+        """What `head` reads of each token (that of 0 at padding), and the state.
 
         What is computed for each token alone has one flat list: the prompts' lines, and a token of
         each of `rows`. The mixers tell them apart.
 
         Args:
-            sources: which row of `prompts` each line is; -1 is the row of `rows` of its number.
             weights: the small weights of decoding, by cache.
         """
         # What is named is for decoding: prefill's kernels refuse other models.
@@ -139,7 +137,7 @@ class DecoderNetwork(nnx.Module):
                     layer, name = pattern.layers[place], block.mixer.cache_name
                     y, arrays, arena = block.mixer.mixed(
                         layer.mixer,
-                        layer.norm(x),
+                        layer.read(layer.norm, x),
                         caches_of(state, name),
                         state.arena,
                         prompts,
@@ -151,28 +149,25 @@ class DecoderNetwork(nnx.Module):
                         implementation,
                     )
                     arena = state.arena if arena is None else arena
-                    x, state = x + self.collectives.total(y), kept(state, name, arrays, arena)
+                    x = x + layer.given(layer.norm, self.collectives.total(y))
+                    state = kept(state, name, arrays, arena)
                     y, _ = self.collectives.feed_forward(
                         block,
                         layer.mlp,
-                        layer.mlp_norm(x),
+                        layer.read(layer.mlp_norm, x),
                         tokens,
                         stacks[place],
                         following,
                         None,
                         chosen,
                     )
-                    x = x + y
+                    x = x + layer.given(layer.mlp_norm, y)
                 return x, state
 
             packed = None if vectors is None else vectors[number]
             x, state = scan_layers(segment.repeats, body, (x, state), (params, packed))
-        last = jnp.maximum(lines.offsets[:-1] + prompts.query_lens - 1, 0)
-        at = last[jnp.maximum(sources, 0)]
-        if rows is not None:
-            own = lines.valid.size + jnp.arange(len(sources))
-            at = jnp.where(sources >= 0, at, own)
-        return self._head(x[0, at][:, None])[:, 0], state
+        # The head's product rounds to this dtype: what it reads of a token is kept no wider.
+        return self.norm(x).astype(self.spec.stream.dtype), state
 
     def decode(
         self,
@@ -209,7 +204,7 @@ class DecoderNetwork(nnx.Module):
         for number in range(len(self.spec.segments)):
             carry = self._decode_segment(number, step, beside or {}, carry, added)
         x, y, state = carry
-        return self._head(x + (self.collectives.local_total(y) if fused else y)), state
+        return self.head(self.norm(x + (self.collectives.local_total(y) if fused else y))), state
 
     def _decode_segment(
         self,
@@ -358,9 +353,10 @@ class DecoderNetwork(nnx.Module):
         found = jnp.where(own[..., None], rows[jnp.where(own, place, 0)], 0)
         return all_reduce(found, parallel, "tensor", found.dtype)
 
-    def _head(self, x: Array) -> Array:
+    def head(self, x: Float[Array, "*B hidden"]) -> Float[Array, "*B vocab"]:
+        """Float32 logits, of the normed stream."""
         with jax.named_scope("lm_head"):
-            rows = self.norm(x).reshape(-1, x.shape[-1])
+            rows = x.reshape(-1, x.shape[-1])
             # Of one row XLA makes a float32 copy of the whole head, 0.3 ms of DeepSeek-V2-Lite's
             # step (H200); of eight, a product that reads it once.
             few = max(LEAST_ROWS - len(rows), 0)

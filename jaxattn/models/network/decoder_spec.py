@@ -110,8 +110,11 @@ class DecoderSpec:
     @property
     def sums_fused(self) -> bool:
         """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and the GPUs
-        are one tensor group, or data groups of one GPU each whose tokens meet at experts."""
+        are one tensor group, or data groups of one GPU each whose tokens meet at experts. Norms of
+        the sums themselves come before the addition."""
         parallel, stream = self.parallel, self.stream
+        if any(block.norms_after for block in self.blocks):
+            return False
         fits = stream.dtype == "bfloat16" and supports_all_reduce(stream.hidden_size, parallel.gpus)
         divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
         return bool(self.summed_tokens) and divided and fits

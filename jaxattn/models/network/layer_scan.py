@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
@@ -86,6 +87,14 @@ def add_then_norm(norm: RMSNorm) -> Callable:
         return x, norm(x), state
 
     return add_norm
+
+
+def add_alone(
+    x: Array, added: Any, state: DecodeState, dtype: DTypeLike
+) -> tuple[Array, Array, DecodeState]:
+    """As `add_then_norm`'s, of a layer that reads the stream as it is, in `dtype`."""
+    x = x + array_of(added, x.shape)
+    return x, x.astype(dtype), state
 
 
 def add_norm_in_stack(

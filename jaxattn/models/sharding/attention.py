@@ -91,6 +91,8 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
             "q_bias": of_queries,
             "k_bias": of_keys,
             "v_bias": of_keys,
+            "q_heads_norm": of_queries,
+            "k_heads_norm": of_keys,
             "kv_scale": (AxisSharding(-1, "heads", ((kv_heads, 1),)),),
             "sinks": (AxisSharding(-1, "tensor", ((heads, 1),)),),
             "o_proj": (AxisSharding(-2, "tensor", ((heads, dim),)),),

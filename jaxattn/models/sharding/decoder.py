@@ -110,7 +110,7 @@ def divided(model: Model, parallel: Parallel) -> Model:
 def _divided_block(block: Block, spec: DecoderSpec, parallel: Parallel) -> Block:
     mixer = divided_layer(block.mixer, spec.stream, parallel)
     feed_forward = divided_layer(block.feed_forward, spec.stream, parallel)
-    return Block(mixer.layer, feed_forward.layer)
+    return dataclasses.replace(block, mixer=mixer.layer, feed_forward=feed_forward.layer)
 
 
 def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cuts:

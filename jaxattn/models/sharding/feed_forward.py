@@ -70,6 +70,8 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[
     cuts = {
         "gate_up_proj": of_experts(-3, -2, ((size, 1), (size, 1))),
         "down_proj": of_experts(-3, -1, ((size, 1),)),
+        "gate_up_bias": of_experts(-2, -1, ((size, 1), (size, 1))),
+        "down_bias": (AxisSharding(-2, "expert", runs, whole),),
         "gate_up_scale": of_experts(-4, -2, ((blocks, 1),)),
         "down_scale": of_experts(-3, -1, ((blocks, 1),)),
     }

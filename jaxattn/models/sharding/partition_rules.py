@@ -47,10 +47,11 @@ _BY_HEADS = (
     "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj", "k_proj", "v_proj", "sinks",
     "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "out_proj",
     "in_proj_qkv", "in_proj_b", "in_proj_fg", "f_b_proj", "g_b_proj", "g_proj",
-    "kv_scale", "q_bias", "k_bias", "v_bias",
+    "kv_scale", "q_bias", "k_bias", "v_bias", "q_heads_norm", "k_heads_norm",
 )  # fmt: skip
 _WHOLE = (
     "q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm", "in_proj_fg_a",
+    "o_bias",
 )  # fmt: skip
 # What FP8 checkpoints leave in bfloat16.
 _NEVER_FP8 = (
@@ -70,10 +71,14 @@ _NEVER_FP8 = (
     "q_bias",
     "k_bias",
     "v_bias",
+    "o_bias",
+    "q_heads_norm",
+    "k_heads_norm",
 )
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")
 _SCALES = ("gate_up_scale", "down_scale")
+_BIASES = ("gate_up_bias", "down_bias")
 _SCALE = "scale"  # of a linear's FP8 weight
 
 
@@ -129,15 +134,15 @@ def _of_experts(path: Path, always: int) -> ParamRole | None:
     match path:
         case ("shared", *rest):
             return _of_mlp(tuple(rest), "shared experts")
-        case ("router" | "correction_bias" | "shared_gate",):
+        case ("router" | "router_bias" | "correction_bias" | "shared_gate",):
             return ParamRole(line="router", split="all", stacked=1)
-        case (str(name),) if name in (*_EXPERTS, *_SCALES):
+        case (str(name),) if name in (*_EXPERTS, *_SCALES, *_BIASES):
             scales = name in _SCALES
             return ParamRole(
                 line="experts",
                 split="experts",
                 stacked=2,
-                published_fp8=not scales,
+                published_fp8=name in _EXPERTS,
                 scales=scales,
                 always=always,
             )

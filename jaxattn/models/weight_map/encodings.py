@@ -2,6 +2,8 @@
 
     FloatEncoding      the weight itself, bfloat16, float16 or float32
     Fp8BlockEncoding   F8_E4M3 numbers, and a scale `weight_scale_inv` for each 128 x 128 block
+    Fp8ScaledEncoding  F8_E4M3 numbers, and a scale for each row or for all
+    Mxfp4Encoding      two numbers of 4 bits in a byte of `_blocks`, a power of two for 32 of them
     Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 columns
     Fp8NumberEncoding  FP8 numbers that stay FP8
     ScaleEncoding      scales that stay beside them
@@ -25,6 +27,7 @@ SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 SHAPES = ("int32", "int64")  # compressed-tensors writes the second since 0.20
 INT4_GROUP = 32
 INT4_PER_WORD = 8
+MXFP4_GROUP = 32
 
 type Shape = tuple[int, ...]
 
@@ -112,6 +115,30 @@ class Fp8BlockEncoding(WeightEncoding):
 
 
 @dataclasses.dataclass(frozen=True)
+class Fp8ScaledEncoding(WeightEncoding):
+    """FP8 numbers with one scale for each row ("channel"), or with a single one.
+
+    Attributes:
+        by_row: the scales are [rows, 1].
+        scale: the end of their tensor's name.
+    """
+
+    by_row: bool
+    scale: str = "_scale"
+
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        if len(shape) != 2:
+            raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
+        scales, rows = ((shape[0], 1), 1) if self.by_row else ((1,), shape[0])
+        scale = EncodedTensor(f"{name}{self.scale}", scales, FLOATS, rows=rows)
+        return EncodedTensor(name, shape, (FP8,)), scale
+
+    def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
+        numbers, scales = (part.astype(jnp.float32) for part in parts)
+        return numbers * scales.reshape(len(scales), -1, 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Int4GroupEncoding(WeightEncoding):
     """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8."""
 
@@ -134,6 +161,53 @@ class Int4GroupEncoding(WeightEncoding):
         numbers = (nibbles - 8).reshape(*words.shape[:2], -1, INT4_GROUP)
         weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         return weights.reshape(*words.shape[:2], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Encoding(WeightEncoding):
+    """Experts [E, in, out], of which `_blocks` has the columns [E, out] one after another: 16 bytes
+    of 32 numbers each. The lower half of a byte is the first number. bfloat16, as transformers
+    makes them.
+    """
+
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        if len(shape) != 3 or shape[1] % MXFP4_GROUP:
+            raise ValueError(
+                f"{name!r} is stored in MXFP4, and {list(shape)} are no matrices of whole groups "
+                f"of {MXFP4_GROUP} rows"
+            )
+        experts, inner, out = shape
+        groups = (experts, out, inner // MXFP4_GROUP)
+        return (
+            EncodedTensor(f"{name}_blocks", (*groups, MXFP4_GROUP // 2), ("uint8",)),
+            EncodedTensor(f"{name}_scales", groups, ("uint8",)),
+        )
+
+    def decode(self, parts: Sequence[Array]) -> Float[Array, "n experts inner out"]:
+        blocks, scales = parts
+        codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
+        numbers = _from_e2m1(codes.reshape(*scales.shape, MXFP4_GROUP), scales[..., None])
+        return jnp.swapaxes(numbers.reshape(*scales.shape[:3], -1), 2, 3)
+
+
+def _from_e2m1(codes: Int[Array, "..."], scales: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Numbers of 4 bits (sign, two of exponent, one of mantissa) times 2**(scales - 127).
+
+    The bits are put together, because devices flush products below 2**-126 to 0. As in
+    transformers, a scale of 255 is 2**128.
+    """
+    codes, scales = codes.astype(jnp.uint16), scales.astype(jnp.int32)
+    sign, exponent, mantissa = codes >> 3 << 15, (codes >> 1 & 3).astype(jnp.int32), codes & 1
+    small = exponent == 0  # 0 and 0.5
+    power = scales + jnp.where(small, -1, exponent - 1)
+    # The leading 1 and the mantissa's bit, in the places of bfloat16's seven.
+    significand = jnp.where(small, 128 * mantissa, 128 | mantissa << 6)
+    normal = power.astype(jnp.uint16) << 7 | significand & 127
+    subnormal = significand >> jnp.clip(1 - power, 0, 15).astype(jnp.uint16)
+    bits = jnp.where(power > 0, normal, subnormal)
+    bits = jnp.where(power > 254, 0x7F80, bits)
+    bits = jnp.where(significand == 0, 0, bits)
+    return lax.bitcast_convert_type((bits | sign).astype(jnp.uint16), jnp.bfloat16)
 
 
 def _scales(stored: Float[Array, "..."] | Int[Array, "..."]) -> Float[Array, "..."]:

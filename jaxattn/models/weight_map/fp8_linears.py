@@ -36,7 +36,8 @@ def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> Deco
         return dataclasses.replace(layer, fp8=tuple(names))
 
     def block(each: Block) -> Block:
-        return Block(changed(each.mixer), changed(each.feed_forward))
+        mixer, feed_forward = changed(each.mixer), changed(each.feed_forward)
+        return dataclasses.replace(each, mixer=mixer, feed_forward=feed_forward)
 
     found = {each: block(each) for each in dict.fromkeys(model.spec.blocks)}
     blocks = tuple(found[each] for each in model.spec.blocks)

@@ -137,9 +137,11 @@ class LayerMapping:
             tensor, block_counts(out, inner), key, (self.repeat,), change, ScaleEncoding()
         )
 
-    def plain(self, name: str, shape: tuple[int, ...], *path: str) -> WeightMapping:
-        """A tensor that goes as it is; `name` is the whole of its name."""
-        return self._of(name, shape, path, Identity())
+    def plain(
+        self, name: str, shape: tuple[int, ...], *path: str, change: WeightTransform = IDENTITY
+    ) -> WeightMapping:
+        """A tensor of which `name` is the whole name; it goes as it is without a `change`."""
+        return self._of(name, shape, path, change)
 
     def flat(self, name: str, shape: tuple[int, ...], *path: str) -> WeightMapping:
         """A tensor [1, ...] that becomes a vector; `name` is the whole of its name."""

@@ -118,6 +118,38 @@ class SplitExpertColumns(WeightTransform):
 
 
 @dataclasses.dataclass(frozen=True)
+class TransposeExperts(WeightTransform):
+    """Of experts [E, in, out] the matrices [E, out, in].
+
+    Attributes:
+        parts: so many matrices have their columns in turn; then all rows of one follow each other.
+    """
+
+    parts: int = 1
+
+    def block(self, rows: Array) -> Array:
+        experts, inner, columns = rows.shape
+        split = jnp.transpose(rows.reshape(experts, inner, -1, self.parts), (0, 3, 2, 1))
+        return split.reshape(experts, columns, inner)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row, *(0,) * (dims - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitInterleaved(WeightTransform):
+    """Of vectors [E, N] whose numbers are of `parts` vectors in turn, those one after another."""
+
+    parts: int
+
+    def block(self, rows: Array) -> Array:
+        return rows.reshape(len(rows), -1, self.parts).swapaxes(1, 2).reshape(rows.shape)
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        return (row, 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Transpose(WeightTransform):
     """[out, in] becomes [in, out], of a wider parameter the columns from `first` on."""
 

@@ -19,7 +19,7 @@ from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
+from jaxattn.core.numerics.rope import QueryScaling, RopeConfig, Rotation, rope
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
@@ -30,7 +30,7 @@ from jaxattn.nn.linear import linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gqa.cache import check_cache
 from jaxattn.ops.linear.norm_linear import PendingNorm
-from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
+from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, all_reduce
 from jaxattn.parallel.context_parallel import own_of_shared, prefix_of, written_places
 
 
@@ -44,7 +44,9 @@ class GroupedQueryAttention(PagedAttention):
             then D gates
         k_proj, v_proj [hidden, Hk * D]   o_proj [H * D, hidden]
         q_bias, k_bias, v_bias, as long as the rows of those, with `biases`
-        q_norm, k_norm [D], with `qk_norm`   sinks float32 [H], with `sinks`
+        o_bias [hidden], with `out_bias`   sinks float32 [H], with `sinks`
+        q_norm, k_norm [D], with `qk_norm`
+        q_heads_norm [H * D], k_heads_norm [Hk * D], with `heads_norm`
         kv_scale float32 [2, Hk], with `scaled_cache`: by what an FP8 cache's keys and values are
             multiplied
 
@@ -53,7 +55,11 @@ class GroupedQueryAttention(PagedAttention):
         rope: `rope.dim` is how many dims are rotated, the first of D.
         qk_norm: RMS norms of each head's query and key, before they are rotated.
         gated: the output is multiplied by sigmoid(gate) before o_proj.
+        heads_norm: RMS norms of all heads of a query or key together, before they are rotated
+            (OLMo 2).
         biases: what q_proj, k_proj and v_proj give has a bias added (Qwen2).
+        out_bias: what o_proj gives has a bias added (gpt-oss).
+        query_scaling: queries grow with their positions (Llama 4); not with `qk_norm`.
         window: keys that a token sees, its own included; None is all before it.
         sinks: each head has a logit without a value in its softmax (gpt-oss).
         scaled_cache: the cache is FP8 (float8_e4m3fn).
@@ -62,10 +68,12 @@ class GroupedQueryAttention(PagedAttention):
         param_dtype: the dtype that the weights are stored in.
         norm_dtype: that of the norms' weights; None is `param_dtype`.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
+        parallel: the layout of the GPUs of which one has these heads: norms of all heads sum over
+            them, and each adds its part of o_bias.
 
     Raises:
-        ValueError: a size is not a positive integer, H is no multiple of Hk, or more dims would be
-            rotated than there are.
+        ValueError: a size is not a positive integer, H is no multiple of Hk, more dims would be
+            rotated than there are, or queries are normed and scaled.
     """
 
     reads = ("k_proj", "[hidden, Hk * D]")
@@ -79,8 +87,11 @@ class GroupedQueryAttention(PagedAttention):
         *,
         rope: RopeConfig,
         qk_norm: bool = False,
+        heads_norm: bool = False,
         gated: bool = False,
         biases: bool = False,
+        out_bias: bool = False,
+        query_scaling: QueryScaling | None = None,
         window: int | None = None,
         sinks: bool = False,
         scaled_cache: bool = False,
@@ -90,6 +101,7 @@ class GroupedQueryAttention(PagedAttention):
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
         norm_dtype: DTypeLike | None = None,
+        parallel: Parallel = ALONE,
         rngs: nnx.Rngs,
     ):
         check_sizes(
@@ -109,25 +121,39 @@ class GroupedQueryAttention(PagedAttention):
             raise ValueError(
                 f"GroupedQueryAttention: rope.dim must be at most {head_dim=}; got {rope.dim}"
             )
+        for first, second in (
+            ("qk_norm", qk_norm and query_scaling is not None and "query_scaling"),
+            ("heads_norm", heads_norm and ((qk_norm and "qk_norm") or (gated and "gated"))),
+        ):
+            if second:
+                raise ValueError(f"GroupedQueryAttention: {first} has no {second} beside it")
         self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
+        self.query_scaling, self.parallel = query_scaling, parallel
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.dtype, self.eps = jnp.dtype(dtype), eps
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         of_query, of_keys = head_dim * (2 if gated else 1), (hidden_size, num_kv_heads * head_dim)
-        # With a bias added, a number is rounded once too.
-        out_dtype = jnp.float32 if biases else dtype
-        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=out_dtype)
-        self.k_proj = linear("k_proj", *of_keys, out_dtype=out_dtype)
-        self.v_proj = linear("v_proj", *of_keys, out_dtype=out_dtype)
+        # With a bias added, a norm or a factor, a number is rounded once too.
+        of_q, of_k, of_v = (
+            jnp.float32 if changed else dtype
+            for changed in (biases or heads_norm or query_scaling, biases or heads_norm, biases)
+        )
+        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=of_q)
+        self.k_proj = linear("k_proj", *of_keys, out_dtype=of_k)
+        self.v_proj = linear("v_proj", *of_keys, out_dtype=of_v)
         self.biases = biases
         if biases:
             self.q_bias = nnx.Param(jnp.zeros(num_heads * of_query, param_dtype))
             self.k_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
             self.v_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
+        norm = partial(RMSNorm, eps=eps, param_dtype=norm_dtype or param_dtype)
         if qk_norm:
-            norm = partial(RMSNorm, head_dim, eps=eps, param_dtype=norm_dtype or param_dtype)
-            self.q_norm, self.k_norm = norm(), norm()
+            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
+        self.heads_norm = heads_norm
+        if heads_norm:
+            self.q_heads_norm = norm(num_heads * head_dim)
+            self.k_heads_norm = norm(num_kv_heads * head_dim)
         self.has_sinks = sinks
         if sinks:
             self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32))
@@ -136,6 +162,9 @@ class GroupedQueryAttention(PagedAttention):
             self.kv_scale = nnx.Param(jnp.ones((2, num_kv_heads), jnp.float32))
         heads = num_heads * head_dim
         self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
+        self.out_bias = out_bias
+        if out_bias:
+            self.o_bias = nnx.Param(jnp.zeros(hidden_size, param_dtype))
 
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Causal attention over whole sequences. Returns float32."""
@@ -184,8 +213,9 @@ class GroupedQueryAttention(PagedAttention):
             arguments, x, block_tables, seq_lens, query_lens
         )
         rows = block_tables, seq_lens, query_lens
+        projected = self._new_heads(arguments.op, x, seq_lens, query_lens)
         out, kv_cache, written = self._attend_prompts(
-            self._projected(x), kv_cache, rows, layer, parallel, implementation
+            projected, kv_cache, rows, layer, parallel, implementation
         )
         return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
 
@@ -265,7 +295,9 @@ class GroupedQueryAttention(PagedAttention):
         Returns:
             (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
         """
-        prompts, *_ = parts = list(zip(*map(lines.split, self._projected(x)), strict=True))
+        positions = self._mixed_positions(lines, rows) if self.query_scaling else None
+        projected = map(lines.split, self._projected(x, positions))
+        prompts, *_ = parts = list(zip(*projected, strict=True))
         tables = lines.of_row(block_tables, 0)
         of_lines = tables, lines.seq_lens, lines.query_lens
         chosen = implementation if implementation == "xla" else None
@@ -333,7 +365,7 @@ class GroupedQueryAttention(PagedAttention):
             arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
         out, kv_cache, *rest = self._attend_rows(
-            self._projected(x),
+            self._new_heads(arguments.op, x, seq_lens, query_lens),
             kv_cache,
             block_tables=block_tables,
             seq_lens=seq_lens,
@@ -446,13 +478,13 @@ class GroupedQueryAttention(PagedAttention):
         check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
 
     def _heads(
-        self, x: Array, positions: Array | Rotation, dtype: DTypeLike | None = None
+        self, x: Array, positions: Array, dtype: DTypeLike | None = None
     ) -> tuple[Array, Array, Array, Array | None]:
         """(q [B, T, H, D], k and v [B, T, Hk, D], gate [B, T, H, D] or None).
 
         `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
         """
-        return self._turned(*self._projected(x), positions, dtype=dtype)
+        return self._turned(*self._projected(x, positions), positions, dtype=dtype)
 
     def _turned(
         self,
@@ -471,19 +503,54 @@ class GroupedQueryAttention(PagedAttention):
             q, k = self._rotated(q, positions), self._rotated(k, positions)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
-    def _projected(self, x: Array | PendingNorm) -> tuple[Array, Array, Array]:
+    def _new_heads(
+        self, op: str, x: Array | PendingNorm, seq_lens: Any, query_lens: Any
+    ) -> tuple[Array, Array, Array]:
+        """`_projected` of each row's new tokens."""
+        if self.query_scaling is None:
+            return self._projected(x)
+        return self._projected(x, self.decode_positions(op, seq_lens, x.shape[1], query_lens))
+
+    def _mixed_positions(
+        self, lines: PromptLines, rows: Mapping[str, Any] | None
+    ) -> Int[Array, "1 N"]:
+        """The positions of the tokens of `mixed`."""
+        op = "GroupedQueryAttention.mixed"
+        own = self.decode_positions(op, lines.seq_lens, lines.tokens, lines.query_lens)
+        others = None if rows is None else self.decode_positions(op, rows["seq_lens"], 1, None)
+        return lines.join(own, others)
+
+    def _projected(
+        self, x: Array | PendingNorm, positions: Int[Array, "B T"] | None = None
+    ) -> tuple[Array, Array, Array]:
         """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
         with jax.named_scope("gqa_qkv_proj"):
             q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
             if self.biases:
                 added = (self.q_bias, self.k_bias, self.v_bias)
                 q, k, v = (
-                    (y + bias[...].astype(jnp.float32)).astype(self.dtype)
+                    y + bias[...].astype(jnp.float32)
                     for y, bias in zip((q, k, v), added, strict=True)
                 )
-            q = q.reshape(*x.shape[:2], self.num_heads, -1)
-            k, v = (y.reshape(*x.shape[:2], self.num_kv_heads, self.head_dim) for y in (k, v))
+            if self.heads_norm:
+                q, k = self._normed(q, self.q_heads_norm), self._normed(k, self.k_heads_norm)
+            if self.query_scaling is not None and positions is not None:
+                q = q * self.query_scaling.factor(positions)[..., None]
+            q = q.astype(self.dtype).reshape(*x.shape[:2], self.num_heads, -1)
+            k, v = (
+                y.astype(self.dtype).reshape(*x.shape[:2], self.num_kv_heads, self.head_dim)
+                for y in (k, v)
+            )
             return q, k, v
+
+    def _normed(self, x: Float[Array, "B T N"], norm: RMSNorm) -> Float[Array, "B T N"]:
+        """The norm of all heads together, of which each GPU has as many."""
+        if self.parallel.tensor == 1:
+            return norm(x)
+        squares = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
+        total = all_reduce(squares, self.parallel, "tensor", jnp.float32)
+        scale = jax.lax.rsqrt(total / self.parallel.tensor + norm.eps)
+        return x.astype(jnp.float32) * scale * norm.weight[...].astype(jnp.float32)
 
     def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
         """Its first `rope.dim` dims turned."""
@@ -502,4 +569,8 @@ class GroupedQueryAttention(PagedAttention):
 
     def _project_out(self, out: Array) -> Array:
         with jax.named_scope("gqa_o_proj"):
-            return self.o_proj(out.reshape(*out.shape[:2], -1))
+            y = self.o_proj(out.reshape(*out.shape[:2], -1))
+            if not self.out_bias:
+                return y
+            # The GPUs' outputs are summed: each adds its part.
+            return y + self.o_bias[...].astype(jnp.float32) / self.parallel.tensor

@@ -29,12 +29,19 @@ class PagedAttention(nnx.Module):
     ) -> Rotation:
         """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
         layers of a model share them."""
-        arguments = OpArguments(f"{type(self).__name__}.decode_rotation")
+        op = f"{type(self).__name__}.decode_rotation"
+        return rotation(self.decode_positions(op, seq_lens, q_len, query_lens), self.rope)
+
+    def decode_positions(
+        self, op: str, seq_lens: Any, q_len: int, query_lens: Any
+    ) -> Int[Array, "B S"]:
+        """The positions of the tokens of `decode_rotation`; 0 for those of padding rows."""
+        arguments = OpArguments(op)
         seq_lens = arguments.integers("seq_lens", seq_lens, "B")[1]
         if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
-        positions = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
-        return rotation(jnp.maximum(positions + jnp.arange(q_len), 0), self.rope)
+        first = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
+        return jnp.maximum(first + jnp.arange(q_len), 0)
 
     def _most(self, kv_cache: Array, block_tables: Any) -> int:
         """Tokens that a row's block table has places for."""

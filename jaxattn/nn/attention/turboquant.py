@@ -115,7 +115,7 @@ class TurboQuantAttention(GroupedQueryAttention):
             arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
         out, kv_cache, after = self._attend_rows(
-            self._projected(x),
+            self._new_heads(op, x, seq_lens, query_lens),
             kv_cache,
             block_tables=block_tables,
             seq_lens=seq_lens,

@@ -4,7 +4,8 @@
 
 Keys are stored as queries meet them, normed and rotated. Floats are stored as they are. In a cache
 of float8_e4m3fn a number times its scale is the value: `kv_scale` is a Python number for all,
-float32 [2] for keys and for values, or float32 [2, Hk] for each of their heads.
+float32 [2] for keys and for values, or float32 [2, Hk] for each of their heads. A cache of int8 has
+the bits of such numbers, which a CPU writes and reads much faster.
 """
 
 import functools
@@ -13,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.formats import FP8, KVFormat
+from jaxattn.core.cache.formats import FP8, FP8_BITS, KVFormat
 from jaxattn.core.cache.pages import slot_mapping
 from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
@@ -36,7 +38,7 @@ def check_cache(
     """
     arguments.check_layer(kv_cache, checkable_layer(layer), "N 2 C Hk D")
     axes = "N two C Hk D" if layer is None else "L N two C Hk D"
-    cache = arguments.check("kv_cache", kv_cache, axes, (*FLOATS, FP8.name))
+    cache = arguments.check("kv_cache", kv_cache, axes, (*FLOATS, FP8.name, FP8_BITS.name))
     num_pages, two, page = cache.shape[-5:-2]
     if two != 2:
         raise ValueError(
@@ -54,7 +56,7 @@ def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | N
     """
     described = f"kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype.name}"
     heads = kv_cache.shape[-2]
-    if kv_cache.dtype != FP8:
+    if kv_cache.dtype not in (FP8, FP8_BITS):
         if kv_scale is not None:
             raise ValueError(
                 f"{op}: kv_scale is of a {FP8.name} cache, and {described} has none; drop kv_scale"
@@ -156,6 +158,8 @@ def _write(
     )  # fmt: skip
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
     both = format.pack(jnp.stack([k, v], axis=2), kv_scale)
+    if both.dtype != kv_cache.dtype:
+        both = lax.bitcast_convert_type(both, kv_cache.dtype)
     return kv_cache.at[(*layers, pages[..., None], jnp.arange(2), inside[..., None])].set(
         both, mode="drop", wrap_negative_indices=False
     )

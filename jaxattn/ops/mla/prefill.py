@@ -206,7 +206,8 @@ def mla_prefill(
         lines: int32, the row of each line of q and latent [lines, T, ...], ascending, B for a
             line of no row. A row's new tokens, up to as many as all lines have, go on from one of
             its lines to the next, and only its last line has padding. None: row b has line b. The
-            kernel takes lines of whole 128 tokens. Lines are not differentiable.
+            kernel takes lines of whole 128 tokens, and pages of a multiple of 8. Lines are not
+            differentiable.
         layer: index into the stack, a Python int or a traced scalar.
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
@@ -283,12 +284,13 @@ def _of_lines(
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array]:
     """`mla_prefill` of lines, which is forward only."""
-    q, _, w_uk, w_uv, *_ = args
+    q, _, w_uk, w_uv, kv_cache, *_ = args
     xla = functools.partial(_prefill_lines, scale=scale, block=block or PREFIX_BLOCK, format=format)
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
         nope = w_uk.shape[1]
         dims = dict(nope=nope, rope=q.shape[-1] - nope, values=w_uv.shape[-1])
+        dims["page"] = kv_cache.shape[-2]
         refuse_lines("mla_prefill", q, **dims, interpret=interpret)
         return prefill_lines_mosaic(
             *args, lines, scale=scale, block=block, format=format, interpret=interpret

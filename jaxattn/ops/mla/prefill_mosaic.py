@@ -31,6 +31,7 @@ EXPANDED_BYTES = 2**29
 # Of packed rows, whose prefixes lie one behind another.
 PACKED_BYTES = 2**27
 LINE = 128  # queries that have bounds of their own
+COPIED = 8  # tokens, at multiples of which copies of keys and values begin
 # A pass of its own rounds an output of at most so many float32 bytes, in a few microseconds.
 ROUNDED_BYTES = 2**20
 
@@ -44,12 +45,14 @@ def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpre
 
 
 def refuse_lines(
-    op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpret: bool
+    op: str, q: jax.Array, *, page: int, nope: int, rope: int, values: int, interpret: bool
 ) -> None:
-    """As `refuse`, of lines [L, T]."""
+    """As `refuse`, of lines [L, T] whose prefixes have pages of so many tokens."""
     refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
     if q.shape[1] % LINE:
         raise Refusal(f"{op}: the kernel takes lines of whole {LINE} tokens, and got {q.shape[1]}")
+    if page % COPIED:  # a row's prefix begins with a page, behind those of other rows
+        raise Refusal(f"{op}: the kernel takes pages of a multiple of {COPIED} tokens, got {page}")
 
 
 def attend(

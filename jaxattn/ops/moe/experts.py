@@ -7,6 +7,7 @@ Weights lie as checkpoints have them, [out, in], gate's rows before up's. The ke
 where they lie; XLA copies a layer's experts out of the stack. routing.py has `route`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, dequantize
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
 from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
@@ -34,13 +36,16 @@ def mixture_of_experts(
     *,
     gate_up_scale: Float[Array, "*L E 2 I/128 F/128"] | None = None,
     down_scale: Float[Array, "*L E F/128 I/128"] | None = None,
+    gate_up_bias: Float[Array, "*L E J"] | None = None,
+    down_bias: Float[Array, "*L E F"] | None = None,
+    activation: ClampedSwiGLU | None = None,
     layer: int | Int[Array, ""] | StackedLayer | None = None,
     arena: Arena | None = None,
     listed: RoutedToken | None = None,
     apart: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Sum over a token's experts of `weights * down(silu(gate(x)) * up(x))`, in float32.
+    """Sum over a token's experts of `weights * down(activation(gate(x), up(x)))`, in float32.
 
     Operands of the products have the weights' dtype, and x's where the weights are FP8; sums are
     float32. A token's experts are added in the order of `ids`, so its result does not depend on the
@@ -61,6 +66,8 @@ def mixture_of_experts(
         gate_up_scale: of float8_e4m3fn weights, which it multiplies: float32 of blocks of 128 rows
             and columns, gate's before up's; sizes are rounded up.
         down_scale: likewise.
+        gate_up_bias, down_bias: what the products have added, both or none, or stacks.
+        activation: None is silu(gate(x)) * up(x).
         layer: index into the stacks, a Python int, a traced scalar, or the place in a pattern.
         arena: where the kernels keep what is between the products, regions of `scratch`.
         listed: the kernels' work list of these `ids` and this x, where `choose_experts` has made
@@ -68,8 +75,8 @@ def mixture_of_experts(
         apart: needs an arena. The kernels leave the sum over experts to the op that reads it next.
             The result is then an `ExpertOutputs`; its `total` is the array, and reads the arena as
             it is at that time.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F a
-            multiple of 128, I of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F
+            and I multiples of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
 
     Returns:
         float32 [T, F], and the arena if one was given.
@@ -85,23 +92,33 @@ def mixture_of_experts(
             f"{op}: listed must be what choose_experts returns, got {type(listed).__name__}"
         )
     x, ids, weights, gate_up, down = _checked(op, x, ids, weights, gate_up, down, layer)
-    scales: tuple[Array | None, ...] = _checked_scales(op, gate_up, down, gate_up_scale, down_scale)
+    if not isinstance(activation, ClampedSwiGLU | None):
+        raise TypeError(
+            f"{op}: activation must be a ClampedSwiGLU or None, got {type(activation).__name__}"
+        )
+    beside: tuple[Array | None, ...] = (
+        *_checked_scales(op, gate_up, down, gate_up_scale, down_scale),
+        *_checked_biases(op, gate_up, down, gate_up_bias, down_bias),
+    )
     if layer is None:
         gate_up, down = gate_up[None], down[None]
-        scales = tuple(None if scale is None else scale[None] for scale in scales)
+        beside = tuple(None if each is None else each[None] for each in beside)
     first, affine, number = split_layer_index(0 if layer is None else layer)
     check_layer(op, "gate_up", gate_up.shape, checkable_layer(0 if layer is None else layer))
-    operands = (x, ids, weights, gate_up, down, *scales, jnp.asarray(first, jnp.int32))
+    operands = (x, ids, weights, gate_up, down, *beside, jnp.asarray(first, jnp.int32))
     refuse_explicit_axes(op, *operands)
 
     def reference(*operands: Any) -> Array:
-        return _by_ragged_products(*operands[:-1], layer=affine[0] * operands[-1] + affine[1])
+        number = affine[0] * operands[-1] + affine[1]
+        return _by_ragged_products(*operands[:-1], layer=number, activation=activation or swiglu)
 
     def mosaic(interpret: bool) -> Any:
-        def kernels(x, ids, weights, gate_up, down, gate_up_scale, down_scale, first):
+        def kernels(x, ids, weights, gate_up, down, *beside):
+            *scales, gate_up_bias, down_bias, first = beside
             return mixture_of_experts_mosaic(
                 x, ids, weights, gate_up, down,
-                gate_up_scale=gate_up_scale, down_scale=down_scale, layer=first, affine=affine,
+                gate_up_scale=scales[0], down_scale=scales[1], gate_up_bias=gate_up_bias,
+                down_bias=down_bias, activation=activation, layer=first, affine=affine,
                 arena=arena, listed=listed, apart=apart and arena is not None, interpret=interpret,
             )  # fmt: skip
 
@@ -164,6 +181,28 @@ def _checked_scales(
     return gate_up_scale, down_scale
 
 
+def _checked_biases(
+    op: str, gate_up: Array, down: Array, gate_up_bias: Any, down_bias: Any
+) -> tuple[Array | None, Array | None]:
+    """Both products have biases, or none has."""
+    if gate_up_bias is None and down_bias is None:
+        return None, None
+    found = []
+    for name, bias, weights in (
+        ("gate_up_bias", gate_up_bias, gate_up), ("down_bias", down_bias, down)
+    ):  # fmt: skip
+        shape = weights.shape[:-1]
+        if bias is None:
+            raise ValueError(f"{op}: both products have biases or none; {name} is None")
+        check_array(op, name, bias)
+        if tuple(bias.shape) != shape or bias.dtype not in map(jnp.dtype, FLOATS):
+            raise ValueError(
+                f"{op}: {name} must be floats {list(shape)}, got {bias.dtype} {list(bias.shape)}"
+            )
+        found.append(jnp.asarray(bias))
+    return found[0], found[1]
+
+
 def _by_ragged_products(
     x: Array,
     ids: Array,
@@ -172,8 +211,11 @@ def _by_ragged_products(
     down: Array,
     gate_up_scale: Array | None,
     down_scale: Array | None,
+    gate_up_bias: Array | None,
+    down_bias: Array | None,
     *,
     layer: Array,
+    activation: Callable[[Array, Array], Array],
 ) -> Array:
     """The plain-JAX path: tokens sorted by expert, each of which multiplies its own rows."""
     gate_up, down = gate_up[layer], down[layer]
@@ -189,8 +231,14 @@ def _by_ragged_products(
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.bincount(chosen, length=experts + 1)[:experts].astype(jnp.int32)
     tokens = x.astype(dtype)[order // ids.shape[1]]
-    gate, up = jnp.split(_grouped(tokens, gate_up, sizes), 2, axis=1)
-    out = _grouped((jax.nn.silu(gate) * up).astype(dtype), down, sizes)
+    expert = jnp.minimum(chosen[order], experts - 1)
+
+    def product(x: Array, weights: Array, bias: Array | None) -> Array:
+        y = _grouped(x, weights, sizes)
+        return y if bias is None else y + bias[layer].astype(jnp.float32)[expert]
+
+    gate, up = jnp.split(product(tokens, gate_up, gate_up_bias), 2, axis=1)
+    out = product(activation(gate, up).astype(dtype), down, down_bias)
     out = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, -1)
     # A select: rows without an expert may hold anything.
     return jnp.where(valid[..., None], out * weights[..., None], 0).sum(1)

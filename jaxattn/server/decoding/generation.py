@@ -8,13 +8,21 @@ client reads slowly, it is what several steps added.
 import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
+from typing import Protocol, Self
 
-from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.requests.outputs import (
+    Completion,
+    Event,
+    FinishEvent,
+    FinishReason,
+    PromptEvent,
+    TokenEvent,
+)
 from jaxattn.engine.requests.request import Request
 from jaxattn.server.decoding.logprobs import Chance
 from jaxattn.server.decoding.stop_strings import StopStrings
 from jaxattn.server.decoding.structured_outputs import GrammarMatcher
+from jaxattn.server.decoding.token_rules import TokenRules
 from jaxattn.server.http.errors import ApiError
 from jaxattn.text import TokenStream
 
@@ -31,7 +39,10 @@ class OutputChunk:
         tokens: that it took.
         finish: "stop" or "length" in the last piece.
         stop: the string or token that ended it.
-        chances: of its tokens, if the request asked for them.
+        chances: of its tokens, if the request asked for them; `Chance.offset` counts from the
+            beginning of the choice's own text.
+        ids: its tokens.
+        prompt: of the prompt's, if the request asked for them; their offsets are 0.
     """
 
     choice: int
@@ -40,6 +51,8 @@ class OutputChunk:
     finish: str | None = None
     stop: str | int | None = None
     chances: tuple[Chance, ...] = ()
+    ids: tuple[int, ...] = ()
+    prompt: tuple[Chance, ...] = ()
 
 
 class ChoiceDetokenizer:
@@ -48,20 +61,30 @@ class ChoiceDetokenizer:
     Attributes:
         tokens: that were generated.
         done: whether its last piece was made.
+        cached: tokens of its prompt that were not read again; known at its end.
     """
 
     def __init__(self, number: int, stream: TokenStream, stops: StopStrings):
-        self.number, self.tokens = number, 0
+        self.number, self.tokens, self.cached = number, 0, 0
         self.done = False
         self._stream, self._stops = stream, stops
+        self._characters = 0
+
+    def of_prompt(self, event: PromptEvent) -> OutputChunk:
+        """The piece with what is told of the prompt."""
+        chances = map(Chance, event.request.prompt, event.logprobs)
+        return OutputChunk(self.number, "", 0, prompt=tuple(chances))
 
     def push(self, event: TokenEvent) -> OutputChunk:
         """The piece of a token; the last one if it completes a stop string."""
         self.tokens += 1
-        text, stop = self._stops.push(self._stream.push(event.token))
-        chances = () if event.logprobs is None else ((event.token, event.logprobs),)
+        pushed, at = self._stream.push(event.token), self._characters
+        self._characters += len(pushed)
+        text, stop = self._stops.push(pushed)
+        chances = () if event.logprobs is None else (Chance(event.token, event.logprobs, at),)
         self.done = stop is not None
-        return OutputChunk(self.number, text, 1, "stop" if self.done else None, stop, chances)
+        finish = "stop" if self.done else None
+        return OutputChunk(self.number, text, 1, finish, stop, chances, (event.token,))
 
     def end(self, completion: Completion) -> OutputChunk:
         """The last piece of a row that ended.
@@ -69,7 +92,7 @@ class ChoiceDetokenizer:
         Raises:
             ApiError: it did not end as it should.
         """
-        self.done = True
+        self.done, self.cached = True, completion.cached_tokens
         finish = ENDS.get(completion.finish_reason)
         if finish is None:
             raise failure(completion)
@@ -84,7 +107,7 @@ class ChoiceDetokenizer:
 def failure(completion: Completion) -> ApiError:
     """The error of a row that was not served to its end."""
     grammar = completion.request.grammar
-    if isinstance(grammar, GrammarMatcher) and (error := grammar.error):
+    if isinstance(grammar, GrammarMatcher | TokenRules) and (error := grammar.error):
         return error
     match completion.finish_reason:
         case FinishReason.REFUSED:
@@ -94,6 +117,16 @@ def failure(completion: Completion) -> ApiError:
         case FinishReason.NOT_FINITE:
             return ApiError(500, f"{completion.detail}", code="not_finite")
     return ApiError(500, "the engine failed; the answer is cut", code="engine_error")
+
+
+class PieceSink(Protocol):
+    """Takes the pieces of a step where they are made, without a task's wake-up."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can take some now."""
+
+    def take(self, pieces: Sequence[OutputChunk]) -> None: ...
 
 
 class Generation:
@@ -110,6 +143,8 @@ class Generation:
             request.id: choice for request, choice in zip(requests, choices, strict=True)
         }
         self._given: list[Sequence[Event]] = []
+        self._sink: PieceSink | None = None
+        self._failure: Exception | None = None
         self._arrived = asyncio.Event()
 
     @classmethod
@@ -130,6 +165,15 @@ class Generation:
 
     def put(self, events: Sequence[Event]) -> None:
         """What a step gave for these rows."""
+        if self._sink is not None and not self._given and self._sink.ready:
+            if not any(isinstance(event, FinishEvent) for event in events):
+                try:
+                    self._sink.take(_joined(map(self._piece, events)))
+                except Exception as error:  # of a bug: this answer fails, and no other
+                    self._failure = error
+                if not self.done and self._failure is None:
+                    return
+                events = ()  # their pieces have been taken
         self._given.append(events)
         self._arrived.set()
 
@@ -143,26 +187,46 @@ class Generation:
         return sum(choice.tokens for choice in self._choices.values())
 
     @property
+    def prompt_tokens(self) -> int:
+        """Of all choices: each reads the prompt."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompts that were not read again, of all choices that have ended."""
+        return sum(choice.cached for choice in self._choices.values())
+
+    @property
     def open(self) -> list[int]:
         """The ids of rows whose end has not been read."""
         return [id for id, choice in self._choices.items() if id is not None and not choice.done]
 
-    async def pieces(self, seconds: float | None) -> list[OutputChunk]:
+    async def pieces(
+        self, seconds: float | None, sink: PieceSink | None = None
+    ) -> list[OutputChunk]:
         """What has come since the last call, a piece of each choice for each step; none after
         `seconds`.
 
         A client that reads slowly gets what has come for a choice in one piece.
+
+        Args:
+            sink: takes pieces in the meantime, until a row ends.
 
         Raises:
             ApiError: a row did not end as it should.
         """
         if not self._given:
             self._arrived.clear()
+            self._sink = sink
             try:
                 async with asyncio.timeout(seconds):
                     await self._arrived.wait()
             except TimeoutError:
                 return []
+            finally:
+                self._sink = None
+        if self._failure is not None:
+            raise self._failure
         given, self._given = self._given, []
         found = [piece for events in given for piece in _joined(map(self._piece, events))]
         if sum(map(len, given)) <= PROMPT * len(self._choices):
@@ -173,22 +237,33 @@ class Generation:
         request = event.completion.request if isinstance(event, FinishEvent) else event.request
         choice = self._choices[request.id]
         if choice.done:  # at a stop string, and then its row ended
+            if isinstance(event, FinishEvent):
+                choice.cached = event.completion.cached_tokens
             return None
         if isinstance(event, FinishEvent):
             return choice.end(event.completion)
+        if isinstance(event, PromptEvent):
+            return choice.of_prompt(event)
         return choice.push(event)
 
 
 def _joined(pieces: Iterable[OutputChunk | None]) -> list[OutputChunk]:
     """One piece of each choice."""
+    made = [piece for piece in pieces if piece is not None]
+    if len(made) == 1:
+        return made
     found: dict[int, OutputChunk] = {}
-    for piece in pieces:
-        if piece is None:
-            continue
+    for piece in made:
         before = found.get(piece.choice)
         if before is not None:
             text, tokens = before.text + piece.text, before.tokens + piece.tokens
-            chances = before.chances + piece.chances
-            piece = OutputChunk(piece.choice, text, tokens, piece.finish, piece.stop, chances)
+            piece = dataclasses.replace(
+                piece,
+                text=text,
+                tokens=tokens,
+                chances=before.chances + piece.chances,
+                ids=before.ids + piece.ids,
+                prompt=before.prompt + piece.prompt,
+            )
         found[piece.choice] = piece
     return list(found.values())

@@ -1,15 +1,41 @@
-"""Log-probabilities in the two forms that OpenAI has for them."""
+"""Log-probabilities in OpenAI's two forms, and in vLLM's form of prompts."""
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jaxattn.engine.requests.outputs import Logprobs
+from jaxattn.server.http.errors import bad
+from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.text import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity
 
-type Chance = tuple[int, Logprobs]
 type Spell = Callable[[int], bytes]
+
+
+class Chance(NamedTuple):
+    """A token of a text and its log-probabilities.
+
+    Attributes:
+        found: None of a prompt's first token.
+        offset: characters of the text that are whole before the token.
+    """
+
+    token: int
+    found: Logprobs | None
+    offset: int = 0
+
+
+def read_prompt_logprobs(fields: JsonFields, most: int) -> int | None:
+    """vLLM's field `prompt_logprobs`.
+
+    Raises:
+        ApiError: 400; it is no count, or the answer is streamed, which has no place for them.
+    """
+    found = fields.integer("prompt_logprobs", 0, most)
+    if found is not None and fields.flag("stream"):
+        raise bad("prompt_logprobs", "prompt_logprobs needs stream: false; leave stream out")
+    return found
 
 
 def chat_logprobs(chances: Sequence[Chance], spell: Spell) -> dict[str, Any]:
@@ -20,23 +46,71 @@ def chat_logprobs(chances: Sequence[Chance], spell: Spell) -> dict[str, Any]:
                 **_entry(token, found.token, spell),
                 "top_logprobs": [_entry(other, value, spell) for other, value in found.top],
             }
-            for token, found in chances
+            for token, found, _ in chances
+            if found is not None
         ]
     }
 
 
-def completion_logprobs(chances: Sequence[Chance], spell: Spell, offset: int) -> dict[str, Any]:
-    """`logprobs` of a completion's choice, whose first token stands at `offset` of the text."""
-    texts = [_text(token, spell) for token, _ in chances]
+def completion_logprobs(chances: Sequence[Chance], spell: Spell, most: int) -> dict[str, Any]:
+    """`logprobs` of a completion's choice, with up to `most` likely tokens beside each."""
+    pairs = [(each.token, each.found) for each in chances]
     return {
-        "tokens": texts,
-        "token_logprobs": [max(found.token, LEAST) for _, found in chances],
-        "top_logprobs": [
-            {_text(token, spell): max(value, LEAST) for token, value in found.top}
-            for _, found in chances
-        ],
-        "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
+        "tokens": [_text(token, spell) for token, _ in pairs],
+        "token_logprobs": [found and max(found.token, LEAST) for _, found in pairs],
+        "top_logprobs": [found and _likely(token, found, spell, most) for token, found in pairs],
+        "text_offset": [each.offset for each in chances],
     }
+
+
+def prompt_logprobs(chances: Sequence[Chance], spell: Spell, most: int) -> list[Any]:
+    """vLLM's `prompt_logprobs`: of each token itself and the likely ones, by their ids."""
+    return [each.found and _ranked(each.token, each.found, spell, most) for each in chances]
+
+
+def prompt_offsets(
+    tokenizer: Tokenizer, prompt: Sequence[int], text: str, *, given: bool
+) -> list[int]:
+    """How many characters of a prompt's text are whole before each of its tokens.
+
+    Args:
+        given: the tokens are of this text, which may hold special tokens. A token without a part
+            of the text, such as a BOS, stands where the next one does.
+    """
+    stream, at, found = tokenizer.stream(skip_special_tokens=not given), 0, []
+    for token in prompt:
+        found.append(at)
+        piece = stream.push(token)
+        if text.startswith(piece, at):
+            at += len(piece)
+    return found
+
+
+def _likely(token: int, found: Logprobs, spell: Spell, most: int) -> dict[str, float]:
+    """The token itself and the likely ones. Of several that are spelled alike, as parts of
+    characters are, the first keeps the text, and the others are named as vLLM names tokens."""
+    texts: dict[str, float] = {}
+    for other, value in _unique(token, found, most):
+        text = _text(other, spell)
+        texts[f"token_id:{other}" if text in texts else text] = max(value, LEAST)
+    return texts
+
+
+def _ranked(token: int, found: Logprobs, spell: Spell, most: int) -> dict[str, dict[str, Any]]:
+    ranks = {other: place for place, (other, _) in enumerate(found.top[:most], 1)}
+    return {
+        str(other): {
+            "logprob": max(value, LEAST),
+            "rank": ranks.get(other, found.rank),
+            "decoded_token": _text(other, spell),
+        }
+        for other, value in _unique(token, found, most)
+    }
+
+
+def _unique(token: int, found: Logprobs, most: int) -> Iterable[tuple[int, float]]:
+    yield token, found.token
+    yield from (pair for pair in found.top[:most] if pair[0] != token)
 
 
 def _entry(token: int, value: float, spell: Spell) -> dict[str, Any]:

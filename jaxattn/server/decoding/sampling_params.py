@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import Request
+from jaxattn.server.decoding.token_rules import TokenLimits
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.settings import (
@@ -45,6 +46,7 @@ class SamplingParams:
         ignore_eos: the model's own stop tokens are tokens like others.
         stop_included: a stop string stays in the text.
         skip_special: special tokens have no text.
+        limits: of single tokens.
         more: further fields of the engine's requests, where they change something.
     """
 
@@ -60,7 +62,12 @@ class SamplingParams:
     ignore_eos: bool
     stop_included: bool
     skip_special: bool
+    limits: TokenLimits
     more: Mapping[str, Any]
+
+    def ends(self, ends: Sequence[int]) -> tuple[int, ...]:
+        """The stop tokens of a row, of which some are the model's."""
+        return self.stop_tokens if self.ignore_eos else (*self.stop_tokens, *ends)
 
     def request(
         self,
@@ -80,7 +87,6 @@ class SamplingParams:
             ends: the model's stop tokens.
             more: further fields, of this choice alone.
         """
-        stops = self.stop_tokens if self.ignore_eos else (*self.stop_tokens, *ends)
         return Request(
             prompt,
             max_tokens=most if self.max_tokens is None else min(self.max_tokens, most),
@@ -89,7 +95,7 @@ class SamplingParams:
             top_k=self.top_k,
             min_p=self.min_p,
             seed=(self.seed + choice * GOLDEN) % 2**32,
-            stop_tokens=stops,
+            stop_tokens=self.ends(ends),
             id=id,
             **self.more,
             **more,
@@ -102,12 +108,13 @@ def read_sampling(
     max_tokens: int | None,
     logprobs: int | None = None,
     *,
+    prompt_logprobs: int | None = None,
     vocab_size: int,
 ) -> SamplingParams:
     """The sampling fields of a request.
 
     Args:
-        max_tokens, logprobs: whose names and forms are the endpoint's own.
+        max_tokens, logprobs, prompt_logprobs: whose names and forms are the endpoint's own.
         vocab_size: of the model, which bounds the tokens of `logit_bias`.
 
     Raises:
@@ -117,11 +124,6 @@ def read_sampling(
     top_k = fields.integer("top_k", -1, MOST_ID)
     seed = fields.integer("seed", -(2**63), 2**63 - 1)
     ignore_eos = fields.flag("ignore_eos")
-    if fields.integer("min_tokens", 0, MOST_ID) and not ignore_eos:
-        raise bad(
-            "min_tokens",
-            "min_tokens needs ignore_eos: true; add ignore_eos, or leave min_tokens out",
-        )
     return SamplingParams(
         max_tokens=max_tokens,
         choices=_or(fields.integer("n", 1, MOST_CHOICES), None, 1),
@@ -135,7 +137,8 @@ def read_sampling(
         ignore_eos=ignore_eos,
         stop_included=fields.flag("include_stop_str_in_output"),
         skip_special=fields.flag("skip_special_tokens", True),
-        more=_more(fields, defaults, logprobs, vocab_size),
+        limits=TokenLimits.read(fields, max_tokens, vocab_size),
+        more=_more(fields, defaults, logprobs, prompt_logprobs, vocab_size),
     )
 
 
@@ -146,12 +149,18 @@ def _folded(seed: int) -> int:
 
 
 def _more(
-    fields: JsonFields, defaults: SamplingDefaults, logprobs: int | None, vocab_size: int
+    fields: JsonFields,
+    defaults: SamplingDefaults,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    vocab_size: int,
 ) -> dict[str, Any]:
     """Penalties, biases, priority, salt and log-probabilities, where they change something."""
     found: dict[str, Any] = {}
     if logprobs is not None:
         found["logprobs"] = logprobs
+    if prompt_logprobs is not None:
+        found["prompt_logprobs"] = prompt_logprobs
     if priority := fields.integer("priority", -(2**31), MOST_ID):
         found["priority"] = priority
     salt = fields.text("cache_salt", MOST_SALT)

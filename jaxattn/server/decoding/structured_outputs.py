@@ -11,14 +11,21 @@ from typing import Any
 import llguidance
 import numpy as np
 import orjson
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.sampling_params import ABLE
+from jaxattn.server.decoding.tool_choice import ToolChoice
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.text import Tokenizer
 
 MOST_CHARACTERS = 2**16
+NO_TOOLS = ToolChoice()
 KINDS = ("text", "json_object", "json_schema", "regex")
+# Of vLLM's `structured_outputs`; each has been a field `guided_...` of a request, too.
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+MOST_TEXTS = 1024
 # What compiling and one mask may cost; more is refused, or ends the row.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
@@ -34,16 +41,26 @@ class GrammarVocabulary:
 
     Args:
         tokenizer: the model's. One without a stop token cannot end a text.
+        marks: around thoughts. Those that are a token count as special: a mask of any text up to
+            such a token takes 10 us, and up to the letters of a mark 2 ms.
+
+    Attributes:
+        special_tokens: id -> text of tokens that are no part of a string.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, marks: Sequence[str] = ()):
         self._tokenizer = tokenizer
+        ids = {tokenizer.token_id(mark): mark for mark in marks}
+        marked = {id: mark for id, mark in ids.items() if id is not None}
+        self.special_tokens: Mapping[int, str] = {**tokenizer.special_tokens, **marked}
 
     @functools.cached_property
     def known(self) -> llguidance.LLTokenizer:
         """Made when the first grammar comes: a vocabulary takes a second."""
         ends = list(self._tokenizer.stop_tokens)
-        wrapper = llguidance.TokenizerWrapper(_LLGuidanceTokens(self._tokenizer))
+        wrapper = llguidance.TokenizerWrapper(
+            _LLGuidanceTokens(self._tokenizer, sorted(self.special_tokens))
+        )
         return llguidance.LLTokenizer(wrapper, eos_token=ends)
 
     def matchers(self, grammar: str, param: str, count: int) -> list["GrammarMatcher"]:
@@ -64,11 +81,11 @@ class GrammarVocabulary:
 class _LLGuidanceTokens:
     """What `llguidance.TokenizerWrapper` reads."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, special: list[int]):
         ends = tokenizer.stop_tokens
         self.eos_token_id, self.bos_token_id = ends[0], None
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        self.special_token_ids = list(ends)
+        self.special_token_ids = special
         self._encode = tokenizer.encode
 
     def __call__(self, text: str) -> list[int]:
@@ -116,78 +133,107 @@ def _unfollowed(param: str, matcher: llguidance.LLMatcher) -> ApiError:
     return bad(param, f"{param} cannot be followed: {said}; change or simplify it")
 
 
-def read_grammar(fields: JsonFields, tools: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+def read_grammar(
+    fields: JsonFields,
+    answer: AnswerGrammar,
+    choice: ToolChoice = NO_TOOLS,
+) -> tuple[str, str] | None:
     """(the grammar that the answer has to follow, the field that asks for it), or None.
 
-    `response_format` and `tool_choice` ask for one.
+    `response_format`, `tool_choice`, and vLLM's `structured_outputs` ask for one.
+
+    Args:
+        answer: writes it.
+        choice: of tools.
 
     Raises:
         ApiError: 400 with the field's name.
     """
     format_ = fields.object("response_format")
     kind = format_.chosen("type", KINDS) or "text"
-    choice = fields.values.get("tool_choice")
-    called = choice not in (None, "auto", "none")
-    if kind == "text" and not called:
+    called = choice.mode == "required"
+    structured = _structured(fields)
+    if kind == "text" and not called and structured is None:
         return None
     param = "tool_choice" if called else "response_format"
+    if structured is not None:
+        param, kind = structured.where, "structured"
     if "grammar" not in ABLE:
         raise bad(param, f"{param} asks for a grammar, and this engine follows none")
     if kind != "text" and called:
-        raise bad("tool_choice", "response_format and tool_choice cannot both rule an answer")
-    grammar = _of_calls(fields, tools) if called else _of_format(format_, kind)
+        other = "response_format" if structured is None else param
+        raise bad("tool_choice", f"{other} and tool_choice cannot both rule an answer")
+    if structured is not None and format_.chosen("type", KINDS) not in (None, "text"):
+        raise bad(param, f"{param} and response_format cannot both rule an answer")
+    if structured is not None:
+        grammar = _of_structured(structured, answer)
+    else:
+        grammar = answer.calls(choice) if called else _of_format(format_, kind, answer)
     if len(grammar) > MOST_CHARACTERS:
         raise bad(param, f"{param} has a grammar of more than {MOST_CHARACTERS:,} characters")
-    return grammar, param
+    return llguidance.grammar_from("lark", grammar), param
 
 
-def _of_format(fields: JsonFields, kind: str) -> str:
+def _of_format(fields: JsonFields, kind: str, answer: AnswerGrammar) -> str:
     if kind == "regex":
         pattern = fields.text("pattern", MOST_CHARACTERS)
         if not pattern:
             raise fields.wrong("pattern", "a regular expression")
-        return llguidance.LLMatcher.grammar_from_regex(pattern)
+        return answer.pattern(pattern)
     schema: dict[str, Any] = {"type": "object"}
     if kind == "json_schema":
         given = fields.object("json_schema")
         if not given.given("schema"):
             raise given.wrong("schema", "a JSON schema")
         schema = dict(given.object("schema").values)
-    return _of_schema(schema, fields.where)
+    return answer.schema(schema, fields.where)
 
 
-def _of_calls(fields: JsonFields, tools: Sequence[Mapping[str, Any]]) -> str:
-    """One call of a tool, written as Hermes has it: any tool, or the one that is named."""
-    choice = fields.values["tool_choice"]
-    names = [tool["function"]["name"] for tool in tools]
-    if choice != "required":
-        named = fields.object("tool_choice").object("function").text("name", 128)
-        if named not in names:
-            raise bad("tool_choice", f"tool_choice names {named!r}, and tools has {names}")
-        names = [named]
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-        if tool["function"]["name"] in names
-    ]
+def _structured(fields: JsonFields) -> JsonFields | None:
+    """vLLM's `structured_outputs`, or what an older field says; None where there is none."""
+    found = fields.object("structured_outputs")
+    for name in STRUCTURED:
+        older = f"guided_{name}"
+        if fields.given(older):
+            found = JsonFields({name: fields.values[older]}, older)
+    given = [name for name in STRUCTURED if found.given(name)]
+    if not found.values:
+        return None
+    if len(given) != 1:
+        raise bad(
+            found.where,
+            f"{found.where} must have one of {', '.join(STRUCTURED)}; got {given or 'none'}",
+        )
+    return found
+
+
+def _of_structured(fields: JsonFields, answer: AnswerGrammar) -> str:
+    """The grammar of the one constraint that `_structured` has found."""
+    if (text := fields.text("regex", MOST_CHARACTERS)) is not None:
+        return answer.pattern(text)
+    if (text := fields.text("grammar", MOST_CHARACTERS)) is not None:
+        return _lark(text, fields.where)
+    if texts := fields.texts("choice", MOST_TEXTS, MOST_CHARACTERS):
+        return answer.choices(texts)
+    schema = fields.values.get("json")
+    if isinstance(schema, str):
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise fields.wrong("json", f"a JSON schema; it is no JSON ({error})") from None
+    if schema is None:
+        if not fields.flag("json_object"):
+            raise fields.wrong("json_object", "true")
+        schema = {"type": "object"}
+    if not isinstance(schema, dict):
+        raise fields.wrong("json", "a JSON schema")
+    return answer.schema(schema, fields.where)
+
+
+def _lark(text: str, param: str) -> str:
+    """A grammar in Lark, which may have been written in GBNF."""
     try:
-        schema = orjson.dumps({"anyOf": calls}).decode()
-    except orjson.JSONEncodeError as error:
-        raise bad("tools", f"tools has parameters that cannot be followed: {error}") from error
-    lark = f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {schema}\n'
-    return llguidance.grammar_from("lark", lark)
-
-
-def _of_schema(schema: dict[str, Any], param: str) -> str:
-    try:
-        return llguidance.LLMatcher.grammar_from_json_schema(schema)
-    except ValueError as error:
-        raise bad(param, f"{param} has a schema that cannot be followed: {error}") from error
+        return any_to_lark(text)
+    except (GbnfToLarkError, ValueError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise bad(param, f"{param} has a grammar that cannot be read: {said}") from error

@@ -13,7 +13,8 @@ from jaxattn.server.http.error_response import refuse
 from jaxattn.server.http.errors import ApiError
 
 VARIABLE = "JAXATTN_API_KEY"
-OPEN = frozenset({"/", "/page.js", "/page.css", "/health", "/ping", "/version", "/metrics"})
+OPEN = frozenset({"/", "/health", "/ping", "/version", "/metrics"})
+OPEN_FOLDER = "/page/"  # the page's files, which hold nothing of the model or of its users
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -37,7 +38,7 @@ def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) ->
 
 
 class ApiKeyAuth:
-    """Lets requests with a key through, and all to `OPEN` paths.
+    """Lets requests with a key through, and all to `OPEN` paths and the page's files.
 
     Args:
         keys: none lets everyone through.
@@ -48,13 +49,13 @@ class ApiKeyAuth:
         self._app, self._digests = app, tuple(map(_digest, keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._digests or scope["path"] in OPEN:
+        if scope["type"] != "http" or not self._digests or _is_open(scope["path"]):
             return await self._app(scope, receive, send)
         if scope["method"] == "OPTIONS" or self._known(Headers(scope=scope)):
             return await self._app(scope, receive, send)
         error = ApiError(
             401,
-            "a valid key is needed: send it as 'Authorization: Bearer KEY'",
+            "a valid key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -62,9 +63,15 @@ class ApiKeyAuth:
 
     def _known(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # of Anthropic's clients
         given = _digest(key.strip())
         matches = [secrets.compare_digest(given, digest) for digest in self._digests]
-        return kind.lower() == "bearer" and any(matches)
+        return any(matches)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN or path.startswith(OPEN_FOLDER)
 
 
 def _digest(key: str) -> bytes:

@@ -1,5 +1,6 @@
 """Refusals in OpenAI's form: a status, a message, the field's name and a code."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,6 +37,21 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
+
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """The error with other names of fields, in `param` and in the message.
+
+        Args:
+            names: of fields here -> of those that the client sent. The first that fits counts.
+        """
+        for name, other in names.items():
+            if self.param is not None and re.match(rf"{re.escape(name)}(?![\w])", self.param):
+                message = re.sub(rf"\b{re.escape(name)}(?![\w])", other, self.message)
+                param = other + self.param[len(name) :]
+                return ApiError(
+                    self.status, message, param=param, code=self.code, headers=self.headers
+                )
+        return self
 
     @property
     def body(self) -> dict[str, Any]:

@@ -7,13 +7,15 @@ work for it: `HttpRequest.attended` cancels it, and the work's own `finally` abo
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from jaxattn.server.http.connection import CHUNKS, ChunkWriter
+from jaxattn.server.http.error_forms import error_form
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.settings import ServerSettings
@@ -25,8 +27,6 @@ EVENTS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",  # of nginx, which would collect events
 }
-PING = b": ping\n\n"
-DONE = b"data: [DONE]\n\n"
 
 
 class ClientClosed(Exception):
@@ -40,11 +40,14 @@ class HttpRequest:
         begun: whether the status has been sent.
         complete: whether the last byte has been sent.
         log: what the access log says beside method, path and status.
+        errors: the form of errors.
+        stream_errors: the form of an error that cuts a stream, where it is another.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings):
         self.request = Request(scope, receive)
         self.begun = self.complete = False
+        self.errors = self.stream_errors = error_form(scope["path"])
         self.log: dict[str, Any] = scope.setdefault("state", {}).setdefault("log", {})
         self._receive, self._send, self._settings = receive, send, settings
 
@@ -63,6 +66,10 @@ class HttpRequest:
         if not isinstance(values, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_json")
         return JsonFields(values)
+
+    def path(self, name: str) -> str:
+        """A part of the path, such as the id of a model."""
+        return str(self.request.path_params[name])
 
     async def _body(self) -> bytes:
         most, data = self._settings.max_body_bytes, bytearray()
@@ -118,26 +125,21 @@ class HttpRequest:
     async def refuse(self, error: ApiError) -> None:
         """Sends an error: as an answer, or as the last event of a stream that has begun."""
         if not self.begun:
-            await self.json(error.body, error.status, error.headers)
+            await self.json(self.errors.body(error), error.status, error.headers)
         elif not self.complete:
-            await self.events([error.body])
-            await self.end_events()
+            await self.stream(self.stream_errors.stream_end(error), more=False)
+
+    def chunks(self) -> ChunkWriter | None:
+        """What writes to a stream that has begun, while nothing else does; None if nothing can."""
+        return self.request.scope.get("extensions", {}).get(CHUNKS)
 
     async def begin_events(self) -> None:
         await self._begin(200, EVENTS)
 
-    async def events(self, found: Sequence[object]) -> None:
-        """Sends events in one write."""
-        data = b"".join(b"data: " + orjson.dumps(values) + b"\n\n" for values in found)
-        if data:
-            await self._write(data)
-
-    async def ping(self) -> None:
-        """A comment, so that nothing between here and the client takes the stream for dead."""
-        await self._write(PING)
-
-    async def end_events(self) -> None:
-        await self._write(DONE, more=False)
+    async def stream(self, data: bytes, *, more: bool = True) -> None:
+        """Sends events in one write; nothing where there are none."""
+        if data or not more:
+            await self._write(data, more=more)
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.begun = True

@@ -1,31 +1,78 @@
 """POST /v1/chat/completions: a conversation is answered."""
 
+import dataclasses
+import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS
-from jaxattn.server.decoding.generation import OutputChunk
-from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
+from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
+from jaxattn.server.decoding.logprobs import (
+    Chance,
+    Spell,
+    chat_logprobs,
+    read_prompt_logprobs,
+)
+from jaxattn.server.decoding.message_events import (
+    ContentDelta,
+    MessageParser,
+    MessageParts,
+    ReasoningDelta,
+    ToolCall,
+)
 from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
-from jaxattn.server.decoding.tool_parser import ToolCall, ToolParser
+from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
+from jaxattn.server.openai.response_builder import (
+    WHOLE,
+    ChoiceText,
+    ResponseBuilder,
+    StreamOptions,
+    read_streaming,
+)
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
 from jaxattn.text import TextError
 
 MOST_MESSAGES = 4096
-MOST_TOOLS = 128
 MOST_VARIABLES = 32
+PROMPT_END = 32  # tokens, more than any template writes after the last message
 OWN_VARIABLES = frozenset(
     # The last is Python's own word for the object whose method is called.
-    {"messages", "tools", "documents", "add_generation_prompt", "self"}
+    {
+        *("messages", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "self"),
+    }
 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A conversation that can be answered, in whichever API it came.
+
+    Attributes:
+        generation: its rows, which are not queued yet.
+        parser: makes what divides the text of one choice into thoughts, content and calls.
+        spell: the bytes of a token, where log-probabilities are asked for.
+        logprobs, prompt_logprobs: how many likely tokens are told; None where none are asked for.
+    """
+
+    generation: Generation
+    parser: Callable[[], MessageParser]
+    spell: Spell | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """The tokens of the conversation, which all choices share."""
+        return self.generation.requests[0].prompt
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
@@ -33,40 +80,75 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
     arrived = time.perf_counter()
     with service.entered() as ticket:
         fields = await exchange.fields()
-        service.check_model(fields)
-        refuse_unsupported(fields)
-        top = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
-        if top is not None and not fields.flag("logprobs"):
-            raise bad("top_logprobs", "top_logprobs needs logprobs: true; add logprobs")
-        logprobs = (top or 0) if fields.flag("logprobs") else None
-        most = fields.integer("max_completion_tokens", 1, MOST_ID)
-        most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
-        served = service.served
-        sampling = read_sampling(
-            fields, served.defaults, most, logprobs, vocab_size=served.vocab_size
-        )
         streaming = read_streaming(fields)
-        tools = read_tools(fields)
-        grammar = read_grammar(fields, tools)
-        prompt = await encoded(service, fields, tools)
-        rooms = [service.room(prompt, "messages")]
+        chat = await read_chat(service, fields)
+        choices = len(chat.generation.requests)
+        ids = [chat.prompt] * choices if fields.flag("return_token_ids") else None
         await ResponseWriter(
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=await service.generation(
-                [prompt], rooms, sampling, continues=False, grammar=grammar
-            ),
+            generation=chat.generation,
             form=ChatResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
-                len(prompt),
-                tools,
-                None if logprobs is None else service.tokenizer.token_bytes,
+                len(chat.prompt),
+                chat.parser,
+                service.tokenizer.token_bytes,
+                streaming,
+                ids,
+                reasoning=fields.flag("include_reasoning", True),
+                logprobs=chat.logprobs,
+                prompt_logprobs=chat.prompt_logprobs,
             ),
-            streaming=streaming,
+            streamed=streaming.stream,
             arrived=arrived,
         ).give()
+
+
+async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
+    """A request in the form of Chat Completions; those of other APIs are translated to it.
+
+    Raises:
+        ApiError: 400 or 404, with the field's name.
+    """
+    service.check_model(fields)
+    refuse_unsupported(fields)
+    top = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
+    if top is not None and not fields.flag("logprobs"):
+        raise bad("top_logprobs", "top_logprobs needs logprobs: true; add logprobs")
+    logprobs = (top or 0) if fields.flag("logprobs") else None
+    most = fields.integer("max_completion_tokens", 1, MOST_ID)
+    most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
+    served = service.served
+    of_prompt = read_prompt_logprobs(fields, MOST_LOGPROBS)
+    sampling = read_sampling(
+        fields,
+        served.defaults,
+        most,
+        logprobs,
+        prompt_logprobs=of_prompt,
+        vocab_size=served.vocab_size,
+    )
+    choice = read_tools(fields)
+    prompt = service.shortened(fields, await encoded(service, fields, choice.tools))
+    prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+    answer = AnswerGrammar(service.vocabulary.special_tokens, service.message_format, prompt_end)
+    rooms = [service.room(prompt, "messages")]
+    return ChatRequest(
+        generation=await service.generation(
+            [prompt],
+            rooms,
+            sampling,
+            continues=False,
+            grammar=read_grammar(fields, answer, choice),
+            shown=service.message_format.shown(choice),
+        ),
+        parser=functools.partial(service.message_format.parser, choice, prompt_end),
+        spell=None if logprobs is None else service.tokenizer.token_bytes,
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
+    )
 
 
 async def encoded(
@@ -96,43 +178,29 @@ async def encoded(
     if effort := fields.text("reasoning_effort", 32):
         variables = {"reasoning_effort": effort, **variables}
     begins = fields.flag("add_generation_prompt", True)
+    if fields.flag("continue_final_message"):
+        if begins:
+            raise bad(
+                "continue_final_message",
+                "continue_final_message needs add_generation_prompt: false; add it",
+            )
+        variables = {**variables, "continue_final_message": True}
     try:
         return await service.in_thread(
             lambda: service.tokenizer.chat(
-                messages, tools=tools or None, add_generation_prompt=begins, **variables
+                messages, tools=list(tools) or None, add_generation_prompt=begins, **variables
             )
         )
     except TextError as error:
         raise bad("messages", " ".join(str(error).split())) from error
 
 
-def read_tools(fields: JsonFields) -> list[dict[str, Any]]:
-    """The tools that the model may call; none where `tool_choice` is "none".
-
-    Raises:
-        ApiError: 400; one is no function, or the choice asks for what is not there.
-    """
-    tools = fields.objects("tools", MOST_TOOLS)
-    for place, tool in enumerate(tools):
-        function = JsonFields(tool, f"tools[{place}]").object("function")
-        if tool.get("type", "function") != "function" or not function.text("name", 128):
-            raise bad("tools", f"tools[{place}] must be a function with a name")
-        function.object("parameters")
-    choice = fields.values.get("tool_choice")
-    if choice == "none":
-        return []
-    if choice not in (None, "auto", "required") and not isinstance(choice, dict):
-        raise fields.wrong("tool_choice", "none, auto, required or an object that names a tool")
-    if choice not in (None, "auto") and not tools:
-        raise bad("tool_choice", "tool_choice needs tools; give some, or leave it out")
-    return tools
-
-
 class ChatResponseBuilder(ResponseBuilder):
     """`chat.completion` and its chunks.
 
     Args:
-        tools: that the model may call; their calls are no part of the content.
+        parser: makes what divides the text of one choice into thoughts, content and calls.
+        reasoning: whether the client wants the thoughts.
     """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -142,62 +210,86 @@ class ChatResponseBuilder(ResponseBuilder):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
-        tools: Sequence[Mapping[str, Any]] = (),
-        spell: Spell | None = None,
+        parser: Callable[[], MessageParser],
+        spell: Spell,
+        streaming: StreamOptions = WHOLE,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        *,
+        reasoning: bool = True,
+        **more: int | None,
     ):
-        super().__init__(model, fingerprint, prompt_tokens, spell)
-        self._tools = tools
-        self._readers: dict[int, ToolParser] = {}
-        self._begun: set[int] = set()
+        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids, **more)
+        self._parser, self._reasoning = parser, reasoning
+        self._parsers: dict[int, MessageParser] = {}
+        self._called: set[int] = set()
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """As vLLM has it, what is told of the prompt stands beside the choices."""
+        return super().whole(generation) | self.prompt_field(self._texts[0])
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text.text}
-        if self._tools:
-            reader = ToolParser(self._tools)
-            content, calls = reader.push(text.text)
-            content += reader.end()
-            message["content"] = content or None if calls else content
-            if calls:
-                message["tool_calls"] = [call.json for call in calls]
+        parser, parts = self._parser(), MessageParts()
+        parts.add(parser.feed(text.text))
+        parts.add(parser.finish())
+        message: dict[str, Any] = {"role": "assistant", "content": parts.content}
+        if parts.reasoning and self._reasoning:
+            message |= _thoughts(parts.reasoning)
+        if parts.calls:
+            message["content"] = parts.content or None
+            message["tool_calls"] = [call.json for call in parts.calls]
         return {
             "index": number,
             "message": message,
             "logprobs": self._logprobs(text.chances),
-            "finish_reason": _finish(text.finish, "tool_calls" in message),
+            "finish_reason": _finish(text.finish, bool(parts.calls)),
             "stop_reason": text.stop,
         }
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
-        number = piece.choice
-        if number not in self._begun:
-            self._begun.add(number)
-            self._readers[number] = ToolParser(self._tools)
-            # The role comes with the first token, so that its time can be measured.
-            yield from self._deltas(piece, {"role": "assistant", "content": ""})
-        else:
-            yield from self._deltas(piece, {})
+    def text_choice(self, number: int, text: str) -> dict[str, Any]:
+        delta, logprobs = {"content": text}, self._logprobs(())
+        return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def _deltas(self, piece: OutputChunk, first: dict[str, Any]) -> Iterable[dict[str, Any]]:
-        reader, content, calls = self._readers[piece.choice], piece.text, list[ToolCall]()
-        if self._tools:
-            content, calls = reader.push(piece.text)
-            content += reader.end() if piece.finish else ""
-        delta = first | ({"content": content} if content else {})
-        if calls:
-            begin = len(reader.calls) - len(calls)
-            delta["tool_calls"] = [
-                {"index": begin + place, **call.json} for place, call in enumerate(calls)
-            ]
-        if delta or piece.finish or piece.chances:
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
+        number, delta = piece.choice, dict[str, Any]()
+        parser = self._parsers.get(number)
+        begins = parser is None
+        if parser is None:
+            parser = self._parsers[number] = self._parser()
+            # The role comes with the first token, so that its time can be measured.
+            delta = {"role": "assistant", "content": ""}
+        events = parser.feed(piece.text)
+        if not begins and piece.finish is None and self._most is None:
+            match events:
+                case [ContentDelta(text)]:
+                    yield text
+                    return
+        if piece.finish:
+            events += parser.finish()
+        for event in events:
+            match event:
+                case ContentDelta():
+                    delta["content"] = (delta.get("content") or "") + event.text
+                case ReasoningDelta() if self._reasoning:
+                    delta |= _thoughts(delta.get("reasoning", "") + event.text)
+                case ToolCall():
+                    self._called.add(number)
+                    calls = delta.setdefault("tool_calls", [])
+                    calls.append({"index": event.index, **event.json})
+        if delta or piece.finish or self.told_of(piece):
             yield {
-                "index": piece.choice,
+                "index": number,
                 "delta": delta,
                 "logprobs": self._logprobs(piece.chances),
-                "finish_reason": _finish(piece.finish, bool(reader.calls)),
+                "finish_reason": _finish(piece.finish, number in self._called),
             }
 
     def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
-        return None if self._spell is None else chat_logprobs(chances, self._spell)
+        return None if self._most is None else chat_logprobs(chances, self._spell)
+
+
+def _thoughts(text: str) -> dict[str, str]:
+    """The field of the thoughts, under DeepSeek's and under OpenRouter's name."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _finish(finish: str | None, called: bool) -> str | None:

@@ -1,20 +1,31 @@
 """POST /v1/completions: a text or tokens are continued."""
 
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.generation import OutputChunk
-from jaxattn.server.decoding.logprobs import Chance, Spell, completion_logprobs
+from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
+from jaxattn.server.decoding.logprobs import (
+    Spell,
+    completion_logprobs,
+    prompt_offsets,
+    read_prompt_logprobs,
+)
 from jaxattn.server.decoding.sampling_params import read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, read_streaming
+from jaxattn.server.openai.response_builder import (
+    WHOLE,
+    ChoiceText,
+    ResponseBuilder,
+    StreamOptions,
+    read_streaming,
+)
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
@@ -32,12 +43,20 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         refuse_unsupported(fields)
-        grammar = read_grammar(fields, ())
+        grammar = read_grammar(fields, AnswerGrammar(service.vocabulary.special_tokens))
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
-        most = fields.integer("max_tokens", 1, MOST_ID) or MAX_TOKENS
+        of_prompt, echo = read_prompt_logprobs(fields, MOST_LOGPROBS), fields.flag("echo")
+        most = fields.integer("max_tokens", 0, MOST_ID)
+        most = MAX_TOKENS if most is None else most
+        asked = [of_prompt, logprobs if echo else None]
         served = service.served
         sampling = read_sampling(
-            fields, served.defaults, most, logprobs, vocab_size=served.vocab_size
+            fields,
+            served.defaults,
+            most,
+            logprobs,
+            prompt_logprobs=max((each for each in asked if each is not None), default=None),
+            vocab_size=served.vocab_size,
         )
         if (fields.integer("best_of", 1, MOST_ID) or sampling.choices) != sampling.choices:
             raise bad("best_of", "best_of must be n; leave it out")
@@ -50,10 +69,16 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 f"{MOST_CHOICES} continuations; send them in several requests",
             )
         prompts = await service.in_thread(lambda: [_tokens(service, each) for each in given])
-        rooms = [service.room(prompt, "prompt") for prompt in prompts]
-        echoes = [""] * len(prompts)
-        if fields.flag("echo"):
-            echoes = [_text(service, each) for each in given]
+        prompts = [service.shortened(fields, prompt) for prompt in prompts]
+        rooms = [service.room(prompt, "prompt", least=min(most, 1)) for prompt in prompts]
+        repeated = [prompt for prompt in prompts for _ in range(sampling.choices)]
+        echoes = [Echo()] * len(prompts)
+        if echo:
+            truncated = fields.values.get("truncate_prompt_tokens") is not None
+            texts = [list(prompt) for prompt in prompts] if truncated else given
+            echoes = await service.in_thread(
+                lambda: [_echo(service, *each) for each in zip(texts, prompts, strict=True)]
+            )
         await ResponseWriter(
             service=service,
             exchange=exchange,
@@ -66,9 +91,13 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 service.fingerprint,
                 sum(map(len, prompts)),
                 [echo for echo in echoes for _ in range(sampling.choices)],
-                None if logprobs is None else service.tokenizer.token_bytes,
+                service.tokenizer.token_bytes,
+                streaming,
+                repeated if fields.flag("return_token_ids") else None,
+                logprobs=logprobs,
+                prompt_logprobs=of_prompt,
             ),
-            streaming=streaming,
+            streamed=streaming.stream,
             arrived=arrived,
         ).give()
 
@@ -112,15 +141,29 @@ def tokens_of(service: Service, text: str) -> list[int]:
         raise bad("prompt", " ".join(str(error).split())) from error
 
 
-def _text(service: Service, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else service.tokenizer.decode(prompt)
+class Echo(NamedTuple):
+    """What stands before a choice's text.
+
+    Attributes:
+        offsets: of the prompt's tokens in the text; none where it is not echoed.
+    """
+
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+def _echo(service: Service, given: str | list[int], prompt: Sequence[int]) -> Echo:
+    """The text of a prompt, as it was given or as its tokens have it."""
+    tokenizer, is_text = service.tokenizer, isinstance(given, str)
+    text = given if isinstance(given, str) else tokenizer.decode(given)
+    return Echo(text, prompt_offsets(tokenizer, prompt, text, given=is_text))
 
 
 class CompletionResponseBuilder(ResponseBuilder):
     """`text_completion`, for the whole and for chunks.
 
     Args:
-        echoes: what stands before each choice's text.
+        echoes: of each choice.
     """
 
     prefix = "cmpl"
@@ -131,33 +174,45 @@ class CompletionResponseBuilder(ResponseBuilder):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
-        echoes: Sequence[str],
-        spell: Spell | None = None,
+        echoes: Sequence[Echo],
+        spell: Spell,
+        streaming: StreamOptions = WHOLE,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        **more: int | None,
     ) -> None:
-        super().__init__(model, fingerprint, prompt_tokens, spell)
+        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids, **more)
         self._echoes, self._begun = echoes, set[int]()
-        self._offsets: dict[int, int] = {}
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
-        echoed = dataclasses.replace(text, text=self._echoes[number] + text.text)
-        return self._choice(number, echoed.text, text.finish, text.chances) | {
-            "stop_reason": text.stop
+        own = self._choice(number, text, begins=True) | {"stop_reason": text.stop}
+        return own | self.prompt_field(text)
+
+    def text_choice(self, number: int, text: str) -> dict[str, Any]:
+        return self._choice(number, ChoiceText(text), begins=False)
+
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
+        first = piece.choice not in self._begun
+        if piece.text and not first and piece.finish is None and self._most is None:
+            yield piece.text
+            return
+        self._begun.add(piece.choice)
+        if piece.text or first or piece.finish or self.told_of(piece):
+            yield self._choice(piece.choice, piece, begins=first)
+
+    def _choice(self, number: int, of: OutputChunk | ChoiceText, *, begins: bool) -> dict[str, Any]:
+        """What a choice has, behind its echo where it begins."""
+        echo = self._echoes[number]
+        return {
+            "index": number,
+            "text": echo.text + of.text if begins else of.text,
+            "logprobs": None if self._most is None else self._logprobs(echo, of, self._most),
+            "finish_reason": of.finish,
         }
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
-        text, first = piece.text, piece.choice not in self._begun
-        if first:
-            self._begun.add(piece.choice)
-            text = self._echoes[piece.choice] + text
-        if text or first or piece.finish or piece.chances:
-            yield self._choice(piece.choice, text, piece.finish, piece.chances)
-
-    def _choice(
-        self, number: int, text: str, finish: str | None, chances: Sequence[Chance]
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self._spell is not None:
-            offset = self._offsets.setdefault(number, len(self._echoes[number]))
-            logprobs = completion_logprobs(chances, self._spell, offset)
-            self._offsets[number] += sum(map(len, logprobs["tokens"]))
-        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def _logprobs(self, echo: Echo, of: OutputChunk | ChoiceText, most: int) -> dict[str, Any]:
+        """Offsets count from the beginning of the echo."""
+        behind, own = len(echo.text), of.chances
+        chances = [each._replace(offset=behind + each.offset) for each in own]
+        prompt = zip(of.prompt, echo.offsets, strict=False)  # which may not be echoed
+        before = [each._replace(offset=offset) for each, offset in prompt]
+        return completion_logprobs([*before, *chances], self._spell, most)

@@ -1,4 +1,4 @@
-"""The JSON of an answer, whole or in chunks; each endpoint has a form of its own."""
+"""The JSON of completions and chats, whole or in chunks: an answer with a list of choices."""
 
 import abc
 import dataclasses
@@ -7,9 +7,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxattn.server.decoding.generation import OutputChunk
-from jaxattn.server.decoding.logprobs import Chance, Spell
+import orjson
+
+from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.decoding.logprobs import Chance, Spell, prompt_logprobs
+from jaxattn.server.http.event_stream import DONE, data_events
 from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
 
 
 @dataclasses.dataclass
@@ -20,10 +24,14 @@ class ChoiceText:
     finish: str | None = None
     stop: str | int | None = None
     chances: list[Chance] = dataclasses.field(default_factory=list)
+    ids: list[int] = dataclasses.field(default_factory=list)
+    prompt: list[Chance] = dataclasses.field(default_factory=list)
 
     def add(self, piece: OutputChunk) -> None:
         self.text += piece.text
         self.chances += piece.chances
+        self.ids += piece.ids
+        self.prompt += piece.prompt
         if piece.finish is not None:
             self.finish, self.stop = piece.finish, piece.stop
 
@@ -43,6 +51,10 @@ class StreamOptions:
     each_usage: bool
 
 
+MARK = secrets.token_hex(16)  # stands for a text that nothing else in an event has
+WHOLE = StreamOptions(stream=False, usage=False, each_usage=False)
+
+
 def read_streaming(fields: JsonFields) -> StreamOptions:
     """The fields `stream` and `stream_options`."""
     stream = fields.flag("stream")
@@ -53,14 +65,18 @@ def read_streaming(fields: JsonFields) -> StreamOptions:
     return StreamOptions(stream=stream, usage=options.flag("include_usage"), each_usage=each)
 
 
-class ResponseBuilder(abc.ABC):
-    """Writes answers of one kind.
+class ResponseBuilder(AnswerForm):
+    """Writes answers of one kind, with a list of choices.
 
     Args:
         model: its name.
         fingerprint: see `Service.fingerprint`.
         prompt_tokens: of all prompts.
-        spell: the bytes of a token, where log-probabilities are asked for.
+        spell: the bytes of a token.
+        streaming: what a stream says beside the text.
+        prompt_ids: of the prompt of each choice, where the client wants to know all token ids.
+        logprobs: how many likely tokens are told with each; None where none are asked for.
+        prompt_logprobs: likewise of the prompt's, in vLLM's form.
     """
 
     prefix: str
@@ -68,9 +84,23 @@ class ResponseBuilder(abc.ABC):
     chunk_object: str
 
     def __init__(
-        self, model: str, fingerprint: str, prompt_tokens: int, spell: Spell | None = None
+        self,
+        model: str,
+        fingerprint: str,
+        prompt_tokens: int,
+        spell: Spell,
+        streaming: StreamOptions = WHOLE,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        *,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ):
         self._prompt_tokens, self._spell = prompt_tokens, spell
+        self._most, self._of_prompt = logprobs, prompt_logprobs
+        self._streaming, self._prompt_ids = streaming, prompt_ids
+        self._texts: dict[int, ChoiceText] = {}
+        self._prompt_told: set[int] = set()
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -83,40 +113,91 @@ class ResponseBuilder(abc.ABC):
         """A choice of an answer in one piece."""
 
     @abc.abstractmethod
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any]]:
-        """The choices of the chunks that a piece becomes; of none, where nothing is to say."""
+    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
+        """The choices of the chunks that a piece becomes; of none, where nothing is to say.
 
-    def whole(self, texts: Sequence[ChoiceText], tokens: int) -> dict[str, Any]:
-        """An answer in one piece, for which so many tokens were generated."""
-        choices = [self.whole_choice(number, text) for number, text in enumerate(texts)]
-        return self._with(self.whole_object, choices) | {"usage": self._usage(tokens)}
+        A text stands for `text_choice` of it.
+        """
 
-    def chunks(
-        self, pieces: Iterable[OutputChunk], streaming: StreamOptions, tokens: int
-    ) -> list[dict[str, Any]]:
-        """The chunks that pieces become."""
-        more: dict[str, Any] = {}
-        if streaming.each_usage:
-            more = {"usage": self._usage(tokens)}
-        elif streaming.usage:
-            more = {"usage": None}
-        return [
-            self._with(self.chunk_object, [choice]) | more
+    @abc.abstractmethod
+    def text_choice(self, number: int, text: str) -> dict[str, Any]:
+        """A chunk's choice with more text, and nothing else."""
+
+    def prompt_field(self, text: ChoiceText) -> dict[str, Any]:
+        """The field `prompt_logprobs` of a prompt, where it is asked for."""
+        if self._of_prompt is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(text.prompt, self._spell, self._of_prompt)}
+
+    def take(self, piece: OutputChunk) -> None:
+        self._texts.setdefault(piece.choice, ChoiceText()).add(piece)
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        texts = sorted(self._texts.items())
+        choices = [self._told(self.whole_choice(n, text), n, text.ids) for n, text in texts]
+        return self._with(self.whole_object, choices) | {"usage": self._usage(generation)}
+
+    def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
+        return b"".join(
+            self._event(choice, piece, generation)
             for piece in pieces
             for choice in self.choices(piece)
-        ]
+        )
 
-    def usage_chunk(self, tokens: int) -> dict[str, Any]:
-        """The last chunk, which has no choice."""
-        return self._with(self.chunk_object, []) | {"usage": self._usage(tokens)}
+    def _event(
+        self, choice: dict[str, Any] | str, piece: OutputChunk, generation: Generation
+    ) -> bytes:
+        number, more = piece.choice, dict[str, Any]()
+        if isinstance(choice, str):
+            if self._prompt_ids is None and not self._streaming.each_usage:
+                before, after = self._frame(number)
+                return before + orjson.dumps(choice) + after
+            choice = self.text_choice(number, choice)
+        if self._streaming.each_usage:
+            more = {"usage": self._usage(generation)}
+        elif self._streaming.usage:
+            more = {"usage": None}
+        told = self._told(choice, number, piece.ids)
+        return data_events([self._with(self.chunk_object, [told]) | more])
+
+    def _frame(self, number: int) -> tuple[bytes, bytes]:
+        """The bytes before and after the text in the event of `text_choice`."""
+        found = self._frames.get(number)
+        if found is None:
+            more = {"usage": None} if self._streaming.usage else {}
+            choice = self.text_choice(number, MARK)
+            event = data_events([self._with(self.chunk_object, [choice]) | more])
+            before, _, after = event.partition(orjson.dumps(MARK))
+            found = self._frames[number] = before, after
+        return found
+
+    def end(self, generation: Generation) -> bytes:
+        if not self._streaming.usage:
+            return DONE
+        last = self._with(self.chunk_object, []) | {"usage": self._usage(generation)}
+        return data_events([last]) + DONE
+
+    def told_of(self, piece: OutputChunk) -> bool:
+        """Whether a piece without text has more to tell: log-probabilities or token ids."""
+        return bool(piece.chances or (self._prompt_ids is not None and piece.ids))
+
+    def _told(self, choice: dict[str, Any], number: int, ids: Sequence[int]) -> dict[str, Any]:
+        """The choice with its token ids, where they are asked for; its prompt's come first."""
+        if self._prompt_ids is not None:
+            choice["token_ids"] = list(ids)
+            if number not in self._prompt_told:
+                self._prompt_told.add(number)
+                choice["prompt_token_ids"] = list(self._prompt_ids[number])
+        return choice
 
     def _with(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices}
 
-    def _usage(self, tokens: int) -> dict[str, int]:
-        prompt = self._prompt_tokens
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        usage = TokenUsage.of(self._prompt_tokens, generation)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": tokens,
-            "total_tokens": prompt + tokens,
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.generated,
+            "total_tokens": usage.prompt + usage.generated,
+            "prompt_tokens_details": {"cached_tokens": usage.cached},
         }

@@ -7,13 +7,31 @@ one of its own. Where the first piece takes longer, the stream begins with a com
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 
 from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.http.connection import ChunkWriter
 from jaxattn.server.http.errors import ApiError
+from jaxattn.server.http.event_stream import PING
 from jaxattn.server.http.request import ClientClosed, HttpRequest
-from jaxattn.server.openai.response_builder import ChoiceText, ResponseBuilder, StreamOptions
+from jaxattn.server.openai.answer_form import AnswerForm
 from jaxattn.server.runtime.admission import AdmissionToken
 from jaxattn.server.runtime.service import Service
+
+
+class StreamSink:
+    """Writes pieces as they are made; see `Generation.pieces`."""
+
+    def __init__(self, form: AnswerForm, generation: Generation, chunks: ChunkWriter):
+        self._form, self._generation, self._chunks = form, generation, chunks
+
+    @property
+    def ready(self) -> bool:
+        return self._chunks.ready
+
+    def take(self, pieces: Sequence[OutputChunk]) -> None:
+        if data := self._form.stream(pieces, self._generation):
+            self._chunks.write(data)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -21,6 +39,7 @@ class ResponseWriter:
     """One answer in the making.
 
     Attributes:
+        streamed: in events, as it is generated.
         arrived: when the request came, of `time.perf_counter`.
         begun: when its first piece came.
     """
@@ -29,8 +48,8 @@ class ResponseWriter:
     exchange: HttpRequest
     ticket: AdmissionToken
     generation: Generation
-    form: ResponseBuilder
-    streaming: StreamOptions
+    form: AnswerForm
+    streamed: bool
     arrived: float
     begun: float | None = None
 
@@ -42,8 +61,8 @@ class ResponseWriter:
             ClientClosed: the client left.
         """
         generation = self.generation
-        self.ticket.grow(len(generation.requests), self.prompt_tokens)
-        work = self._stream() if self.streaming.stream else self._whole()
+        self.ticket.grow(len(generation.requests), self.generation.prompt_tokens)
+        work = self._stream() if self.streamed else self._whole()
         try:
             with self.service.running(generation, self.arrived):
                 await self.exchange.attended(work)
@@ -54,40 +73,34 @@ class ResponseWriter:
         finally:
             self._log()
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Of all choices: each reads the prompt."""
-        return sum(len(request.prompt) for request in self.generation.requests)
-
     async def _whole(self) -> None:
-        texts = [ChoiceText() for _ in self.generation.requests]
         while not self.generation.done:
             for piece in await self._pieces():
-                texts[piece.choice].add(piece)
-        await self.exchange.json(self.form.whole(texts, self.generation.tokens))
+                self.form.take(piece)
+        await self.exchange.json(self.form.whole(self.generation))
 
     async def _stream(self) -> None:
         pieces = await self._pieces()
         await self.exchange.begin_events()
+        begin, told = self.form.begin(), 0
+        chunks = self.exchange.chunks()
+        sink = None if chunks is None else StreamSink(self.form, self.generation, chunks)
         while True:
-            if pieces:
-                chunks = self.form.chunks(pieces, self.streaming, self.generation.tokens)
-                await self.exchange.events(chunks)
-            else:
-                await self.exchange.ping()
+            data = begin + self.form.stream(pieces, self.generation)
             if self.generation.done:
                 break
-            pieces = await self._pieces()
-        if self.streaming.usage:
-            await self.exchange.events([self.form.usage_chunk(self.generation.tokens)])
-        await self.exchange.end_events()
+            idle = not pieces and self.generation.tokens == told
+            await self.exchange.stream(data or (PING if idle else b""))
+            told = self.generation.tokens
+            begin, pieces = b"", await self._pieces(sink)
+        await self.exchange.stream(data + self.form.end(self.generation), more=False)
 
-    async def _pieces(self) -> list[OutputChunk]:
+    async def _pieces(self, sink: StreamSink | None = None) -> list[OutputChunk]:
         """The next pieces, or none when it is time for a comment."""
         limit, waits = self._limit(), self.service.settings.ping_seconds
         left = self.arrived + limit - time.perf_counter()
-        pieces = await self.generation.pieces(min(waits, left)) if left > 0 else []
-        if not pieces and left <= waits:
+        pieces = await self.generation.pieces(min(waits, left), sink) if left > 0 else []
+        if not pieces and not self.generation.done and left <= waits:
             raise ApiError(504, f"the answer took longer than {limit:g} s", code="timeout")
         if pieces and self.begun is None:
             self.begun = time.perf_counter()
@@ -102,7 +115,7 @@ class ResponseWriter:
 
     def _log(self) -> None:
         log = self.exchange.log
-        log |= {"prompt_tokens": self.prompt_tokens, "tokens": self.generation.tokens}
+        log |= {"prompt_tokens": self.generation.prompt_tokens, "tokens": self.generation.tokens}
         log |= {"choices": len(self.generation.requests)}
         if self.begun is not None:
             log["first_token_ms"] = round(1e3 * (self.begun - self.arrived), 1)

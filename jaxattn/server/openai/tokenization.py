@@ -1,11 +1,12 @@
-"""POST /tokenize and /detokenize: what a prompt is to the model, and back.
+"""/tokenize, /detokenize and /tokenizer_info: what a prompt is to the model, and back.
 
 Such a request takes a place as others do: its text may be as long as theirs.
 """
 
 from jaxattn.server.decoding.sampling_params import MOST_ID
+from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.chat_completions import encoded, read_tools
+from jaxattn.server.openai.chat_completions import encoded
 from jaxattn.server.openai.completions import tokens_of
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
@@ -23,7 +24,7 @@ async def tokenize(service: Service, exchange: HttpRequest) -> None:
         if prompt is not None:
             tokens = await service.in_thread(lambda: tokens_of(service, prompt))
         elif fields.given("messages"):
-            tokens = await encoded(service, fields, read_tools(fields))
+            tokens = await encoded(service, fields, read_tools(fields).tools)
         else:
             raise fields.wrong("prompt", "a text, or there must be messages")
         most = service.limits.max_model_len
@@ -43,3 +44,20 @@ async def detokenize(service: Service, exchange: HttpRequest) -> None:
             lambda: service.tokenizer.decode(tokens, skip_special_tokens=False)
         )
         await exchange.json({"prompt": text})
+
+
+async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
+    """GET /tokenizer_info: what a client needs to read and write tokens as the model does."""
+    tokenizer = service.tokenizer
+    special = {str(id): text for id, text in sorted(tokenizer.special_tokens.items())}
+    await exchange.json(
+        {
+            "tokenizer_class": type(tokenizer).__name__,
+            "vocab_size": tokenizer.vocab_size,
+            "model_vocab_size": service.served.vocab_size,
+            "model_max_length": service.limits.max_model_len,
+            "eos_token_ids": list(tokenizer.stop_tokens),
+            "special_tokens": special,
+            "chat_template": tokenizer.chat_template or None,
+        }
+    )

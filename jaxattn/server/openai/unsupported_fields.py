@@ -11,9 +11,6 @@ from jaxattn.server.http.json_fields import JsonFields
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "functions": ([],),
@@ -22,13 +19,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "web_search_options": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
 }
 
 

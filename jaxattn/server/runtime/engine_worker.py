@@ -55,6 +55,15 @@ class PrefixCacheStatsProtocol(Protocol):
     def states_missed(self) -> int: ...
 
 
+class GenerationStatsProtocol(Protocol):
+    """Tokens that were drafted, and those of them that turned out right."""
+
+    @property
+    def drafted_tokens(self) -> int: ...
+    @property
+    def guessed_tokens(self) -> int: ...
+
+
 class RecompilationGuardProtocol(Protocol):
     @property
     def counts(self) -> Mapping[str, int]: ...
@@ -75,6 +84,8 @@ class EngineProtocol(Protocol):
     def seal(self) -> RecompilationGuardProtocol: ...
     @property
     def prefixes(self) -> PrefixCacheStatsProtocol: ...
+    @property
+    def stats(self) -> GenerationStatsProtocol: ...
     def add(self, request: Request) -> int: ...
     def abort(self, id: int) -> bool: ...
     def step(self) -> list[Event]: ...
@@ -92,6 +103,8 @@ class EngineSnapshot:
         prefix_asked: tokens of prompts that were looked up in the cache of prefixes, so far.
         prefix_hits: those of them that were not read again.
         states_missed: those whose pages were cached without the states behind them.
+        drafted: tokens that were drafted, so far.
+        accepted: those of them that turned out right.
         seal: what was traced, compiled or allocated after the warm-up, by kind.
     """
 
@@ -102,6 +115,8 @@ class EngineSnapshot:
     prefix_asked: int = 0
     prefix_hits: int = 0
     states_missed: int = 0
+    drafted: int = 0
+    accepted: int = 0
     seal: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -267,5 +282,7 @@ def _snapshot(engine: EngineProtocol) -> EngineSnapshot:
         prefix_asked=prefixes.asked,
         prefix_hits=prefixes.hits,
         states_missed=prefixes.states_missed,
+        drafted=engine.stats.drafted_tokens,
+        accepted=engine.stats.guessed_tokens,
         seal=dict(engine.seal.counts),
     )

@@ -266,6 +266,16 @@ class _Gauges(Collector):
                 "Prompt tokens whose pages were found there without their states.",
                 snapshot.states_missed,
             ),
+            (
+                "vllm:spec_decode_num_draft_tokens",
+                "Tokens that prompt lookup drafted.",
+                snapshot.drafted,
+            ),
+            (
+                "vllm:spec_decode_num_accepted_tokens",
+                "Drafted tokens that turned out right.",
+                snapshot.accepted,
+            ),
         ):
             counter = CounterMetricFamily(name, said, labels=labels)
             counter.add_metric([metrics.model], count)

@@ -8,23 +8,27 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 
 from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.requests.request import Grammar
 from jaxattn.memory.limits import Limits
 from jaxattn.server.decoding.generation import Generation
+from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
-from jaxattn.server.decoding.structured_outputs import GrammarMatcher, GrammarVocabulary
+from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.runtime.admission import AdmissionControl, AdmissionToken
 from jaxattn.server.runtime.engine_worker import EngineProtocol, EngineWorker, StepReport
 from jaxattn.server.runtime.metrics import ServerMetrics
+from jaxattn.server.runtime.response_store import ResponseStore
 from jaxattn.server.runtime.server_state import ServerState, unavailable
 from jaxattn.server.settings import ServerSettings
 from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
@@ -45,6 +49,8 @@ class ServedModel:
         vocab_size: of the model.
         longest: tokens of the model's longest row, whatever the limits.
         defaults: of requests that do not say how to sample.
+        progress: what `make` has done so far, for the page: JSON objects with the name of a task,
+            how much is `done` `of` what, and whether these are `bytes`.
     """
 
     make: Callable[[], EngineProtocol]
@@ -53,6 +59,7 @@ class ServedModel:
     vocab_size: int
     defaults: SamplingDefaults
     longest: int | None = None
+    progress: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
 
 class Service:
@@ -64,6 +71,7 @@ class Service:
     Attributes:
         phase: what the server is doing.
         started: when, of `time.time`.
+        message_format: how the model writes thoughts and calls.
         fingerprint: of what decides a seeded answer, beside the weights: names, limits, versions.
     """
 
@@ -82,7 +90,9 @@ class Service:
             limits.batch, settings.max_waiting, settings.max_waiting_tokens
         )
         self.fingerprint = _fingerprint(settings, limits)
-        self.vocabulary = GrammarVocabulary(served.tokenizer)
+        self.responses = ResponseStore()
+        self.message_format = MessageFormat.of(served.tokenizer.chat_template, settings.tool_parser)
+        self.vocabulary = GrammarVocabulary(served.tokenizer, self.message_format.thoughts)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
         self._numbers, self._cut = itertools.count(), False
@@ -196,20 +206,30 @@ class Service:
                 code="model_not_found",
             )
 
-    def room(self, prompt: Sequence[int], param: str) -> int:
+    def shortened(self, fields: JsonFields, prompt: Sequence[int]) -> Sequence[int]:
+        """The last `truncate_prompt_tokens` tokens of a prompt; -1 keeps what a row holds."""
+        most = fields.integer("truncate_prompt_tokens", -1, MOST_IDS)
+        if most == 0:
+            raise fields.wrong("truncate_prompt_tokens", "at least 1, or -1 for the model length")
+        if most == -1:
+            most = self.limits.longest_row - 1
+        return prompt if most is None else prompt[-most:]
+
+    def room(self, prompt: Sequence[int], param: str, least: int = 1) -> int:
         """The most tokens that can follow a prompt.
 
         Raises:
-            ApiError: 400, there is no room for any, or a token is none of the model's.
+            ApiError: 400, there is no room for `least`, or a token is none of the model's.
         """
         if not prompt:
             raise bad(param, f"{param} has no tokens; it needs at least one")
         longest = self.limits.longest_row
-        if len(prompt) >= longest:
+        if len(prompt) + least > longest:
+            generated = " with at least one to generate" if least else ""
             raise bad(
                 param,
-                f"{param} has {len(prompt):,} tokens, and the model length is {longest:,} with at "
-                f"least one to generate; {self._longer_rows()}",
+                f"{param} has {len(prompt):,} tokens, and the model length is "
+                f"{longest:,}{generated}; {self._longer_rows()}",
                 code="context_length_exceeded",
             )
         if min(prompt) < 0 or max(prompt) >= self.served.vocab_size:
@@ -239,6 +259,7 @@ class Service:
         *,
         continues: bool,
         grammar: tuple[str, str] | None = None,
+        shown: Sequence[str] = (),
     ) -> Generation:
         """`SamplingParams.choices` rows for each prompt, not queued yet.
 
@@ -246,22 +267,27 @@ class Service:
             rooms: see `room`.
             continues: the text goes on after its prompt's, as an answer of a chat does not.
             grammar: that each row has to follow, and the field that asks for it.
+            shown: special tokens that have a text.
 
         Raises:
             ApiError: 400, the grammar cannot be followed.
         """
-        more: list[dict[str, GrammarMatcher]] = [{}] * (len(prompts) * sampling.choices)
+        more: list[dict[str, Grammar]] = [{}] * (len(prompts) * sampling.choices)
         if grammar is not None:
             text, param = grammar
             matchers = await self.in_thread(
                 lambda: self.vocabulary.matchers(text, param, len(more))
             )
             more = [{"grammar": matcher} for matcher in matchers]
+        ends = sampling.ends(self.tokenizer.stop_tokens)
+        for place, row in enumerate(more):
+            if rules := sampling.limits.rules(ends, self.tokenizer.encode):
+                more[place] = {"grammar": rules.around(row.get("grammar"))}
         given = iter(more)
 
         def stream() -> TokenStream:
             return self.tokenizer.stream(
-                skip_special_tokens=sampling.skip_special, continues=continues
+                skip_special_tokens=sampling.skip_special, continues=continues, shown=shown
             )
 
         requests = [

@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from jaxattn.arena import Arena
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
 from jaxattn.kernels.moe.tile_config import GemmTileConfig, MoeTileConfig, choose
 from jaxattn.ops.moe.experts import mixture_of_experts
@@ -88,6 +89,37 @@ def test_matches_float64_and_reads_no_other_weights(name, implementation, reques
     y, _ = op(x, ids, weights, *stacks, scales, arena, LAYER)
     # What is between the products is rounded from other sums than the reference's.
     assert error_of(y, (x, ids, weights, gate_up, down), scales) < 1e-3
+
+
+@both_devices
+@pytest.mark.parametrize("tokens", [2, 33])
+def test_biases_and_a_clamped_activation(tokens, implementation, request):
+    """With features of which the last panel has 64 columns alone, as gpt-oss's 2,880 are."""
+    if implementation == "mosaic_gpu_interpret":
+        request.getfixturevalue("few_stages")
+    args, biases = taken_apart(moe_case(tokens, 3, 2, features=192, biases=True, seed=6))
+    activation = ClampedSwiGLU(alpha=1.702, limit=0.5)
+    stacks = [poisoned(stack, np.asarray(args[1])) for stack in (*args[3:], *biases.values())]
+    named = dict(zip(biases, stacks[2:], strict=True))
+    spec = scratch(
+        tokens=tokens, top_k=2, experts=3, hidden=192, expert_size=64, dtype=args[0].dtype
+    )
+
+    @jax.jit
+    def op(x, ids, weights, gate_up, down, biases, arena):
+        return mixture_of_experts(
+            x, ids, weights, gate_up, down, **biases, activation=activation, layer=LAYER,
+            arena=arena, apart=True, implementation=implementation,
+        )  # fmt: skip
+
+    y, _ = op(*args[:3], *stacks[:2], named, Arena.allocate(spec).poison())
+    of_layer = {name: stack[LAYER] for name, stack in biases.items()}
+    wanted = expected(*args[:3], *(s[LAYER] for s in args[3:]), **of_layer, activation=activation)
+    assert relative(y, wanted) < 2e-3
+    reference = mixture_of_experts(
+        *args, **biases, activation=activation, layer=LAYER, implementation="xla"
+    )
+    assert relative(reference, wanted) < 2e-3
 
 
 def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False):
@@ -214,6 +246,7 @@ REAL = {
     "v3": (7168, 2048, 8, True),
     "kimi-linear": (2304, 1024, 9, False),
     "qwen3.5-35b": (2048, 512, 9, False),
+    "gpt-oss": (2880, 2880, 4, False),
 }
 EXPERTS = 12
 
@@ -222,7 +255,7 @@ EXPERTS = 12
 def real_weights(name):
     """(gate_up, down, scales), drawn on the GPU; two layers, the first one NaN."""
     features, width, _, fp8 = REAL[name]
-    blocks = features // 128, -(-width // 128)
+    blocks = -(-features // 128), -(-width // 128)
     keys = jax.random.split(jax.random.key(0), 4)
 
     def draw(key, shape, scale):

@@ -14,8 +14,14 @@ from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
 from jaxattn.ops.turboquant.attention import turbo_attention
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.turbo_cancel import cancelling_case
-from tests.helpers.turbo_cases import assert_turbo_close, launch_turbo_decode, turbo_case
+from tests.helpers.turbo_cases import (
+    assert_turbo_close,
+    launch_turbo_decode,
+    turbo_case,
+    turbo_oracle,
+)
 from tests.helpers.turbo_compiled import page_slots, slot_pages
+from tests.helpers.turbo_outliers import bounds_of_rounded_keys, outlier_case
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 kernel = jax.jit(
@@ -116,6 +122,29 @@ def test_what_lies_left_of_the_window_is_not_read(implementation):
     schedule = cut_at(case, [(0, 0), (1, 1)])
     out = decode(case, implementation, schedule=schedule)
     assert_turbo_close(case, *out, **BOUNDS)
+
+
+@pytest.mark.slow_cases(reason="a rotation of fewer bits' codes; found by 3-bit keys too")
+@both_devices
+@pytest.mark.parametrize(
+    "preset, options",
+    [
+        ("k3v4_nc", dict(window=40)),
+        slow("k3v4_nc", dict(sinks=True, gate=True)),
+        slow("4bit_nc", dict(window=40)),
+    ],
+)
+def test_dims_far_from_zero_that_differ_from_token_to_token(preset, options, implementation):
+    """The bound that docs/caches.md gives for a score, and what a softmax makes of it."""
+    case = outlier_case(
+        [150, 40], preset, 24, dims=3, differs=True, group=4, kv_heads=1, dim=128,
+        dtype=jnp.float16, **options,
+    )  # fmt: skip
+    out, lse = (np.asarray(x, np.float64) for x in decode(case, implementation))
+    expected, expected_lse = turbo_oracle(case)
+    of_scores, of_results = bounds_of_rounded_keys(case, split=True)
+    assert (abs(lse - expected_lse) <= of_scores + 4e-5).all()
+    assert (abs(out - expected) <= of_results + 2**-11 * abs(expected) + 1e-5).all()
 
 
 @both_devices

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gqa
-from jaxattn.core.cache.formats import FP8
+from jaxattn.core.cache.formats import FP8, FP8_BITS
 from jaxattn.core.stacked_layer import StackedLayer
 from tests.helpers.gqa_reference import normal
 
@@ -63,6 +63,40 @@ def test_the_write_is_in_place_where_the_cache_is_donated():
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == dirty().nbytes
     assert memory.temp_size_in_bytes < dirty().nbytes / 4
+
+
+def test_the_bits_of_an_fp8_cache_are_written_in_place_and_read_as_its_numbers():
+    """XLA for a CPU widens all of an FP8 cache around a write, and none of the bits."""
+    scale = jnp.asarray([[0.5, 2.0], [0.01, 300.0]])
+    lens, new = np.array([9, 5, 0, 6], np.int32), np.array([5, 2, 5, 1], np.int32)
+    k, v = (normal(4, 5, KV_HEADS, DIM, seed=seed) * 100 for seed in (1, 2))
+    k[0, 0], v[0, 1] = np.inf, np.nan
+    tables = np.where(TABLES == 6, [8, 6, 4], TABLES)
+    q = normal(4, 1, 2 * KV_HEADS, DIM, seed=3)
+
+    def write(cache):
+        return gqa.gqa_cache_write(
+            cache, k, v, tables, lens, query_lens=new, layer=1, kv_scale=scale
+        )
+
+    def read(cache, tables):
+        options = dict(scale=0.3, layer=1, kv_scale=scale, implementation="xla")
+        decoded = gqa.gqa_decode(q, cache, tables, lens, **options)
+        return decoded, gqa.gqa_prefill(
+            q, k[:, :1], v[:, :1], cache, tables, lens, query_lens=lens * 0 + 1, **options
+        )
+
+    numbers = dirty(FP8)
+    bits = jax.lax.bitcast_convert_type(numbers, FP8_BITS)
+    compiled = jax.jit(write, donate_argnums=0).lower(bits).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < bits.nbytes
+    numbers, bits = jax.jit(write)(numbers), compiled(bits)
+    assert np.asarray(numbers).tobytes() == np.asarray(bits).tobytes()
+    tables[3, 1] = PAGES + 3  # reads as NaN
+    found, wanted = (jax.jit(read)(cache, tables) for cache in (bits, numbers))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert np.isnan(np.asarray(jax.tree.leaves(found)[0][3])).any()
 
 
 def test_two_tokens_for_one_place_are_refused():

@@ -7,7 +7,8 @@ reads what the others become.
 
 One token's list is made where it was routed (`routing/router.py`), by the same code.
 
-Limits: 8 tokens, 128 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_token_alignment.py.
+Limits: 8 tokens, 128 pairs, F a multiple of 128 where tokens are copied. Tests:
+tests/kernels/moe/test_token_alignment.py.
 """
 
 import dataclasses
@@ -51,14 +52,14 @@ def align_small_batch(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[TokenAlignment, jax.Array]:
-    """The list for `ids` int32 [T, K], and the tokens x [T, F] in 8 rows.
+    """The list for `ids` int32 [T, K], and the tokens x [T, F] in 8 rows; x may have 8 already.
 
     An id that is no expert's has no work.
     """
     tokens, top_k = ids.shape
     features = x.shape[1]
     lister = SmallBatchAlignment(tokens, top_k, experts, features, interpret=interpret)
-    copied = tokens < GROUP
+    copied = len(x) < GROUP
 
     def body(ids_ref, x_ref, tiles, total, positions, rows, **smem) -> None:
         if copied:

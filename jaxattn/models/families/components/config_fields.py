@@ -98,6 +98,10 @@ class ConfigFields(FieldReader):
     def flag(self, name: str, default: Any = _MISSING) -> bool:
         return self.read(name, Flag(), default)
 
+    def object(self, name: str) -> dict[str, Any]:
+        """A field that has to be there, with an object."""
+        return self.read(name, json_object, _MISSING, "an object")
+
     def words(self, name: str, count: int, *allowed: str) -> tuple[str, ...]:
         """A list of so many of the allowed words."""
         words = ListOf(OneOf(allowed), most=count, least=count)
@@ -133,6 +137,10 @@ class ConfigFields(FieldReader):
             raise self.refused("rope_scaling", "must be an object or null", scaling)
         return nested, scaling
 
+    def rope_scaling(self) -> "ConfigFields":
+        """The object that says the scaling of RoPE, which may be empty."""
+        return self.of("rope_scaling", self._rope_objects()[1])
+
     def rope(self, dim: int, *, interleaved: bool | None = None) -> RopeConfig:
         """Plain RoPE, YaRN or Llama 3's, in the spelling of either time: `rope_scaling` beside
         `rope_theta`, or both in `rope_parameters`.
@@ -151,7 +159,7 @@ class ConfigFields(FieldReader):
         kind = scaling.get("type", scaling.get("rope_type", "default"))
         if kind in ("default", None):
             return RopeConfig(dim, theta=base, interleaved=interleaved)
-        given = self.of("rope_scaling", scaling)
+        given = self.rope_scaling()
         if kind == "yarn":
             yarn = _read_yarn(given)
             return RopeConfig(dim, theta=base, interleaved=interleaved, yarn=yarn)

@@ -40,13 +40,14 @@ def read_decoder(
 
 
 def norms(
-    place: LayerMapping, hidden: int, change: WeightTransform = IDENTITY
+    place: LayerMapping,
+    hidden: int,
+    change: WeightTransform = IDENTITY,
+    names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> list[WeightMapping]:
-    """The norms before the mixer and the feed-forward; `change` is done to their weights."""
-    return [
-        place.vector("input_layernorm", hidden, "norm", change=change),
-        place.vector("post_attention_layernorm", hidden, "mlp_norm", change=change),
-    ]
+    """The norms of the mixer and the feed-forward; `change` is done to their weights."""
+    found = zip(names, ("norm", "mlp_norm"), strict=True)
+    return [place.vector(name, hidden, key, change=change) for name, key in found]
 
 
 def mlp(place: LayerMapping, hidden: int, width: int, name: str = "mlp") -> list[WeightMapping]:

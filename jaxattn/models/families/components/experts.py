@@ -17,11 +17,13 @@ class ExpertTensorNames:
         layer: of the whole.
         expert: of an expert's gate, up and down.
         bias: of the router's correction.
+        bias_of: before that; None is the router.
     """
 
     layer: str = "mlp"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     bias: str = "e_score_correction_bias"
+    bias_of: str | None = None
 
 
 def placed(
@@ -42,7 +44,7 @@ def placed(
     count, shared = moe.router.experts, f"{names.layer}.{shared}"
     found = [place.matrix(f"{names.layer}.gate", count, hidden, "mlp", "router")]
     if moe.router.scores == "sigmoid":
-        name = f"{names.layer}.gate.{names.bias}"
+        name = f"{names.bias_of or f'{names.layer}.gate'}.{names.bias}"
         found.append(place.plain(name, (count,), "mlp", "correction_bias"))
     if fused:
         found += _fused(place, hidden, moe)

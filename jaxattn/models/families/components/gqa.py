@@ -1,12 +1,21 @@
 """Fields and tensors of grouped-query attention, of Qwen's and of Llama's."""
 
+from collections.abc import Sequence
+
+from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import GQA
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
 from jaxattn.models.weight_map.transforms import WeightTransform
 
 
-def read_plain(fields: ConfigFields, *, biases: bool = False, window: int | None = None) -> GQA:
+def read_plain(
+    fields: ConfigFields,
+    *,
+    biases: bool = False,
+    window: int | None = None,
+    rope: RopeConfig | None = None,
+) -> GQA:
     """Attention without norms, in the words of Llama's config.json.
 
     A head is as wide as the heads divide the hidden numbers, and keys have as many heads as
@@ -15,6 +24,7 @@ def read_plain(fields: ConfigFields, *, biases: bool = False, window: int | None
     Args:
         biases: of queries, keys and values.
         window: keys that a token sees; None is all.
+        rope: the rotation of whole heads; None reads it.
     """
     fields.require("partial_rotary_factor", 1.0)
     heads, dim = fields.integer("num_attention_heads"), head_dim(fields)
@@ -23,10 +33,22 @@ def read_plain(fields: ConfigFields, *, biases: bool = False, window: int | None
         num_heads=heads,
         num_kv_heads=heads if keys is None else fields.integer("num_key_value_heads"),
         head_dim=dim,
-        rope=fields.rope(dim, interleaved=False),
+        rope=rope or fields.rope(dim, interleaved=False),
         biases=biases,
         window=window,
     )
+
+
+def read_windows(fields: ConfigFields, kinds: Sequence[str]) -> tuple[int | None, ...]:
+    """The window of each layer, by `layer_types`; None where a token sees all keys.
+
+    Args:
+        kinds: of the layers where the field is missing, "full_attention" or "sliding_attention".
+    """
+    if fields.values.get("layer_types") is not None:
+        kinds = fields.words("layer_types", len(kinds), "full_attention", "sliding_attention")
+    window = fields.integer("sliding_window") if "sliding_attention" in kinds else None
+    return tuple(None if kind == "full_attention" else window for kind in kinds)
 
 
 def head_dim(fields: ConfigFields) -> int:
@@ -77,6 +99,15 @@ def attention(
             place.vector(f"self_attn.{each}_norm", dim, "mixer", f"{each}_norm", change=norm)
             for each in "qk"
         ]
+    if mixer.heads_norm:
+        found += [
+            place.vector(f"self_attn.{each}_norm", size, "mixer", f"{each}_heads_norm", change=norm)
+            for each, size in (("q", queries), ("k", keys))
+        ]
+    if mixer.out_bias:
+        found.append(place.plain("self_attn.o_proj.bias", (hidden,), "mixer", "o_bias"))
+    if mixer.sinks:
+        found.append(place.plain("self_attn.sinks", (heads,), "mixer", "sinks"))
     if mixer.biases:
         found += [
             place.plain(f"self_attn.{each}_proj.bias", (size,), "mixer", f"{each}_bias")

@@ -1,7 +1,10 @@
 """The quantization that a config.json states, and which tensors of a folder are stored in it.
 
-    fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published
-    compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are
+    fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published; without
+                        blocks one scale for a matrix, as Ministral 3 is
+    compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are; or
+                        FP8 with a scale for a row or a matrix
+    mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
 
 All else is refused by name. Which weights are quantized is read from the tensors: the lists of
 exceptions in config.json differ from publisher to publisher. What is planned before there are
@@ -9,7 +12,7 @@ tensors goes by the lists.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.core.validation.config_fields import json_object, short_repr
@@ -18,13 +21,18 @@ from jaxattn.models.weight_map.encodings import (
     INT4_GROUP,
     FloatEncoding,
     Fp8BlockEncoding,
+    Fp8ScaledEncoding,
     Int4GroupEncoding,
+    Mxfp4Encoding,
     WeightEncoding,
 )
 
-type Quantization = Literal["fp8", "int4"]
+type Quantization = Literal["fp8", "fp8 by row", "fp8 by matrix", "int4", "mxfp4"]
 
-METHODS = ("fp8", "compressed-tensors")
+FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
+METHODS = ("fp8", "compressed-tensors", "mxfp4")
+INPUT_SCALES = (".input_scale", ".activation_scale")  # activations stay floats
+STRATEGIES: dict[str, Quantization] = {"channel": "fp8 by row", "tensor": "fp8 by matrix"}
 LISTS = ("modules_to_not_convert", "ignored_layers")  # of modules that are floats
 
 
@@ -41,10 +49,18 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
     given = fields.of("quantization_config", values)
     given.require("quant_method", *METHODS, missing=None)
     if values["quant_method"] == "fp8":
-        _check_fp8(given)
-        return "fp8"
-    _check_int4(given)
-    return "int4"
+        return _read_fp8(given)
+    if values["quant_method"] == "mxfp4":
+        return "mxfp4"
+    given.require("format", *FORMATS, missing=None)
+    groups = given.values.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise given.wrong("config_groups", "an object")
+    read = _read_int4 if values["format"] == "pack-quantized" else _read_float
+    found = [read(*_group(given, name, group)) for name, group in groups.items()]
+    if len(set(found)) > 1:
+        raise given.refused("config_groups", "is implemented with one strategy only", sorted(found))
+    return found[0]
 
 
 def listed_floats(fields: ConfigFields) -> list[str]:
@@ -54,30 +70,43 @@ def listed_floats(fields: ConfigFields) -> list[str]:
     return [each for some in lists if isinstance(some, list) for each in some if each]
 
 
-def _check_fp8(given: ConfigFields) -> None:
-    given.require("fmt", "e4m3")
+def _read_fp8(given: ConfigFields) -> Quantization:
+    given.require("fmt", "e4m3", "float8_e4m3fn")
+    if given.values.get("weight_block_size") is None:
+        given.require("activation_scheme", "dynamic", "static")
+        return "fp8 by matrix"
     given.require("activation_scheme", "dynamic")
-    given.require("weight_block_size", [BLOCK, BLOCK], missing=None)
+    given.require("weight_block_size", [BLOCK, BLOCK])
+    return "fp8"
 
 
-def _check_int4(given: ConfigFields) -> None:
-    given.require("format", "pack-quantized", missing=None)
-    groups = given.values.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise given.wrong("config_groups", "an object")
-    for name, group in groups.items():
-        where = f"{given.where}.config_groups.{name}"
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict):
-            raise ConfigError(f"{where}.weights must be an object; got {short_repr(weights)}")
-        ConfigFields(group, where).require("input_activations", None)
-        inner = ConfigFields(weights, f"{where}.weights")
-        inner.require("num_bits", 4, missing=None)
-        inner.require("type", "int")
-        inner.require("symmetric", True)
-        inner.require("strategy", "group")
-        inner.require("group_size", INT4_GROUP, missing=None)
-        inner.require("actorder", None)
+def _group(given: ConfigFields, name: str, group: Any) -> tuple[ConfigFields, ConfigFields]:
+    """(a group of modules, its weights)."""
+    where = f"{given.where}.config_groups.{name}"
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise ConfigError(f"{where}.weights must be an object; got {short_repr(weights)}")
+    return ConfigFields(group, where), ConfigFields(weights, f"{where}.weights")
+
+
+def _read_int4(group: ConfigFields, weights: ConfigFields) -> Quantization:
+    group.require("input_activations", None)
+    weights.require("num_bits", 4, missing=None)
+    weights.require("type", "int")
+    weights.require("symmetric", True)
+    weights.require("strategy", "group")
+    weights.require("group_size", INT4_GROUP, missing=None)
+    weights.require("actorder", None)
+    return "int4"
+
+
+def _read_float(group: ConfigFields, weights: ConfigFields) -> Quantization:
+    """Activations may be quantized too; here they stay floats."""
+    weights.require("num_bits", 8, missing=None)
+    weights.require("type", "float", missing=None)
+    weights.require("symmetric", True)
+    weights.require("strategy", *STRATEGIES, missing=None)
+    return STRATEGIES[weights.values["strategy"]]
 
 
 def stored_as(
@@ -91,6 +120,11 @@ def stored_as(
     """
     if quantization == "fp8" and dtypes.get(name, "").startswith("float8"):
         return Fp8BlockEncoding()
+    if quantization in STRATEGIES.values() and dtypes.get(name, "").startswith("float8"):
+        scale = "_scale_inv" if f"{name}_scale_inv" in dtypes else "_scale"
+        return Fp8ScaledEncoding(quantization == "fp8 by row", scale)
+    if quantization == "mxfp4" and f"{name}_blocks" in dtypes:
+        return Mxfp4Encoding()
     if quantization == "int4" and f"{name}_packed" in dtypes:
         return Int4GroupEncoding()
     return FloatEncoding()

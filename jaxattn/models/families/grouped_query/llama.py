@@ -29,8 +29,11 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     return read_dense(fields, read_plain(fields))
 
 
-def read_dense(fields: ConfigFields, attention: GQA) -> DecoderModel:
-    """The decoder with this attention and a dense MLP in every layer."""
+def read_dense(fields: ConfigFields, *attention: GQA) -> DecoderModel:
+    """The decoder with this attention, of all layers or of each one, and a dense MLP in every
+    layer."""
     fields.require("hidden_act", "silu")
-    block = Block(attention, MLP(intermediate_size=fields.integer("intermediate_size")))
-    return read_decoder(fields, (block,) * fields.integer("num_hidden_layers"))
+    mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
+    if len(attention) == 1:
+        attention *= fields.integer("num_hidden_layers")
+    return read_decoder(fields, tuple(Block(each, mlp) for each in attention))

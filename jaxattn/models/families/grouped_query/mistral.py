@@ -20,8 +20,13 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    return llama.read_dense(fields, read_plain(fields, window=read_window(fields)))
+
+
+def read_window(fields: ConfigFields) -> int | None:
+    """The window of every layer."""
     window = fields.maybe_integer("sliding_window")
     if fields.values.get("layer_types") is not None:
         kind = "full_attention" if window is None else "sliding_attention"
         fields.words("layer_types", fields.integer("num_hidden_layers"), kind)
-    return llama.read_dense(fields, read_plain(fields, window=window))
+    return window

@@ -1,9 +1,9 @@
 """Serves random weights in the shapes of a shipped configuration or a folder; texts mean nothing.
 
-    python -m scripts.serve_random deepseek-v2-lite --port 8000
+    python -m jaxattn.bench.load.random_server deepseek-v2-lite --port 8000
 
-All but the first argument are options of `python -m jaxattn.serve`. Tokens are bytes, so a prompt
-has as many tokens as characters.
+All but the first argument are options of `python -m jaxattn.serve`. Where a folder has a tokenizer,
+texts are its tokens. Otherwise tokens are bytes, so a prompt has as many tokens as characters.
 """
 
 import json
@@ -26,9 +26,10 @@ from jaxattn.cli.startup.engine_startup import choose_device, share_of_device
 from jaxattn.cli.startup.model_source import ModelSource, choose
 from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG
+from jaxattn.text.hub_tokenizer import JSON
 
 
-class Drawn:
+class RandomWeights:
     """Weights that are drawn on the device."""
 
     def place(self, on_progress: Any, *, model: Any, group: Any) -> Any:
@@ -37,26 +38,35 @@ class Drawn:
         return jax.block_until_ready(random_params(model))
 
 
-class Bare(ModelSource):
-    """A model of which there is nothing but config.json."""
+class ConfigSource(ModelSource):
+    """A model of which there is config.json, and perhaps a tokenizer."""
 
     def tokenizer(self) -> text.Tokenizer:
+        if (self.folder.path / JSON).exists():
+            return super().tokenizer()
         return text.ByteTokenizer()
 
     def weights(self, on_fetch: Any = None) -> Any:
-        return Drawn()
+        return RandomWeights()
 
 
 def main() -> int:
     stages = StageTimings()
     stages.ended("imports")
+    if Path(sys.argv[1], JSON).exists():
+        return serve(Path(sys.argv[1]), sys.argv[2:], stages)
     name, fields, _ = find(sys.argv[1])
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent, name)
         folder.mkdir()
         (folder / CONFIG).write_text(json.dumps(fields))
-        options = parser().parse_args(["--model", str(folder), *sys.argv[2:]])
-        chosen = Bare(folder=choose(options).folder)
+        return serve(folder, sys.argv[2:], stages)
+
+
+def serve(folder: Path, arguments: list[str], stages: StageTimings) -> int:
+    """Serves a folder with a config.json; returns as `http_server.serve` does."""
+    options = parser().parse_args(["--model", str(folder), *arguments])
+    chosen = ConfigSource(folder=choose(options).folder)
     platform = choose_device(options.device, options.implementation, share_of_device(options))
     length = model_length(options, chosen.folder.model, platform)
     limits = read_limits(options, length, platform)

@@ -1,0 +1,195 @@
+"""vLLM as `jaxattn.bench.offline.measures` asks it, and its server's command, with dummy weights.
+
+vLLM's options are its defaults, beside what random weights need. Dummy weights are all near 0.
+Then every row would choose the same experts and the same next token, and the layers of experts
+would read less than they do in use. So each worker gets `OrdinaryWeights`, which gives norms,
+routers and embeddings ordinary values after loading.
+
+It was written against vLLM 0.26.0. What it needs is installed by `pip install vllm==0.26.0`.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxattn.bench.offline.measures import MeasureError
+from jaxattn.bench.offline.workload import OfflineRequest
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
+}
+WEIGHTS = "set_ordinary_weights"
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "bfloat16",
+    "worker_extension_cls": f"{__name__}.OrdinaryWeights",
+}
+
+
+def missing() -> str | None:
+    """Why vLLM cannot run here; None if it can."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed in this environment: pip install vllm==0.26.0"
+    return None
+
+
+class OrdinaryWeights:
+    """What vLLM adds to its worker: weights of ordinary size where dummy ones spoil the load."""
+
+    def set_ordinary_weights(self) -> dict[str, int]:
+        """How many modules got other values, by what they are."""
+        import torch
+
+        changed = {"norms": 0, "routers": 0, "biases": 0, "embeddings": 0}
+        model = self.get_model()  # type: ignore[attr-defined]  # of the worker
+        with torch.inference_mode():
+            torch.manual_seed(1)
+            for name, module in model.named_modules():
+                weight, kind = getattr(module, "weight", None), type(module).__name__
+                if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+                    continue
+                if "Norm" in kind and weight.dim() == 1:
+                    weight.fill_(0.0 if "Gemma" in kind else 1.0)  # Gemma's adds 1
+                    changed["norms"] += 1
+                elif kind.startswith("VocabParallelEmbedding"):
+                    weight.normal_()
+                    changed["embeddings"] += 1
+                elif name.endswith((".gate", ".shared_expert_gate")) and weight.dim() == 2:
+                    weight.normal_(std=weight.shape[-1] ** -0.5)
+                    changed["routers"] += 1
+            for name, value in (*model.named_parameters(), *model.named_buffers()):
+                if name.endswith("e_score_correction_bias"):
+                    value.zero_()
+                    changed["biases"] += 1
+        return changed
+
+
+class VllmEngine:
+    """`vllm.LLM` with dummy weights.
+
+    Args:
+        folder: with a config.json.
+        options: further arguments of `LLM`, where the machine needs some.
+    """
+
+    name = "vLLM"
+
+    def __init__(self, folder: str, options: Mapping[str, Any]) -> None:
+        os.environ.update(ENVIRONMENT)
+        import vllm
+
+        fields = json.loads((Path(folder) / "config.json").read_text())
+        self._options = dict(options)
+        self._llm = vllm.LLM(model=folder, skip_tokenizer_init=True, **(OPTIONS | self._options))
+        self._weights = self._llm.collective_rpc(WEIGHTS)[0]
+        self._serial = 0
+        self._params = functools.partial(
+            vllm.SamplingParams, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        self._delta = vllm.sampling_params.RequestOutputKind.DELTA
+        self.vocab_size = fields.get("text_config", fields)["vocab_size"]
+        self.longest = self._config.model_config.max_model_len
+
+    @property
+    def _config(self) -> Any:
+        return self._llm.llm_engine.vllm_config
+
+    def generate(self, requests: Sequence[OfflineRequest]) -> None:
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        params = [self._params(max_tokens=request.answer) for request in requests]
+        done = self._llm.generate(prompts, params, use_tqdm=False)
+        for request, completion in zip(requests, done, strict=True):
+            _check(request, len(completion.outputs[0].token_ids))
+
+    def steps(self, requests: Sequence[OfflineRequest]) -> Iterator[list[int]]:
+        engine, ours, given = self._llm.llm_engine, {}, [0] * len(requests)
+        for place, request in enumerate(requests):
+            self._serial += 1
+            ours[name := f"steps-{self._serial}"] = place
+            params = self._params(max_tokens=request.answer, output_kind=self._delta)
+            engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
+        while engine.has_unfinished_requests():
+            got = [
+                ours[output.request_id]
+                for output in engine.step()
+                for each in output.outputs
+                for _ in each.token_ids
+            ]
+            for place in got:
+                given[place] += 1
+            yield got
+        for request, count in zip(requests, given, strict=True):
+            _check(request, count)
+
+    def facts(self) -> dict[str, Any]:
+        import torch
+        import vllm
+
+        scheduler, cache = self._config.scheduler_config, self._config.cache_config
+        return {
+            "version": vllm.__version__,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name(),
+            "options": {
+                "max_num_seqs": scheduler.max_num_seqs,
+                "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+                "max_model_len": self.longest,
+                "gpu_memory_utilization": cache.gpu_memory_utilization,
+                "enable_prefix_caching": cache.enable_prefix_caching,
+                **self._options,
+            },
+            "ordinary weights": self._weights,
+        }
+
+    def memory(self) -> dict[str, float]:
+        """What it may take; its worker is another process, of which the card tells the rest."""
+        import torch
+
+        share = self._config.cache_config.gpu_memory_utilization
+        return {"planned": share * torch.cuda.get_device_properties(0).total_memory / 1e9}
+
+
+def _check(request: OfflineRequest, got: int) -> None:
+    if got != request.answer:
+        raise MeasureError(f"a request for {request.answer} tokens got {got}")
+
+
+def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[str]:
+    """The command of vLLM's server for a folder of `model_folder`.
+
+    Args:
+        options: further options, as arguments of `LLM` are named.
+    """
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--served-model-name", folder.name]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    for name, value in (OPTIONS | dict(options)).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):  # a switch
+            command.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            command += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
+    return command
+
+
+def prepare_server(url: str) -> None:
+    """Gives a server that has started its ordinary weights.
+
+    Raises:
+        OSError: it refuses.
+    """
+    asked = urllib.request.Request(
+        f"{url}/collective_rpc",
+        json.dumps({"method": WEIGHTS}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=120):
+        pass

@@ -1,0 +1,82 @@
+"""Two engines' measures side by side: the ratio of each, who is faster, and the losses in words."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxattn.bench.harness.result_tables import show
+
+OURS, THEIRS = "jaxattn", "vLLM"
+HIGHER = ("tok/s", "req/s")  # of units where more is better
+LOWER = ("s", "ms")
+EQUAL = 0.005  # the largest difference that is none
+
+Row = Mapping[str, Any]
+
+
+def ratio(ours: float, theirs: float, unit: str) -> float | None:
+    """How many times as fast we are; None where a unit says nothing of speed."""
+    if unit.endswith(HIGHER):
+        return ours / theirs if theirs else None
+    if unit.split()[-1:] and unit.split()[-1] in LOWER:
+        return theirs / ours if ours else None
+    return None
+
+
+def verdict(times: float | None, peer: str = THEIRS) -> str:
+    """ "jaxattn wins, 1.66 times as fast", and as plainly "jaxattn loses, 0.75 times as fast"."""
+    if times is None:
+        return ""
+    if abs(times - 1) <= EQUAL:
+        return f"{OURS} and {peer} are equally fast"
+    return f"{OURS} {'wins' if times > 1 else 'loses'}, {times:.2f} times as fast"
+
+
+def compared(ours: Sequence[Row], theirs: Sequence[Row] = ()) -> list[dict[str, Any]]:
+    """A row for each measure, in our order; an engine that has none leaves its column out.
+
+    Args:
+        ours, theirs: with `what`, `unit` and `value`, or `error` in place of the last two.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, rows in ((OURS, ours), (THEIRS, theirs)):
+        for row in rows:
+            if "error" not in row:
+                key = row["what"], row["unit"]
+                cells = found.setdefault(key, {"what": key[0], "unit": key[1]})
+                cells[name] = row["value"]
+    for cells in found.values():
+        if OURS in cells and THEIRS in cells:
+            times = ratio(cells[OURS], cells[THEIRS], cells["unit"])
+            if times is not None:
+                cells |= {"times as fast": times, "result": verdict(times)}
+    return list(found.values())
+
+
+def errors(engine: str, rows: Iterable[Row]) -> list[str]:
+    """What an engine could not be measured at, a line each."""
+    return [f"{engine}, {row['what']}: {row['error']}" for row in rows if "error" in row]
+
+
+def summary(rows: Sequence[Row], peer: str = THEIRS) -> tuple[str, list[str]]:
+    """(wins and losses in a sentence, each loss in words) of a whole comparison."""
+    known = [(row, row["times as fast"]) for row in rows if "times as fast" in row]
+    if not known:
+        return f"Nothing of {peer} was measured, so nobody wins.", []
+    lost = [
+        f"{row['what']}, {row['unit']}: {verdict(times, peer)}"
+        for row, times in known
+        if times < 1 - EQUAL
+    ]
+    won = sum(times > 1 + EQUAL for _, times in known)
+    said = f"{OURS} is faster than {peer} in {won} of {len(known)} measures and slower in "
+    return f"{said}{len(lost) or 'none'}.", lost
+
+
+def report(title: str, rows: Sequence[Row], errors: Iterable[str], *, both: bool) -> None:
+    """Prints the table, what could not be measured, and, of two engines, who wins."""
+    show(title, [dict(row) for row in rows])
+    for line in errors:
+        print(line)
+    if both:
+        said, lost = summary(rows)
+        print("\n  ".join((said, *lost)))

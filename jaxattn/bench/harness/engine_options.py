@@ -1,0 +1,123 @@
+"""The options of a bench that runs whole engines: the model, and which engines run it."""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxattn.bench.harness.engine_comparison import OURS, THEIRS
+from jaxattn.bench.model.model_folder import SMALL, write_folder
+from jaxattn.bench.model.model_lookup import UnknownModelError, find
+
+BASELINES = "jaxattn.bench.baselines"  # of a checkout alone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """A model of which there is no more than config.json, and the engines that run it.
+
+    Attributes:
+        engines: in their order, vLLM first.
+        peer_options: further options of vLLM.
+        said: why an engine that could have run does not.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    engines: tuple[str, ...]
+    peer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    on_cpu: bool = False
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """The model's folder for an engine."""
+        with tempfile.TemporaryDirectory() as parent:
+            path = Path(parent, self.name)
+            path.mkdir()
+            write_folder(path, dict(self.fields))
+            yield path
+
+    def environment(self) -> dict[str, str]:
+        """What the process of an engine needs of its environment."""
+        return {"JAX_PLATFORMS": "cpu"} if self.on_cpu else {}
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.fields.get("text_config", self.fields)["vocab_size"])
+
+
+def add_engines(parser: argparse.ArgumentParser, *, model: str = "MODEL") -> None:
+    """The options that `chosen` reads."""
+    parser.add_argument("target", nargs="?", metavar=model, help="what runs; see above")
+    parser.add_argument(
+        "--engine",
+        choices=(OURS, THEIRS.lower(), "both"),
+        help="which engines run (default: both where vLLM is installed)",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="a model of one layer on a CPU, to try it out"
+    )
+    parser.add_argument(
+        "--peer-options",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="further arguments of vLLM, as an object, where the machine needs some",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="the most that an engine's run or its server's start takes",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+
+
+def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> EngineChoice:
+    """The model and the engines; ends with a message where they do not fit."""
+    if bool(args.target) == args.small:
+        parser.error("give a MODEL, or --small, which has a model of its own")
+    if not isinstance(args.peer_options, dict):
+        parser.error(f"--peer-options must be a JSON object; got {args.peer_options!r}")
+    if args.json and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
+        parser.error(f"--json {args.json}: cannot be written there")
+    name, fields = "small", SMALL
+    if args.target:
+        try:
+            name, fields, _ = find(args.target)
+        except UnknownModelError as error:
+            parser.error(str(error))
+    absent = peer_missing()
+    if args.engine in (THEIRS.lower(), "both") and absent:
+        parser.error(f"--engine {args.engine}: {absent}")
+    engines = {OURS: (OURS,), THEIRS.lower(): (THEIRS,), "both": (THEIRS, OURS)}
+    wanted = args.engine or (OURS if absent else "both")
+    said = (f"Only {OURS} runs: {absent}",) if absent and args.engine is None else ()
+    return EngineChoice(
+        name=name,
+        fields=fields,
+        engines=engines[wanted],
+        peer_options=args.peer_options,
+        said=said,
+        on_cpu=args.small,
+    )
+
+
+def peer_missing() -> str | None:
+    """Why vLLM cannot run beside us; None if it can."""
+    try:
+        adapter = importlib.import_module(f"{BASELINES}.vllm_engine")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(BASELINES):
+            raise
+        return "other engines run from a checkout of the repository, and this package is none"
+    said: str | None = adapter.missing()
+    return said

@@ -1,0 +1,103 @@
+"""A server that the bench starts, with its default options, and ends."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from jaxattn.bench.harness.child_process import child_process
+from jaxattn.bench.harness.engine_comparison import OURS
+
+LAST_LINES = 20  # of the output of a server that does not start
+
+
+class ServerStartError(Exception):
+    """A server ended before it was ready, or was not ready in time."""
+
+
+def command(
+    engine: str, folder: Path, port: int, peer_options: Mapping[str, Any]
+) -> tuple[Sequence[str], Mapping[str, str]]:
+    """(the command of an engine's server, what its environment has beside)."""
+    if engine == OURS:
+        ours = [sys.executable, "-m", "jaxattn.bench.load.random_server", str(folder)]
+        return [*ours, "--port", str(port)], {}
+    from jaxattn.bench.baselines import vllm_engine
+
+    return vllm_engine.server_command(folder, port, peer_options), vllm_engine.ENVIRONMENT
+
+
+@contextlib.contextmanager
+def started(
+    engine: str,
+    folder: Path,
+    *,
+    peer_options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    limit: float,
+) -> Iterator[tuple[str, float]]:
+    """(address, seconds to the start) of a server of random weights, which ends with the context.
+
+    Args:
+        folder: of `model_folder`; its name is the model's.
+        limit: seconds that the start may take.
+
+    Raises:
+        ServerStartError: it did not start.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line, more = command(engine, folder, port, peer_options)
+    begin = time.perf_counter()
+    # Its own group: vLLM's server has processes of its own.
+    url = f"http://127.0.0.1:{port}"
+    with (
+        tempfile.TemporaryFile("w+") as log,  # an access log would hide the rows
+        child_process(
+            line, {**environment, **more}, stdout=log, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        while not _healthy(url):
+            if (code := process.poll()) is not None:
+                raise ServerStartError(f"{engine}'s server ended with exit code {code}{_said(log)}")
+            if time.perf_counter() - begin > limit:
+                raise ServerStartError(
+                    f"{engine}'s server was not ready after --limit {limit:g} s{_said(log)}"
+                )
+            time.sleep(0.2)
+        seconds = time.perf_counter() - begin
+        if engine != OURS:
+            _prepare(engine, url)
+        yield url, seconds
+
+
+def _prepare(engine: str, url: str) -> None:
+    """Gives a peer's server weights of ordinary size."""
+    from jaxattn.bench.baselines import vllm_engine
+
+    try:
+        vllm_engine.prepare_server(url)
+    except OSError as error:
+        raise ServerStartError(f"{engine}'s server did not change its weights: {error}") from error
+
+
+def _said(log: IO[str]) -> str:
+    """The last lines of a server's output, for a message."""
+    log.seek(0)
+    lines = log.read().splitlines()[-LAST_LINES:]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:  # 503 too, while it starts
+        return False

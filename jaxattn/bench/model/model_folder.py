@@ -1,0 +1,59 @@
+"""A folder of a model with config.json and a tokenizer, and no weights: what two engines can open.
+
+Weights are drawn by each engine. The tokenizer has a word for each token of the model, so that a
+server's chunk shows a text for each of them. Prompts are token ids, and need no tokenizer.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxattn.models.loading.huggingface_checkpoint import CONFIG
+
+# The name that config.json of a public model has in `architectures`; our catalog leaves it out.
+ARCHITECTURES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
+# A model of one layer, for a CPU.
+SMALL: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "max_position_embeddings": 512, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def write_folder(folder: Path, fields: dict[str, Any]) -> None:
+    """Writes config.json with the model's architecture, and tokenizer.json.
+
+    Args:
+        fields: of the model's config.json.
+    """
+    named = ARCHITECTURES.get(fields.get("model_type", ""))
+    config = {"architectures": [named], **fields} if named else fields
+    (folder / CONFIG).write_text(json.dumps(config))
+    size = fields.get("text_config", fields)["vocab_size"]
+    words = {f"\u2581t{number}": number for number in range(size)}
+    spaces = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "always",
+        "split": True,
+    }
+    tokenizer: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+        "normalizer": None, "pre_tokenizer": spaces, "post_processor": None, "decoder": spaces,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "\u2581t0"},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "\u2581t0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,188 @@
+"""`python -m jaxattn.bench quality MODEL TEXT`: perplexity of a text for each format of the cache.
+
+MODEL is a folder or a GGUF file with real weights, TEXT a file of UTF-8. The text is cut into rows
+of --context tokens, which the model reads twice: by decode steps, a token at a time, and by prefill
+in chunks. Both attend to what the cache holds, so both tell what its format costs.
+
+`perplexity` has a confidence interval of 95%, from the spread of the rows' means. `over auto` is
+the ratio to the perplexity of the model's own format by decode steps, on the same tokens; its
+interval comes from the rows' differences and is much narrower. `top-1 %` is how often the likeliest
+token is the same one. The line of auto by prefill shows what rounding alone does to both.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.model.text_scorer import TextScorer, TextScores
+from jaxattn.cli.options.parser import InputError, ProseHelpFormatter
+from jaxattn.cli.startup.model_source import ModelSource, read, refusals
+from jaxattn.core.cache.formats import CACHE_FORMATS
+from jaxattn.models.loading.loader import ModelFolder
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.text import Tokenizer
+
+Z = 1.96  # of an interval of 95%
+METHOD: dict[str, Any] = {"name": "perplexity of rows of one length", "version": 1}
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} quality", description=__doc__, formatter_class=ProseHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="a folder with a config.json, or a GGUF file")
+    parser.add_argument("text", type=Path, help="a file of UTF-8")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=CACHE_FORMATS,
+        metavar="FORMAT",
+        help="formats beside auto (default: all that the model has)",
+    )
+    parser.add_argument("--context", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=8, help="rows that are read together")
+    parser.add_argument(
+        "--chunk", type=int, default=128, help="tokens that prefill reads at a time"
+    )
+    parser.add_argument("--tokens", type=int, help="how many of the text's tokens (default: all)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights and products")
+    parser.add_argument(
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        help="which kernels decode (default: the best)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    args = parser.parse_args(argv)
+    for name, least in (("context", 2), ("rows", 1), ("chunk", 1), ("tokens", 2)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} must be at least {least}; got {value}")
+    if args.json and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
+        parser.error(f"{args.json} cannot be written")
+    return args
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    args = parse(argv, program)
+    try:
+        with refusals():
+            folder = read(args.model, args.dtype, None)
+        tokenizer = ModelSource(folder=folder).tokenizer()
+        rows = rows_of(tokenizer, args.text, args.context, args.tokens)
+        formats = formats_of(folder.model, args.kv_cache_dtype)
+    except InputError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    result: dict[str, Any] = run_metadata.begin(
+        "quality", program, ["quality", *argv], seed=None, method=METHOD
+    )
+    result |= {"model": args.model.name, "text": args.text.name, "windows": len(rows), "rows": []}
+    result |= {"context": rows.shape[1], "tokens": rows.size}
+    reference: TextScores | None = None
+    for name in formats:
+        begin = time.perf_counter()
+        for by, scores in measure(folder, name, rows, args).items():
+            reference = reference or scores
+            result["rows"].append({"cache": name, "by": by, **line(scores, reference)})
+        print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        store(result, args.json)
+    run_metadata.end(result)
+    store(result, args.json)
+    title = f"{args.model.name}: {len(rows)} rows of {rows.shape[1]} tokens of {args.text.name}"
+    show(title, result["rows"])
+    return 0
+
+
+def rows_of(
+    tokenizer: Tokenizer, text: Path, context: int, most: int | None
+) -> "np.ndarray[Any, Any]":
+    """int32 [rows, context]: the text's tokens, each row behind a BOS if prompts have one. What is
+    left behind the last whole row is not read.
+
+    Raises:
+        InputError: the file cannot be read, or has too few tokens.
+    """
+    try:
+        given = text.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {text}: {error}") from error
+    before = tokenizer.encode("")
+    tokens = tokenizer.encode(given)[len(before) :][:most]
+    width = min(context - len(before), len(tokens))
+    if width < 1:
+        raise InputError(f"{text} has {len(tokens)} tokens; it needs at least 2")
+    count = len(tokens) // width
+    body = np.array(tokens[: count * width], np.int32).reshape(count, width)
+    return np.concatenate([np.tile(np.array(before, np.int32), (count, 1)), body], axis=1)
+
+
+def formats_of(model: DecoderModel, asked: Sequence[str] | None) -> list[str]:
+    """The formats to measure, the model's own first.
+
+    Raises:
+        InputError: the model has no such format.
+    """
+    if asked is None:
+        own = [set(m.cache_formats) for m in model.spec.mixers.values() if m.cache_formats]
+        there = set[str].intersection(*own) if own else set()
+        asked = [name for name in CACHE_FORMATS if name in there]
+    found = []
+    for name in asked:
+        try:
+            if name != "auto" and model.with_cache_format(name).caches != model.caches:
+                found.append(name)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+    return ["auto", *found]
+
+
+def measure(
+    folder: ModelFolder, name: str, rows: "np.ndarray[Any, Any]", args: argparse.Namespace
+) -> dict[str, TextScores]:
+    """What decode steps and prefill make of the rows, with a cache in this format."""
+    own = folder.in_cache_format(name)
+    scorer = TextScorer(
+        own.model,
+        own.open().place(),
+        rows=min(args.rows, len(rows)),
+        context=rows.shape[1],
+        chunk=args.chunk,
+        implementation=args.implementation,
+    )
+    return {"decode": scorer.by_decode(rows), "prefill": scorer.by_prefill(rows)}
+
+
+def line(scores: TextScores, reference: TextScores) -> dict[str, Any]:
+    """A row of the table."""
+    loss, of_loss = interval(-scores.logprobs)
+    ratio, of_ratio = interval(reference.logprobs - scores.logprobs)
+    same, of_same = interval(scores.best == reference.best)
+    return {
+        "perplexity": math.exp(loss),
+        "from": math.exp(loss - of_loss),
+        "to": math.exp(loss + of_loss),
+        "over auto": f"{math.exp(ratio):.4f}",
+        "ratio from": f"{math.exp(ratio - of_ratio):.4f}",
+        "ratio to": f"{math.exp(ratio + of_ratio):.4f}",
+        "top-1 %": f"{100 * same:.2f}",
+        "top-1 ±": f"{100 * of_same:.2f}",
+        "nats": loss,
+    }
+
+
+def interval(values: "np.ndarray[Any, Any]") -> tuple[float, float]:
+    """(mean, half of the interval of 95%) of [rows, tokens]: tokens of a row are not independent,
+    so the rows' means are what is spread."""
+    means = values.astype(np.float64).mean(axis=1)
+    if len(means) < 2:
+        return float(means.mean()), math.nan
+    return float(means.mean()), Z * float(means.std(ddof=1)) / math.sqrt(len(means))

@@ -1,0 +1,165 @@
+"""Log-probabilities of given texts by a model's decode steps, and by its prefill.
+
+Both run the model's own steps over a donated state, as the engine does. The next token is given and
+not sampled, so every format of the cache reads the same texts.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.core.dispatch import Implementation
+from jaxattn.models.caches.layer_cache import CacheSize, DecodeState
+from jaxattn.models.interface import (
+    DecodeBatch,
+    PrefillBatch,
+    compiler_options,
+    init_state,
+    scratch_spec,
+)
+from jaxattn.models.network.decoder_model import DecoderModel
+
+type Told = tuple[Float[Array, "B"], Int[Array, "B"]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TextScores:
+    """Of each token behind a row's first.
+
+    Attributes:
+        logprobs: float32 [rows, tokens - 1], its log-probability.
+        best: int32 [rows, tokens - 1], the likeliest token in its place.
+    """
+
+    logprobs: Float[np.ndarray, "R T"]
+    best: Int[np.ndarray, "R T"]
+
+
+class TextScorer:
+    """Scores rows of one length.
+
+    Args:
+        params: packed here.
+        rows: that are read together.
+        context: tokens of a row.
+        chunk: tokens that prefill reads at a time.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        params: Any,
+        *,
+        rows: int,
+        context: int,
+        chunk: int,
+        implementation: Implementation | None = None,
+    ):
+        self.model, self.rows, self.implementation = model, rows, implementation
+        self.params = jax.jit(model.pack)(params)
+        self.chunk = min(chunk, context)
+        pages = -(-context // PAGE_SIZE)
+        self._tables = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+        size, spec = (
+            CacheSize(pages=rows * pages, slots=rows),
+            scratch_spec(model, rows, max_pages=pages),
+        )
+        # Texts begin with zero states, which a decode step does not write.
+        self._new_state = jax.jit(lambda: init_state(model, size, spec))
+        compiled = partial(
+            jax.jit,
+            donate_argnums=1,
+            compiler_options=compiler_options(jax.default_backend()),
+        )
+        self._decode, self._prefill = compiled(self._decoded), compiled(self._read)
+
+    def by_decode(self, texts: Int[np.ndarray, "R T"]) -> TextScores:
+        """Reads a token of each row in a step."""
+
+        def run(tokens: Int[np.ndarray, "B T"]) -> Told:
+            return self._decode(self.params, self._new_state(), tokens)[0]
+
+        return self._together(texts, run)
+
+    def by_prefill(self, texts: Int[np.ndarray, "R T"]) -> TextScores:
+        """Reads a chunk of each row in a step."""
+
+        def run(tokens: Int[np.ndarray, "B T"]) -> Told:
+            state, found = self._new_state(), []
+            for first in range(0, tokens.shape[1] - 1, self.chunk):
+                # The last chunk begins before its turn would, at a whole one, and is padded.
+                own = tokens[:, first : first + self.chunk + 1]
+                padded = np.zeros((self.rows, self.chunk + 1), np.int32)
+                padded[:, : own.shape[1]] = own
+                news = np.int32(own.shape[1] - 1)
+                told, state = self._prefill(self.params, state, padded, np.int32(first), news)
+                found.append([np.asarray(each)[:, :news] for each in told])
+            return tuple(np.concatenate(each, axis=1) for each in zip(*found, strict=True))  # type: ignore[return-value]
+
+        return self._together(texts, run)
+
+    def _together(self, texts: Any, run: Callable[[Any], Told]) -> TextScores:
+        """All rows, so many at a time; the last ones are filled with copies of the first."""
+        found = []
+        for first in range(0, len(texts), self.rows):
+            own = texts[first : first + self.rows]
+            whole = np.concatenate([own, np.repeat(texts[:1], self.rows - len(own), axis=0)])
+            found.append([np.asarray(each)[: len(own)] for each in run(whole)])
+        logprobs, best = (np.concatenate(each) for each in zip(*found, strict=True))
+        return TextScores(logprobs, best)
+
+    def _decoded(
+        self, params: Any, state: DecodeState, tokens: Int[Array, "B T"]
+    ) -> tuple[Told, DecodeState]:
+        """Of each token but the first, [B, T - 1], behind as many decode steps."""
+
+        def step(state: DecodeState, place: Array) -> tuple[DecodeState, Told]:
+            now, following = (
+                lax.dynamic_slice_in_dim(tokens, place + behind, 1, axis=1) for behind in (0, 1)
+            )
+            lens = jnp.full(self.rows, place + 1, jnp.int32)
+            batch = DecodeBatch(now, lens, jnp.asarray(self._tables), jnp.arange(self.rows))
+            logits, state = self.model.decode(
+                params, state, batch, implementation=self.implementation
+            )
+            return state, _told(logits, following[:, 0])
+
+        state, told = lax.scan(step, state, jnp.arange(tokens.shape[1] - 1))
+        return (told[0].T, told[1].T), state
+
+    def _read(
+        self,
+        params: Any,
+        state: DecodeState,
+        tokens: Int[Array, "B T+1"],
+        first: Int[Array, ""],
+        news: Int[Array, ""],
+    ) -> tuple[Told, DecodeState]:
+        """Of the tokens behind those of a chunk, [B, T]; the head reads one column at a time."""
+        whole = jnp.full(self.rows, news, jnp.int32)
+        batch = PrefillBatch(
+            tokens[:, :-1], whole, first + whole, jnp.asarray(self._tables), jnp.arange(self.rows)
+        )
+        chosen = self.implementation if self.implementation == "xla" else None
+        hidden, state = self.model.prefill_hidden(params, state, batch, implementation=chosen)
+
+        def column(pair: tuple[Array, Array]) -> Told:
+            return _told(self.model.head(params, pair[0]), pair[1])
+
+        told = lax.map(column, (hidden.swapaxes(0, 1), tokens[:, 1:].T))
+        return (told[0].T, told[1].T), state
+
+
+def _told(logits: Float[Array, "B vocab"], following: Int[Array, "B"]) -> Told:
+    """The log-probability of the tokens that follow, and the likeliest ones."""
+    own = jnp.take_along_axis(logits, following[:, None], axis=1)[:, 0]
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return own - jax.nn.logsumexp(logits, axis=-1), best

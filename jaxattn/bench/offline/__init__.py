@@ -1,0 +1,1 @@
+"""`python -m jaxattn.bench offline MODEL`: whole requests through the engine, beside vLLM."""

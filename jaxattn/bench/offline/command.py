@@ -1,0 +1,163 @@
+"""`python -m jaxattn.bench offline MODEL`: whole requests through the engine, beside vLLM.
+
+Each engine runs in a process of its own, with its default options, random weights of MODEL's shapes
+and the same token ids. vLLM runs first, where it is installed, so that a card that gets warm slows
+jaxattn down. MODEL is a shipped configuration, the beginning of its name, or a folder with a
+config.json. Answers are greedy, and as long as they were asked for.
+
+    throughput   requests that all come at once: seconds, tokens per second
+    prompt       one prompt at a time, to its first token
+    decode       a decode step of B rows of T tokens, while nothing else runs
+
+`start` is from the start of the process to the first request: imports, weights, compilation. The
+lengths of `--mix sharegpt` are drawn: prompts and answers are log-normal, with medians of 90 and
+150 tokens and standard deviations of the logarithm of 1.35 and 1.0, from 4 to 1,024 tokens. These
+four numbers are our choice; no data set is fetched.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.child_process import child_process
+from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, errors, report
+from jaxattn.bench.harness.engine_options import EngineChoice, add_engines, chosen
+from jaxattn.bench.harness.result_tables import store
+from jaxattn.bench.offline.measures import MEASURES
+from jaxattn.bench.offline.workload import FIXED, SHAREGPT, OfflineWorkload
+from jaxattn.cli.options.parser import ProseHelpFormatter
+
+WALL_CLOCK = {"name": "the wall clock of whole requests", "version": 1}
+TINY = OfflineWorkload(
+    requests=6, prompt=20, output=8, prompts=(8, 40), rows=(1, 3), context=64, repeats=2
+)
+
+
+def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=f"{program} offline", description=__doc__, formatter_class=ProseHelpFormatter
+    )
+    add_engines(parser)
+    real = OfflineWorkload()
+    for option, what in (
+        ("--requests", "requests that come at once"),
+        ("--prompt", "tokens of each prompt"),
+        ("--output", "tokens of each answer"),
+        ("--context", "tokens of each row in the decode steps"),
+        ("--repeats", "runs, of which the median counts"),
+        ("--seed", "seed of lengths and token ids"),
+    ):
+        help = f"{what} (default: {getattr(real, option[2:])})"
+        parser.add_argument(option, type=int, metavar="N", help=help)
+    for option, what in (
+        ("--prompts", "lengths of the prompts that come alone"),
+        ("--rows", "rows of the decode steps"),
+    ):
+        help = f"{what} (default: {' '.join(map(str, getattr(real, option[2:])))})"
+        parser.add_argument(option, type=int, nargs="+", metavar="N", help=help)
+    parser.add_argument(
+        "--mix",
+        nargs="+",
+        dest="mixes",
+        choices=(FIXED, SHAREGPT),
+        help="lengths of the requests: fixed, drawn like ShareGPT's, or both in turn "
+        "(default: fixed)",
+    )
+    parser.add_argument(
+        "--measures",
+        nargs="+",
+        choices=tuple(MEASURES),
+        default=list(MEASURES),
+        help="what is measured",
+    )
+    args = parser.parse_args(argv)
+    base = TINY if args.small else real
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name in (field.name for field in dataclasses.fields(base))
+        if (value := getattr(args, name)) is not None
+    }
+    args.work = dataclasses.replace(base, **given)
+    for name, value in dataclasses.asdict(args.work).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        least = 0 if name == "seed" else 1
+        if wrong := [each for each in numbers if isinstance(each, int) and each < least]:
+            parser.error(f"--{name} must be at least {least}; got {wrong[0]}")
+    args.choice = chosen(parser, args)
+    return args
+
+
+def main(argv: Sequence[str], program: str) -> int:
+    """Runs the command; returns its exit code: 0, or 1 if an engine failed."""
+    args = parse(argv, program)
+    choice: EngineChoice = args.choice
+    result = run_metadata.begin(
+        "offline", program, ["offline", *argv], seed=args.work.seed, method=WALL_CLOCK, device=False
+    )
+    result |= {
+        "model": choice.name,
+        "options": "default",
+        "work": dataclasses.asdict(args.work),
+        "engines": {},
+        "errors": list(choice.said),
+        "rows": [],
+    }
+    rows: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: []}
+    failed = False
+    for engine in choice.engines:
+        ran = run_engine(engine, choice, args)
+        rows[engine], failed = ran["rows"], failed or bool(ran["failure"])
+        result["engines"][engine] = ran["facts"] | {"rows": ran["rows"]}
+        result |= {"device": ran["facts"].get("device", result.get("device", ""))}
+        result["errors"] += errors(engine, ran["rows"])
+        if ran["failure"]:
+            result["errors"].append(f"{engine}: {ran['failure']}")
+        result["rows"] = compared(rows[OURS], rows[THEIRS])
+        store(result, args.json)
+    run_metadata.end(result)
+    store(result, args.json)
+    title = f"{choice.name} on {result['device']}, default options"
+    report(title, result["rows"], result["errors"], both=len(choice.engines) > 1)
+    return int(failed)
+
+
+def run_engine(engine: str, choice: EngineChoice, args: argparse.Namespace) -> dict[str, Any]:
+    """The facts and rows of an engine that runs in a process of its own, and what went wrong."""
+    with choice.folder() as folder, tempfile.TemporaryDirectory() as parent:
+        job, lines = Path(parent, "job.json"), Path(parent, "result.jsonl")
+        asked = {
+            "engine": engine,
+            "folder": str(folder),
+            "peer options": choice.peer_options,
+            "work": dataclasses.asdict(args.work),
+            "measures": args.measures,
+            "spawned": time.time(),
+        }
+        job.write_text(json.dumps(asked))
+        failure = run_process(job, lines, choice.environment(), args.limit)
+        found: dict[str, Any] = {"facts": {}, "rows": [], "failure": failure}
+        with contextlib.suppress(FileNotFoundError):
+            for line in lines.read_text().splitlines():
+                [(kind, value)] = json.loads(line).items()
+                found["rows"].append(value) if kind == "row" else found["facts"].update(value)
+        return found
+
+
+def run_process(job: Path, lines: Path, environment: Mapping[str, str], limit: float) -> str | None:
+    """Runs an engine's process; what went wrong with it, or None."""
+    command = [sys.executable, "-m", "jaxattn.bench.offline.engine_process", str(job), str(lines)]
+    with child_process(command, environment, stdout=sys.stderr) as process:
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"its process was not done after --limit {limit:g} s"
+    return f"its process ended with exit code {code}" if code else None

@@ -1,0 +1,188 @@
+"""Measures of an engine through its public interface: throughput, one prompt, decode steps.
+
+Whatever engine it is, the code is the same. An engine gets all requests at once and says which rows
+got a token in each of its steps. Every token is chosen greedily, and no token ends an answer.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from jaxattn.bench.offline.workload import OfflineRequest, OfflineWorkload
+
+DECODE_STEPS = 96  # tokens of a row for the window in which all rows decode
+TOKENS_PER_STEP = 2048  # prompt tokens of a step at least: as long may the last row begin later
+LEAST_STEPS = 12  # of the window
+WARM_TOKENS = 8
+OUT, IN = "output tok/s", "input tok/s"
+
+Row = dict[str, Any]
+
+
+class MeasureError(Exception):
+    """A measure that this engine cannot give; the message says why."""
+
+
+class OfflineEngine(Protocol):
+    """An engine whose requests all come at once.
+
+    Attributes:
+        longest: tokens of a prompt and its answer, at most.
+    """
+
+    name: str
+    vocab_size: int
+    longest: int
+
+    def generate(self, requests: Sequence[OfflineRequest]) -> None:
+        """Serves all requests.
+
+        Raises:
+            MeasureError: an answer is shorter than was asked for.
+        """
+
+    def steps(self, requests: Sequence[OfflineRequest]) -> Iterator[list[int]]:
+        """Serves all requests; the places of those that got a token, for each step."""
+
+    def facts(self) -> dict[str, Any]:
+        """Version, device and the options in effect."""
+
+    def memory(self) -> dict[str, float]:
+        """GB, by what they are."""
+
+
+class StepWindow(NamedTuple):
+    """The steps in which all rows decode.
+
+    Attributes:
+        ms: of a step, the median of thirds.
+        steps: how many there are.
+    """
+
+    ms: float
+    steps: int
+
+
+def measured(engine: OfflineEngine, work: OfflineWorkload, what: Iterable[str]) -> Iterator[Row]:
+    """The rows of all measures in `what`; one that cannot be taken says why in `error`."""
+    for name in what:
+        for title, take in MEASURES[name](engine, work):
+            try:
+                yield from take()
+            except MeasureError as error:
+                yield {"what": title, "error": str(error)}
+
+
+type Measure = tuple[str, Callable[[], Iterable[Row]]]
+
+
+def throughput(engine: OfflineEngine, work: OfflineWorkload) -> Iterator[Measure]:
+    """Seconds for all requests of each mix, and tokens per second."""
+
+    def take(mix: str) -> Iterator[Row]:
+        what, lengths = work.title(mix), work.lengths(mix)
+        _check_length(engine, max(sum(pair) for pair in lengths))
+        warm = [(tokens, min(answer, WARM_TOKENS)) for tokens, answer in lengths]
+        engine.generate(work.draw(f"warm-up {what}", warm[: max(work.rows)], engine.vocab_size))
+        runs = [seconds(engine, run) for run in work.runs(what, lengths, engine.vocab_size)]
+        middle = statistics.median(runs)
+        yield {"what": what, "unit": "s", "value": middle, "runs": runs}
+        for place, unit in enumerate((IN, OUT)):
+            tokens = sum(pair[place] for pair in lengths)
+            yield {"what": what, "unit": unit, "value": tokens / middle}
+
+    for mix in work.mixes:
+        yield work.title(mix), functools.partial(take, mix)
+
+
+def one_prompt(engine: OfflineEngine, work: OfflineWorkload) -> Iterator[Measure]:
+    """Milliseconds from a prompt to its first token, with nothing beside it."""
+
+    def take(tokens: int, what: str) -> Iterator[Row]:
+        _check_length(engine, tokens + 1)
+        lengths = [(tokens, 1)]
+        engine.generate(work.draw(f"warm-up {what}", lengths, engine.vocab_size))
+        runs = [seconds(engine, run) * 1e3 for run in work.runs(what, lengths, engine.vocab_size)]
+        yield {"what": what, "unit": "ms", "value": statistics.median(runs), "runs": runs}
+
+    for tokens in work.prompts:
+        what = f"one prompt of {tokens:,}"
+        yield what, functools.partial(take, tokens, what)
+
+
+def decode(engine: OfflineEngine, work: OfflineWorkload) -> Iterator[Measure]:
+    """Milliseconds of a decode step, while all rows decode and no prompt is read."""
+
+    def take(rows: int, what: str) -> Iterator[Row]:
+        answer = DECODE_STEPS + math.ceil(rows * work.context / TOKENS_PER_STEP)
+        tokens = max(work.context - answer + DECODE_STEPS // 2, 1)
+        _check_length(engine, tokens + answer)
+        warm = work.draw(f"warm-up {what}", [(tokens, WARM_TOKENS)] * rows, engine.vocab_size)
+        engine.generate(warm)
+        requests = work.draw(what, [(tokens, answer)] * rows, engine.vocab_size)
+        found = window(stamped(engine.steps(requests)), rows, answer)
+        yield {"what": what, "unit": "ms", "value": found.ms, "steps": found.steps}
+
+    for rows in work.rows:
+        what = f"decode step, B {rows}, T {work.context:,}"
+        yield what, functools.partial(take, rows, what)
+
+
+MEASURES: dict[str, Callable[[OfflineEngine, OfflineWorkload], Iterator[Measure]]] = {
+    "throughput": throughput,
+    "prompt": one_prompt,
+    "decode": decode,
+}
+
+
+def seconds(engine: OfflineEngine, requests: Sequence[OfflineRequest]) -> float:
+    """How long all requests take."""
+    begin = time.perf_counter()
+    engine.generate(requests)
+    return time.perf_counter() - begin
+
+
+def stamped(steps: Iterator[list[int]]) -> list[tuple[float, list[int]]]:
+    """When each step that gave a token ended, and which rows it gave one."""
+    return [(time.perf_counter(), rows) for rows in steps if rows]
+
+
+def window(steps: Sequence[tuple[float, list[int]]], rows: int, answer: int) -> StepWindow:
+    """The time of a step, from when the last row has begun to when the first has ended.
+
+    A step may give a row several tokens: what counts is time over tokens per row.
+
+    Raises:
+        MeasureError: too few steps have all rows.
+    """
+    given: Counter[int] = Counter()
+    points: list[tuple[float, float]] = []  # (seconds, tokens per row so far)
+    for moment, got in steps:
+        given.update(got)
+        if len(given) == rows:
+            points.append((moment, given.total() / rows))
+        if max(given.values()) >= answer:
+            break
+    count = points[-1][1] - points[0][1] if points else 0.0
+    if len(points) < 4 or count < LEAST_STEPS:
+        raise MeasureError(
+            f"{rows} rows decoded together for {count:.0f} steps, and {LEAST_STEPS} are timed: "
+            f"{len(given)} rows had begun when the first had its {answer} tokens; the engine's "
+            "batch or its cache holds fewer rows"
+        )
+    cuts = [round(third * (len(points) - 1) / 3) for third in range(4)]
+    thirds = itertools.pairwise(points[cut] for cut in cuts)
+    ms = [(after[0] - before[0]) / (after[1] - before[1]) * 1e3 for before, after in thirds]
+    return StepWindow(statistics.median(ms), round(count))
+
+
+def _check_length(engine: OfflineEngine, tokens: int) -> None:
+    if tokens > engine.longest:
+        raise MeasureError(
+            f"{tokens:,} tokens are longer than the {engine.longest:,} of {engine.name}'s context"
+        )

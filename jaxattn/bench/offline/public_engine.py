@@ -1,0 +1,88 @@
+"""Our engine with its default options and random weights, as `measures` asks it."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxattn import Engine, Request, __version__
+from jaxattn.bench.harness.timing import device_facts
+from jaxattn.bench.model.model_lookup import find
+from jaxattn.bench.model.random_weights import random_params
+from jaxattn.bench.offline.measures import MeasureError
+from jaxattn.bench.offline.workload import OfflineRequest
+from jaxattn.cli.startup.engine_startup import choose_device
+from jaxattn.engine.requests.outputs import Completion, FinishEvent, FinishReason, TokenEvent
+from jaxattn.engine.runtime.gc_pause import gc_paused
+from jaxattn.engine.startup.gpu_limits import UTILIZATION
+
+SHOWN = (
+    "batch", "max_model_len", "num_pages", "prefill_chunk", "prefill_rows", "prefill_tokens",
+    "checkpoints", "utilization", "decode_buckets", "prefill_buckets", "steps_per_round",
+)  # fmt: skip
+
+
+class PublicEngine:
+    """`jaxattn.Engine`, without a single option.
+
+    Args:
+        folder: with a config.json.
+    """
+
+    name = "jaxattn"
+
+    def __init__(self, folder: str) -> None:
+        on_cpu = jax.config.jax_platforms == "cpu"
+        choose_device("auto", None, None if on_cpu else UTILIZATION)  # JAX's share, as `serve` has
+        model = find(folder)[2]
+        workers = 16 if jax.default_backend() == "gpu" else 1  # as `serve` has
+        self._engine = Engine(model, random_params(model), workers=workers)
+        self._engine.start()
+        self.vocab_size, self.longest = model.vocab_size, self._engine.limits.longest_row
+
+    def generate(self, requests: Sequence[OfflineRequest]) -> None:
+        for completion in self._engine.generate(map(_request, requests)):
+            _check(completion)
+
+    def steps(self, requests: Sequence[OfflineRequest]) -> Iterator[list[int]]:
+        engine, ours = self._engine, dict[int | None, int]()
+        for place, request in enumerate(requests):
+            ours[engine.add(_request(request))] = place
+        while engine.busy:
+            with gc_paused():
+                events = engine.step()
+            for event in events:
+                if isinstance(event, FinishEvent):
+                    _check(event.completion)
+            yield [ours[event.request.id] for event in events if isinstance(event, TokenEvent)]
+
+    def facts(self) -> dict[str, Any]:
+        limits = dataclasses.asdict(self._engine.limits)
+        return {
+            "version": __version__,
+            **device_facts(),
+            "options": {name: limits[name] for name in SHOWN},
+            "sealed": "; ".join(self._engine.seal.what) or "yes",
+        }
+
+    def memory(self) -> dict[str, float]:
+        """The plan of what JAX's allocator holds, and its peak where the device tells one."""
+        found = {"planned": self._engine.plan.inside / 1e9}
+        stats = jax.devices()[0].memory_stats() or {}
+        if peak := stats.get("peak_bytes_in_use"):
+            found["peak"] = peak / 1e9
+        return found
+
+
+def _request(request: OfflineRequest) -> Request:
+    return Request(request.prompt, max_tokens=request.answer)
+
+
+def _check(completion: Completion) -> None:
+    wanted, got = completion.request.max_tokens, len(completion.tokens)
+    if completion.finish_reason != FinishReason.LENGTH or got != wanted:
+        said = f": {completion.detail}" if completion.detail else ""
+        raise MeasureError(
+            f"a request for {wanted} tokens got {got} ({completion.finish_reason}{said})"
+        )

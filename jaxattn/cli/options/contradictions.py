@@ -1,0 +1,75 @@
+"""Options of `serve` and `plan` that contradict each other, refused by name.
+
+What contradicts itself in Python too is refused by `Limits` and `Parallel`. These are options that
+an engine would silently lower, or leave out.
+"""
+
+import argparse
+
+from jaxattn.cli.options import http_options
+from jaxattn.cli.options.parser import InputError
+from jaxattn.core.cache.formats import PAGE_SIZE
+
+
+def check_sizes(options: argparse.Namespace) -> None:
+    """Raises InputError where a size that was given is larger than what it is a part of, or where
+    the pages hold no row of the length that was given."""
+    length, batch, pages = options.max_model_len, options.batch, options.num_pages
+    for part, whole, why in (
+        ("prefill_chunk", "max_model_len", "no prompt is as long as a chunk"),
+        ("prefill_rows", "batch", "prompts are read into rows"),
+    ):
+        one, other = getattr(options, part), getattr(options, whole)
+        if one and other and one > other:
+            raise InputError(
+                f"{_named(part, one)} is more than {_named(whole, other)}, and {why}; make it "
+                "smaller, or leave one of them out"
+            )
+    held = pages and pages * PAGE_SIZE * options.context
+    if held and length and held < length:
+        needed = -(-length // (PAGE_SIZE * options.context))
+        row = _named("max_model_len", length)
+        raise InputError(
+            f"{_named('num_pages', pages)} hold {held:,} tokens of {row}; give {needed} pages or "
+            "more, a smaller length, or leave one of them out"
+        )
+    if batch and batch % options.data:
+        raise InputError(
+            f"{_named('batch', batch)} is no multiple of {_named('data', options.data)}, whose "
+            "groups have as many rows each"
+        )
+
+
+def check_reuse(options: argparse.Namespace) -> None:
+    """Raises InputError where something is kept for a prefix cache that there is not, or guessed
+    where texts may not depend on each other."""
+    if options.checkpoints:
+        states = f"{_named('checkpoints', options.checkpoints)} keeps states of cached prefixes"
+        if options.no_prefix_cache:
+            raise InputError(f"{states}, and --no-prefix-cache has none; leave one of them out")
+        if options.data > 1:
+            raise InputError(
+                f"{states}, and {_named('data', options.data)} has none; leave --checkpoints out"
+            )
+    if options.speculate and options.reproducible:
+        raise InputError(
+            f"{_named('speculate', options.speculate)} has steps of another shape where no row of "
+            "a batch may guess, and --reproducible one shape; leave one of them out"
+        )
+
+
+def check_server(options: argparse.Namespace) -> None:
+    """Raises InputError for an option of the server without --port."""
+    if options.port is not None:
+        return
+    server = argparse.ArgumentParser(add_help=False)
+    http_options.add(server)
+    for action in server._actions:
+        if getattr(options, action.dest) != action.default:
+            raise InputError(
+                f"{action.option_strings[0]} is for a server: give --port too, or leave it out"
+            )
+
+
+def _named(field: str, value: int) -> str:
+    return f"--{field.replace('_', '-')} {value}"

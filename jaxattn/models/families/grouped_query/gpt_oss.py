@@ -1,0 +1,88 @@
+"""gpt-oss (`model_type` gpt_oss): attention with sinks and biases, and experts in every layer.
+
+Every other layer sees a window. The router and the experts have biases, and their SwiGLU is
+clamped. All experts of a layer are two tensors, with the columns of gate and up in turn, as floats
+or in MXFP4.
+
+Refused: other activations than SiLU, other scalings of RoPE than Llama 3's and YaRN.
+"""
+
+import dataclasses
+from collections.abc import Collection
+
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU
+from jaxattn.models.blocks import GQA, Block, MoE
+from jaxattn.models.families.components import decoder
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.gqa import attention, read_plain, read_windows
+from jaxattn.models.families.grouped_query.qwen3 import skipped as skipped
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import (
+    LayerMapping,
+    WeightMapping,
+    ends,
+    layer_places,
+)
+from jaxattn.models.weight_map.transforms import SplitInterleaved, TransposeExperts
+from jaxattn.ops.moe.routing import Router
+
+MODEL_TYPES = ("gpt_oss",)
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    fields = fields.renamed(num_local_experts="num_experts")
+    fields.require("hidden_act", "silu")
+    biases = fields.flag("attention_bias", True)
+    experts = MoE(
+        expert_size=fields.integer("intermediate_size"),
+        router=Router(
+            experts=fields.experts("num_local_experts"),
+            top_k=fields.integer("num_experts_per_tok"),
+            scores="softmax",
+            normalize=True,
+        ),
+        biases=True,
+        activation=ClampedSwiGLU(
+            alpha=fields.number("swiglu_alpha", 1.702), limit=fields.number("swiglu_limit", 7.0)
+        ),
+    )
+    kinds = ["sliding_attention", "full_attention"] * fields.integer("num_hidden_layers")
+    windows = read_windows(fields, kinds[: len(kinds) // 2])
+    plain = read_plain(fields, biases=biases)
+    mixer = dataclasses.replace(plain, out_bias=biases, sinks=True)
+    mixers = {each: dataclasses.replace(mixer, window=each) for each in dict.fromkeys(windows)}
+    return decoder.read_decoder(fields, tuple(Block(mixers[each], experts) for each in windows))
+
+
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
+    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
+    spec = model.spec
+    hidden, found = spec.stream.hidden_size, ends(spec)
+    for place, block in zip(layer_places(spec), spec.blocks, strict=True):
+        assert isinstance(block.mixer, GQA) and isinstance(block.feed_forward, MoE)
+        found += decoder.norms(place, hidden) + attention(place, block.mixer, hidden)
+        found += _experts(place, hidden, block.feed_forward)
+    return found
+
+
+def _experts(place: LayerMapping, hidden: int, moe: MoE) -> list[WeightMapping]:
+    count, width = moe.router.experts, moe.expert_size
+    both = SplitInterleaved(2)
+    return [
+        place.matrix("mlp.router", count, hidden, "mlp", "router"),
+        place.plain("mlp.router.bias", (count,), "mlp", "router_bias"),
+        *(
+            place.plain(f"mlp.experts.{name}", shape, "mlp", to, change=change)
+            for name, shape, to, change in (
+                ("gate_up_proj", (count, hidden, 2 * width), "gate_up_proj", TransposeExperts(2)),
+                ("gate_up_proj_bias", (count, 2 * width), "gate_up_bias", both),
+                ("down_proj", (count, width, hidden), "down_proj", TransposeExperts()),
+            )
+        ),
+        place.plain("mlp.experts.down_proj_bias", (count, hidden), "mlp", "down_bias"),
+    ]

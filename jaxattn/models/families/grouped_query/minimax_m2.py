@@ -1,0 +1,82 @@
+"""MiniMax-M2 (`model_type` minimax_m2): norms of all heads together, and experts in every layer.
+
+Heads turn in part, by `rotary_dim`. Routing is by sigmoid with a correction bias. The prediction
+layers (MTP) behind the last layer are not read.
+
+Refused: other activations than SiLU, other scalings of RoPE than Llama 3's and YaRN, other layers
+than full attention, norms of single heads, shared experts, other routing.
+"""
+
+import dataclasses
+from collections.abc import Collection
+
+from jaxattn.models.blocks import GQA, Block, MoE
+from jaxattn.models.families.components import decoder, experts
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.gqa import attention, read_attention
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
+from jaxattn.ops.moe.routing import Router
+
+MODEL_TYPES = ("minimax_m2",)
+
+_NAMES = experts.ExpertTensorNames(
+    layer="block_sparse_moe", expert=("w1", "w3", "w2"), bias_of="block_sparse_moe"
+)
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    fields = fields.renamed(num_local_experts="num_experts")
+    fields.require("hidden_act", "silu")
+    fields.require("use_qk_norm", True)
+    fields.require("qk_norm_type", "per_layer")
+    fields.require("scoring_func", "sigmoid")
+    fields.require("use_routing_bias", True)
+    fields.require("shared_intermediate_size", 0)
+    count = fields.integer("num_hidden_layers")
+    fields.require("attn_type_list", [1] * count)
+    mixer = read_attention(fields, rotated=_rotated(fields))
+    router = Router(
+        experts=fields.experts("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        scores="sigmoid",
+        normalize=True,
+    )
+    block = Block(
+        dataclasses.replace(mixer, qk_norm=False, heads_norm=True),
+        MoE(expert_size=fields.integer("intermediate_size"), router=router),
+    )
+    return decoder.read_decoder(fields, (block,) * count)
+
+
+def _rotated(fields: ConfigFields) -> float:
+    """Which part of a head turns, where the file has no `partial_rotary_factor`."""
+    if fields.values.get("rotary_dim") is None:
+        return 1.0
+    return fields.integer("rotary_dim") / fields.integer("head_dim")
+
+
+def skipped(fields: ConfigFields) -> tuple[str, ...]:
+    """Beginnings of tensors that are not read: the prediction layers."""
+    last, modules = (
+        fields.integer("num_hidden_layers"),
+        fields.integer("num_mtp_modules", 0, least=0),
+    )
+    extra = modules * fields.integer("mtp_transformer_layers", 1, least=0)
+    return tuple(f"model.layers.{last + number}." for number in range(extra))
+
+
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
+    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
+    spec = model.spec
+    hidden, found = spec.stream.hidden_size, ends(spec)
+    for place, block in zip(layer_places(spec), spec.blocks, strict=True):
+        assert isinstance(block.mixer, GQA) and isinstance(block.feed_forward, MoE)
+        found += decoder.norms(place, hidden) + attention(place, block.mixer, hidden)
+        found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
+    return found

@@ -1,0 +1,60 @@
+"""OLMo 3 (`model_type` olmo3): norms behind attention and MLP, and of all heads together.
+
+Three layers of four see a window. Only those without one have RoPE stretched by YaRN.
+
+Refused: biases in attention, other activations than SiLU, other scalings of RoPE than Llama 3's and
+YaRN.
+"""
+
+import dataclasses
+
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.models.blocks import GQA, MLP, Block
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.decoder import read_decoder
+from jaxattn.models.families.components.gqa import head_dim, read_plain, read_windows
+from jaxattn.models.families.grouped_query import qwen3
+from jaxattn.models.network.decoder_model import DecoderModel
+
+MODEL_TYPES = ("olmo3",)
+
+placed, skipped = qwen3.placed, qwen3.skipped
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    fields.require("hidden_act", "silu")
+    fields.require("attention_bias", False)
+    count = fields.integer("num_hidden_layers")
+    kinds = [_KINDS[(layer + 1) % 4 != 0] for layer in range(count)]
+    feed_forward = MLP(intermediate_size=fields.integer("intermediate_size"))
+
+    def attention(window: int | None) -> GQA:
+        rope = _rope(fields, _KINDS[window is not None])
+        plain = read_plain(fields, window=window, rope=rope)
+        return dataclasses.replace(plain, heads_norm=True)
+
+    windows = read_windows(fields, kinds)
+    mixers = {window: attention(window) for window in dict.fromkeys(windows)}
+    blocks = (Block(mixers[each], feed_forward, norms_after=True) for each in windows)
+    return read_decoder(fields, tuple(blocks))
+
+
+def _rope(fields: ConfigFields, kind: str) -> RopeConfig:
+    """The rotation of a kind of layers: transformers 5 has an object for each, publishers one
+    scaling, which is that of full attention."""
+    values = dict(fields.values)
+    nested = values.pop("rope_parameters", None) or {}
+    if nested:
+        own = fields.of("rope_parameters", nested).object(kind)
+        values = {k: v for k, v in values.items() if k not in ("rope_scaling", "rope_theta")}
+        values |= {"rope_parameters": own}
+    elif kind == "sliding_attention":
+        values.pop("rope_scaling", None)
+    return ConfigFields(values, fields.where).rope(head_dim(fields), interleaved=False)

@@ -1,0 +1,58 @@
+"""SmolLM3 (`model_type` smollm3): Llama's layers, of which every fourth rotates nothing.
+
+`no_rope_layers` has a 1 for each layer that rotates queries and keys, or
+`no_rope_layer_interval` says which one does not.
+
+Refused: biases in attention or MLP, other activations than SiLU, other scalings of RoPE than Llama
+3's and YaRN.
+"""
+
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.core.validation.config_fields import Integer, ListOf
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.gqa import head_dim, read_plain, read_windows
+from jaxattn.models.families.grouped_query import llama, qwen3
+from jaxattn.models.network.decoder_model import DecoderModel
+
+MODEL_TYPES = ("smollm3",)
+
+placed, skipped = qwen3.placed, qwen3.skipped
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    for name in ("attention_bias", "mlp_bias"):
+        fields.require(name, False)
+    rotates = _rotates(fields, fields.integer("num_hidden_layers"))
+    kinds = ["full_attention"] * len(rotates)
+    if fields.flag("use_sliding_window", False) and fields.maybe_integer("sliding_window"):
+        kinds = ["full_attention" if each else "sliding_attention" for each in rotates]
+        windows = read_windows(fields, kinds)
+    else:
+        if fields.values.get("layer_types") is not None:
+            fields.words("layer_types", len(kinds), "full_attention")
+        windows = (None,) * len(kinds)
+    none = RopeConfig(head_dim(fields), None, False)
+    return llama.read_dense(
+        fields,
+        *(
+            read_plain(fields, window=window, rope=None if each else none)
+            for each, window in zip(rotates, windows, strict=True)
+        ),
+    )
+
+
+def _rotates(fields: ConfigFields, layers: int) -> list[bool]:
+    """Whether each layer rotates its queries and keys."""
+    if fields.values.get("no_rope_layers") is not None:
+        # The list may be of a longer model.
+        rule = ListOf(Integer(0, 1), most=1024, least=layers)
+        wanted = f"a list of at least {layers} numbers, 0 or 1"
+        found = fields.read("no_rope_layers", rule, None, wanted)
+        return [bool(each) for each in found[:layers]]
+    every = fields.integer("no_rope_layer_interval", 4)
+    return [(layer + 1) % every != 0 for layer in range(layers)]

@@ -1,0 +1,1 @@
+"""GGUF files: their header, the configuration that it holds, and the blocks of their weights."""

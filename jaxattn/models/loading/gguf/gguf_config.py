@@ -1,0 +1,102 @@
+"""The configuration in a GGUF file's metadata, as the config.json of the same model has it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxattn.core.validation.config_fields import short_repr
+from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.loading.gguf.gguf_header import GgufHeader
+
+# Architectures whose layers a family has; llama.cpp names them as transformers names the models.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Field of config.json -> key behind the architecture's name.
+_FIELDS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+
+
+def config_of(header: GgufHeader) -> dict[str, Any]:
+    """The fields of a config.json.
+
+    Raises:
+        CheckpointError: the architecture is not supported, or a field is missing or asks for what
+            no family of these has.
+    """
+    name = header.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{header.path}: the architecture {short_repr(name)} is not supported in GGUF; "
+            f"supported are {', '.join(ARCHITECTURES)}. Load the model's folder from the hub"
+        )
+    own = _Keys(header, str(name))
+    found = {field: own.required(key) for field, key in _FIELDS.items()}
+    heads = _integer(found["num_attention_heads"])
+    dim = own.get("attention.key_length", _integer(found["hidden_size"]) // max(heads, 1))
+    for key, wanted in (("attention.value_length", dim), ("rope.dimension_count", dim)):
+        own.require(key, wanted)
+    own.require("expert_count", 0)
+    if "rope_freqs.weight" in header.tensors:
+        raise CheckpointError(
+            f"{header.path} holds rope_freqs.weight, Llama 3's scaling of RoPE, which is not read "
+            "from GGUF; load the model's folder from the hub"
+        )
+    if EMBEDDING not in header.tensors:
+        raise CheckpointError(f"{header.path} has no tensor {EMBEDDING!r}")
+    tied = HEAD not in header.tensors
+    return {
+        **found,
+        "model_type": name,
+        "hidden_act": "silu",
+        "head_dim": dim,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "rope_theta": own.get("rope.freq_base", 10_000.0),
+        "rope_scaling": _scaling(own),
+        "tie_word_embeddings": tied,
+        "vocab_size": header.tensors[EMBEDDING].shape[0],
+        "attention_bias": name == "qwen2",
+    }
+
+
+def _scaling(own: "_Keys") -> dict[str, Any] | None:
+    """`rope_scaling`."""
+    kind = own.get("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    found = {"rope_type": kind, "factor": own.required("rope.scaling.factor")}
+    if (length := own.get("rope.scaling.original_context_length", None)) is not None:
+        found["original_max_position_embeddings"] = length
+    return found
+
+
+class _Keys:
+    """The metadata of an architecture."""
+
+    def __init__(self, header: GgufHeader, name: str):
+        self._header, self._name = header, name
+        self._values: Mapping[str, Any] = header.metadata
+
+    def get(self, key: str, default: Any) -> Any:
+        return self._values.get(f"{self._name}.{key}", default)
+
+    def required(self, key: str) -> Any:
+        whole = f"{self._name}.{key}"
+        if whole not in self._values:
+            raise CheckpointError(f"{self._header.path} has no metadata {whole!r}")
+        return self._values[whole]
+
+    def require(self, key: str, wanted: Any) -> None:
+        """Raises CheckpointError for a value that the architecture's family does not have."""
+        if (value := self.get(key, wanted)) != wanted:
+            raise CheckpointError(
+                f"{self._header.path}: {self._name}.{key} must be {wanted}; got {short_repr(value)}"
+            )
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) else 0  # the family refuses it by its own name

@@ -1,0 +1,140 @@
+"""The blocks of GGUF's weights, widened to float32 on the device.
+
+    F32 F16 BF16    the numbers themselves
+    Q8_0            32 numbers of a byte, and a float16 scale before them
+    Q4_0            32 numbers of 4 bits less 8, and a scale: the low halves of 16 bytes, then the
+                    high ones
+    Q4_1            the same with a scale and a least value, of which nothing is subtracted
+    Q4_K            256 numbers in 8 groups, whose scales and least values are of 6 bits
+    Q6_K            256 numbers of 6 bits less 32 in 16 groups, whose scales are of a byte
+
+What comes out has the bits of the package `gguf` (tests/models/test_gguf.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, UInt
+
+from jaxattn.models.loading.gguf.gguf_header import GgmlType
+from jaxattn.models.weight_map.encodings import EncodedTensor, Shape, WeightEncoding
+
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+type Blocks = UInt[Array, "N bytes"]
+type Numbers = Float[Array, "N numbers"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufEncoding(WeightEncoding):
+    """A tensor of a GGUF file.
+
+    Attributes:
+        kind: of the numbers.
+        paired: rows of a head whose pairs stand beside each other, as llama.cpp wants them; they
+            are put half a head apart, as the hub has them. 1: the rows are as they should be.
+    """
+
+    kind: GgmlType
+    paired: int = 1
+
+    @property
+    def rows_together(self) -> int:
+        return self.paired
+
+    @property
+    def dtype(self) -> str:
+        """In which the file's bytes are read."""
+        return FLOATS.get(self.kind.name, "uint8")
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """In numbers of `dtype`."""
+        if self.kind.numbers == 1:
+            return shape
+        return *shape[:-1], shape[-1] // self.kind.numbers * self.kind.nbytes
+
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        if shape[-1] % self.kind.numbers:
+            raise ValueError(
+                f"{name!r} is stored in {self.kind.name}, and {list(shape)} has no whole blocks of "
+                f"{self.kind.numbers} columns"
+            )
+        return (EncodedTensor(name, self.stored_shape(shape), (self.dtype,)),)
+
+    def decode(self, parts: Sequence[Array]) -> Array:
+        [stored] = parts
+        found = stored
+        if self.kind.numbers > 1:
+            blocks = stored.reshape(-1, self.kind.nbytes)
+            found = _WIDENED[self.kind.name](blocks).reshape(*stored.shape[:-1], -1)
+        if self.paired == 1:
+            return found
+        halves = found.reshape(len(found), -1, self.paired // 2, 2, found.shape[-1])
+        return halves.swapaxes(2, 3).reshape(found.shape)
+
+
+def _half(blocks: Blocks, at: int) -> Float[Array, "N 1"]:
+    """The float16 at a byte of each block, as float32."""
+    pair = blocks[:, at : at + 2]
+    return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
+
+
+def _signed(blocks: Blocks) -> Array:
+    return lax.bitcast_convert_type(blocks, jnp.int8).astype(jnp.float32)
+
+
+def _nibbles(data: Blocks) -> Array:
+    """uint8: the low halves of the bytes, then the high ones."""
+    return jnp.concatenate([data & 15, data >> 4], axis=-1)
+
+
+def _sum(product: Array, other: Array) -> Array:
+    """A sum of float32 that no multiplication is fused with: that would round once, not twice."""
+    return lax.optimization_barrier(product) + other
+
+
+def _q8_0(blocks: Blocks) -> Numbers:
+    return _signed(blocks[:, 2:]) * _half(blocks, 0)
+
+
+def _q4_0(blocks: Blocks) -> Numbers:
+    return (_nibbles(blocks[:, 2:]).astype(jnp.float32) - 8) * _half(blocks, 0)
+
+
+def _q4_1(blocks: Blocks) -> Numbers:
+    numbers = _nibbles(blocks[:, 4:]).astype(jnp.float32)
+    return _sum(_half(blocks, 0) * numbers, _half(blocks, 2))
+
+
+def _q4_k(blocks: Blocks) -> Numbers:
+    packed = blocks[:, 4:16]
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = [first & 63, (third & 15) | ((first >> 6) << 4)]
+    least = [second & 63, (third >> 4) | ((second >> 6) << 4)]
+    factors = [jnp.concatenate(each, axis=1).astype(jnp.float32) for each in (scales, least)]
+    scale, below = _half(blocks, 0) * factors[0], _half(blocks, 2) * factors[1]
+    pairs = blocks[:, 16:].reshape(-1, 4, 32)  # two groups in the halves of 32 bytes
+    numbers = jnp.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, 8, 32)
+    product = scale[..., None] * numbers.astype(jnp.float32)
+    return _sum(product, -below[..., None]).reshape(len(blocks), -1)
+
+
+def _q6_k(blocks: Blocks) -> Numbers:
+    low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
+    # Of each half of a block: 64 low halves, 64 high ones; two bits more of each quarter.
+    four = _nibbles(low).reshape(-1, 2, 4, 32)
+    shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
+    two = (high[:, :, None] >> shifts) & 3
+    numbers = (four | (two << 4)).astype(jnp.float32) - 32
+    scales = _half(blocks, 208) * _signed(blocks[:, 192:208])
+    return (numbers.reshape(-1, 16, 16) * scales[..., None]).reshape(len(blocks), -1)
+
+
+_WIDENED: dict[str, Callable[[Blocks], Numbers]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q4_K": _q4_k,
+    "Q6_K": _q6_k,
+}

@@ -1,0 +1,208 @@
+"""The header of a GGUF file: its metadata, and where its tensors lie; checked, and no tensor read.
+
+A file is: the magic, the version, the counts of tensors and of metadata, the metadata (key, type,
+value), an entry for each tensor (name, sizes, type, offset), padding, and the tensors' bytes.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes it.
+"""
+
+import math
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxattn.core.validation.config_fields import short_repr
+from jaxattn.models.checkpoint.native_format import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = "general.alignment"
+MOST_ENTRIES = 2**20  # of tensors, and of metadata
+MOST_NUMBERS = 2**40
+MOST_DIMS = 4
+_SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+
+
+class GgmlType(NamedTuple):
+    """A type of tensors: so many numbers in so many bytes."""
+
+    name: str
+    numbers: int
+    nbytes: int
+
+
+TYPES = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18),
+    3: GgmlType("Q4_1", 32, 20),
+    8: GgmlType("Q8_0", 32, 34),
+    12: GgmlType("Q4_K", 256, 144),
+    14: GgmlType("Q6_K", 256, 210),
+    30: GgmlType("BF16", 1, 2),
+}
+# Those that a message can name, beside the ones that are read.
+OTHERS = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 13: "Q5_K", 15: "Q8_K", 16: "IQ2_XXS",
+    17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    39: "MXFP4",
+}  # fmt: skip
+
+
+class GgufTensor(NamedTuple):
+    """An entry of the header.
+
+    Attributes:
+        shape: rows first, as NumPy has it.
+        begin, nbytes: where its bytes lie in the file.
+    """
+
+    kind: GgmlType
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+class GgufHeader(NamedTuple):
+    """What a file says of itself."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that is named or begins as GGUF files do."""
+    try:
+        if not path.is_file():
+            return False
+        with open(path, "rb") as file:
+            return path.suffix == ".gguf" or file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """The header of a file.
+
+    Raises:
+        CheckpointError: it is no GGUF file, is cut off, or holds what is not supported.
+    """
+    try:
+        size = path.stat().st_size
+        content = np.memmap(path, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+        return _parsed(path, _Reader(content))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}") from error
+
+
+def _parsed(path: Path, reader: "_Reader") -> GgufHeader:
+    if reader.take(4) != MAGIC:
+        raise ValueError("is no GGUF file: it does not begin with GGUF")
+    version = reader.scalar("I")
+    if version not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
+        raise ValueError(f"has version {version:,} of GGUF; {known} are read, with low bytes first")
+    count, entries = reader.count("tensors"), reader.count("metadata")
+    metadata: dict[str, Any] = {}
+    for _ in range(entries):
+        key = reader.text()
+        if key in metadata:
+            raise ValueError(f"is damaged: it has the metadata {key!r:.80} twice")
+        metadata[key] = reader.value(reader.scalar("I"))
+    found = [_entry(reader) for _ in range(count)]
+    alignment = metadata.get(ALIGNMENT, 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment % 8:
+        raise ValueError(f"is damaged: {ALIGNMENT} is {short_repr(alignment)}")
+    data = -(-reader.at // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, kind, shape, offset in found:
+        if name in tensors:
+            raise ValueError(f"is damaged: it has the tensor {name!r:.80} twice")
+        begin = data + offset
+        nbytes = math.prod(shape) // kind.numbers * kind.nbytes
+        if offset % alignment:
+            raise ValueError(f"is damaged: the tensor {name!r:.80} begins between two blocks")
+        if begin + nbytes > reader.size:
+            raise ValueError(
+                f"is cut off: the tensor {name!r:.80} ends at byte {begin + nbytes:,}, and the "
+                f"file has {reader.size:,}"
+            )
+        tensors[name] = GgufTensor(kind, shape, begin, nbytes)
+    return GgufHeader(path, metadata, tensors)
+
+
+def _entry(reader: "_Reader") -> tuple[str, GgmlType, tuple[int, ...], int]:
+    """(name, type, shape, offset) of a tensor."""
+    name, dims = reader.text(), reader.scalar("I")
+    if not 1 <= dims <= MOST_DIMS:
+        raise ValueError(f"is damaged: the tensor {name!r:.80} has {dims:,} dimensions")
+    shape = tuple(reader.scalar("Q") for _ in range(dims))[::-1]
+    number, offset = reader.scalar("I"), reader.scalar("Q")
+    if number not in TYPES:
+        known = ", ".join(each.name for each in TYPES.values())
+        other = OTHERS.get(number, f"of number {number:,}")
+        raise ValueError(f"holds {name!r:.80} of the type {other}; those that are read are {known}")
+    kind = TYPES[number]
+    if not 0 < math.prod(shape) < MOST_NUMBERS or shape[-1] % kind.numbers:
+        raise ValueError(
+            f"is damaged: the tensor {name!r:.80} has the shape {short_repr(list(shape))}, and "
+            f"{kind.name} blocks of {kind.numbers} columns"
+        )
+    return name, kind, shape, offset
+
+
+class _Reader:
+    """Numbers and texts, one behind the other.
+
+    Attributes:
+        at: where the next one begins.
+    """
+
+    def __init__(self, content: np.ndarray):
+        self._content, self.size, self.at = content, int(content.size), 0
+
+    def take(self, nbytes: int) -> bytes:
+        if nbytes > self.size - self.at:
+            raise ValueError(
+                f"is cut off or no GGUF file: {self.size:,} bytes end within its header"
+            )
+        found = self._content[self.at : self.at + nbytes].tobytes()
+        self.at += nbytes
+        return found
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def count(self, what: str) -> int:
+        found: int = self.scalar("Q")
+        if found > MOST_ENTRIES:
+            raise ValueError(f"is damaged: it says that it has {found:,} entries of {what}")
+        return found
+
+    def text(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8", "surrogateescape")
+
+    def value(self, kind: int) -> Any:
+        """A value of a type; the numbers of an array in a tuple."""
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            inner, count = self.scalar("I"), self.scalar("Q")
+            if inner in _SCALARS:
+                code = _SCALARS[inner]
+                whole = self.take(count * struct.calcsize(f"<{code}"))
+                return struct.unpack(f"<{count}{code}", whole)
+            if inner == _STRING and count <= self.size:
+                return tuple(self.text() for _ in range(count))
+            raise ValueError(f"is damaged: it has an array of the type {inner:,}")
+        if kind not in _SCALARS:
+            raise ValueError(f"is damaged: it has metadata of the type {kind:,}")
+        return self.scalar(_SCALARS[kind])

@@ -1,0 +1,199 @@
+"""A request of Anthropic's Messages API as one of Chat Completions.
+
+Tools and blocks of kinds that Anthropic's own servers run, such as web_search, are skipped: the
+model answers without them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.server.openai.message_list import MessageList, text_of
+
+MOST_MESSAGES = 4096
+MOST_TOOLS = 128
+TEXTS = ("text",)
+ROLES = ("user", "assistant", "system")
+SKIPPED = ("redacted_thinking", "server_tool_use", "container_upload", "tool_reference")
+# Fields that mean the same in both APIs; the last ones are no part of Anthropic's.
+SHARED = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos"),
+    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("priority", "cache_salt", "allowed_token_ids", "bad_words", "structured_outputs"),
+    *("truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+)
+# Fields of the chat -> of this API, for errors.
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
+
+
+def as_chat(fields: JsonFields) -> JsonFields:
+    """The request in the form of Chat Completions.
+
+    Raises:
+        ApiError: 400, with the name of a field of this API.
+    """
+    chat: dict[str, Any] = {name: fields.values.get(name) for name in SHARED}
+    chat["messages"] = _messages(fields)
+    if chat["messages"][-1]["role"] == "assistant":  # whose text the answer goes on with
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
+    if tools := _tools(fields):
+        chat["tools"] = tools
+    chat |= _tool_choice(fields)
+    chat["max_completion_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1)
+    chat["stop"] = fields.values.get("stop_sequences")
+    chat |= _output(fields)
+    thinks = _thinks(fields)
+    chat["chat_template_kwargs"] = {
+        "enable_thinking": thinks,
+        "thinking": thinks,
+        **fields.object("chat_template_kwargs").values,
+    }
+    return JsonFields(chat)
+
+
+def _thinks(fields: JsonFields) -> bool:
+    """Whether the model should think, where its template lets one choose. Without the field it does
+    not: clients then read the first block as the answer's text."""
+    kinds = ("enabled", "adaptive", "between_tools", "disabled")
+    return fields.object("thinking").chosen("type", kinds) not in (None, "disabled")
+
+
+def _messages(fields: JsonFields) -> list[dict[str, Any]]:
+    given = fields.objects("messages", MOST_MESSAGES)
+    if not given:
+        raise fields.wrong("messages", "a list of at least one message")
+    found = MessageList()
+    if (system := fields.values.get("system")) is not None:
+        if text := text_of(system, "system", TEXTS):
+            found.say("system", text)
+    for place, message in enumerate(given):
+        reader = JsonFields(message, f"messages[{place}]")
+        role = reader.chosen("role", ROLES)
+        if role is None:
+            raise reader.wrong("role", f"one of {', '.join(ROLES)}")
+        _add(found, role, reader)
+    if not found.messages:
+        raise fields.wrong("messages", "messages with a text, a call or a result")
+    return found.messages
+
+
+def _add(found: MessageList, role: str, message: JsonFields) -> None:
+    content, where = message.values.get("content"), message.name("content")
+    if isinstance(content, str) or not isinstance(content, list):
+        found.say(role, text_of(content, where, TEXTS))
+        return
+    said: list[str] = []  # texts of a user, which stay one message
+
+    def flush() -> None:
+        if said:
+            found.say(role, "".join(said))
+            said.clear()
+
+    for place, block in enumerate(content):
+        name = f"{where}[{place}]"
+        reader = JsonFields(block, name) if isinstance(block, dict) else None
+        kind = reader.values.get("type") if reader else None
+        if reader is None or kind == "text":
+            said.append(text_of([block], where, TEXTS) if kind else text_of(block, name, TEXTS))
+        elif kind == "document":
+            said.append(_document(reader))
+        elif kind == "thinking":
+            flush()
+            if thoughts := reader.text("thinking"):
+                found.think(thoughts)
+        elif kind == "tool_use":
+            flush()
+            arguments = orjson.dumps(reader.object("input").values).decode()
+            found.call(_needed(reader, "id"), _needed(reader, "name"), arguments)
+        elif kind == "tool_result":
+            flush()
+            result = reader.values.get("content")
+            text = "" if result is None else text_of(_texts(result), f"{name}.content", TEXTS)
+            found.result(_needed(reader, "tool_use_id"), text)
+        elif not isinstance(kind, str) or not (kind in SKIPPED or kind.endswith("_tool_result")):
+            text_of([block], where, TEXTS)  # which says why not
+    flush()
+
+
+def _texts(content: object) -> object:
+    """The content of a result without what names tools."""
+    if not isinstance(content, list):
+        return content
+    return [
+        each
+        for each in content
+        if not (isinstance(each, dict) and each.get("type") == "tool_reference")
+    ]
+
+
+def _document(block: JsonFields) -> str:
+    source = block.object("source")
+    if source.chosen("type", ("text",)) is None:
+        raise source.wrong("type", "text")
+    return source.text("data") or ""
+
+
+def _needed(block: JsonFields, field: str) -> str:
+    value = block.text(field, 256)
+    if not value:
+        raise block.wrong(field, "a text of 1 to 256 characters")
+    return value
+
+
+def _tools(fields: JsonFields) -> list[dict[str, Any]]:
+    found = []
+    for place, tool in enumerate(fields.objects("tools", MOST_TOOLS)):
+        reader = JsonFields(tool, f"tools[{place}]")
+        if tool.get("type") not in (None, "custom"):
+            continue
+        function: dict[str, Any] = {
+            "name": _needed(reader, "name"),
+            "description": reader.text("description") or "",
+            "parameters": reader.object("input_schema").values,
+        }
+        if strict := reader.flag("strict"):
+            function["strict"] = strict
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def _tool_choice(fields: JsonFields) -> dict[str, Any]:
+    choice = fields.object("tool_choice")
+    if not choice.values:
+        return {}
+    kind = choice.chosen("type", ("auto", "any", "tool", "none"))
+    if kind is None:
+        raise choice.wrong("type", "one of auto, any, tool, none")
+    chosen: Any = {"any": "required"}.get(kind, kind)
+    if kind == "tool":
+        chosen = {"type": "function", "function": {"name": _needed(choice, "name")}}
+    parallel = not choice.flag("disable_parallel_tool_use")
+    return {"tool_choice": chosen} | ({} if parallel else {"parallel_tool_calls": False})
+
+
+def _output(fields: JsonFields) -> dict[str, Any]:
+    """The effort, and the schema of the answer; `output_format` is an older name for it."""
+    config, found = fields.object("output_config"), dict[str, Any]()
+    if effort := config.text("effort", 32):
+        found["reasoning_effort"] = effort
+    format_ = config.object("format") if config.given("format") else fields.object("output_format")
+    if not format_.values:
+        return found
+    if format_.chosen("type", ("json_schema",)) is None or not format_.given("schema"):
+        raise format_.wrong("schema", "a JSON schema, with the type json_schema")
+    schema = format_.object("schema").values
+    found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return found
+
+
+def stop_sequence(stop: str | int | None, stops: Sequence[str]) -> str | None:
+    """The stop string of the request that an answer ended at, if it did."""
+    return stop if isinstance(stop, str) and stop in stops else None

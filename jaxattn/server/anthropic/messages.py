@@ -1,0 +1,47 @@
+"""POST /v1/messages and /v1/messages/count_tokens: each becomes a request of Chat Completions."""
+
+import time
+
+from jaxattn.server.anthropic.content_blocks import MessageErrors, MessageForm
+from jaxattn.server.anthropic.message_input import as_chat
+from jaxattn.server.decoding.tool_choice import read_tools
+from jaxattn.server.http.request import HttpRequest
+from jaxattn.server.openai.chat_completions import encoded, read_chat
+from jaxattn.server.openai.response_writer import ResponseWriter
+from jaxattn.server.runtime.service import Service
+from jaxattn.server.settings import MOST_STOP_CHARACTERS, MOST_STOPS
+
+
+async def create_message(service: Service, exchange: HttpRequest) -> None:
+    """Answers one request."""
+    arrived = time.perf_counter()
+    exchange.errors = exchange.stream_errors = MessageErrors()
+    with service.entered() as ticket:
+        fields = await exchange.fields()
+        streamed = fields.flag("stream")
+        chat = await read_chat(service, as_chat(fields))
+        await ResponseWriter(
+            service=service,
+            exchange=exchange,
+            ticket=ticket,
+            generation=chat.generation,
+            form=MessageForm(
+                service.settings.names[0],
+                len(chat.prompt),
+                chat.parser(),
+                fields.texts("stop_sequences", MOST_STOPS, MOST_STOP_CHARACTERS),
+            ),
+            streamed=streamed,
+            arrived=arrived,
+        ).give()
+
+
+async def count_tokens(service: Service, exchange: HttpRequest) -> None:
+    """Answers with the tokens that a message's prompt would have."""
+    exchange.errors = MessageErrors()
+    with service.entered():
+        fields = await exchange.fields()
+        service.check_model(fields)
+        chat = as_chat(fields)
+        prompt = await encoded(service, chat, read_tools(chat).tools)
+        await exchange.json({"input_tokens": len(prompt)})

@@ -1,0 +1,1 @@
+"""Grammars that answers follow: from a request's fields to llguidance's text."""

@@ -1,0 +1,124 @@
+"""The grammar of a whole answer in Lark: thoughts first, then what the request asks for."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxattn.server.decoding.grammars.json_schema import schema_text
+from jaxattn.server.decoding.message_format import MessageFormat
+from jaxattn.server.decoding.tool_choice import ToolChoice
+from jaxattn.server.decoding.tool_formats.harmony import CHANNEL, MESSAGE, START, HarmonyFormat
+
+ANY_TEXT = r"/(?s:.*)/"
+SPACE = r"/[ \n]{0,4}/"  # between thoughts and answer
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+
+
+class AnswerGrammar:
+    """Writes grammars for the model's tokens and message format.
+
+    Args:
+        special_tokens: id -> text of tokens that are no part of a text. A grammar names them by
+            their id: their letters are other tokens.
+        format_: None leaves thoughts and calls out, as in a completion.
+        prompt_end: the end of the prompt, which says whether the thoughts are open.
+    """
+
+    def __init__(
+        self,
+        special_tokens: Mapping[int, str],
+        format_: MessageFormat | None = None,
+        prompt_end: str = "",
+    ):
+        self._ids = {text: id for id, text in special_tokens.items() if text}
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or "$^"
+        )
+        self._format, self._prompt_end = format_, prompt_end
+
+    def pattern(self, pattern: str) -> str:
+        """An answer that a regular expression matches whole."""
+        escaped = _SLASH.sub(lambda match: match[1] or r"\/", pattern).replace("\n", r"\n")
+        return self._answer(f"answer: /{escaped}/")
+
+    def choices(self, texts: Sequence[str]) -> str:
+        """An answer that is one of some texts."""
+        literals = (json.dumps(text, ensure_ascii=False) for text in texts)
+        return self._answer(f"answer: {' | '.join(literals)}")
+
+    def schema(self, schema: Mapping[str, Any], param: str) -> str:
+        """An answer that is JSON by a schema."""
+        return self._answer(f"answer: %json {schema_text(schema, param)}")
+
+    def calls(self, choice: ToolChoice) -> str:
+        """An answer of calls, in the model's own format.
+
+        Each tool's parameters are a schema of their own, whose `$ref`s refer to its root.
+        """
+        assert self._format is not None
+        frame, rules, names = self._format.style.frame, list[str](), list[str]()
+        for place, tool in enumerate(choice.functions):
+            function = tool["function"]
+            schema = {"type": "object", **(function.get("parameters") or {})}
+            before, after = (
+                self._literal(text.replace("NAME", _in_json(function["name"])))
+                for text in (frame.before, frame.after)
+            )
+            rules += [
+                f"call_{place}: {before} arguments_{place} {after}",
+                f"arguments_{place}: %json {schema_text(schema, 'tools')}",
+            ]
+            names.append(f"call_{place}")
+        begin, end = self._literal(frame.begin), self._literal(frame.end)
+        more = ""
+        if choice.repeated and frame.separator is not None:
+            more = f"({self._literal(frame.separator)} call)*"
+        rules += [f"answer: {begin} call {more} {end}", f"call: {' | '.join(names)}"]
+        return self._answer("\n".join(rules), called=True)
+
+    def _answer(self, rules: str, *, called: bool = False) -> str:
+        """The rules of `answer`, after the thoughts."""
+        format_ = self._format
+        if format_ is None:
+            return f"start: answer\n{rules}\n"
+        if isinstance(format_.style, HarmonyFormat):
+            final = "" if called else self._literal(f"{CHANNEL}final{MESSAGE}")
+            begin = self._literal(f"{CHANNEL}analysis{MESSAGE}")
+            thoughts = self._thoughts(f"<|end|>{START}assistant")
+            return f"start: {begin} thoughts {final} answer\n{thoughts}\n{rules}\n"
+        begin, end = format_.thoughts
+        if format_.opened(self._prompt_end):
+            first = "thoughts"
+        elif format_.thinks and not format_.closed(self._prompt_end):
+            first = f'("\\n"? {self._literal(begin)} thoughts)?'
+        else:
+            return f"start: answer\n{rules}\n"
+        return f"start: {first} answer\n{self._thoughts(end, SPACE)}\n{rules}\n"
+
+    def _thoughts(self, end: str, space: str = "") -> str:
+        """The rule of any text up to an end mark, and white space after it."""
+        if self._special.match(end):
+            return f"thoughts: {ANY_TEXT} {self._literal(end)} {space}"
+        return f"thoughts: inner {space}\ninner[suffix={json.dumps(end)}]: {ANY_TEXT}"
+
+    def _literal(self, text: str) -> str:
+        """A text, whose special tokens are their ids; INDEX stands for a number."""
+        parts: list[str] = []
+        at = 0
+        for match in self._special.finditer(text):
+            parts += [*self._strings(text[at : match.start()]), f"<[{self._ids[match[0]]}]>"]
+            at = match.end()
+        return " ".join([*parts, *self._strings(text[at:])])
+
+    @staticmethod
+    def _strings(text: str) -> Sequence[str]:
+        between = " /[0-9]{1,3}/ ".join(
+            json.dumps(each, ensure_ascii=False) if each else "" for each in text.split("INDEX")
+        )
+        return [between] if between.strip() else []
+
+
+def _in_json(name: str) -> str:
+    """A function's name as it stands within a JSON string."""
+    return json.dumps(name, ensure_ascii=False)[1:-1]

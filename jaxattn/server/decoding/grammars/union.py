@@ -1,0 +1,67 @@
+"""Whether the schemas of a `oneOf` exclude each other, so that it is an `anyOf`.
+
+Schemas of discriminated unions do: a property that all require has another value in each.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxattn.server.decoding.tool_formats.json_arguments import declared_types, referred
+
+MOST_PAIRS = 2000
+MOST_DEPTH = 8
+
+
+def disjoint(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
+    """Whether no value is valid by two of some schemas, as far as it is easily seen."""
+    pairs = list(itertools.islice(itertools.combinations(schemas, 2), MOST_PAIRS + 1))
+    return len(pairs) <= MOST_PAIRS and all(_apart(a, b, root, MOST_DEPTH) for a, b in pairs)
+
+
+def _apart(first: Any, second: Any, root: Mapping[str, Any], depth: int) -> bool:
+    one, other = _resolved(first, root), _resolved(second, root)
+    if one is None or other is None or not depth:
+        return False
+    kinds, others = declared_types(one, root), declared_types(other, root)
+    for each in (kinds, others):
+        if "number" in each:
+            each.add("integer")
+    if not kinds & others:
+        return True
+    values, more = _literals(one), _literals(other)
+    if values is not None and more is not None:
+        return not any(each in more for each in values)
+    if kinds & others != {"object"}:
+        return False
+    shared = set(_names(one)) & set(_names(other))
+    return any(
+        _apart(one["properties"][name], other["properties"][name], root, depth - 1)
+        for name in shared
+    )
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    for _ in range(MOST_DEPTH):
+        if not isinstance(schema, Mapping):
+            return None
+        if not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        schema = referred(reference, root)
+    return None
+
+
+def _literals(schema: Mapping[str, Any]) -> list[Any] | None:
+    """The values of a const or an enum, as (type, value): 1 is not true."""
+    found = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(found, list):
+        return None
+    return [(isinstance(each, bool), each) for each in found]
+
+
+def _names(schema: Mapping[str, Any]) -> list[str]:
+    """The properties that a schema requires and describes."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return []
+    return [name for name in required if isinstance(name, str) and name in properties]

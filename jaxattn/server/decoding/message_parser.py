@@ -1,0 +1,226 @@
+"""The parser of messages with thoughts in tags and calls in one of the tool formats.
+
+Thoughts come first: the template has opened them, or the message begins with their tag. Whatever
+they hold, calls among it, is reasoning. After them text is content, except for whole calls.
+"""
+
+import re
+import secrets
+from collections.abc import Callable
+
+from jaxattn.server.decoding.message_events import (
+    ContentDelta,
+    MessageEvent,
+    ReasoningDelta,
+    ToolCall,
+)
+from jaxattn.server.decoding.tool_formats.text_cursor import MarkSet, TextCursor, Unreadable
+from jaxattn.server.decoding.tool_formats.tool_format import (
+    CallDraft,
+    Reading,
+    ToolFormat,
+    ToolSchemas,
+)
+
+MOST_FAILURES = 64  # of readers after the last piece; each reads the rest of the text again
+
+
+class TaggedMessageParser:
+    """A `MessageParser`.
+
+    Args:
+        format_: of the calls.
+        tools: that may be called; None leaves calls as text.
+        thoughts: the tags around thoughts.
+        opened: whether the prompt ends within thoughts.
+        parallel: whether more than one call is given on.
+    """
+
+    def __init__(
+        self,
+        format_: ToolFormat,
+        tools: ToolSchemas | None,
+        thoughts: tuple[str, str],
+        *,
+        opened: bool = False,
+        parallel: bool = True,
+    ):
+        self._format, self._parallel = format_, parallel
+        self._tools = tools if tools is not None else ToolSchemas({})
+        self._begin, self._end = thoughts[0], MarkSet((thoughts[1],))
+        self._cursor = TextCursor()
+        self._reading: Reading | None = None
+        self._calls: list[ToolCall] = []
+        self._dropped = self._failures = 0
+        self._marks = self._starts = None
+        if tools is not None:
+            self._marks = MarkSet(format_.begins(self._tools))
+            if starts := format_.starts(self._tools):
+                self._starts = MarkSet(starts)
+        first = {mark[0] for mark in format_.begins(self._tools)} if tools is not None else set()
+        # Text without these, in the middle of content, is certain.
+        self._uncertain = re.compile(f"[{re.escape(''.join(first))}]|\\s\\Z" if first else "$^")
+        self._fresh = True  # nothing but white space has come in this state
+        self._state: Callable[[list[MessageEvent]], bool] = self._opening
+        self._opened = opened
+        if opened:
+            self._state = self._thinking
+
+    def feed(self, text: str) -> list[MessageEvent]:
+        cursor, reading = self._cursor, self._reading
+        if reading is not None:
+            found: list[MessageEvent] = []
+            cursor.feed(text)
+            return self._events(found) if self._calling(reading, found) else found
+        if not self._fresh and not cursor.text and text:
+            if self._state == self._saying:
+                if not self._uncertain.search(text):
+                    return [ContentDelta(text)]
+            elif self._end.first not in text and not text[-1].isspace():
+                return [ReasoningDelta(text)]
+        cursor.feed(text)
+        return self._events([])
+
+    def finish(self) -> list[MessageEvent]:
+        self._cursor.ended = True
+        return self._events([])
+
+    def _events(self, found: list[MessageEvent]) -> list[MessageEvent]:
+        while self._state(found):
+            pass
+        return found
+
+    # Each state consumes text, adds events, and says whether there is more to do at once.
+
+    def _opening(self, found: list[MessageEvent]) -> bool:
+        """Before the first character: does the model open thoughts?"""
+        cursor = self._cursor
+        text = cursor.text.lstrip()
+        if text.startswith(self._begin):
+            cursor.text = text[len(self._begin) :]
+            cursor.commit()
+            self._state = self._thinking
+            return True
+        if self._begin.startswith(text) and not cursor.ended:
+            return False
+        self._state = self._saying
+        return True
+
+    def _thinking(self, found: list[MessageEvent]) -> bool:
+        cursor = self._cursor
+        if self._fresh:
+            cursor.text = cursor.text.lstrip()
+            if self._opened and cursor.text.startswith(self._begin):  # once more, by the model
+                cursor.text = cursor.text[len(self._begin) :].lstrip()
+                self._opened = False
+            elif self._opened and self._begin.startswith(cursor.text) and not cursor.ended:
+                return False
+            self._fresh = not cursor.text
+        if match := self._end.pattern.search(cursor.text):
+            _say(found, ReasoningDelta(cursor.take(match.start()).rstrip()))
+            cursor.take(len(match[0]))
+            self._state, self._fresh = self._after_thoughts, True
+            cursor.commit()
+            return True
+        if cursor.ended:
+            _say(found, ReasoningDelta(cursor.take(len(cursor.text)).rstrip()))
+            return False
+        certain = len(cursor.text) - self._end.begun(cursor.text)
+        certain = len(cursor.text[:certain].rstrip())
+        _say(found, ReasoningDelta(cursor.take(certain)))
+        cursor.commit()
+        return False
+
+    def _after_thoughts(self, found: list[MessageEvent]) -> bool:
+        cursor = self._cursor
+        cursor.text = cursor.text.lstrip()
+        cursor.commit()
+        if not cursor.text:
+            return False
+        self._state = self._saying
+        return True
+
+    def _saying(self, found: list[MessageEvent]) -> bool:
+        """Content, up to what may be the beginning of a call."""
+        cursor = self._cursor
+        if self._reading is not None:
+            return self._calling(self._reading, found)
+        cursor.commit()
+        text = cursor.text
+        if self._fresh and self._starts and (bare := text.lstrip()):
+            if self._starts.pattern.match(bare):
+                cursor.text = bare
+                self._reading = self._format.read(cursor, self._tools)
+                return True
+            if self._starts.begun(bare) == len(bare) and not cursor.ended:
+                return False
+        if self._marks and (match := self._marks.pattern.search(text)):
+            self._say(found, cursor.take(len(text[: match.start()].rstrip())))
+            cursor.commit()
+            cursor.take(match.start() - len(text) + len(cursor.text))
+            self._reading = self._format.read(cursor, self._tools)
+            return True
+        if cursor.ended or self._marks is None:
+            if text.strip() or not self._calls:
+                self._say(found, text)
+            cursor.take(len(text))
+            cursor.commit()
+            return False
+        certain = len(text) - self._marks.begun(text)
+        self._say(found, cursor.take(len(text[:certain].rstrip())))
+        cursor.commit()
+        return False
+
+    def _calling(self, reading: Reading, found: list[MessageEvent]) -> bool:
+        """Goes on with a call; what is none is content."""
+        cursor = self._cursor
+        try:
+            draft = next(reading)
+        except StopIteration:
+            self._reading = None
+            return True
+        except Unreadable:
+            self._reading = None
+            cursor.rewind()
+            self._failures += cursor.ended
+            self._say(found, cursor.take(self._mark_length(cursor.text)))
+            cursor.commit()
+            if self._failures > MOST_FAILURES:
+                self._marks = self._starts = None
+            return True
+        if draft is None:
+            return False
+        cursor.commit()
+        self._fresh = False
+        if self._parallel or not self._calls:
+            found.append(self._called(draft))
+        return True
+
+    def _mark_length(self, text: str) -> int:
+        """The characters up to the end of the mark that stands first."""
+        found = (marks.pattern.search(text) for marks in (self._marks, self._starts) if marks)
+        return min((match.end() for match in found if match), default=1)
+
+    def _called(self, draft: CallDraft) -> ToolCall:
+        index, taken = len(self._calls), {call.id for call in self._calls}
+        id = draft.id or self._format.id(draft.name, index)
+        if id in taken:
+            id = self._format.id(draft.name, index)
+        if id in taken:
+            id = f"call_{secrets.token_hex(12)}"
+        self._calls.append(ToolCall(index, id, draft.name, draft.arguments))
+        return self._calls[-1]
+
+    def _say(self, found: list[MessageEvent], text: str) -> None:
+        if text:
+            self._fresh = self._fresh and not text.strip()
+            _say(found, ContentDelta(text))
+
+
+def _say(found: list[MessageEvent], event: ReasoningDelta | ContentDelta) -> None:
+    """Adds text to the last event if that is of the same kind."""
+    if not event.text:
+        return
+    if found and type(found[-1]) is type(event):
+        event = type(event)(found.pop().text + event.text)  # type: ignore[union-attr]
+    found.append(event)

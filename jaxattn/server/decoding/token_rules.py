@@ -1,0 +1,149 @@
+"""Rules of single tokens: which may come at all, when a text may end, and words that may not come.
+
+They mask logits as a grammar does, and go along with one.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import numpy as np
+
+from jaxattn.engine.requests.request import Grammar
+from jaxattn.server.http.errors import ApiError, bad
+from jaxattn.server.http.json_fields import JsonFields
+
+MOST_ALLOWED = 2**20
+MOST_BAD_WORDS, MOST_WORD = 128, 256
+MOST_COUNT = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLimits:
+    """What a request asks for.
+
+    Attributes:
+        least: tokens before a stop token may come.
+        allowed: the tokens that may come; None for all.
+        bad_words: texts that may not come.
+    """
+
+    least: int = 0
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, fields: JsonFields, max_tokens: int | None, vocab_size: int) -> Self:
+        """The fields `min_tokens`, `allowed_token_ids` and `bad_words`.
+
+        Raises:
+            ApiError: 400 with the field's name.
+        """
+        least = fields.integer("min_tokens", 0, MOST_COUNT) or 0
+        longer = max_tokens is not None and least > max_tokens
+        if longer and not fields.flag("ignore_eos"):
+            raise bad(
+                "min_tokens",
+                f"min_tokens is {least:,} and the most tokens {max_tokens:,}; make it smaller",
+            )
+        allowed = None
+        if fields.given("allowed_token_ids"):
+            allowed = fields.integers("allowed_token_ids", MOST_ALLOWED, vocab_size - 1)
+            if not allowed:
+                raise fields.wrong("allowed_token_ids", "a list of at least one token")
+        return cls(least, allowed, fields.texts("bad_words", MOST_BAD_WORDS, MOST_WORD))
+
+    def rules(
+        self, stops: Sequence[int], encode: Callable[[str], list[int]]
+    ) -> "TokenRules | None":
+        """The rules of a row that has not begun; None where there are none.
+
+        Args:
+            stops: the row's stop tokens.
+            encode: the tokens of a plain prompt.
+        """
+        least = self.least if stops else 0
+        if not least and self.allowed is None and not self.bad_words:
+            return None
+        begin = encode("")  # BOS, where the tokenizer adds it
+        words = []
+        for word in self.bad_words:
+            for text in {word, f" {word.lstrip()}"}:
+                tokens = encode(text)
+                words.append(
+                    tuple(tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens)
+                )
+        return TokenRules(least, self.allowed, [word for word in words if word], stops)
+
+
+class TokenRules:
+    """The rules of one row; the engine's `Grammar`.
+
+    Args:
+        least: tokens before one of `stops` may come.
+        allowed: the tokens that may come; None for all.
+        bad: sequences of tokens that may not come whole.
+        stops: stop tokens of the row.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        allowed: Sequence[int] | None,
+        bad: Sequence[tuple[int, ...]],
+        stops: Sequence[int],
+    ):
+        self._least, self._bad, self._stops = least, bad, tuple(stops)
+        self._allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
+        self._inner: Grammar | None = None
+        self._tokens = 0
+        self._last: collections.deque[int] = collections.deque(maxlen=max(map(len, bad), default=1))
+        self._left_none = False
+
+    def around(self, grammar: Grammar | None) -> Self:
+        """These rules, beside a grammar."""
+        self._inner = grammar
+        return self
+
+    @property
+    def error(self) -> ApiError | None:
+        """Why the text could not go on; None if it could."""
+        inner = getattr(self._inner, "error", None)
+        if inner is not None or not self._left_none:
+            return inner
+        name = "min_tokens" if self._tokens < self._least else "allowed_token_ids"
+        name = "bad_words" if name == "allowed_token_ids" and self._allowed is None else name
+        return bad(name, f"{name} leaves no token that may come; change it")
+
+    def mask(self, words: np.ndarray) -> None:
+        """Writes which tokens may come next, as `Grammar.mask` says."""
+        if self._inner is None:
+            words[:] = -1
+        else:
+            self._inner.mask(words)
+        if self._allowed is not None:
+            kept = np.zeros_like(words)
+            bits = np.left_shift(np.uint32(1), (self._allowed % 32).astype(np.uint32))
+            np.bitwise_or.at(kept.view(np.uint32), self._allowed // 32, bits)
+            words &= kept
+        if self._tokens < self._least:
+            for token in self._stops:
+                _clear(words, token)
+        last = tuple(self._last)
+        for word in self._bad:
+            before = word[:-1]
+            if last[len(last) - len(before) :] == before:
+                _clear(words, word[-1])
+        self._left_none = not words.any()
+
+    def accept(self, token: int) -> bool:
+        """Goes on with a token; whether the text does."""
+        self._tokens += 1
+        self._last.append(token)
+        return self._inner is None or self._inner.accept(token)
+
+
+def _clear(words: np.ndarray, token: int) -> None:
+    if 0 <= token // 32 < len(words):
+        words.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)

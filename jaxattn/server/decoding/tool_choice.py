@@ -1,0 +1,101 @@
+"""The tools of a request, and which of them the model may or must call."""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxattn.server.http.errors import bad
+from jaxattn.server.http.json_fields import JsonFields
+
+MOST_TOOLS = 128
+MODES = ("none", "auto", "required")
+MOST_NAME = 128  # characters
+
+type Tool = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolChoice:
+    """What a request lets the model call.
+
+    Attributes:
+        tools: that the template shows to the model, in the form of Chat Completions.
+        functions: those of them that may be called.
+        mode: whether one of them must be called.
+        named: whether the request names the one function.
+        parallel: whether a message may have several calls.
+        repeated: whether an answer that has to be a call may be several, as the request says
+            explicitly: a model that is not sure would go on and on.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    functions: tuple[Tool, ...] = ()
+    mode: Literal["auto", "required"] = "auto"
+    named: bool = False
+    parallel: bool = True
+    repeated: bool = False
+
+
+def read_tools(fields: JsonFields) -> ToolChoice:
+    """The fields `tools`, `tool_choice` and `parallel_tool_calls` of Chat Completions.
+
+    Raises:
+        ApiError: 400; one is no function, or the choice asks for what is not there.
+    """
+    tools = fields.objects("tools", MOST_TOOLS)
+    names: list[str] = []
+    for place, tool in enumerate(tools):
+        function = JsonFields(tool, f"tools[{place}]").object("function")
+        name = function.text("name", MOST_NAME)
+        if tool.get("type", "function") != "function" or not name:
+            raise bad("tools", f"tools[{place}] must be a function with a name")
+        if name in names:
+            raise bad("tools", f"tools[{place}] has the name {name!r} of an earlier tool")
+        function.object("parameters")
+        names.append(name)
+    parallel = fields.flag("parallel_tool_calls", True)
+    choice = fields.values.get("tool_choice")
+    if choice == "none":
+        return ToolChoice()
+    if choice is not None and choice not in MODES and not isinstance(choice, dict):
+        raise fields.wrong("tool_choice", "none, auto, required or an object that names a tool")
+    if choice not in (None, "auto") and not tools:
+        raise bad("tool_choice", "tool_choice needs tools; give some, or leave it out")
+    mode, allowed, named = "auto", names, False
+    if choice == "required":
+        mode = "required"
+    elif isinstance(choice, dict):
+        mode, allowed, named = _named(fields, names)
+    functions = tuple(tool for tool in tools if tool["function"]["name"] in allowed)
+    return ToolChoice(
+        tools=tuple(tools),
+        functions=functions,
+        mode="required" if mode == "required" else "auto",
+        named=named,
+        parallel=parallel and not named,
+        repeated=parallel and not named and fields.given("parallel_tool_calls"),
+    )
+
+
+def _named(fields: JsonFields, names: list[str]) -> tuple[str, list[str], bool]:
+    """(the mode, the functions that may be called, whether one is named) of a choice."""
+    choice = fields.object("tool_choice")
+    if choice.values.get("type") == "allowed_tools":
+        # Chat Completions nests the fields; Responses does not.
+        nested = choice.given("allowed_tools")
+        given = choice.object("allowed_tools") if nested else choice
+        mode = given.chosen("mode", ("auto", "required")) or "auto"
+        tools = given.objects("tools", MOST_TOOLS)
+        if not tools:
+            raise given.wrong("tools", "a list of at least one tool")
+        places = [JsonFields(each, f"{given.name('tools')}[{n}]") for n, each in enumerate(tools)]
+        return mode, [_known(place, names) for place in places], False
+    return "required", [_known(choice, names)], True
+
+
+def _known(choice: JsonFields, names: list[str]) -> str:
+    """The name in {"function": {"name"}} or {"name"}."""
+    given = choice.object("function") if choice.given("function") else choice
+    name = given.text("name", MOST_NAME)
+    if name not in names:
+        raise bad("tool_choice", f"tool_choice names {name!r}, and tools has {names}")
+    return name

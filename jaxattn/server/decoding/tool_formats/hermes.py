@@ -1,0 +1,77 @@
+"""Calls as JSON in <tool_call> tags, as Hermes and Qwen3 write them."""
+
+from jaxattn.server.decoding.tool_formats import json_arguments
+from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
+from jaxattn.server.decoding.tool_formats.tool_format import (
+    CallDraft,
+    CallFrame,
+    Reading,
+    ToolFormat,
+    ToolSchemas,
+)
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+BARE = '{"name": "'  # a call whose begin tag is missing
+
+
+class HermesFormat(ToolFormat):
+    """<tool_call>{"name": "f", "arguments": {...}}</tool_call>, in Hermes and Qwen3."""
+
+    name = "hermes"
+    frame = CallFrame(before='<tool_call>\n{"name": "NAME", "arguments": ', after="}\n</tool_call>")
+    shown = (BEGIN, END)
+
+    def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return (BEGIN, BARE)
+
+    def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
+        if (yield from cursor.one_of(BEGIN)) is None:
+            yield from declared_name(cursor, BARE, tools)
+        yield from cursor.space()
+        yield (yield from self._body(cursor, tools))
+
+    def _body(self, cursor: TextCursor, tools: ToolSchemas) -> Scan[CallDraft]:
+        """Reads a call and its end tag."""
+        call = draft((yield from cursor.json()))
+        yield from cursor.space()
+        yield from cursor.literal(END)
+        return call
+
+
+def declared_name(cursor: TextCursor, begin: str, tools: ToolSchemas) -> Scan[None]:
+    """Looks ahead: a mark and a tool's name stand here, and nothing is consumed.
+
+    Text that only resembles a call, such as JSON about a person, is text at its next quote.
+
+    Raises:
+        Unreadable: the name is no tool's.
+    """
+    yield from cursor.literal(begin)
+    name, mark = yield from cursor.until('"')
+    if name not in tools:
+        raise Unreadable
+    cursor.text = begin + name + mark + cursor.text
+
+
+def draft(text: str) -> CallDraft:
+    """The call of an object with "name" and "arguments", or "parameters" as Llama has it.
+
+    Raises:
+        Unreadable: the text is no such object.
+    """
+    given = json_arguments.members(text)
+    keys = [key for key in ("arguments", "parameters") if key in given]
+    if "name" not in given or len(keys) > 1:
+        raise Unreadable
+    name, id, arguments = given["name"].string, given.get("id"), "{}"
+    if keys:
+        value = given[keys[0]]
+        arguments = json_arguments.compacted(value.text)
+        if isinstance(value.value, str):  # some models quote the object
+            arguments = json_arguments.object_text(value.string)
+        elif not isinstance(value.value, dict):
+            raise Unreadable
+    if not name:
+        raise Unreadable
+    given_id = id.string if id is not None and id.text.startswith('"') else None
+    return CallDraft(name, arguments, given_id or None)

@@ -1,0 +1,219 @@
+"""Arguments as a model wrote them: JSON text that is checked and kept, without its white space.
+
+A number keeps its digits, whatever their count: 2**64 + 1 read into a float and written again
+would be another number.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
+
+TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+_SPACE = re.compile(r"[ \t\n\r]*")
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+_MOST_REFERENCES = 16
+
+
+class _Number(str):
+    """A number's digits."""
+
+
+class _Integer(_Number):
+    """An integer's digits."""
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Numbers stay text: neither the count of digits nor the exponent can be too large.
+_DECODER = json.JSONDecoder(parse_int=_Integer, parse_float=_Number, parse_constant=_no_constant)
+
+
+def parsed(text: str) -> Any:
+    """A JSON text, whose numbers are their digits.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("it is too deep") from None
+
+
+def compacted(text: str) -> str:
+    """A JSON text without white space outside of strings."""
+    parts, at = list[str](), 0
+    while (begin := text.find('"', at)) >= 0:
+        parts.append("".join(text[at:begin].split()))
+        _, at = _DECODER.raw_decode(text, begin)
+        parts.append(text[begin:at])
+    return "".join([*parts, *text[at:].split()])
+
+
+def object_text(text: str) -> str:
+    """The text of a JSON object without white space; `{}` for none at all.
+
+    Raises:
+        Unreadable: it is something else.
+    """
+    text = text.strip() or "{}"
+    try:
+        value = parsed(text)
+    except ValueError:
+        raise Unreadable from None
+    if not isinstance(value, dict):
+        raise Unreadable
+    return compacted(text)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JsonValue:
+    """A value with the text that it was read from."""
+
+    value: Any
+    text: str
+
+    @property
+    def string(self) -> str:
+        """The value, where it is a string.
+
+        Raises:
+            Unreadable: it is none.
+        """
+        if not isinstance(self.value, str) or isinstance(self.value, _Number):
+            raise Unreadable
+        return self.value
+
+
+def members(text: str) -> dict[str, JsonValue]:
+    """The members of a JSON object.
+
+    Raises:
+        Unreadable: it is no object, or names a member twice.
+    """
+    found: dict[str, JsonValue] = {}
+    at = _space(text, 1)
+    try:
+        if text[0] != "{":
+            raise Unreadable
+        while text[at] != "}":
+            key, at = _value(text, at)
+            at = _space(text, at)
+            if text[at] != ":" or key.string in found:
+                raise Unreadable
+            found[key.string], at = _value(text, _space(text, at + 1))
+            at = _next(text, at)
+    except (ValueError, IndexError, RecursionError):
+        raise Unreadable from None
+    return found
+
+
+def _value(text: str, at: int) -> tuple[JsonValue, int]:
+    value, end = _DECODER.raw_decode(text, at)
+    return JsonValue(value, text[at:end]), end
+
+
+def _next(text: str, at: int) -> int:
+    """The place of the next member, or of the bracket that ends them."""
+    at = _space(text, at)
+    if text[at] == ",":
+        at = _space(text, at + 1)
+        if text[at] != "}":
+            return at
+    elif text[at] == "}":
+        return at
+    raise Unreadable
+
+
+def _space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def spelled(text: str, schema: object, root: Mapping[str, Any]) -> str:
+    """The JSON of an argument that a model wrote without quotes, by the type that is declared.
+
+    A text that reads as no declared type is a string.
+
+    Args:
+        schema: of the argument; None where the tool declares none.
+        root: the schema that `$ref` refers to.
+    """
+    kinds, plain = declared_types(schema, root), text.strip()
+    kind, text_is_one = _type(plain), "string" in kinds
+    if kinds != TYPES:
+        if kind == "string" and text_is_one:  # the quotes are part of it
+            kind = None
+        python = _PYTHON.get(plain, "")
+        if _type(python) in kinds and not (python == "null" and text_is_one):
+            return python
+    if kind in kinds or (kind == "integer" and "number" in kinds) or (kind and not text_is_one):
+        return compacted(plain)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _type(text: str) -> str | None:
+    """The JSON type that a text reads as; None if it is no JSON."""
+    try:
+        value = parsed(text)
+    except ValueError:
+        return None
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case _Integer():
+            return "integer"
+        case _Number():
+            return "number"
+        case str():
+            return "string"
+    return "object" if isinstance(value, dict) else "array"
+
+
+def declared_types(schema: object, root: Mapping[str, Any], references: int = 0) -> set[str]:
+    """The types that a schema accepts, as far as it says; all of them where it says nothing."""
+    if not isinstance(schema, Mapping) or references > _MOST_REFERENCES:
+        return set(TYPES)
+    kinds = set(TYPES)
+    given = schema.get("type")
+    if isinstance(given, str):
+        kinds &= {given}
+    elif isinstance(given, list):
+        kinds &= {each for each in given if isinstance(each, str)}
+    if schema.get("nullable") is True and given is not None:
+        kinds |= {"null"}
+    if "const" in schema:
+        kinds &= {_type(json.dumps(schema["const"])) or ""}
+    if isinstance(schema.get("enum"), list):
+        kinds &= {_type(json.dumps(each)) or "" for each in schema["enum"]}
+    if isinstance(reference := schema.get("$ref"), str):
+        kinds &= declared_types(referred(reference, root), root, references + 1)
+    for union in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(union), list) and branches:
+            each = [declared_types(branch, root, references + 1) for branch in branches]
+            kinds &= set().union(*each)
+    for branch in schema.get("allOf") or ():
+        kinds &= declared_types(branch, root, references + 1)
+    return kinds or set(TYPES)
+
+
+def referred(reference: str, root: Mapping[str, Any]) -> object:
+    """What `#/$defs/name` names in a schema; None where there is none."""
+    if not reference.startswith("#"):
+        return None
+    found: Any = root
+    for step in reference[1:].split("/")[1:]:
+        key = step.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return found

@@ -1,0 +1,90 @@
+"""Calls after [TOOL_CALLS], in both of Mistral's forms."""
+
+import re
+import secrets
+
+from jaxattn.server.decoding.tool_formats.hermes import declared_name, draft
+from jaxattn.server.decoding.tool_formats.json_arguments import object_text
+from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
+from jaxattn.server.decoding.tool_formats.tool_format import (
+    CallDraft,
+    CallFrame,
+    Reading,
+    ToolFormat,
+    ToolSchemas,
+)
+
+TAG, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+BARE = '[{"name": "'  # a message whose tag is missing
+_ID = re.compile("[a-zA-Z0-9]{9}")  # of this form only: the templates refuse others
+
+
+class MistralFormat(ToolFormat):
+    """[TOOL_CALLS]f[ARGS]{...} for each call, of the tokenizers from version 11."""
+
+    name = "mistral"
+    shown = (TAG, ID, ARGUMENTS)
+    frame = CallFrame(before=f"{TAG}NAME{ARGUMENTS}", after="", separator="")
+
+    def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return (TAG, *(f"\n{start}" for start in self._named(tools)))
+
+    def starts(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return (BARE, *self._named(tools))
+
+    def _named(self, tools: ToolSchemas) -> tuple[str, ...]:
+        """Calls whose tag is missing."""
+        return tuple(f"{name}{ARGUMENTS}" for name in tools.parameters)
+
+    def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
+        tagged = (yield from cursor.one_of(TAG)) is not None
+        yield from cursor.space()
+        if cursor.text.startswith("["):
+            if not tagged:
+                yield from declared_name(cursor, BARE, tools)
+            calls = yield from self._array(cursor)
+            if not (tagged or all(call.name in tools for call in calls)):
+                raise Unreadable
+            for call in calls:
+                yield self._with_id(call.name, call.arguments, call.id)
+            return
+        name = yield from cursor.word()
+        mark, id = (yield from cursor.one_of(ARGUMENTS, ID)), None
+        if mark == ID:
+            id, _ = yield from cursor.until(ARGUMENTS)
+        elif mark is None:
+            raise Unreadable
+        yield from cursor.space()
+        yield self._with_id(name, object_text((yield from cursor.json())), id)
+
+    def _array(self, cursor: TextCursor) -> Scan[list[CallDraft]]:
+        calls, mark = list[CallDraft](), "["
+        yield from cursor.literal(mark)
+        while mark != "]":
+            yield from cursor.space()
+            calls.append(draft((yield from cursor.json())))
+            yield from cursor.space()
+            found = yield from cursor.one_of(",", "]")
+            if found is None:
+                raise Unreadable
+            mark = found
+        return calls
+
+    def _with_id(self, name: str, arguments: str, id: str | None) -> CallDraft:
+        return CallDraft(name, arguments, id if id and _ID.fullmatch(id) else None)
+
+    def id(self, name: str, index: int) -> str:
+        return secrets.token_hex(5)[:9]
+
+
+class MistralArrayFormat(MistralFormat):
+    """[TOOL_CALLS] [{"name": "f", "arguments": {...}}], of the tokenizers before version 11."""
+
+    name = "mistral_array"
+    frame = CallFrame(
+        begin=f"{TAG} [",
+        before='{"name": "NAME", "arguments": ',
+        after="}",
+        separator=", ",
+        end="]",
+    )

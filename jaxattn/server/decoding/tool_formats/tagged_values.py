@@ -1,0 +1,155 @@
+"""Calls whose arguments are texts between tags: Qwen3-Coder's and GLM's.
+
+A value is the text between its tags; only the tool's schema says whether `12345` is a string. An
+end tag within a value ends it only where what follows an argument follows the tag.
+"""
+
+import json
+
+from jaxattn.server.decoding.tool_formats import json_arguments
+from jaxattn.server.decoding.tool_formats.hermes import BEGIN, END, HermesFormat
+from jaxattn.server.decoding.tool_formats.text_cursor import (
+    MOST_NAME,
+    Scan,
+    TextCursor,
+    Unreadable,
+)
+from jaxattn.server.decoding.tool_formats.tool_format import CallDraft, Reading, ToolSchemas
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+
+
+class QwenCoderFormat(HermesFormat):
+    """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+
+    Qwen3-Coder and Qwen3.5 write it. Like these models, the reader also takes Hermes' JSON.
+    """
+
+    name = "qwen3_coder"
+
+    def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return (BEGIN, FUNCTION)
+
+    def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
+        tagged = (yield from cursor.one_of(BEGIN)) is not None
+        yield from cursor.space()
+        if cursor.text.startswith("{"):
+            yield (yield from self._body(cursor, tools))
+            return
+        yield from cursor.literal(FUNCTION)
+        name = yield from _name(cursor, ">")
+        if not tagged and name not in tools:
+            raise Unreadable
+        values: dict[str, str] = {}
+        yield from cursor.space()
+        mark = yield from cursor.one_of(PARAMETER, FUNCTION_END)
+        while mark == PARAMETER:
+            key = yield from _name(cursor, ">")
+            if key in values:
+                raise Unreadable
+            others = [each for each in tools.arguments(name) if each not in {*values, key}]
+            values[key], mark = yield from self._value(cursor, others)
+        if mark is None:
+            raise Unreadable
+        yield from cursor.space()
+        yield from cursor.one_of(END)
+        yield _call(name, values, tools)
+
+    def _value(self, cursor: TextCursor, others: list[str]) -> Scan[tuple[str, str]]:
+        """(the value up to its end tag, the tag after that).
+
+        Raises:
+            Unreadable: the call ends, or an argument that has no value yet begins, before the
+                end tag: it is missing.
+        """
+        begun = [f"\n{PARAMETER}{each}>" for each in others]
+        parts: list[str] = []
+        while True:
+            text, mark = yield from cursor.until(PARAMETER_END, FUNCTION_END, *begun)
+            if mark in begun:
+                raise Unreadable
+            space = yield from cursor.space()
+            if mark == FUNCTION_END:
+                if (yield from cursor.one_of(END)) is not None:
+                    raise Unreadable
+            elif (after := (yield from cursor.one_of(PARAMETER, FUNCTION_END))) is not None:
+                return "".join([*parts, text]).removeprefix("\n").removesuffix("\n"), after
+            parts += text, mark, space
+
+
+class GlmFormat(HermesFormat):
+    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, in GLM-4.5 and later.
+
+    The reader also takes Hermes' JSON.
+    """
+
+    name = "glm"
+
+    def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return (BEGIN, *(f"\n{start}" for start in self.starts(tools)))
+
+    def starts(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return tuple(f"{name}{space}{KEY}" for name in tools.parameters for space in ("\n", ""))
+
+    def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
+        yield from cursor.one_of(BEGIN)
+        yield from cursor.space()
+        if cursor.text.startswith("{"):
+            yield (yield from self._body(cursor, tools))
+            return
+        name = yield from cursor.word()
+        values: dict[str, str] = {}
+        yield from cursor.space()
+        mark = yield from cursor.one_of(KEY, END)
+        if mark == END and name not in tools:  # a tag around a plain word
+            raise Unreadable
+        while mark == KEY:
+            key = yield from _name(cursor, KEY_END)
+            if key in values:
+                raise Unreadable
+            yield from cursor.space()
+            yield from cursor.literal(VALUE)
+            values[key], mark = yield from self._value(cursor)
+        if mark is None:
+            raise Unreadable
+        yield _call(name, values, tools)
+
+    def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
+        """(the value up to its end tag, the tag after that).
+
+        Raises:
+            Unreadable: the next value or call begins before the end tag: it is missing.
+        """
+        parts: list[str] = []
+        while True:
+            text, mark = yield from cursor.until(VALUE_END, END, VALUE)
+            if mark == VALUE:
+                raise Unreadable
+            space = yield from cursor.space()
+            if mark == END:
+                if (yield from cursor.one_of(BEGIN)) is not None:
+                    raise Unreadable
+            elif (after := (yield from cursor.one_of(KEY, END))) is not None:
+                return "".join([*parts, text]), after
+            parts += text, mark, space
+
+
+def _name(cursor: TextCursor, end: str) -> Scan[str]:
+    """A function's or an argument's name, up to an end mark in the same line."""
+    text, mark = yield from cursor.until(end, "\n")
+    name = text.strip()
+    if mark != end or not 0 < len(name) <= MOST_NAME:
+        raise Unreadable
+    return name
+
+
+def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
+    root = tools.parameters.get(name, {})
+    pairs = [
+        f"{json.dumps(key, ensure_ascii=False)}:"
+        f"{json_arguments.spelled(value, tools.arguments(name).get(key), root)}"
+        for key, value in values.items()
+    ]
+    return CallDraft(name, "{" + ",".join(pairs) + "}")

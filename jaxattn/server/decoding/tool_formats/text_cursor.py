@@ -1,0 +1,168 @@
+"""A cursor over text that arrives in pieces, for readers that are generators.
+
+A reader yields None where it needs more text and goes on from there, so that no text is read
+twice. The cursor keeps the pieces since the last `commit`: if a reader fails, they are text.
+"""
+
+import functools
+import re
+from collections.abc import Generator
+
+type Scan[T] = Generator[None, None, T]
+
+_OUTSIDE = re.compile(r'["{}\[\]]')  # of a string of JSON
+_WORD = re.compile(r"[\w.:/-]+")
+_INSIDE = re.compile(r'["\\]')
+MOST_NAME = 256  # characters
+MOST_DEPTH = 256  # of JSON; its readers are recursive
+
+
+class Unreadable(Exception):
+    """The text is no call of this format."""
+
+
+@functools.lru_cache(maxsize=256)
+class MarkSet:
+    """Some marks to search for together.
+
+    Attributes:
+        pattern: finds the first of them.
+        prefixes: what a mark may begin with, where the rest has not arrived.
+        first: the first character of the first mark.
+    """
+
+    def __init__(self, marks: tuple[str, ...]):
+        longest_first = sorted(marks, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self.prefixes = tuple({mark[:n] for mark in marks for n in range(1, len(mark))})
+        self.first = marks[0][0]
+        self._longest = max(map(len, marks))
+
+    def begun(self, text: str) -> int:
+        """The characters at the end of a text that may be the beginning of a mark."""
+        if not text.endswith(self.prefixes):
+            return 0
+        most = min(len(text), self._longest - 1)
+        return next(n for n in range(most, 0, -1) if text[-n:] in self.prefixes)
+
+
+class TextCursor:
+    """Unread text, and whether more may come.
+
+    Attributes:
+        text: that no reader has consumed.
+        ended: whether all text has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.ended = "", False
+        self._pieces: list[str] = []
+
+    def feed(self, text: str) -> None:
+        self.text += text
+        self._pieces.append(text)
+
+    def commit(self) -> None:
+        """What was consumed so far is settled."""
+        self._pieces = [self.text] if self.text else []
+
+    def rewind(self) -> None:
+        """All text since the last `commit` is unread again."""
+        self.text = "".join(self._pieces)
+        self._pieces = [self.text]
+
+    def take(self, count: int) -> str:
+        taken, self.text = self.text[:count], self.text[count:]
+        return taken
+
+    def more(self) -> Scan[None]:
+        """Waits for more text.
+
+        Raises:
+            Unreadable: there is none.
+        """
+        if self.ended:
+            raise Unreadable
+        yield
+
+    def space(self) -> Scan[str]:
+        """White space, which may be none. Text follows it, or nothing does."""
+        found = ""
+        while True:
+            rest = self.text.lstrip()
+            found += self.take(len(self.text) - len(rest))
+            if rest or self.ended:
+                return found
+            yield
+
+    def one_of(self, *marks: str) -> Scan[str | None]:
+        """The mark that stands here, which is consumed, or None."""
+        while True:
+            for mark in marks:
+                if self.text.startswith(mark):
+                    return self.take(len(mark))
+            if self.ended or not any(mark.startswith(self.text) for mark in marks):
+                return None
+            yield
+
+    def literal(self, mark: str) -> Scan[None]:
+        """Consumes a mark that must stand here."""
+        if (yield from self.one_of(mark)) is None:
+            raise Unreadable
+
+    def word(self) -> Scan[str]:
+        """A name of letters, digits and a few marks.
+
+        Raises:
+            Unreadable: something else stands here.
+        """
+        while True:
+            match = _WORD.match(self.text)
+            if match is not None and match.end() > MOST_NAME:
+                raise Unreadable
+            if match is not None and (match.end() < len(self.text) or self.ended):
+                return self.take(match.end())
+            if match is None and self.text:
+                raise Unreadable
+            yield from self.more()
+
+    def until(self, *marks: str) -> Scan[tuple[str, str]]:
+        """(the text before the first of some marks, that mark); both are consumed."""
+        known, parts = MarkSet(marks), list[str]()
+        while True:
+            if match := known.pattern.search(self.text):
+                parts.append(self.take(match.start()))
+                return "".join(parts), self.take(len(match[0]))
+            parts.append(self.take(len(self.text) - known.begun(self.text)))
+            yield from self.more()
+
+    def json(self, opens: str = "{") -> Scan[str]:
+        """The text of a JSON value that begins with one of some brackets, to its last bracket.
+
+        Brackets within strings do not count. Whether the value is JSON is for others to check.
+        """
+        while not self.text:
+            yield from self.more()
+        if self.text[0] not in opens:
+            raise Unreadable
+        parts, depth, inside, at = list[str](), 0, False, 0
+        while True:
+            match = (_INSIDE if inside else _OUTSIDE).search(self.text, at)
+            if match is None:
+                parts.append(self.take(len(self.text)))
+                at = 0
+                yield from self.more()
+                continue
+            found, at = match[0], match.end()
+            if found == '"':
+                inside = not inside
+            elif found == "\\":
+                while len(self.text) <= at:
+                    yield from self.more()
+                at += 1
+            else:
+                depth += 1 if found in "{[" else -1
+                if depth > MOST_DEPTH:
+                    raise Unreadable
+                if not depth:
+                    return "".join([*parts, self.take(at)])

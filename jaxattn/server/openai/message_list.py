@@ -1,0 +1,89 @@
+"""Messages of a chat, put together from the items or blocks of another API."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxattn.server.http.errors import bad
+
+SYSTEM_ROLES = ("system", "developer")
+
+
+class MessageList:
+    """Messages in the form of Chat Completions, one after another.
+
+    Chat templates are written for one system message at the beginning, and for turns of the user
+    and the assistant that alternate. So what one role says in several pieces becomes one message,
+    and a system text that follows other messages is said by the user.
+
+    Attributes:
+        messages: so far.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, text: str) -> None:
+        """Adds a text."""
+        if role in SYSTEM_ROLES:
+            begins = not self.messages or self.messages[-1]["role"] == "system"
+            role = "system" if begins else "user"
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != role or last.get("tool_calls"):
+            self.messages.append({"role": role, "content": text})
+        elif last["content"] is None:
+            last["content"] = text
+        else:
+            last["content"] += text if role == "assistant" else f"\n\n{text}"
+
+    def think(self, text: str) -> None:
+        """Thoughts of the assistant, before what follows them."""
+        self.messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        """A call of a tool by the assistant."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": None})
+        function = {"name": name, "arguments": arguments}
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        calls.append({"id": id, "type": "function", "function": function})
+
+    def result(self, id: str, text: str) -> None:
+        """The result of a call."""
+        self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
+
+
+def text_of(content: object, where: str, kinds: Sequence[str]) -> str:
+    """A content as a text.
+
+    Args:
+        content: a text, or a list of parts.
+        where: the content's place, which errors name.
+        kinds: types of parts that have a text.
+
+    Raises:
+        ApiError: 400, it is neither, or a part has no text.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad(where, f"{where} must be a text or a list of parts; got {_named(content)}")
+    return "".join(_part(part, f"{where}[{n}]", kinds) for n, part in enumerate(content))
+
+
+def _part(part: object, where: str, kinds: Sequence[str]) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else _named(part)
+    text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
+    shown = kind if isinstance(kind, str) else _named(kind)
+    if kind not in (*kinds,) or not isinstance(text, str):
+        raise bad(
+            where,
+            f"{where} is a part of the type {shown[:100]!r}; a model of text takes parts of the "
+            f"types {', '.join(kinds)} with a text",
+        )
+    return text
+
+
+def _named(value: object) -> str:
+    return "null" if value is None else type(value).__name__

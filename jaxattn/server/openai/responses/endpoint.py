@@ -1,0 +1,134 @@
+"""POST /v1/responses, and what it stored: each request becomes one of Chat Completions."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from jaxattn.server.decoding.tool_choice import read_tools
+from jaxattn.server.http.errors import ApiError, bad
+from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.server.http.request import HttpRequest
+from jaxattn.server.openai.chat_completions import encoded, read_chat
+from jaxattn.server.openai.response_writer import ResponseWriter
+from jaxattn.server.openai.responses.input_items import (
+    NAMES,
+    as_chat,
+    input_items,
+)
+from jaxattn.server.openai.responses.output_items import ResponseErrors, ResponseForm
+from jaxattn.server.openai.responses.tools import ResponseTools
+from jaxattn.server.runtime.service import Service
+
+MOST_METADATA = 16
+INCLUDABLE = 32
+# Fields that a response repeats, with what they are where a request leaves them out.
+REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "service_tier": "default",
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+async def create_response(service: Service, exchange: HttpRequest) -> None:
+    """Answers one request."""
+    arrived = time.perf_counter()
+    with service.entered() as ticket, _named_as_here():
+        fields = await exchange.fields()
+        if len(fields.object("metadata").values) > MOST_METADATA:
+            raise fields.wrong("metadata", f"an object of at most {MOST_METADATA} keys")
+        items = conversation(service, fields)
+        stores, streamed = fields.flag("store", True), fields.flag("stream")
+        tools = ResponseTools(fields)
+        chat = await read_chat(service, as_chat(fields, items, tools))
+
+        def keep(response: dict[str, Any]) -> None:
+            if stores:
+                service.responses.put(response, items)
+
+        given = {name: fields.values.get(name) for name in REPEATED}
+        head = {name: REPEATED[name] if given[name] is None else given[name] for name in REPEATED}
+        form = ResponseForm(
+            {"model": service.settings.names[0], **head},
+            len(chat.prompt),
+            chat.parser(),
+            tools,
+            seals="reasoning.encrypted_content" in fields.texts("include", INCLUDABLE, 256),
+            spell=chat.spell,
+            on_done=keep,
+        )
+        if streamed:
+            exchange.stream_errors = ResponseErrors(form)
+        await ResponseWriter(
+            service=service,
+            exchange=exchange,
+            ticket=ticket,
+            generation=chat.generation,
+            form=form,
+            streamed=streamed,
+            arrived=arrived,
+        ).give()
+
+
+async def count_input_tokens(service: Service, exchange: HttpRequest) -> None:
+    """POST /v1/responses/input_tokens: the tokens that a request's input has."""
+    with service.entered(), _named_as_here():
+        fields = await exchange.fields()
+        service.check_model(fields)
+        chat = as_chat(fields, conversation(service, fields), ResponseTools(fields))
+        prompt = await encoded(service, chat, read_tools(chat).tools)
+        await exchange.json({"object": "response.input_tokens", "input_tokens": len(prompt)})
+
+
+async def get_response(service: Service, exchange: HttpRequest) -> None:
+    """GET /v1/responses/{id}."""
+    await exchange.json(service.responses.response(exchange.path("response_id")))
+
+
+async def delete_response(service: Service, exchange: HttpRequest) -> None:
+    """DELETE /v1/responses/{id}."""
+    id = exchange.path("response_id")
+    service.responses.remove(id, "response_id")
+    await exchange.json({"id": id, "object": "response", "deleted": True})
+
+
+def conversation(service: Service, fields: JsonFields) -> list[Any]:
+    """The items of the conversation so far, and the request's own; references are looked up.
+
+    Raises:
+        ApiError: 400 or 404, a response or an item is not stored.
+    """
+    before: list[Any] = []
+    if (previous := fields.text("previous_response_id", 256)) is not None:
+        before = service.responses.items(previous, "previous_response_id")
+    found = []
+    for place, item in enumerate(input_items(fields)):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            id = JsonFields(item, f"input[{place}]").text("id", 256) or ""
+            stored = service.responses.item(id)
+            if stored is None:
+                raise bad(f"input[{place}].id", f"input[{place}].id {id!r} is not stored")
+            item = stored
+        found.append(item)
+    return before + found
+
+
+@contextlib.contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Errors name the fields of the Responses API."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(NAMES) from error

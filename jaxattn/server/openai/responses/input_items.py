@@ -1,0 +1,175 @@
+"""A request of the Responses API as one of Chat Completions.
+
+Tools, tool choices and input items of kinds that OpenAI's own servers run, such as web_search, are
+skipped: the model answers without them.
+"""
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from jaxattn.server.http.errors import bad
+from jaxattn.server.http.json_fields import JsonFields
+from jaxattn.server.openai.message_list import MessageList, text_of
+from jaxattn.server.openai.responses.tools import ResponseTools, read_tool_choice
+
+MOST_ITEMS = 8192
+TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+ROLES = ("user", "assistant", "system", "developer")
+SEALED = "jaxattn-reasoning:"  # begins `encrypted_content`, which brings thoughts back
+# Fields that mean the same in both APIs.
+SHARED = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
+    *("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("logit_bias", "priority", "cache_salt", "chat_template_kwargs", "parallel_tool_calls"),
+    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens", "skip_special_tokens"),
+    *("include_stop_str_in_output", "structured_outputs"),
+)
+# Fields of the chat -> of this API, for errors.
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
+}
+
+
+def as_chat(fields: JsonFields, items: Sequence[Any], tools: ResponseTools) -> JsonFields:
+    """The request in the form of Chat Completions.
+
+    Args:
+        items: of the conversation so far and of the request's own input.
+
+    Raises:
+        ApiError: 400, with the name of a field of this API.
+    """
+    refuse_unstored(fields)
+    chat: dict[str, Any] = {name: fields.values.get(name) for name in SHARED}
+    chat["messages"] = _messages(fields, items, tools)
+    if tools.tools:
+        chat["tools"] = tools.tools
+    chat["tool_choice"] = read_tool_choice(fields)
+    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 2**31 - 1)
+    chat["response_format"] = _response_format(fields)
+    if effort := fields.object("reasoning").text("effort", 32):
+        chat["reasoning_effort"] = effort
+    if "message.output_text.logprobs" in fields.texts("include", 32, 256):
+        chat["logprobs"] = True
+        chat["top_logprobs"] = fields.integer("top_logprobs", 0, 20)
+    return JsonFields(chat)
+
+
+def refuse_unstored(fields: JsonFields) -> None:
+    """Raises ApiError 400 for what this server does not keep."""
+    if fields.flag("background"):
+        raise bad("background", "background is not supported; leave it out, and read a stream")
+    for name in ("conversation", "prompt"):
+        if fields.given(name):
+            raise bad(name, f"{name} is not supported, since nothing is stored here but responses")
+
+
+def input_items(fields: JsonFields) -> list[Any]:
+    """The items of `input`; a text is a message of the user.
+
+    Raises:
+        ApiError: 400, it is missing, or no list.
+    """
+    given = fields.values.get("input")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list) or not given or len(given) > MOST_ITEMS:
+        raise fields.wrong("input", f"a text, or a list of 1 to {MOST_ITEMS:,} items")
+    return given
+
+
+def _messages(
+    fields: JsonFields, items: Sequence[Any], tools: ResponseTools
+) -> list[dict[str, Any]]:
+    found = MessageList()
+    if instructions := fields.text("instructions"):
+        found.say("system", instructions)
+    own = len(items) - len(input_items(fields))
+    for place, item in enumerate(items):
+        where = f"input[{place - own}]" if place >= own else "previous_response_id"
+        if not isinstance(item, dict):
+            raise bad(where, f"{where} must be an object; got {type(item).__name__}")
+        _add(found, JsonFields(item, where), tools)
+    return found.messages
+
+
+def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
+    kind = item.values.get("type")
+    if kind in (None, "message"):
+        role = item.chosen("role", ROLES)
+        if role is None:
+            raise item.wrong("role", f"one of {', '.join(ROLES)}")
+        found.say(role, text_of(item.values.get("content"), item.name("content"), TEXTS))
+    elif kind == "reasoning":
+        if thoughts := _thoughts(item):
+            found.think(thoughts)
+    elif kind in ("function_call", "custom_tool_call"):
+        id, name = item.text("call_id", 256), item.text("name", 128)
+        if not id or not name:
+            raise item.wrong("name" if id else "call_id", "a text")
+        arguments = item.text("arguments") or "{}"
+        if kind == "custom_tool_call":
+            arguments = _custom_arguments(item.text("input") or "")
+        found.call(id, tools.in_chat(name, item.text("namespace", 128)), arguments)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        id = item.text("call_id", 256)
+        if not id:
+            raise item.wrong("call_id", "a text")
+        found.result(id, text_of(item.values.get("output"), item.name("output"), TEXTS))
+    elif not isinstance(kind, str) or not _hosted(kind):
+        raise item.wrong("type", "a message, a reasoning item, or a tool's call or output")
+
+
+def _hosted(kind: str) -> bool:
+    """Whether items of a kind come of tools that OpenAI's servers run."""
+    ends = ("_call", "_output", "_tools", "_approval_request", "_approval_response")
+    return kind.endswith(ends) or kind.startswith(("compaction", "program", "configuration_"))
+
+
+def _thoughts(item: JsonFields) -> str:
+    """The text of a reasoning item: its content, else what it carries sealed, else its summary."""
+    if content := item.values.get("content"):
+        return text_of(content, item.name("content"), TEXTS)
+    if text := unsealed(item.values.get("encrypted_content")):
+        return text
+    return text_of(item.values.get("summary") or [], item.name("summary"), TEXTS)
+
+
+def sealed(text: str) -> str:
+    """Thoughts as `encrypted_content`: no secret, since the client has their text."""
+    return SEALED + base64.b64encode(text.encode()).decode()
+
+
+def unsealed(value: object) -> str:
+    """What `sealed` was given; an empty text for what it did not make."""
+    if not isinstance(value, str) or not value.startswith(SEALED):
+        return ""
+    try:
+        return base64.b64decode(value[len(SEALED) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+def _custom_arguments(text: str) -> str:
+    return orjson.dumps({"input": text}).decode()
+
+
+def _response_format(fields: JsonFields) -> dict[str, Any] | None:
+    format_ = fields.object("text").object("format")
+    kind = format_.chosen("type", ("text", "json_object", "json_schema"))
+    if kind != "json_schema":
+        return None if kind is None else {"type": kind}
+    if not format_.given("schema"):
+        raise format_.wrong("schema", "a JSON schema")
+    schema = format_.object("schema").values
+    name = format_.text("name", 256) or "response"
+    return {"type": kind, "json_schema": {"name": name, "schema": schema}}

@@ -1,0 +1,96 @@
+"""Tools of the Responses API: which the model can call, under which name, and which it must."""
+
+from typing import Any
+
+from jaxattn.server.http.json_fields import JsonFields
+
+MOST_TOOLS = 128
+FUNCTIONS = ("function", "custom")
+CUSTOM = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+class ResponseTools:
+    """The tools of a request that the model can call: functions, and custom tools as functions of
+    one text, also those in a namespace.
+
+    Args:
+        fields: of the request.
+
+    Attributes:
+        tools: in the form of Chat Completions.
+
+    Raises:
+        ApiError: 400, a tool has no name.
+    """
+
+    def __init__(self, fields: JsonFields):
+        self.tools: list[dict[str, Any]] = []
+        self._kinds: dict[str, str] = {}
+        self._places: dict[str, tuple[str, str]] = {}  # name in the chat -> namespace, name
+        for place, tool in enumerate(fields.objects("tools", MOST_TOOLS)):
+            reader = JsonFields(tool, f"tools[{place}]")
+            if tool.get("type") == "namespace":
+                space = reader.text("name", 128) or ""
+                for member in reader.objects("tools", MOST_TOOLS):
+                    self._add(JsonFields(member, reader.name("tools")), space)
+            else:
+                self._add(reader, "")
+
+    def _add(self, tool: JsonFields, space: str) -> None:
+        kind = tool.values.get("type")
+        if kind not in FUNCTIONS:
+            return
+        name = tool.text("name", 128)
+        if not name:
+            raise tool.wrong("name", "a text of 1 to 128 characters")
+        own = f"{space}__{name}" if space and name in self._places else name
+        self._places[own], self._kinds[own] = (space, name), str(kind)
+        function: dict[str, Any] = {"name": own, "parameters": CUSTOM}
+        if description := tool.text("description"):
+            function["description"] = description
+        if kind == "function":
+            function["parameters"] = tool.object("parameters").values
+            if strict := tool.flag("strict"):
+                function["strict"] = strict
+        self.tools.append({"type": "function", "function": function})
+
+    def is_custom(self, name: str) -> bool:
+        """Whether calls of a tool have a text instead of arguments."""
+        return self._kinds.get(name) == "custom"
+
+    def named(self, name: str) -> dict[str, str]:
+        """`name`, and `namespace` where it has one, of a call that the model made."""
+        space, own = self._places.get(name, ("", name))
+        return {"name": own, "namespace": space} if space else {"name": own}
+
+    def in_chat(self, name: str, space: str | None) -> str:
+        """The name that a tool has in the chat."""
+        found = (own for own, place in self._places.items() if place == (space or "", name))
+        return next(found, name)
+
+
+def read_tool_choice(fields: JsonFields) -> Any:
+    choice = fields.values.get("tool_choice")
+    if not isinstance(choice, dict):
+        return fields.chosen("tool_choice", ("none", "auto", "required"))
+    kind = choice.get("type")
+    if kind in FUNCTIONS:
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if kind == "allowed_tools":
+        allowed = fields.object("tool_choice")
+        tools = allowed.objects("tools", MOST_TOOLS)
+        named = [
+            {"type": "function", "function": {"name": tool.get("name")}}
+            for tool in tools
+            if tool.get("type") in FUNCTIONS
+        ]
+        mode = allowed.chosen("mode", ("auto", "required")) or "auto"
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    if not isinstance(kind, str):
+        raise fields.wrong("tool_choice", "none, auto, required, or an object with a type")
+    return "auto"  # of a kind that is skipped among the tools

@@ -1,0 +1,103 @@
+"""Responses kept in memory, so that a later request can go on from one, within a bound."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import orjson
+
+from jaxattn.server.http.errors import ApiError
+
+MOST_RESPONSES = 4096
+MOST_BYTES = 64 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, as the JSON it was sent as.
+
+    Attributes:
+        items: of the whole conversation, the response's output included.
+        output: the ids of its own items.
+    """
+
+    response: bytes
+    items: bytes
+    output: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.items)
+
+
+class ResponseStore:
+    """The responses that were used last. The others are forgotten.
+
+    Args:
+        most: responses.
+        most_bytes: of all of them.
+    """
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
+        self._most, self._most_bytes, self._bytes = most, most_bytes, 0
+        self._found: collections.OrderedDict[str, StoredResponse] = collections.OrderedDict()
+        self._of_item: dict[str, str] = {}
+
+    def put(self, response: dict[str, Any], items: list[Any]) -> None:
+        """Keeps a response and the items that it answered, unless it is larger than the bound."""
+        output = response["output"]
+        ids = tuple(item["id"] for item in output)
+        stored = StoredResponse(orjson.dumps(response), orjson.dumps([*items, *output]), ids)
+        self._found[response["id"]] = stored
+        self._of_item |= dict.fromkeys(ids, response["id"])
+        self._bytes += stored.size
+        while self._bytes > self._most_bytes or len(self._found) > self._most:
+            self.remove(next(iter(self._found)), "response_id")
+
+    def items(self, id: str, param: str) -> list[Any]:
+        """The items of a conversation up to a response, its output included.
+
+        Raises:
+            ApiError: 404, it is not stored; `param` is the field that names it.
+        """
+        return orjson.loads(self._get(id, param).items)
+
+    def response(self, id: str) -> dict[str, Any]:
+        """A response, as it was sent.
+
+        Raises:
+            ApiError: 404, it is not stored.
+        """
+        return orjson.loads(self._get(id, "response_id").response)
+
+    def item(self, id: str) -> dict[str, Any] | None:
+        """An item of a stored response; None if there is none."""
+        of = self._of_item.get(id)
+        found = self.response(of)["output"] if of is not None else []
+        return next((item for item in found if item["id"] == id), None)
+
+    def remove(self, id: str, param: str) -> None:
+        """Forgets a response.
+
+        Raises:
+            ApiError: 404, it is not stored.
+        """
+        stored = self._get(id, param)
+        del self._found[id]
+        self._bytes -= stored.size
+        for item in stored.output:
+            del self._of_item[item]
+
+    def _get(self, id: str, param: str) -> StoredResponse:
+        stored = self._found.get(id)
+        if stored is None:
+            raise ApiError(
+                404,
+                f"{param} {id[:100]!r} is not stored: the server keeps the last {self._most:,} "
+                f"responses in memory, {self._most_bytes >> 20} MiB of them, and none with "
+                "store: false; send the whole conversation as input",
+                param=param,
+                code="previous_response_not_found",
+            )
+        self._found.move_to_end(id)
+        return stored

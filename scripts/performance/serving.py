@@ -1,0 +1,73 @@
+"""Tables of whole requests beside vLLM, and the losses of all of them in words."""
+
+from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, ratio, summary, verdict
+from scripts.performance.cells import RESULTS, Cell, Row, Table, number, rows_of, text
+
+OFFLINE, SERVE = "offline-*", "serve-*"
+DEFAULT = "default"  # options of a run that fixes nothing
+NOT_RUN = (
+    "No run of `python -m jaxattn.bench {}` with default options is stored yet, so we do not know "
+    "who is faster."
+)
+
+
+def figure(name: str) -> Cell:
+    """An engine's value with its unit: "12.23 s"."""
+
+    def cell(row: Row) -> str:
+        if name not in row:
+            return ""
+        decimals = 0 if row["unit"].endswith("/s") else 2
+        return f"{number(name, decimals)(row)} {row['unit']}"
+
+    return cell
+
+
+def result(row: Row) -> str:
+    """Who is faster, in words."""
+    if OURS not in row or THEIRS not in row:
+        return ""
+    return verdict(ratio(row[OURS], row[THEIRS], row["unit"]))
+
+
+def table(run: str, command: str) -> Table:
+    """The table of all runs of a command; memory is no matter of speed."""
+    columns = {"model": text("model"), "what": text("what"), OURS: figure(OURS)}
+    columns |= {THEIRS: figure(THEIRS), "our options": text("options"), "result": result}
+    return Table(
+        run=run,
+        where=lambda row: row["unit"] != "GB",
+        columns=columns,
+        missing=NOT_RUN.format(command),
+    )
+
+
+def losses() -> str:
+    """What the tables say in words: runs with default options first, then those with others."""
+    runs = [run for run in (OFFLINE, SERVE) if list(RESULTS.glob(f"{run}.json"))]
+    rows = [row for run in runs for row in rows_of(run) if OURS in row and THEIRS in row]
+    lines = []
+    if not any(row["options"] == DEFAULT for row in rows):
+        lines.append(f"- No run with default options and {THEIRS} is stored yet.")
+    for options in (DEFAULT, *sorted({row["options"] for row in rows} - {DEFAULT})):
+        if found := [row for row in rows if row["options"] == options]:
+            said, lost = summary(_compared(found))
+            lines.append(f"- {_with(options)}, {said}")
+            lines += [f"    - {each}" for each in lost]
+    return "\n".join(lines)
+
+
+def _with(options: str) -> str:
+    return f"With {options} options" if options == DEFAULT else f"With {options}"
+
+
+def _compared(rows: list[Row]) -> list[Row]:
+    """The rows as `compared` has them, with the model in `what`."""
+    ours, theirs = (
+        [
+            {"what": f"{row['model']}, {row['what']}", "unit": row["unit"], "value": row[name]}
+            for row in rows
+        ]
+        for name in (OURS, THEIRS)
+    )
+    return compared(ours, theirs)
