@@ -56,8 +56,9 @@ class Limits:
         prefill_tokens: prompt tokens of a step, of a data group, at most. None is `prefill_chunk`
             of each of `prefill_rows`, or what `choose_limits` chooses where one of the two is left
             out.
-        mixed_tokens: prompt tokens of a step in which other rows decode, at most: their next token
-            waits for these. 0 decodes and reads prompts in steps of their own. None is as many as
+        mixed_tokens: prompt tokens of a step in which other rows decode, at most, and a line at
+            least: their next token waits for these. Where all other steps have more, one of as many
+            is compiled too. 0 decodes and reads prompts in steps of their own. None is as many as
             without such rows, or what `choose_limits` chooses.
         prefix_cache: prompts that begin as earlier ones share their pages, which stay in the cache
             until their room is wanted. A model with recurrent states needs `checkpoints` too.
@@ -288,7 +289,10 @@ class Limits:
         longest, line = self.chunks[-1], self.line_tokens
         whole = self.prompt_rows * longest
         most = max(min(self.prefill_tokens or whole, whole), longest)
-        return tuple(sorted({-(-size // line) * line for size in (*self.chunks, most)}))
+        sizes = {-(-size // line) * line for size in (*self.chunks, most)}
+        if self.mixed_tokens and self.mixes and self.mixed_tokens < min(sizes):
+            sizes.add(max(self.mixed_tokens // line, 1) * line)
+        return tuple(sorted(sizes))
 
     @property
     def mixes(self) -> bool:

@@ -136,6 +136,19 @@ BAD_INPUT = {
         ["--prefill-rows", "4", "--batch", "2"],
         "--prefill-rows 4 is more than --batch 2",
     ),
+    "more tokens beside rows than without": (
+        ["--mixed-tokens", "4096", "--prefill-tokens", "2048"],
+        "--mixed-tokens 4096 is more than --prefill-tokens 2048",
+    ),
+    "less than a line beside rows": (
+        ["--mixed-tokens", "64", "--prefill-chunk", "2048"],
+        "--mixed-tokens 64 is less than the 128 tokens of a prompt that a step reads together; "
+        "give 128 or more, or 0 for steps of their own",
+    ),
+    "rows beside prompts and one shape": (
+        ["--reproducible", "--mixed-tokens", "256"],
+        "--mixed-tokens 256 reads prompts beside rows that decode, and --reproducible does not",
+    ),
     "pages below the length": (
         ["--num-pages", "1", "--max-model-len", "256"],
         "--num-pages 1 hold 64 tokens of --max-model-len 256; give 4 pages or more",

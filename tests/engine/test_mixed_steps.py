@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request, check_aliasing
-from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
 from jaxattn.engine.requests.outputs import FinishEvent
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout, by_lines
@@ -30,6 +30,12 @@ LATENT = MLA(
     rope=RopeConfig(dim=8),
 )
 GROUPED = GQA(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(dim=4, interleaved=False))
+UNROTATED = dataclasses.replace(
+    GROUPED,
+    rope=RopeConfig(dim=4, theta=None),
+    heads_norm=True,
+    query_scaling=QueryScaling(0.5, 32),
+)
 DELTA = GDN(num_k_heads=1, num_v_heads=2, head_k_dim=8, head_v_dim=8)
 KIMI = KDA(num_heads=2, head_dim=8)
 DENSE, EXPERTS = (
@@ -43,7 +49,8 @@ FAMILIES = {
     "kimi": (Block(KIMI, DENSE), Block(LATENT, EXPERTS)),
     "all": (
         Block(DELTA, DENSE),
-        Block(dataclasses.replace(GROUPED, window=100), DENSE),
+        Block(dataclasses.replace(GROUPED, window=100, sinks=True), DENSE),
+        Block(UNROTATED, DENSE),
         Block(LATENT, EXPERTS),
     ),
 }
@@ -176,6 +183,32 @@ def test_prompts_share_a_step_with_rows_that_decode():
     assert own.places.tolist()[:3] == [0, 1, 2] and own.sources.tolist() == [-1, 0, 1, -1]
 
 
+def test_prompts_are_scored_beside_rows_that_decode_and_other_prompts():
+    engine = engine_of("all")
+    asked = [
+        dataclasses.replace(each, max_tokens=3, prompt_logprobs=wanted)
+        for each, wanted in zip(texts()[:6], (None, 2, None, 0, 1, 2), strict=True)
+    ]
+    engine.add(dataclasses.replace(texts()[0], max_tokens=60, id=100))
+    while not engine.scheduler.decoding.any():
+        engine.step()
+    for each in asked:
+        engine.add(each)
+    done = {}
+    while engine.busy:
+        events = [event for event in engine.step() if isinstance(event, FinishEvent)]
+        done |= {event.completion.request.id: event.completion for event in events}
+    decoder = engine.model.bind(engine.model.init_params(jax.random.key(1)))
+    forward = jax.jit(lambda tokens: jax.nn.log_softmax(decoder(tokens)))
+    for each in asked:
+        found, prompt = done[each.id].prompt_logprobs, np.asarray(each.prompt)
+        assert len(found) == (0 if each.prompt_logprobs is None else len(prompt))
+        whole = np.asarray(forward(jnp.asarray(np.pad(prompt, (0, 512 - len(prompt)))[None])))[0]
+        for place, score in enumerate(found[1:]):
+            assert score.token == pytest.approx(whole[place, prompt[place + 1]], abs=1e-4)
+            assert len(score.top) == each.prompt_logprobs
+
+
 def test_pieces_fill_the_size_that_is_worth_most():
     pieces = functools.partial(prompt_pieces, [256, 1024, 2048, 8192], line=128, rows=4)
     assert pieces([[8192]]) == (8192, [[8192]])
@@ -213,6 +246,8 @@ def test_a_packed_step_says_whose_every_token_is():
 def test_a_reproducible_engine_gives_prompts_steps_of_their_own():
     limits = Limits(batch=2, prefill_rows=1, reproducible=True, decode_buckets=())
     assert not limits.mixes and not dataclasses.replace(LIMITS, mixed_tokens=0).mixes
+    small = dataclasses.replace(LIMITS, mixed_tokens=200, prefill_buckets=())
+    assert small.prefill_sizes == (128, 256, 384) and small.mixed_sizes == (128,)
     assert LIMITS.mixes and LIMITS.mixed_sizes == (128, 256) and LIMITS.prefill_sizes[-1] == 384
     with pytest.raises(ValueError, match="mixed_tokens=64 reads prompts beside rows that decode"):
         Limits(reproducible=True, mixed_tokens=64, prefill_rows=1)
