@@ -235,6 +235,7 @@ def test_a_packed_step_says_whose_every_token_is():
     assert own.prompts.lines.tolist() == [0, 0, 1] and not layout.one_each
     assert own.prompts.layout.offsets.tolist() == [0, 256, 384, 384]
     assert own.prompts.layout.seq_lens.tolist() == [138, 140, 2]
+    assert [layout.first_token(0, chunks[:n]) for n in range(3)] == [0, 256, 384]
     tokens, histories, lengths, news = by_lines(layout, jnp.asarray(packed))
     assert histories.tolist() == [1, 1, -1] and news.tolist() == [128, 2, 2]
     assert tokens[1, :2].tolist() == [128, 129] and lengths.tolist() == [138, 140, 2]
