@@ -15,6 +15,8 @@ from jaxattn.engine.requests.outputs import FinishEvent
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout, by_lines
 from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, Stream
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch, init_state, scratch_spec
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.ops.moe.routing import Router
@@ -207,6 +209,29 @@ def test_prompts_are_scored_beside_rows_that_decode_and_other_prompts():
         for place, score in enumerate(found[1:]):
             assert score.token == pytest.approx(whole[place, prompt[place + 1]], abs=1e-4)
             assert len(score.top) == each.prompt_logprobs
+
+
+def test_a_model_without_a_mixed_step_runs_its_two_others():
+    blocks = (Block(dataclasses.replace(GROUPED, window=100), DENSE),)
+    spec = DecoderSpec(vocab_size=64, stream=STREAM, blocks=blocks, max_position_embeddings=512)
+    model, size = DecoderModel(spec), CacheSize(pages=4, slots=3)
+    params = model.init_params(jax.random.key(1))
+    tables = np.int32([[0, 1, 2], [3, 0, 0], [3, 0, 0]])
+    tokens = np.random.default_rng(0).integers(64, size=(3, 128), dtype=np.int32)
+    prompts = PrefillBatch(
+        tokens, np.int32([130, 0]), np.int32([130, 0]), tables[:2], np.int32([1, -1]),
+        lines=np.int32([0, 0, 2]),
+    )  # fmt: skip
+    lens, slots = np.int32([1, 0, 0]), np.int32([0, -1, -1])
+    rows = DecodeBatch(np.int32([[5], [0], [0]]), lens, tables[[1, 2, 2]], slots)
+    found = []
+    for mixed in (Model.mixed, DecoderModel.mixed):
+        state = init_state(model, size, scratch_spec(model, 3, max_pages=3))
+        step = jax.jit(functools.partial(mixed, model))
+        logits, state, hidden = step(params, state, prompts, rows, np.int32([-1, 0, -1]))
+        assert hidden.shape == (384, 16)
+        found.append((logits[:2], hidden[:130], state.caches))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), *found)
 
 
 def test_pieces_fill_the_size_that_is_worth_most():
