@@ -290,8 +290,7 @@ def _of_lines(
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
         nope = w_uk.shape[1]
         dims = dict(nope=nope, rope=q.shape[-1] - nope, values=w_uv.shape[-1])
-        dims["page"] = kv_cache.shape[-2]
-        refuse_lines("mla_prefill", q, **dims, interpret=interpret)
+        refuse_lines("mla_prefill", q, page=kv_cache.shape[-2], **dims, interpret=interpret)
         return prefill_lines_mosaic(
             *args, lines, scale=scale, block=block, format=format, interpret=interpret
         )

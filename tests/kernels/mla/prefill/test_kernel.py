@@ -357,6 +357,19 @@ def test_refuses_what_it_does_not_serve(q_dim, v_dim, dtype, words):
     assert call()[0].shape == v.shape
 
 
+@pytest.mark.parametrize(
+    "page, tokens, words",
+    [
+        (60, 128, "pages of a multiple of 8 tokens, got 60"),
+        (64, 72, "whole 128 tokens, and got 72"),
+    ],
+)
+def test_refuses_lines_and_pages_that_no_copy_begins_at(page, tokens, words):
+    case = prefill_case([40], [40], tokens=tokens, page=page)
+    with pytest.raises(NotImplementedError, match=words):
+        prefill(case, "mosaic_gpu_interpret", lines=jnp.zeros(1, jnp.int32))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, tokens", [(128, 1024), (16, 4096)])
 def test_real_shapes_repeat_bit_by_bit(heads, tokens):
