@@ -1,13 +1,14 @@
 """`python -m jaxattn.bench quality MODEL TEXT`: perplexity of a text for each format of the cache.
 
-MODEL is a folder or a GGUF file with real weights, TEXT a file of UTF-8. The text is cut into rows
-of --context tokens, which the model reads twice: by decode steps, a token at a time, and by prefill
-in chunks. Both attend to what the cache holds, so both tell what its format costs.
+MODEL is a folder or a GGUF file with real weights, and TEXT a UTF-8 file. The command splits the
+text into rows of --context tokens, which the model processes twice: by decode steps of one token,
+and by prefill in chunks. Decode steps attend to the cache. In prefill, MLA attends to the tokens of
+the same chunk before they are quantized, so only a --chunk below --context shows the format's cost.
 
 `perplexity` has a confidence interval of 95%, from the spread of the rows' means. `over auto` is
 the ratio to the perplexity of the model's own format by decode steps, on the same tokens; its
 interval comes from the rows' differences and is much narrower. `top-1 %` is how often the likeliest
-token is the same one. The line of auto by prefill shows what rounding alone does to both.
+token is the same. The line of auto by prefill shows how rounding by itself changes both.
 """
 
 import argparse
@@ -39,8 +40,12 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} quality", description=__doc__, formatter_class=ProseHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="a folder with a config.json, or a GGUF file")
-    parser.add_argument("text", type=Path, help="a file of UTF-8")
+    parser.add_argument(
+        "model",
+        type=Path,
+        help="a folder with config.json, safetensors and a tokenizer, or a GGUF file",
+    )
+    parser.add_argument("text", type=Path, help="a UTF-8 text file")
     parser.add_argument(
         "--kv-cache-dtype",
         nargs="+",
