@@ -51,21 +51,27 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         nargs="+",
         choices=CACHE_FORMATS,
         metavar="FORMAT",
-        help="formats beside auto (default: all that the model has)",
+        help="formats to compare with auto (default: all that the model supports)",
     )
     parser.add_argument("--context", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=8, help="rows that are read together")
     parser.add_argument(
-        "--chunk", type=int, default=128, help="tokens that prefill reads at a time"
+        "--rows", type=int, default=8, help="rows that the model processes together"
     )
-    parser.add_argument("--tokens", type=int, help="how many of the text's tokens (default: all)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights and products")
+    parser.add_argument("--chunk", type=int, default=128, help="tokens of a prefill chunk")
+    parser.add_argument(
+        "--tokens", type=int, help="number of tokens of the text to use (default: all)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of weights and matrix products"
+    )
     parser.add_argument(
         "--implementation",
         choices=("mosaic_gpu", "xla"),
-        help="which kernels decode (default: the best)",
+        help="which decode kernels run (default: the best for the device)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     args = parser.parse_args(argv)
     for name, least in (("context", 2), ("rows", 1), ("chunk", 1), ("tokens", 2)):
         value = getattr(args, name)
