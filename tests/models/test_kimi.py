@@ -115,7 +115,10 @@ def test_layers_are_a_prefix_a_body_and_a_tail():
     assert len(spec.segments) > 2 and sum(len(s.pattern) for s in spec.segments) < 10
 
 
-@pytest.mark.parametrize("values", [KIMI, LING], ids=["kimi", "ling"])
+@pytest.mark.slow_cases(reason="zeros of another layer; found by Kimi-Linear's layer there too")
+@pytest.mark.parametrize(
+    "values", [KIMI, pytest.param(LING, marks=pytest.mark.slow)], ids=["kimi", "ling"]
+)
 def test_b_gets_columns_of_zeros_that_change_nothing(values):
     """In bfloat16, so that one launch has a layer's projections."""
     model = read(values)
