@@ -14,7 +14,6 @@ from jaxattn.kernels.moe.grouped_gemm import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.moe import mixture_of_experts
 from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
-from tests.helpers.at_once import at_once
 from tests.helpers.moe_cases import expected, moe_case
 
 EPS = 1e-5
@@ -57,13 +56,12 @@ def check(
     features, sizes, positions, *, layer=1, height=16, config=None, detect_races=False, **modes
 ):
     unsummed, total = results(features, positions, height=height, **modes)
-    x, norms, weights = at_once(stream, features, sizes)
+    x, norms, weights = stream(features, sizes)
 
     def run(norm):
-        return at_once(
-            linears_mosaic, x, weights, layer=jnp.int32(layer),
-            out_dtypes=[jnp.float32] * len(sizes), config=config, detect_races=detect_races,
-            norm=norm, **modes,
+        return linears_mosaic(
+            x, weights, layer=jnp.int32(layer), out_dtypes=[jnp.float32] * len(sizes),
+            config=config, detect_races=detect_races, norm=norm, **modes,
         )  # fmt: skip
 
     of_norm = dict(weights=norms, affine=(2, 1), eps=EPS, gives=True)
@@ -76,7 +74,7 @@ def check(
     np.testing.assert_allclose(summed[0], wanted, rtol=1e-5, atol=1e-5)
     row = wanted / np.sqrt((wanted**2).mean() + EPS) * np.asarray(norms[2 * layer + 1], np.float64)
     for y, weight in zip(products, weights, strict=True):
-        close = row @ np.asarray(weight).astype(np.float64)[layer]
+        close = row @ np.asarray(weight[layer], np.float64)
         assert np.linalg.norm(y[0] - close) <= 6e-3 * np.linalg.norm(close)
 
 
