@@ -109,8 +109,6 @@ def make(
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(y [B, S, Hv * 128], conv_state and state after each token [S, B, ...]) in float64."""
-    arrays = {name: np.asarray(x) for name, x in vars(case).items() if not isinstance(x, int)}
-    case = dataclasses.replace(case, **arrays)
     f64 = lambda x: np.asarray(x, np.float64)  # noqa: E731
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     unit = lambda x: x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
