@@ -8,9 +8,9 @@ from jaxattn.cli.options.parser import VERSION, InputError, OptionParser
 
 PROGRAM = "python -m jaxattn"
 COMMANDS = {
-    "serve": "continues prompts with a model, or chats with it, many at a time",
-    "plan": "prints what memory a model takes on each GPU, and why",
-    "bench": "times the kernels, a decode step or a whole model on this GPU",
+    "serve": "completes prompts, chats in the terminal, or serves a model over HTTP",
+    "plan": "prints the memory plan of a model on each GPU, without a device",
+    "bench": "times kernels, decode steps, whole models and servers; measures perplexity",
 }
 
 

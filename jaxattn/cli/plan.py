@@ -49,15 +49,15 @@ def parser() -> argparse.ArgumentParser:
     root = OptionParser(
         prog=PROGRAM,
         formatter_class=HelpFormatter,
-        description="What memory a model takes on each GPU, to the byte and with the reason, and "
-        "how much cache that leaves. Uses no device.",
-        epilog="Exit codes: 0; 2 for bad input or a plan that does not fit.",
+        description="Prints the memory that a model takes on each GPU, to the byte and with a "
+        "reason for each line, and the size of the cache. Uses no device.",
+        epilog="Exit codes: 0 for success; 2 for bad input or a plan that does not fit.",
     )
     root.add_argument(
         "model",
         nargs="?",
         help=f"{', '.join(public_models.NAMES)}; or, as for serve, a folder with a config.json or "
-        "a name on the hub as in org/name, of which config.json alone is fetched",
+        "a name on the hub such as org/name, of which only config.json is downloaded",
     )
     root.add_argument(
         "--revision",
@@ -68,71 +68,74 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         metavar="NAME",
         default="h200",
-        help=f"{', '.join(KNOWN)}, or its memory, as in 96GiB",
+        help=f"{', '.join(KNOWN)}, or the device's memory, such as 96GiB",
     )
     root.add_argument(
         "--gpus",
         metavar="N",
         type=size,
         default=1,
-        help="GPUs that hold the model, in the layout whose caches hold the most tokens",
+        help="number of GPUs; the command plans the layout whose caches hold the most tokens",
     )
     root.add_argument(
         "--attention",
         choices=("data", "tensor"),
-        help="counts what the GPUs hold, whether a layout serves it or not. data: each has all of "
-        "attention and rows of its own; tensor: heads are divided. Experts are divided in both",
+        help="plan a group of GPUs that need not be a supported layout. data: each GPU has the "
+        "whole attention and its own rows; tensor: the GPUs divide the heads. Both divide the "
+        "experts",
     )
     root.add_argument(
         "--utilization",
         metavar="F",
         type=fraction,
         default=0.9,
-        help="fraction of the device's total memory for arrays and XLA's temp; the driver's memory "
-        "comes on top",
+        help="fraction of the device's total memory for arrays and XLA's temporary memory; the "
+        "fraction excludes the driver's memory",
     )
     root.add_argument(
         "--batch",
         metavar="N",
         type=size,
-        help="rows of all GPUs, or of each with --attention data (default: chosen; 128 with "
-        "--attention)",
+        help="rows of all GPUs together, or of each GPU with --attention data (default: chosen; "
+        "128 with --attention)",
     )
     root.add_argument(
         "--max-model-len",
         metavar="N",
         type=size,
-        help="longest row in tokens (default: chosen, the model's own where the cache holds it; "
+        help="most tokens of a row (default: chosen, the model's context if the cache holds it; "
         "with --attention at most 32768)",
     )
     root.add_argument(
         "--num-pages",
         metavar="N",
         type=size,
-        help="pages of 64 tokens (default: as many as fit, up to --batch rows at full length)",
+        help="cache pages of 64 tokens (default: as many as fit, up to --batch rows at full "
+        "length)",
     )
     root.add_argument(
         "--prefill-chunk",
         metavar="N",
         type=size,
-        help="prompt tokens at a time (default: chosen; 512 with --attention)",
+        help="tokens of a prompt that one step processes (default: chosen; 512 with --attention)",
     )
     root.add_argument(
         "--prefill-rows",
         metavar="N",
         type=size,
-        help="most prompts that a step reads of (default: chosen)",
+        help="most prompts that one step processes together (default: chosen)",
     )
     root.add_argument(
         "--reproducible",
         action="store_true",
-        help="a text does not depend on the others that are served beside it",
+        help="plan an engine whose answers do not depend on other requests",
     )
     root.add_argument(
         "--decode-buckets",
         metavar="N,N",
         type=sizes,
-        help="smaller batches as well, 0 for none (default: chosen; none with --attention)",
+        help="smaller batch sizes to compile too; 0 means none (default: chosen; none with "
+        "--attention)",
     )
     root.add_argument(
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
@@ -143,16 +146,19 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "--cache-dtype",
         choices=sorted(CACHE_DTYPES),
-        help="counts an MLA cache of this dtype, whether a model serves it or not (default: as "
-        "--kv-cache-dtype says)",
+        help="plan an MLA cache of this dtype, even if no model supports it (default: that of "
+        "--kv-cache-dtype)",
     )
     root.add_argument(
         "--compare",
         choices=("naive",),
-        help="what a buffer for each layer, or a workspace for the longest context, would take",
+        help="compare with one scratch buffer per layer, and with a workspace for the longest "
+        "context",
     )
-    root.add_argument("--plot", metavar="FILE.png", type=Path, help="draws the bar as a picture")
-    root.add_argument("--json", action="store_true", help="one JSON object on stdout instead")
+    root.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the plan into this file")
+    root.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     root.add_argument("--version", action="version", version=VERSION)
     return root
 
@@ -169,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.model:
         raise InputError(
             f"name a model: {', '.join(public_models.NAMES)}, a folder with a config.json, or a "
-            "name on the hub as in org/name"
+            "name on the hub such as org/name"
         )
     model = read_model(options)
     try:

@@ -76,7 +76,7 @@ class Engine(EngineLifecycle):
         implementation: Implementation | None = None,
         on_compile: OnCompile | None = None,
         strict: bool = False,
-        workers: int = 1,
+        workers: int | None = None,
         detokenize: Detokenize | None = None,
         parallel: Parallel = ALONE,
     ):

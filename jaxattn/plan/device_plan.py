@@ -195,7 +195,13 @@ def _bound(
         groups=model.parallel.data,
     )
     with traced_for_hopper(on_hopper):
-        return bound_of(model, step, limits, packed_shapes(model), None)
+        return bound_of(model, step, limits, _packed(model, on_hopper), None)
+
+
+@functools.lru_cache(maxsize=16)
+def _packed(model: Model, on_hopper: bool) -> Any:
+    """`packed_shapes`, traced once for all steps of a model."""
+    return packed_shapes(model)
 
 
 def single(model: DecoderSizes, memory: DeviceMemory, place: ModelPlacement) -> DevicePlan:

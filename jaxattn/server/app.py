@@ -94,7 +94,7 @@ def _of_starlette(request: Request, error: Exception) -> Response:
     """Its 404 and 405 in OpenAI's form."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"there is no {request.url.path[:200]!r} here"
+        message = f"this server has no path {request.url.path[:200]!r}"
     else:
         message = f"{request.method} {request.url.path[:200]!r}: {error.detail}"
     return response(ApiError(error.status_code, message, headers=error.headers), request.url.path)

@@ -45,10 +45,13 @@ def test_the_rows_of_the_default_options_fit_the_embedded_model():
 @pytest.mark.parametrize("several", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     file = tmp_path / "host.json"
-    given = ["--small", "--rows", "2", "--steps", "40", "--repeats", "1", "--json", str(file)]
-    assert command.main([*given, "--steps-per-round", str(several)], "bench") == 0
+    given = ["--small", "--rows", "3", "--steps", "40", "--repeats", "1", "--json", str(file)]
+    given += ["--grammars", "1", "3", "--steps-per-round", str(several)]
+    assert command.main(given, "bench") == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["steps"] == several and row["sealed"] == row["same tokens"] == "yes"
+    for rows in (1, 3):  # rows that follow a grammar have columns of their own
+        assert 0 < row[f"{rows} grammars us"] <= row[f"{rows} grammars ms"] * 1e3
 
 
 @pytest.mark.slow(
@@ -112,16 +115,6 @@ def test_grammars_without_their_library_are_refused_at_once(monkeypatch, capsys)
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
     assert command.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
     assert "4 rows of 9000 steps take 9,082 tokens" in capsys.readouterr().err
-
-
-def test_rows_that_follow_a_grammar_have_columns_of_their_own(tmp_path):
-    file = tmp_path / "host.json"
-    given = ["--small", "--rows", "3", "--steps", "12", "--repeats", "1", "--grammars", "1", "3"]
-    assert command.main([*given, "--json", str(file)], "bench") == 0
-    [row] = json.loads(file.read_text())["rows"]
-    assert row["sealed"] == "yes"
-    for rows in (1, 3):
-        assert 0 < row[f"{rows} grammars us"] <= row[f"{rows} grammars ms"] * 1e3
 
 
 def test_words_are_tokens_of_a_large_vocabulary():

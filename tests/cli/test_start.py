@@ -35,16 +35,16 @@ from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading.loader import CheckpointWeights, ModelFolder
 from jaxattn.text import ByteTokenizer
-from tests.helpers.engine_cases import SMALLEST, TRIAL, WHOLE, kept_steps, params_of
+from tests.helpers.engine_cases import LIMITS, SMALLEST, TRIAL, kept_steps, params_of
 
 MODEL = Hybrid(SMALLEST)
-FILLED = dataclasses.replace(WHOLE, num_pages=None, utilization=0.5)
+FILLED = dataclasses.replace(LIMITS, num_pages=None, utilization=0.5)
 
 
 @pytest.fixture(autouse=True)
 def steps():
     """Compiled before: what is tested here is what goes on beside it."""
-    return kept_steps(WHOLE, TRIAL)
+    return kept_steps(LIMITS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Folder(ModelFolder):
         return CheckpointWeights(nbytes=1000, put=self.make)
 
 
-def started(make, limits=WHOLE, console=None):
+def started(make, limits=LIMITS, console=None):
     folder = Folder(path=None, model=MODEL, make=make)
     layout = dict(data=1, tensor=1, context=1, expert=1)
     options = argparse.Namespace(implementation=None, strict=True, **layout)
@@ -86,7 +86,7 @@ def hold_compiling(monkeypatch, until: threading.Event) -> list[bool]:
     came = []
 
     def compiles(self, name, *, done):
-        came.append(until.wait(30))
+        came.append(until.wait(300))
 
     monkeypatch.setattr(ProgressDisplay, "compiles", compiles)
     return came
@@ -103,7 +103,7 @@ def made_anew(model) -> int:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("limits", [WHOLE, FILLED], ids=["pages", "utilization"])
+@pytest.mark.parametrize("limits", [LIMITS, FILLED], ids=["pages", "utilization"])
 def test_weights_that_are_loaded_meanwhile_count_once(limits, counted, monkeypatch):
     """The whole model is on the device before the first step compiles."""
     placed = threading.Event()
@@ -113,6 +113,8 @@ def test_weights_that_are_loaded_meanwhile_count_once(limits, counted, monkeypat
         placed.set()
         return params
 
+    if limits is FILLED:
+        kept_steps(TRIAL)
     alone = prepare(MODEL, MODEL.param_shapes(), limits)
     came = hold_compiling(monkeypatch, placed)
     engine, _ = started(make, limits)
@@ -129,7 +131,7 @@ def test_weights_that_are_loaded_meanwhile_count_once(limits, counted, monkeypat
 def test_bytes_that_lie_there_before_are_another_s(counted):
     """What the test above would see if the device was measured after loading."""
     params = jax.block_until_ready(params_of(SMALLEST))
-    late = prepare(MODEL, MODEL.param_shapes(), FILLED)
+    late = prepare(MODEL, MODEL.param_shapes(), LIMITS)
     assert late.plan["others"] >= nbytes(params)
 
 

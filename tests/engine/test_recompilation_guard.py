@@ -440,7 +440,7 @@ def test_layers_threads_and_engines_compile_once(monkeypatch):
         jax.stages.Lowered, "compile", lambda self, *a, **k: compiled.append(1) or real(self)
     )
     config = dataclasses.replace(SMALLEST, num_repeats=2)
-    limits = dataclasses.replace(LIMITS, prefill_chunk=8)
+    limits = dataclasses.replace(TWO, prefill_chunk=8)
     barrier, engines, errors = threading.Barrier(8), [], []
 
     def on_compile(name, seconds):
@@ -450,7 +450,9 @@ def test_layers_threads_and_engines_compile_once(monkeypatch):
     def build():
         try:
             barrier.wait()
-            engine = Engine(Hybrid(config), deep, limits, workers=2, on_compile=on_compile)
+            engine = Engine(
+                Hybrid(config), deep, limits, workers=2, on_compile=on_compile, strict=True
+            )
             engine.start()
             engines.append(engine)
         except Exception as error:
@@ -471,6 +473,8 @@ def test_layers_threads_and_engines_compile_once(monkeypatch):
     assert tokens(engines[0], prompts(4)) == tokens(engines[1], prompts(4))
     pointers = {engine.state.array("kv_cache").unsafe_buffer_pointer() for engine in engines}
     assert len(pointers) == 8
+    # What a step tells has the shape of block tables of two pages: no donated buffer goes to it.
+    assert engines[0].limits.table_width == 2 and not engines[0].seal.counts
 
 
 def test_executables_are_forgotten_with_their_last_engine(params, plain, monkeypatch):
@@ -572,11 +576,3 @@ def test_a_second_engine_leaves_alone_what_the_first_holds(params, whole, alone,
     # What it holds but for the weights, which are the second's too, and what a step of it takes.
     assert second.plan["others"] == held - nbytes(params) + first.plan["xla temp"]
     assert second.plan.reserve == total - second.plan.inside
-
-
-def test_a_row_of_two_pages_keeps_its_block_table_in_place(params):
-    """What a step tells has the shape of these tables: a donated buffer must not go to it."""
-    kept_steps(TWO)
-    engine = Engine(Hybrid(SMALLEST), params, TWO, strict=True)
-    engine.generate(prompts(3))
-    assert engine.limits.table_width == 2 and not engine.seal.counts

@@ -25,7 +25,6 @@ from tests.helpers.engine_cases import (
     LIMITS,
     SMALLEST,
     TIGHT,
-    WHOLE,
     kept_steps,
     params_of,
     prompts,
@@ -129,11 +128,13 @@ def test_without_detokenize_a_stop_string_is_refused_with_words(params):
     assert done.finish_reason == "refused" and "detokenize" in done.detail
 
 
-def test_length_says_which_limit_it_was(engine, params):
+def test_length_says_which_limit_it_was(engine):
     [short] = engine.generate([Request(b"a", max_tokens=3)])
     assert (short.finish_reason, short.detail) == ("length", "max_tokens")
-    kept_steps(WHOLE)
-    [cut] = Engine(MODEL, MODEL.pack(params), WHOLE).generate([Request(b"a" * 251, max_tokens=99)])
+    kept_steps(TIGHT, config=EXACT)  # room for a row at full length
+    exact = Hybrid(EXACT)
+    packed = exact.pack(params_of(EXACT))
+    [cut] = Engine(exact, packed, TIGHT).generate([Request(b"a" * 251, max_tokens=99)])
     assert (len(cut.tokens), cut.detail) == (5, "max_model_len")
 
 

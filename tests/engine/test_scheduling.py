@@ -38,6 +38,7 @@ def engine(params):
 
 @pytest.fixture(scope="module")
 def tight():
+    kept_steps(TIGHT, config=EXACT)
     return Engine(Hybrid(EXACT), params_of(EXACT), TIGHT, strict=True)
 
 

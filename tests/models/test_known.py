@@ -13,6 +13,7 @@ from jaxattn.memory.budget import nbytes
 from jaxattn.models.blocks import MoE
 from jaxattn.models.catalog import public_models
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.embedded.model import Hybrid
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint
@@ -153,7 +154,7 @@ BY_HAND = {
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
-def lines(model: public_models.ModelSizes) -> tuple[Counter[str], Counter[str]]:
+def lines(model: ModelSizes) -> tuple[Counter[str], Counter[str]]:
     """(parameters, bytes) of each line."""
     numbers, sizes = Counter[str](), Counter[str]()
     for weights in model.weights:

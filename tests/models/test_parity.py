@@ -66,9 +66,12 @@ def folder(request, tmp_path_factory) -> Path:
     return made
 
 
-def of(*names: str) -> pytest.MarkDecorator:
+def of(
+    *names: str | int,
+    reason: str = "a family's layer that is read wrongly; found by logits of all folders in "
+    "float32 too",
+) -> pytest.MarkDecorator:
     """These folders; the others with --slow alone, and on a GPU."""
-    reason = "a family's layer that is read wrongly; found by logits of all folders in float32 too"
     each = [
         name if name in names else pytest.param(name, marks=pytest.mark.slow(reason=reason))
         for name in (*FOLDERS, *range(MADE))
@@ -211,6 +214,11 @@ def exact(loaded, wanted) -> Run:
 
 
 @devices
+@of(
+    *(name for name in (*FOLDERS, *range(MADE)) if name != "deepseek_v3_fp8"),
+    reason="scales of FP8 blocks that are read wrongly; found by qwen3_next_fp8 there, and by "
+    "deepseek_v3 but for the scales, too",
+)
 def test_prefill_in_chunks_and_decode_give_the_reference_logits(exact, device):
     np.testing.assert_allclose(exact.found, exact.expected, atol=1e-4, rtol=1e-4)
 

@@ -105,7 +105,7 @@ def check_with_gradients(op, shared, own):
 
 
 @pytest.mark.slow_cases(
-    reason="an operand that is not made to vary; found by operands that are shared too"
+    reason="an operand that is not made to vary; found by shared operands of decode and prefill too"
 )
 @pytest.mark.parametrize(
     "shared, call",
@@ -115,7 +115,7 @@ def check_with_gradients(op, shared, own):
         slow("nothing", "gqa_attention"),
         ("cache and sinks", "gqa_decode"),
         ("cache and sinks", "gqa_prefill"),
-        ("cache and sinks", "gqa_attention"),
+        slow("cache and sinks", "gqa_attention"),
     ],
 )
 def test_gqa_where_devices_read_different_numbers_of_blocks(call, shared, monkeypatch):
@@ -473,6 +473,7 @@ def placed(name, mesh):
     return jax.device_put(split, jax.NamedSharding(mesh, P("b"))), given
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in OPS if "scratch" not in name])
 def test_explicit_axes_work_or_are_refused_by_name(name):
     split, rest = placed(name, jax.make_mesh((DEVICES,), ("b",)))

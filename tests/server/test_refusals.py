@@ -73,7 +73,7 @@ def test_a_prompt_as_long_as_the_model_has_a_code_of_its_own(scripted):
 @pytest.mark.parametrize(
     "limits, longest, said",
     [
-        (LIMITS, 256, "256 with at least one to generate; make it shorter: the model has no"),
+        (LIMITS, 256, "256 with at least one to generate; make it shorter: the model supports"),
         (LIMITS, 4096, "start the server with a larger --max-model-len, up to the model's 4,096"),
         (
             dataclasses.replace(LIMITS, num_pages=2),

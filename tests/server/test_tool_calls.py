@@ -108,7 +108,7 @@ def test_a_call_may_be_cut_anywhere(name, data):
     assert function == "f" and json.loads(arguments) == {"a": "1", "n": 2}
 
 
-@pytest.mark.parametrize("name", set(FORMATS) - {"harmony", "llama3"})
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"harmony", "llama3"}))
 def test_two_calls_leave_no_white_space(name):
     text = f"{call(name)}\n{call(name, function='g_2')}\n"
     _, content, calls = read(name, [text])
@@ -214,7 +214,7 @@ def test_a_value_has_the_type_that_its_tool_declares(key, text, value):
         assert read(name, f"<tool_call>{inner}</tool_call>")[2] == [("f", expected)]
 
 
-@pytest.mark.parametrize("name", set(FORMATS) - {"qwen3_coder", "glm"})
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen3_coder", "glm"}))
 def test_json_stays_as_it_was_written_but_for_white_space(name):
     arguments = (
         '{"n": 18446744073709551617,\n "x": 1.0e+400 , "a": "\\ud83d\\ude00 \\" </tool_call>"}'
@@ -223,7 +223,7 @@ def test_json_stays_as_it_was_written_but_for_white_space(name):
     assert read(name, call(name, arguments))[2] == [("f", found)]
 
 
-@pytest.mark.parametrize("name", set(FORMATS) - {"qwen3_coder", "glm"})
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen3_coder", "glm"}))
 def test_end_tags_and_brackets_in_a_string_end_nothing(name):
     held = 'x </tool_call> } ] " \\ <｜tool▁call▁end｜> <|tool_call_end|> <|call|> ``` ;'
     arguments = json.dumps({"a": held}, ensure_ascii=False, separators=(",", ":"))

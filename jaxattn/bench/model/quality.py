@@ -1,13 +1,14 @@
 """`python -m jaxattn.bench quality MODEL TEXT`: perplexity of a text for each format of the cache.
 
-MODEL is a folder or a GGUF file with real weights, TEXT a file of UTF-8. The text is cut into rows
-of --context tokens, which the model reads twice: by decode steps, a token at a time, and by prefill
-in chunks. Both attend to what the cache holds, so both tell what its format costs.
+MODEL is a folder or a GGUF file with real weights, and TEXT a UTF-8 file. The command splits the
+text into rows of --context tokens, which the model processes twice: by decode steps of one token,
+and by prefill in chunks. Decode steps attend to the cache. In prefill, MLA attends to the tokens of
+the same chunk before they are quantized, so only a --chunk below --context shows the format's cost.
 
 `perplexity` has a confidence interval of 95%, from the spread of the rows' means. `over auto` is
 the ratio to the perplexity of the model's own format by decode steps, on the same tokens; its
 interval comes from the rows' differences and is much narrower. `top-1 %` is how often the likeliest
-token is the same one. The line of auto by prefill shows what rounding alone does to both.
+token is the same. The line of auto by prefill shows how rounding by itself changes both.
 """
 
 import argparse
@@ -39,28 +40,38 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"{program} quality", description=__doc__, formatter_class=ProseHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="a folder with a config.json, or a GGUF file")
-    parser.add_argument("text", type=Path, help="a file of UTF-8")
+    parser.add_argument(
+        "model",
+        type=Path,
+        help="a folder with config.json, safetensors and a tokenizer, or a GGUF file",
+    )
+    parser.add_argument("text", type=Path, help="a UTF-8 text file")
     parser.add_argument(
         "--kv-cache-dtype",
         nargs="+",
         choices=CACHE_FORMATS,
         metavar="FORMAT",
-        help="formats beside auto (default: all that the model has)",
+        help="formats to compare with auto (default: all that the model supports)",
     )
     parser.add_argument("--context", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--rows", type=int, default=8, help="rows that are read together")
     parser.add_argument(
-        "--chunk", type=int, default=128, help="tokens that prefill reads at a time"
+        "--rows", type=int, default=8, help="rows that the model processes together"
     )
-    parser.add_argument("--tokens", type=int, help="how many of the text's tokens (default: all)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of weights and products")
+    parser.add_argument("--chunk", type=int, default=128, help="tokens of a prefill chunk")
+    parser.add_argument(
+        "--tokens", type=int, help="number of tokens of the text to use (default: all)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of weights and matrix products"
+    )
     parser.add_argument(
         "--implementation",
         choices=("mosaic_gpu", "xla"),
-        help="which kernels decode (default: the best)",
+        help="which decode kernels run (default: the best for the device)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the results to this file"
+    )
     args = parser.parse_args(argv)
     for name, least in (("context", 2), ("rows", 1), ("chunk", 1), ("tokens", 2)):
         value = getattr(args, name)

@@ -44,7 +44,7 @@ def check_sizes(options: argparse.Namespace) -> None:
 
 
 def _check_mixed(options: argparse.Namespace) -> None:
-    """Raises InputError where a step beside other texts would read more than was given for it."""
+    """Raises InputError where a step that also decodes would read more than was given for it."""
     tokens = getattr(options, "mixed_tokens", None)
     line = min(LINE_TOKENS, options.prefill_chunk or LINE_TOKENS)
     if tokens and tokens < line:

@@ -85,10 +85,10 @@ def in_options(error: Exception | str) -> str:
 
 
 LAYOUT = {
-    "data": "groups of GPUs, each with rows of its own",
-    "tensor": "GPUs of a group, which divide heads, columns and the vocabulary",
-    "context": "GPUs of a group over which the pages of a row are spread",
-    "expert": "GPUs over which whole experts are spread",
+    "data": "data-parallel groups of GPUs, each with its own rows",
+    "tensor": "tensor parallelism: GPUs that divide heads, columns and the vocabulary",
+    "context": "context parallelism: GPUs of a group that divide the pages of each row",
+    "expert": "expert parallelism: GPUs that divide the experts",
 }
 
 
@@ -98,15 +98,15 @@ def add_cache_format(group: argparse._ActionsContainer) -> None:
         "--kv-cache-dtype",
         choices=CACHE_FORMATS,
         default="auto",
-        help="what the cache stores: MLA has bfloat16 and fp8_block, grouped-query attention all "
-        "but fp8_block",
+        help="format of the cache: MLA supports bfloat16 and fp8_block, grouped-query attention "
+        "all formats except fp8_block",
     )
     group.add_argument(
         "--kv-cache-native-layers",
         metavar="N",
         type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
         default=0,
-        help="first and last layers of attention that keep the model's own format",
+        help="number of first and of last attention layers that keep the model's own cache format",
     )
 
 
@@ -115,8 +115,8 @@ def add_dense(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--dense",
         choices=("fp8", "bfloat16"),
-        help="format of an FP8 model's matrices beside its routed experts; bfloat16 takes "
-        f"twice the bytes of fp8 (default: {DENSE})",
+        help="format of an FP8 model's matrices except its routed experts; bfloat16 takes twice "
+        f"the bytes of fp8 (default: {DENSE})",
     )
 
 

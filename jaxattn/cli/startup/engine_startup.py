@@ -182,8 +182,6 @@ def start_engine(
                 on_compile=on_compile,
                 on_steps=display.begins,
                 on_fits=loading.start,
-                # A CPU compiles one step with all its cores; for a GPU several threads help.
-                workers=16 if jax.default_backend() == "gpu" else 1,
                 parallel=parallel,
             )
             engine = Engine.of(prepared, strict=options.strict, detokenize=tokenizer.decode)

@@ -77,7 +77,7 @@ def summary_lines(run: RunReport) -> Iterable[str]:
     )
     late = ", ".join(f"{count} {kind}" for kind, count in engine.seal.counts.items())
     yield f"after the warm-up: {late or 'nothing traced, compiled or allocated'}"
-    yield _bytes_line("planned", engine.plan.inside, "of the plan, in JAX's allocator")
+    yield _bytes_line("planned", engine.plan.inside, "planned inside of JAX's allocator")
     for name, why in MEASURES.items():
         if name in measured:
             yield _bytes_line("measured", measured[name], why)
@@ -95,10 +95,10 @@ def ending(completion: Completion) -> str:
 
 
 MEASURES = {
-    "device_bytes_in_use": "in use on the device now: the plan but for XLA's temp and code",
-    "device_peak_bytes": "the most at any time, XLA's tuning while it compiled included",
-    "live_array_bytes": "JAX arrays alive at the end; no allocator of a CPU tells XLA's temp",
-    "process_peak_rss_bytes": "the process at its largest, Python and the compiler included",
+    "device_bytes_in_use": "in use on the device now: the plan without XLA's temp and code",
+    "device_peak_bytes": "peak on the device, including XLA's autotuning during compilation",
+    "live_array_bytes": "live JAX arrays at the end; a CPU does not report XLA's temp",
+    "process_peak_rss_bytes": "peak of the process, including Python and the compiler",
 }
 
 

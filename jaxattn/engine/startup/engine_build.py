@@ -79,7 +79,7 @@ def prepare(
     on_compile: OnCompile | None = None,
     on_fits: Callable[[], None] | None = None,
     on_steps: Callable[[int], None] | None = None,
-    workers: int = 1,
+    workers: int | None = None,
     parallel: Parallel = ALONE,
     loaded: bool = False,
 ) -> EngineBuild:
@@ -97,7 +97,8 @@ def prepare(
             anything is compiled: parameters that were given as shapes may be loaded from then on.
         on_steps: called before executables are compiled, with how many these are: once, or with
             `utilization` several times.
-        workers: executables that are compiled at a time.
+        workers: executables that are compiled at a time; None is 16 for a GPU and 1 for a CPU,
+            which compiles one with all its cores.
         parallel: how several devices divide the model; the plan is then of each of them.
         loaded: refuse shapes, and give the parameters on in `EngineBuild.params`.
 
@@ -150,7 +151,7 @@ def prepare(
         implementation=implementation,
         on_compile=on_compile,
         on_steps=on_steps,
-        workers=workers,
+        workers=workers or (16 if gpu else 1),
         choices=choice.reasons,
     )
     if limits.utilization is None:

@@ -124,11 +124,13 @@ class GpuLimits:
         chunk = min(chosen.get("prefill_chunk", asked.prefill_chunk), length)
         if asked.prefill_tokens is None and unset & {"prefill_chunk", "prefill_rows"}:
             chosen["prefill_tokens"] = max(tokens, chunk)
-        if asked.mixed_tokens is None:
-            chosen["mixed_tokens"] = MIXED_TOKENS
-            why = "prompt tokens of a step in which other rows decode"
-            reasons["mixed_tokens"] = limit_reason("mixed_tokens", MIXED_TOKENS, why)
         choose("prefill_buckets", _below(PREFILL_BUCKETS, chunk), "shorter chunks")
+        if asked.mixed_tokens is None:
+            # A step of the smallest size that there is, where somebody fixed that.
+            mixed = max(MIXED_TOKENS, dataclasses.replace(asked, **chosen).prefill_sizes[0])
+            chosen["mixed_tokens"] = mixed
+            why = "prompt tokens of a step in which other rows decode"
+            reasons["mixed_tokens"] = limit_reason("mixed_tokens", mixed, why)
         rows = chosen.get("batch", asked.batch)
         choose("decode_buckets", _below(DECODE_BUCKETS, rows, asked.groups), "fewer rows")
         return dataclasses.replace(asked, **chosen), reasons

@@ -160,6 +160,8 @@ def mixture_of_experts_mosaic(
     left = None
     if listed is not None and columns == GROUP:
         work, x, left = listed
+        if gate_up_bias is not None or activation is not None:
+            left = None  # what was made beside the list has neither
     elif supports_pairs(tokens, top_k) and columns == GROUP:
         if not copies(features):
             x = jnp.pad(x, ((0, GROUP - tokens), (0, 0)))

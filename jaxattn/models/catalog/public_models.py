@@ -37,8 +37,8 @@ def shipped_config(name: str) -> dict[str, Any]:
         if known.lower() == name.lower():
             return read_json(DATA / f"{known}.json")
     raise CatalogError(
-        f"unknown configuration {name!r}: use one of {', '.join(NAMES)}, or a folder with a "
-        "config.json"
+        f"unknown configuration {name!r}: use one of {', '.join(NAMES)}, a folder with a "
+        "config.json, or a name on the hub such as org/name"
     )
 
 

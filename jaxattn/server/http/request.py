@@ -62,7 +62,8 @@ class HttpRequest:
         try:
             values = orjson.loads(data)
         except orjson.JSONDecodeError as error:
-            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
+            message = f"the body is not valid JSON: {error}"
+            raise ApiError(400, message, code="invalid_json") from None
         if not isinstance(values, dict):
             raise ApiError(400, "the body must be a JSON object", code="invalid_json")
         return JsonFields(values)

@@ -200,8 +200,7 @@ class Service:
         if name is not None and name not in self.settings.names:
             raise ApiError(
                 404,
-                f"the model {name[:200]!r} is not served here; there is "
-                f"{', '.join(self.settings.names)}",
+                f"this server has no model {name[:200]!r}; use {' or '.join(self.settings.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -249,7 +248,7 @@ class Service:
         if own is None or limits.max_model_len < own:
             most = "" if own is None else f", up to the model's {own:,}"
             return f"make it shorter, or start the server with a larger --max-model-len{most}"
-        return "make it shorter: the model has no longer rows"
+        return f"make it shorter: the model supports at most {own:,} tokens"
 
     async def generation(
         self,

@@ -19,10 +19,15 @@ from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.fp8_linear import choose, linears_fp8_mosaic
 from jaxattn.kernels.linear.launch import LinearTileConfig
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import no_races
 
 
-def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
+def case(tokens, inner, *sizes, **options):
+    return at_once(drawn, tokens, inner, *sizes, **options)
+
+
+def drawn(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
     """x, weights and scales; each block of weights is as large as no other."""
     keys = iter(jax.random.split(jax.random.key(seed), 1 + 2 * len(sizes)))
     x = jax.random.normal(next(keys), (tokens, inner), dtype)
@@ -50,8 +55,8 @@ def scanned(x, weights, scales, gated, implementation="mosaic_gpu"):
 def wanted(x, weights, scales, layer, gated=False):
     x, products = np.asarray(x, np.float64), []
     for weight, scale in zip(weights, scales, strict=True):
-        numbers = np.asarray(deinterleave_columns(weight[layer]).astype(jnp.float32), np.float64)
-        wide = np.kron(np.asarray(scale[layer], np.float64), np.ones((BLOCK, BLOCK)))
+        numbers = np.asarray(at_once(deinterleave_columns, np.asarray(weight)[layer])).astype(float)
+        wide = np.kron(np.asarray(scale).astype(float)[layer], np.ones((BLOCK, BLOCK)))
         products.append(x @ (numbers * wide[: numbers.shape[0], : numbers.shape[1]]).T)
     if gated:
         return [products[0] / (1 + np.exp(-products[0])) * products[1]]
@@ -85,7 +90,8 @@ def close(found, expected, limit):
 def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
     x, weights, scales = case(tokens, inner, *sizes)
     with no_races():
-        found = linears_fp8_mosaic(
+        found = at_once(
+            linears_fp8_mosaic,
             x, weights, scales, layer=jnp.int32(0), affine=(1, 1), config=config, interpret=True,
             out_dtypes=[jnp.float32] * len(sizes), detect_races=all(n % 128 == 0 for n in sizes),
         )  # fmt: skip
@@ -96,7 +102,8 @@ def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
 def test_gate_and_up_are_one_launch():
     x, weights, scales = case(5, 512, 256, 256)
     with no_races():
-        found = linears_fp8_mosaic(
+        found = at_once(
+            linears_fp8_mosaic,
             x, weights, scales, layer=1, gated=True, out_dtypes=[jnp.bfloat16], interpret=True,
             config=LinearTileConfig(parts=2, stages=1), detect_races=True,
         )  # fmt: skip
@@ -270,7 +277,8 @@ def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
     x, added, norms, weights, scales = normed_case(inner, *sizes)
     norm = RmsNormPrologueParams(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
     with no_races():
-        found = linears_fp8_mosaic(
+        found = at_once(
+            linears_fp8_mosaic,
             x, weights, scales, layer=jnp.int32(0), affine=(1, 1), norm=norm, config=config,
             gated=gated, out_dtypes=[jnp.float32] * (1 if gated else len(sizes)), interpret=True,
             detect_races=all(n % 128 == 0 for n in sizes),

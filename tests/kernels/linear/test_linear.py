@@ -14,10 +14,15 @@ from jaxattn.kernels.linear import launch
 from jaxattn.kernels.linear.launch import LinearTileConfig, choose, linears_mosaic
 from jaxattn.kernels.linear.rope_epilogue import RopeEpilogueParams
 from jaxattn.ops.linear.linear import gated_layer, heads_layer, linear_layer
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import no_races
 
 
-def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
+def case(tokens, inner, *sizes, **options):
+    return at_once(drawn, tokens, inner, *sizes, **options)
+
+
+def drawn(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
     keys = iter(jax.random.split(jax.random.key(seed), 1 + len(sizes)))
     x = jax.random.normal(next(keys), (tokens, inner), dtype)
     scale = inner**-0.5
@@ -29,7 +34,7 @@ def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
 
 def wanted(x, weights, layer, gated=False):
     x = np.asarray(x, np.float64)
-    products = [x @ np.asarray(each[layer], np.float64) for each in weights]
+    products = [x @ np.asarray(each).astype(np.float64)[layer] for each in weights]
     if gated:
         return [products[0] / (1 + np.exp(-products[0])) * products[1]]
     return products
@@ -60,7 +65,8 @@ def close(found, expected, limit=2e-3):
 )
 def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
     x, weights = case(tokens, inner, *sizes)
-    found = linears_mosaic(
+    found = at_once(
+        linears_mosaic,
         x, weights, layer=jnp.int32(0), affine=(1, 1), config=config, interpret=True,
         out_dtypes=[jnp.float32] * len(sizes), detect_races=all(n % 128 == 0 for n in sizes),
     )  # fmt: skip
@@ -74,7 +80,8 @@ def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
 def test_heads_have_matrices_of_their_own(config, size):
     x, (weights,) = case(3, 128, size, layers=6)  # two layers of three heads
     x = jnp.concatenate([x, 2 * x, 3 * x], axis=-1)
-    (found,) = linears_mosaic(
+    (found,) = at_once(
+        linears_mosaic,
         x, [weights], layer=jnp.int32(1), heads=3, config=config, interpret=True,
         out_dtypes=[jnp.float32],
     )  # fmt: skip
@@ -106,7 +113,8 @@ def split_case(tokens, inner, *sizes):
 )
 def test_matrices_have_numbers_of_x_of_their_own(config):
     x, weights, expected = split_case(3, 128, 256, 128, 384)
-    found = linears_mosaic(
+    found = at_once(
+        linears_mosaic,
         x, weights, layer=jnp.int32(1), split=True, config=config, interpret=True,
         out_dtypes=[jnp.float32] * 3, detect_races=True,
     )  # fmt: skip
@@ -176,7 +184,8 @@ def test_rotated_dims_follow_on_a_gpu(heads, inner, size, tokens, interleaved):
 def test_no_race_between_a_product_and_what_is_rotated():
     x, weights, (angles, config) = turned_heads(3, 2, 128, 128, True)
     with no_races():
-        (found,) = linears_mosaic(
+        (found,) = at_once(
+            linears_mosaic,
             x.reshape(3, -1), [weights.reshape(-1, 128, 128)], layer=jnp.int32(1), heads=2,
             turned=RopeEpilogueParams(angles.angles, config.interleaved),
             config=LinearTileConfig(parts=2, stages=2),
@@ -376,7 +385,8 @@ def check_normed(found, x, added, norms, weights, layer, limit=4e-3, gated=False
 def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
     x, added, norms, weights = normed_case(inner, *sizes)
     norm = RmsNormPrologueParams(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
-    found = linears_mosaic(
+    found = at_once(
+        linears_mosaic,
         x, weights, layer=jnp.int32(0), affine=(1, 1), norm=norm, config=config, gated=gated,
         out_dtypes=[jnp.float32] * (1 if gated else len(sizes)), interpret=True,
         detect_races=all(n % 128 == 0 for n in sizes),

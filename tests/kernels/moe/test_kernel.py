@@ -15,6 +15,8 @@ from jax import lax
 from jaxattn.arena import Arena
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
+from jaxattn.kernels.moe.routing.router import RoutedToken
+from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.kernels.moe.tile_config import GemmTileConfig, MoeTileConfig, choose
 from jaxattn.ops.moe.experts import mixture_of_experts
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
@@ -120,6 +122,29 @@ def test_biases_and_a_clamped_activation(tokens, implementation, request):
         *args, **biases, activation=activation, layer=LAYER, implementation="xla"
     )
     assert relative(reference, wanted) < 2e-3
+
+
+def test_what_was_made_beside_the_list_has_no_other_activation(few_stages):
+    """A list that says that h is there already, as `router_shared_experts` makes it, of SwiGLU."""
+    args, _ = taken_apart(moe_case(1, 3, 2, features=128, seed=7))
+    x, ids, weights, gate_up, down = args
+    spec = scratch(
+        tokens=1, top_k=2, experts=3, hidden=128, expert_size=down.shape[-1], dtype=x.dtype
+    )
+    activation = ClampedSwiGLU(alpha=1.702, limit=0.5)
+
+    @jax.jit
+    def op(x, ids, weights, gate_up, down, arena):
+        work, rows = align_small_batch(ids, x, 3, interpret=True)
+        listed = RoutedToken(work, rows, jnp.zeros_like(work.total))
+        return mixture_of_experts(
+            x, ids, weights, gate_up, down, activation=activation, layer=LAYER, arena=arena,
+            listed=listed, implementation="mosaic_gpu_interpret",
+        )  # fmt: skip
+
+    y, _ = op(*args, Arena.allocate(spec).poison())
+    wanted = expected(*args[:3], *(s[LAYER] for s in args[3:]), activation=activation)
+    assert relative(y, wanted) < 2e-3
 
 
 def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False):

@@ -27,11 +27,11 @@ make = functools.partial(make_case, channels=True)
 
 
 @pytest.mark.slow_cases(
-    reason="a tail of another sequence in one run; found by the same in segments and the scalar "
+    reason="a tail of another sequence; found by states by slot in segments and the scalar "
     "gate's in one run too"
 )
 @both_devices
-@pytest.mark.parametrize("split_tokens", [slow(0), 64])
+@pytest.mark.parametrize("split_tokens", [slow(0), slow(64)])
 def test_packed_sequences_before_nan(split_tokens, implementation):
     case = make([1, 0, 130])
     assert_matches(case, *run(case, implementation, split_tokens=split_tokens))

@@ -15,6 +15,7 @@ from jaxattn.kernels.gdn.prefill.inter_chunk import launch as gdn_prefill_state
 from jaxattn.kernels.gdn.prefill.intra_chunk import launch as gdn_prefill_chunk
 from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic, segment_tokens
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
+from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
     BOUND,
     assert_matches,
@@ -63,13 +64,13 @@ def test_a_batch_of_rows_in_float16(implementation):
 def test_gates_from_nothing_to_minus_1000(split_tokens, implementation):
     """And betas of 1e-6 before those of 1, with nothing beside what they wrote."""
     case = make_case([67], value_heads=4)
-    case.beta = case.beta.at[:, :32, 0].set(1e-6).at[:, 32:67, 0].set(1.0)
-    case.v = case.v.at[:, 32:67, 0].set(0.0)
-    case.initial_state = case.initial_state.at[:, 0].set(0.0)
-    sparse = 1e-3 * case.g[..., 2:]
-    sparse = jnp.where(jnp.arange(77)[:, None] % 5 > 0, sparse, -1000.0 + sparse)
-    case.g = case.g.at[..., 0].set(0.0).at[..., 1].set(-1000.0).at[..., 2:].set(sparse)
-    case.g = case.g.at[0, 9, 3].set(-jnp.inf)
+    beta, v, g, state = (np.array(x) for x in (case.beta, case.v, case.g, case.initial_state))
+    beta[:, :32, 0], beta[:, 32:67, 0] = 1e-6, 1.0
+    v[:, 32:67, 0] = state[:, 0] = 0.0
+    g[..., 0], g[..., 1], g[..., 2:] = 0.0, -1000.0, 1e-3 * g[..., 2:]
+    g[:, ::5, 2:] -= 1000.0
+    g[0, 9, 3] = -np.inf
+    case.beta, case.v, case.g, case.initial_state = map(jnp.asarray, (beta, v, g, state))
     out, states = run(case, implementation, split_tokens=split_tokens)
     assert_matches(case, out, states)
     expected, expected_states = oracle(case)
@@ -127,9 +128,9 @@ def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
     options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True)
     with no_races():
         out, new = jax.block_until_ready(
-            gdn_prefill_mosaic(
-                *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens, pool=pool, segment=segment,
-                **options,
+            at_once(
+                gdn_prefill_mosaic, *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens,
+                pool=pool, segment=segment, **options,
             )
         )  # fmt: skip
     assert_pool_matches(pooled, out, new)
@@ -144,9 +145,9 @@ def test_no_race_where_places_in_shared_memory_are_loaded_again(tokens, segment,
     options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True)
     with no_races():
         out, states = jax.block_until_ready(
-            gdn_prefill_mosaic(
-                *case.args, cu_seqlens=case.cu_seqlens, initial_state=case.initial_state,
-                segment=segment, **options,
+            at_once(
+                gdn_prefill_mosaic, *case.args, cu_seqlens=case.cu_seqlens,
+                initial_state=case.initial_state, segment=segment, **options,
             )
         )  # fmt: skip
     assert_matches(case, out, states)
