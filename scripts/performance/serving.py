@@ -57,6 +57,11 @@ def losses() -> str:
     return "\n".join(lines)
 
 
+def losses_in_brief() -> str:
+    """`losses`, a line for the runs with the same options."""
+    return losses().replace("\n    - ", " ").replace(" times as fast", " times as fast.")
+
+
 def _with(options: str) -> str:
     return f"With {options} options" if options == DEFAULT else f"With {options}"
 
