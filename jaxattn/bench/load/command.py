@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxattn import __version__
 from jaxattn.bench.harness.engine_options import add_engines, chosen
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.load.request_lengths import LengthDistribution
 from jaxattn.bench.plots.roofline_plot import BenchPlotError, require_matplotlib
 from jaxattn.cli.options.parser import ProseHelpFormatter
@@ -93,6 +93,7 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
             parser.error("give --rates, --concurrency, or both")
         if args.engine or args.peer_options:
             parser.error("--engine and --peer-options go with a MODEL, whose servers are started")
+        check_files(parser, args)
     if args.plot is not None:
         try:
             require_matplotlib()  # before all the measuring
