@@ -104,12 +104,9 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
 
 def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Reads the model and its engines; ends with a message where options do not fit them."""
-    wrong = [
-        f"--{name}" for name in ("url", "model", "chat", "plot") if getattr(args, name) is not None
-        and getattr(args, name) is not False
-    ]  # fmt: skip
-    if wrong:
-        parser.error(f"{wrong[0]} goes with a URL, and {args.target or '--small'} is a model")
+    for name in ("url", "model", "chat", "plot"):
+        if getattr(args, name) not in (None, False):
+            parser.error(f"--{name} goes with a URL, and {args.target or '--small'} is a model")
     if args.small:
         args.prompt_tokens, args.answer_tokens = args.prompt_tokens or 20, args.answer_tokens or 8
     args.choice = chosen(parser, args)
