@@ -146,7 +146,7 @@ class ResponseForm(AnswerForm):
         for event in events:
             found += self._of_event(event)
         if self._open is not None and self._open.item["type"] == "reasoning":
-            self._reasoning_tokens += piece.tokens
+            self._reasoning_tokens += len(piece.ids)
         if piece.finish is not None:
             found += self._closed("incomplete" if piece.finish == "length" else "completed")
             if not self._output:  # an answer without a text is a message all the same
