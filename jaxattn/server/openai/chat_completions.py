@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS
@@ -29,10 +29,9 @@ from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.response_builder import (
-    WHOLE,
+    AnswerDetails,
     ChoiceText,
     ResponseBuilder,
-    StreamOptions,
     read_streaming,
 )
 from jaxattn.server.openai.response_writer import ResponseWriter
@@ -59,13 +58,11 @@ class ChatRequest:
     Attributes:
         generation: its rows, which are not queued yet.
         parser: makes what divides the text of one choice into thoughts, content and calls.
-        spell: the bytes of a token, where log-probabilities are asked for.
         logprobs, prompt_logprobs: how many likely tokens are told; None where none are asked for.
     """
 
     generation: Generation
     parser: Callable[[], MessageParser]
-    spell: Spell | None
     logprobs: int | None
     prompt_logprobs: int | None
 
@@ -82,8 +79,6 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         streaming = read_streaming(fields)
         chat = await read_chat(service, fields)
-        choices = len(chat.generation.requests)
-        ids = [chat.prompt] * choices if fields.flag("return_token_ids") else None
         await ResponseWriter(
             service=service,
             exchange=exchange,
@@ -93,13 +88,15 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
                 service.settings.names[0],
                 service.fingerprint,
                 len(chat.prompt),
-                chat.parser,
                 service.tokenizer.token_bytes,
-                streaming,
-                ids,
+                AnswerDetails(
+                    streaming=streaming,
+                    token_ids=fields.flag("return_token_ids"),
+                    logprobs=chat.logprobs,
+                    prompt_logprobs=chat.prompt_logprobs,
+                ),
+                chat.parser,
                 reasoning=fields.flag("include_reasoning", True),
-                logprobs=chat.logprobs,
-                prompt_logprobs=chat.prompt_logprobs,
             ),
             streamed=streaming.stream,
             arrived=arrived,
@@ -121,7 +118,7 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     most = fields.integer("max_completion_tokens", 1, MOST_ID)
     most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
     served = service.served
-    of_prompt = read_prompt_logprobs(fields, MOST_LOGPROBS)
+    of_prompt = read_prompt_logprobs(fields)
     sampling = read_sampling(
         fields,
         served.defaults,
@@ -145,7 +142,6 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
             shown=service.message_format.shown(choice),
         ),
         parser=functools.partial(service.message_format.parser, choice, prompt_end),
-        spell=None if logprobs is None else service.tokenizer.token_bytes,
         logprobs=logprobs,
         prompt_logprobs=of_prompt,
     )
@@ -210,15 +206,13 @@ class ChatResponseBuilder(ResponseBuilder):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
-        parser: Callable[[], MessageParser],
         spell: Spell,
-        streaming: StreamOptions = WHOLE,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
+        details: AnswerDetails,
+        parser: Callable[[], MessageParser],
         *,
-        reasoning: bool = True,
-        **more: int | None,
+        reasoning: bool,
     ):
-        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids, **more)
+        super().__init__(model, fingerprint, prompt_tokens, spell, details)
         self._parser, self._reasoning = parser, reasoning
         self._parsers: dict[int, MessageParser] = {}
         self._called: set[int] = set()
@@ -249,20 +243,18 @@ class ChatResponseBuilder(ResponseBuilder):
         delta, logprobs = {"content": text}, self._logprobs(())
         return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
+    def choice(self, piece: OutputChunk, *, begins: bool) -> dict[str, Any] | str | None:
         number, delta = piece.choice, dict[str, Any]()
-        parser = self._parsers.get(number)
-        begins = parser is None
-        if parser is None:
-            parser = self._parsers[number] = self._parser()
+        if begins:
+            self._parsers[number] = self._parser()
             # The role comes with the first token, so that its time can be measured.
             delta = {"role": "assistant", "content": ""}
+        parser = self._parsers[number]
         events = parser.feed(piece.text)
         if not begins and piece.finish is None and self._most is None:
             match events:
                 case [ContentDelta(text)]:
-                    yield text
-                    return
+                    return text
         if piece.finish:
             events += parser.finish()
         for event in events:
@@ -275,13 +267,14 @@ class ChatResponseBuilder(ResponseBuilder):
                     self._called.add(number)
                     calls = delta.setdefault("tool_calls", [])
                     calls.append({"index": event.index, **event.json})
-        if delta or piece.finish or self.told_of(piece):
-            yield {
-                "index": number,
-                "delta": delta,
-                "logprobs": self._logprobs(piece.chances),
-                "finish_reason": _finish(piece.finish, number in self._called),
-            }
+        if not (delta or piece.finish or self.told_of(piece)):
+            return None
+        return {
+            "index": number,
+            "delta": delta,
+            "logprobs": self._logprobs(piece.chances),
+            "finish_reason": _finish(piece.finish, number in self._called),
+        }
 
     def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
         return None if self._most is None else chat_logprobs(chances, self._spell)

@@ -66,7 +66,7 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
             chat.parser(),
             tools,
             seals="reasoning.encrypted_content" in fields.texts("include", INCLUDABLE, 256),
-            spell=chat.spell,
+            spell=None if chat.logprobs is None else service.tokenizer.token_bytes,
             on_done=keep,
         )
         if streamed:
