@@ -21,7 +21,7 @@ from jaxattn.server.http.error_forms import OpenAIErrors
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import named_events
 from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
-from jaxattn.server.openai.responses.input_items import NAMES, sealed
+from jaxattn.server.openai.responses.input_items import sealed
 from jaxattn.server.openai.responses.tools import ResponseTools
 
 type Events = list[dict[str, Any]]
@@ -104,7 +104,6 @@ class ResponseForm(AnswerForm):
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that an error cuts."""
-        error = error.renamed(NAMES)
         said = {"code": error.code or "server_error", "message": error.message}
         response = {**self._response, "status": "failed", "error": said, "output": self._output}
         return self._numbered([{"type": "response.failed", "response": response}])
