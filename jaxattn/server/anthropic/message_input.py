@@ -9,11 +9,11 @@ from typing import Any
 
 import orjson
 
+from jaxattn.server.decoding.sampling_params import MOST_ID
+from jaxattn.server.decoding.tool_choice import MOST_TOOLS
 from jaxattn.server.http.json_fields import JsonFields
-from jaxattn.server.openai.message_list import MessageList, text_of
+from jaxattn.server.openai.message_list import MOST_MESSAGES, MessageList, text_of
 
-MOST_MESSAGES = 4096
-MOST_TOOLS = 128
 TEXTS = ("text",)
 ROLES = ("user", "assistant", "system")
 SKIPPED = ("redacted_thinking", "server_tool_use", "container_upload", "tool_reference")
@@ -47,7 +47,7 @@ def as_chat(fields: JsonFields) -> JsonFields:
     if tools := _tools(fields):
         chat["tools"] = tools
     chat |= _tool_choice(fields)
-    chat["max_completion_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1)
+    chat["max_completion_tokens"] = fields.integer("max_tokens", 1, MOST_ID)
     chat["stop"] = fields.values.get("stop_sequences")
     chat |= _output(fields)
     thinks = _thinks(fields)

@@ -28,6 +28,7 @@ from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
+from jaxattn.server.openai.message_list import MOST_MESSAGES
 from jaxattn.server.openai.response_builder import (
     AnswerDetails,
     ChoiceText,
@@ -39,7 +40,6 @@ from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
 from jaxattn.text import TextError
 
-MOST_MESSAGES = 4096
 MOST_VARIABLES = 32
 PROMPT_END = 32  # tokens, more than any template writes after the last message
 OWN_VARIABLES = frozenset(

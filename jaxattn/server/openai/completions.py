@@ -14,7 +14,7 @@ from jaxattn.server.decoding.logprobs import (
     prompt_offsets,
     read_prompt_logprobs,
 )
-from jaxattn.server.decoding.sampling_params import read_sampling
+from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
@@ -32,7 +32,6 @@ from jaxattn.server.settings import MOST_CHOICES
 from jaxattn.text import TextError
 
 MAX_TOKENS = 16  # OpenAI's default
-MOST_ID = 2**31 - 1
 
 
 async def completions(service: Service, exchange: HttpRequest) -> None:

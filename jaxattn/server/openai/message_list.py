@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxattn.server.http.errors import bad
 
+MOST_MESSAGES = 4096  # of a request
 SYSTEM_ROLES = ("system", "developer")
 
 
