@@ -16,7 +16,7 @@ from jaxattn.server.decoding.sampling_params import MOST_ID
 from jaxattn.server.decoding.tool_choice import MOST_NAME
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
-from jaxattn.server.openai.message_list import MessageList, text_of
+from jaxattn.server.openai.message_list import SAMPLING_FIELDS, MessageList, text_of
 from jaxattn.server.openai.responses.tools import ResponseTools, read_tool_choice
 
 MOST_ITEMS = 8192
@@ -24,13 +24,7 @@ TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reason
 ROLES = ("user", "assistant", "system", "developer")
 SEALED = "jaxattn-reasoning:"  # begins `encrypted_content`, which brings thoughts back
 # Fields that mean the same in both APIs.
-SHARED = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "priority", "cache_salt", "chat_template_kwargs", "parallel_tool_calls"),
-    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens", "skip_special_tokens"),
-    *("include_stop_str_in_output", "structured_outputs"),
-)
+SHARED = (*SAMPLING_FIELDS, "stop", "chat_template_kwargs", "parallel_tool_calls")
 # Fields of the chat -> of this API, for errors.
 NAMES = {
     "messages": "input",
