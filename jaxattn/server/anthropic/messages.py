@@ -27,7 +27,7 @@ async def create_message(service: Service, exchange: HttpRequest) -> None:
             generation=chat.generation,
             form=MessageForm(
                 service.settings.names[0],
-                len(chat.prompt),
+                len(chat.row.prompt),
                 chat.parser(),
                 fields.texts("stop_sequences", MOST_STOPS, MOST_STOP_CHARACTERS),
             ),

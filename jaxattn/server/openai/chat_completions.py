@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxattn.engine.requests.request import MOST_LOGPROBS
+from jaxattn.engine.requests.request import MOST_LOGPROBS, Request
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import (
@@ -58,18 +58,15 @@ class ChatRequest:
     Attributes:
         generation: its rows, which are not queued yet.
         parser: makes what divides the text of one choice into thoughts, content and calls.
-        logprobs, prompt_logprobs: how many likely tokens are told; None where none are asked for.
     """
 
     generation: Generation
     parser: Callable[[], MessageParser]
-    logprobs: int | None
-    prompt_logprobs: int | None
 
     @property
-    def prompt(self) -> Sequence[int]:
-        """The tokens of the conversation, which all choices share."""
-        return self.generation.requests[0].prompt
+    def row(self) -> Request:
+        """The first choice's row; all have its prompt, and tell as many log-probabilities."""
+        return self.generation.requests[0]
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
@@ -87,13 +84,13 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
             form=ChatResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
-                len(chat.prompt),
+                len(chat.row.prompt),
                 service.tokenizer.token_bytes,
                 AnswerDetails(
                     streaming=streaming,
                     token_ids=fields.flag("return_token_ids"),
-                    logprobs=chat.logprobs,
-                    prompt_logprobs=chat.prompt_logprobs,
+                    logprobs=chat.row.logprobs,
+                    prompt_logprobs=chat.row.prompt_logprobs,
                 ),
                 chat.parser,
                 reasoning=fields.flag("include_reasoning", True),
@@ -118,13 +115,12 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     most = fields.integer("max_completion_tokens", 1, MOST_ID)
     most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
     served = service.served
-    of_prompt = read_prompt_logprobs(fields)
     sampling = read_sampling(
         fields,
         served.defaults,
         most,
         logprobs,
-        prompt_logprobs=of_prompt,
+        prompt_logprobs=read_prompt_logprobs(fields),
         vocab_size=served.vocab_size,
     )
     choice = read_tools(fields)
@@ -142,8 +138,6 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
             shown=service.message_format.shown(choice),
         ),
         parser=functools.partial(service.message_format.parser, choice, prompt_end),
-        logprobs=logprobs,
-        prompt_logprobs=of_prompt,
     )
 
 

@@ -60,11 +60,11 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
         head = {name: REPEATED[name] if given[name] is None else given[name] for name in REPEATED}
         form = ResponseForm(
             {"model": service.settings.names[0], **head},
-            len(chat.prompt),
+            len(chat.row.prompt),
             chat.parser(),
             tools,
             seals="reasoning.encrypted_content" in fields.texts("include", INCLUDABLE, 256),
-            spell=None if chat.logprobs is None else service.tokenizer.token_bytes,
+            spell=None if chat.row.logprobs is None else service.tokenizer.token_bytes,
             on_done=keep,
         )
         if streamed:
