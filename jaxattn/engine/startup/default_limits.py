@@ -17,6 +17,7 @@ from typing import Any
 from jaxattn.engine.startup.gpu_limits import DRIVER, Bounds, GpuLimits, LimitsChoice, limit_reason
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.device_memory import DeviceMemory
@@ -61,14 +62,10 @@ def choose_limits(
 
 def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """The steps of an engine that take most memory: those of a whole batch, and of most tokens."""
-
-    def size(step: Any) -> int:
-        return int(getattr(step, "rows", 0)) * int(getattr(step, "tokens", 1))
-
     steps = all_steps(limits)
-    prefills = [step for step in steps if getattr(step, "kind", "") == "prefill"]
-    most = max(size(step) for step in prefills)
-    largest = [step for step in prefills if size(step) == most]
+    prefills = [s for s in steps if isinstance(s, ModelStep) and s.kind == "prefill"]
+    most = max(step.all_tokens for step in prefills)
+    largest = [step for step in prefills if step.all_tokens == most]
     whole = [
         step
         for step in steps
