@@ -50,7 +50,7 @@ from jaxattn.bench.attention import (
 )
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.peak_rates import ceilings, peak_fractions
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.host import command as host
 from jaxattn.bench.layers import decode_step, linear, moe, moe_tile_configs
 from jaxattn.bench.linear_attention import (
@@ -185,14 +185,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(
                 f"--kv-cache-dtype {args.kv_cache_dtype}: {args.what} has no shape of such a cache"
             )
-    for name in ("json", "plot"):
-        path = getattr(args, name)
-        if path is None:
-            continue
-        # JSON is written beside its file first.
-        written = path if name == "plot" and path.exists() else path.parent
-        if path.is_dir() or not os.access(written, os.W_OK):
-            parser.error(f"--{name} {path}: cannot be written there")
+    check_files(parser, args)
     if args.what != "plot" and not args.small:
         # Peers run in processes of their own, and need memory too. Read when the backend starts.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -184,8 +184,7 @@ def run(options: argparse.Namespace) -> int:
         parallel = read_layout(options)
         check_layout(options, parallel)
         if options.gpus > 1 and parallel.gpus == 1 and not counts_group(options):
-            own = model.model
-            parallel = best_layout(model.name, own, memory, limits, options.gpus)
+            parallel = best_layout(model.name, model.model, memory, limits, options.gpus)
         found, refused = make(model, memory, limits, placement, parallel)
     except (DeviceError, ValueError) as error:
         raise InputError(in_options(error)) from error

@@ -69,10 +69,10 @@ def build(service: Service) -> ASGIApp:
         endpoint = Endpoint(handler, settings, service.metrics.refused)
         return Route(path, endpoint, methods=[method])
 
-    routes = [route(path, functools.partial(call, service), "GET") for path, call in GET.items()]
-    routes += [route(path, functools.partial(call, service), "POST") for path, call in POST.items()]
-    routes += [
-        route(path, functools.partial(call, service), "DELETE") for path, call in DELETE.items()
+    routes = [
+        route(path, functools.partial(call, service), method)
+        for method, calls in (("GET", GET), ("POST", POST), ("DELETE", DELETE))
+        for path, call in calls.items()
     ]
     for path, file in page_files().items():
         routes.append(route(path, functools.partial(page_file, file), "GET"))

@@ -16,6 +16,12 @@ from jaxattn.text.tokenizer_config import SamplingDefaults, TemplateFile, Tokeni
 
 KEY = "tokenizer.ggml"
 CONTROL, USER_DEFINED = 3, 4  # of token_type
+# Tokens that the metadata name -> their names in a tokenizer's settings.
+NAMED = {
+    "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
+    "eot": "eot_token", "eom": "eom_token",
+}  # fmt: skip
+ENDS = ("eos", "eot", "eom")
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 _GPT2 = {**_BYTES, "use_regex": True}
 _PLAIN = {**_BYTES, "use_regex": False}
@@ -102,21 +108,20 @@ def tokenizer_of(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 def _settings(metadata: Mapping[str, Any], tokens: Sequence[str], path: Path) -> TokenizerConfig:
     """What the files beside a tokenizer.json would say."""
     named, stops = {}, set[int]()
-    for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
+    for name, known in NAMED.items():
         number = metadata.get(f"{KEY}.{name}_token_id")
         if number is None:
             continue
         if not isinstance(number, int) or not 0 <= number < len(tokens):
             raise TextError(f"{path} is damaged: {KEY}.{name}_token_id is {number!r:.60}")
-        named[f"{name}_token"] = tokens[number]
-        if name in ("eos", "eot", "eom"):
+        named[known] = tokens[number]
+        if name in ENDS:
             stops.add(number)
-    renamed = {"unknown_token": "unk_token", "padding_token": "pad_token"}
     template = metadata.get("tokenizer.chat_template")
     add_bos = metadata.get(f"{KEY}.add_bos_token", False)
     return TokenizerConfig(
         folder=path,
-        named={renamed.get(name, name): token for name, token in named.items()},
+        named=named,
         more=(),
         add_bos=bool(add_bos) and "bos_token" in named,
         eos_ids=tuple(sorted(stops)),

@@ -38,6 +38,15 @@ def number(key: str, decimals: int = 1, times: float = 1) -> Cell:
     return cell
 
 
+def count(key: str) -> Cell:
+    """A whole number, its thousands apart; nothing where the run has none."""
+    return lambda row: f"{row[key]:,.0f}" if key in row else ""
+
+
+def percent(key: str) -> Cell:
+    return lambda row: f"{row[key]:.0%}" if key in row else ""
+
+
 def faster(ours: str, theirs: str, who: str) -> Cell:
     """Who takes less time, and how much less: "FlashMLA, 4%"; below 0.5% neither."""
 
@@ -73,13 +82,15 @@ class Table:
     def __call__(self) -> str:
         if self.missing is not None and not list(RESULTS.glob(f"{self.run}.json")):
             return self.missing
-        rows = [row for row in rows_of(self.run) if self.where(row)]
-        filled = {
-            title: cells
-            for title, cell in self.columns.items()
-            if any(cells := [cell(row) for row in rows])
-        }
-        return markdown(list(filled), [list(row) for row in zip(*filled.values(), strict=True)])
+        return table_of(self.columns, [row for row in rows_of(self.run) if self.where(row)])
+
+
+def table_of(columns: dict[str, Cell], rows: list[Row]) -> str:
+    """The rows in Markdown, without the columns that are empty in all of them."""
+    filled = {
+        title: cells for title, cell in columns.items() if any(cells := [cell(row) for row in rows])
+    }
+    return markdown(list(filled), [list(row) for row in zip(*filled.values(), strict=True)])
 
 
 def markdown(titles: list[str], rows: list[list[str]]) -> str:

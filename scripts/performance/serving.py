@@ -1,6 +1,6 @@
 """Tables of whole requests beside vLLM, and the losses of all of them in words."""
 
-from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, ratio, summary, verdict
+from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, summary, times_as_fast, verdict
 from scripts.performance.cells import RESULTS, Cell, Row, Table, number, rows_of, text
 
 OFFLINE, SERVE = "offline-*", "serve-*"
@@ -25,9 +25,7 @@ def figure(name: str) -> Cell:
 
 def result(row: Row) -> str:
     """Who is faster, in words."""
-    if OURS not in row or THEIRS not in row:
-        return ""
-    return verdict(ratio(row[OURS], row[THEIRS], row["unit"]))
+    return verdict(times_as_fast(row))
 
 
 def table(run: str, command: str) -> Table:
@@ -45,29 +43,27 @@ def table(run: str, command: str) -> Table:
 def losses() -> str:
     """What the tables say in words: runs with default options first, then those with others."""
     runs = [run for run in (OFFLINE, SERVE) if list(RESULTS.glob(f"{run}.json"))]
-    rows = [row for run in runs for row in rows_of(run) if OURS in row and THEIRS in row]
+    rows = [
+        row | {"what": f"{row['model']}, {row['what']}"}
+        for run in runs
+        for row in rows_of(run)
+        if OURS in row and THEIRS in row
+    ]
     lines = []
     if not any(row["options"] == DEFAULT for row in rows):
         lines.append(f"- No run with default options and {THEIRS} is stored yet.")
     for options in (DEFAULT, *sorted({row["options"] for row in rows} - {DEFAULT})):
         if found := [row for row in rows if row["options"] == options]:
-            said, lost = summary(_compared(found))
+            said, lost = summary(found)
             lines.append(f"- {_with(options)}, {said}")
             lines += [f"    - {each}" for each in lost]
     return "\n".join(lines)
 
 
+def losses_in_brief() -> str:
+    """`losses`, a line for the runs with the same options."""
+    return losses().replace("\n    - ", " ").replace(" times as fast", " times as fast.")
+
+
 def _with(options: str) -> str:
     return f"With {options} options" if options == DEFAULT else f"With {options}"
-
-
-def _compared(rows: list[Row]) -> list[Row]:
-    """The rows as `compared` has them, with the model in `what`."""
-    ours, theirs = (
-        [
-            {"what": f"{row['model']}, {row['what']}", "unit": row["unit"], "value": row[name]}
-            for row in rows
-        ]
-        for name in (OURS, THEIRS)
-    )
-    return compared(ours, theirs)

@@ -6,10 +6,33 @@ A configuration that was timed several times is shown by its fastest run.
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from scripts.performance.cells import Row, markdown, rows_of
+from scripts.performance.cells import (
+    Row,
+    Table,
+    count,
+    markdown,
+    number,
+    percent,
+    rows_of,
+    table_of,
+    text,
+)
 
 ONE_GPU_TOO = ("DeepSeek-V2-Lite", "Qwen3.5-35B-A3B")
 FOUR_GPUS_ONLY = ("Qwen3.5-397B-A17B-FP8", "Qwen3-Next-80B-A3B")
+
+
+LAYOUT = {
+    "model": text("model"),
+    "layout": lambda row: f"`{row['layout']}`" if row["layout"] else "one GPU",
+    "rows": count("B"),
+    "tokens per row": count("T"),
+    "ms": number("ms", 2),
+    "roof ms": number("roof ms", 2),
+    "tokens per second": count("tokens/s"),
+    "times one GPU": number("times one GPU", 2),
+    "cache tokens in all": count("cache tokens"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,40 +52,15 @@ class LayoutTable:
     def __call__(self) -> str:
         runs = fastest(rows_of(self.run))
         one = {_work(row): row["tokens/s"] for row in runs if row["GPUs"] == 1}
-        shown = [row for row in runs if self.where(row) and self._model(row) < len(self._models)]
-        shown.sort(key=lambda row: (self._model(row), row["T"], row["B"], row["GPUs"], row["ms"]))
-        titles = ["model", "layout", "rows", "tokens per row", "ms", "roof ms", "tokens per second"]
-        cells = [
-            [
-                row["model"],
-                f"`{row['layout']}`" if row["layout"] else "one GPU",
-                f"{row['B']:,}",
-                f"{row['T']:,}",
-                f"{row['ms']:.2f}",
-                f"{row['roof ms']:.2f}",
-                f"{row['tokens/s']:,.0f}",
-            ]
-            for row in shown
-        ]
-        if any(_work(row) in one for row in shown):
-            titles.append("times one GPU")
-            for line, row in zip(cells, shown, strict=True):
-                base = one.get(_work(row))
-                compared = base is not None and row["GPUs"] > 1
-                line.append(f"{row['tokens/s'] / base:.2f}" if compared and base else "")
-        if all("cache tokens" in row for row in shown):
-            titles.append("cache tokens in all")
-            for line, row in zip(cells, shown, strict=True):
-                line.append(f"{row['cache tokens']:,}")
-        return markdown(titles, cells)
-
-    @property
-    def _models(self) -> tuple[str, ...]:
-        return self.models or tuple(sorted({row["model"] for row in rows_of(self.run)}))
-
-    def _model(self, row: Row) -> int:
-        models = self._models
-        return models.index(row["model"]) if row["model"] in models else len(models)
+        models = self.models or tuple(sorted({row["model"] for row in runs}))
+        shown = [row for row in runs if row["model"] in models and self.where(row)]
+        shown.sort(
+            key=lambda row: (models.index(row["model"]), row["T"], row["B"], row["GPUs"], row["ms"])
+        )
+        for row in shown:
+            if row["GPUs"] > 1 and _work(row) in one:
+                row["times one GPU"] = row["tokens/s"] / one[_work(row)]
+        return table_of(LAYOUT, shown)
 
 
 def fastest(rows: Iterable[Row]) -> list[Row]:
@@ -77,23 +75,6 @@ def fastest(rows: Iterable[Row]) -> list[Row]:
 
 def _work(row: Row) -> tuple[object, ...]:
     return row["model"], row["B"], row["T"]
-
-
-def long_row() -> str:
-    """One row of 1,000,000 tokens: attention of one layer over one, two and four GPUs."""
-    titles = ["heads", "GPUs", "us", "only `mla_decode`, us", "times one GPU", "per doubling"]
-    cells = [
-        [
-            str(row["H"]),
-            str(row["GPUs"]),
-            f"{row['us']:.0f}",
-            f"{row['attention us']:.0f}",
-            f"{row['times one GPU']:.2f}" if "times one GPU" in row else "",
-            f"{row['efficiency']:.0%}" if "efficiency" in row else "",
-        ]
-        for row in rows_of("long-row-h200-*-heads")
-    ]
-    return markdown(titles, cells)
 
 
 def all_reduces() -> str:
@@ -126,6 +107,17 @@ SEVERAL_GPUS: dict[str, Callable[[], str]] = {
         ),
     ),
     "parallel-four": LayoutTable(run="parallel-4-h200", models=FOUR_GPUS_ONLY),
-    "long-row": long_row,
+    # One row of 1,000,000 tokens: attention of one layer.
+    "long-row": Table(
+        run="long-row-h200-*-heads",
+        columns={
+            "heads": text("H"),
+            "GPUs": text("GPUs"),
+            "us": number("us", 0),
+            "only `mla_decode`, us": number("attention us", 0),
+            "times one GPU": number("times one GPU", 2),
+            "per doubling": percent("efficiency"),
+        },
+    ),
     "all-reduces": all_reduces,
 }

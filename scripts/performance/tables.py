@@ -82,7 +82,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **WHOLE_MODELS,
     "offline": serving.table(serving.OFFLINE, "offline"),
     "serve": serving.table(serving.SERVE, "serve"),
-    "losses": serving.losses,
+    "losses": serving.losses_in_brief,
     "mla-flashmla": Table(
         run="mla-flashmla",
         columns={

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from scripts.performance.cells import Row, Table, markdown, number, rows_of, text
+from scripts.performance.cells import Cell, Row, Table, number, rows_of, table_of, text
 from scripts.performance.several_gpus import fastest
 
 CONFIGS = Path(__file__).parents[2] / "jaxattn" / "models" / "catalog" / "known"
@@ -12,20 +12,18 @@ CONFIGS = Path(__file__).parents[2] / "jaxattn" / "models" / "catalog" / "known"
 
 def decode_steps() -> str:
     """The fastest stored run of each model and number of rows on one H200, at 4,096 tokens."""
-    titles = ["model", "B", "ms", "roof ms", "times roof", "us per layer above the roof"]
+    columns: dict[str, Cell] = {
+        "model": text("model"),
+        "B": text("B"),
+        "ms": number("ms", 2),
+        "roof ms": number("roof ms", 2),
+        "times roof": lambda row: f"{row['ms'] / row['roof ms']:.2f}",
+        "us per layer above the roof": lambda row: (
+            f"{(row['ms'] - row['roof ms']) / layers(row['model']) * 1000:.1f}"
+        ),
+    }
     runs = sorted(fastest(_on_one_gpu()), key=lambda row: (row["model"], row["B"]))
-    cells = [
-        [
-            row["model"],
-            str(row["B"]),
-            f"{row['ms']:.2f}",
-            f"{row['roof ms']:.2f}",
-            f"{row['ms'] / row['roof ms']:.2f}",
-            f"{(row['ms'] - row['roof ms']) / layers(row['model']) * 1000:.1f}",
-        ]
-        for row in runs
-    ]
-    return markdown(titles, cells)
+    return table_of(columns, runs)
 
 
 def _on_one_gpu() -> Iterator[Row]:

@@ -647,7 +647,10 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
     ("argv", "message"),
     [
         (["nothing"], "no bench 'nothing'; there are mla, mla-prefill,"),
-        (["nothing"], "parallel, collectives, long-row, compare, dense, host, serve"),
+        (
+            ["nothing"],
+            "parallel, collectives, long-row, compare, dense, host, quality, offline, serve",
+        ),
         (["plot", "x.json"], "--plot FILE.png"),
         (["plot", "--plot", "x.png"], "RUN.json"),
         (["mla", "x.json"], "RUN.json"),

@@ -341,7 +341,7 @@ def test_one_request_is_no_list_of_requests(engine):
     "options, message",
     [
         ({"prompt": b""}, "prompt is empty"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        ({"max_tokens": -1}, "max_tokens must be at least 1, or 0 to read the prompt .*; got -1"),
         ({"temperature": -0.1}, "temperature must be 0 or more"),
         ({"temperature": np.nan}, "temperature must be 0 or more"),
         ({"top_p": 0.0}, "top_p must be above 0"),

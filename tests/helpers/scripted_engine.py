@@ -15,12 +15,25 @@ from jaxattn.memory.limits import Limits
 
 LIMITS = Limits(batch=4, max_model_len=256, prefill_chunk=32)
 PAGE = 64
+# A call of a tool as Hermes writes it.
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 Script = Callable[[Request], Sequence[int]]
 
 
 def echo(request: Request) -> Sequence[int]:
     """Says its prompt, again and again."""
     return tuple(request.prompt) * (request.max_tokens // len(request.prompt) + 1)
+
+
+class Told:
+    """A script that says what a test tells it, and the prompts that it has read."""
+
+    def __init__(self) -> None:
+        self.says, self.prompts = "", list[str]()
+
+    def __call__(self, request: Request) -> Sequence[int]:
+        self.prompts.append(bytes(request.prompt).decode())
+        return self.says.encode()
 
 
 @dataclasses.dataclass

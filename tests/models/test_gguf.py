@@ -145,6 +145,11 @@ def test_a_damaged_header_raises_nothing_else(tmp_path):
             assert "m.gguf" in str(error)
 
 
+def test_a_dtype_that_no_folder_has_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="dtype must be None, .*; got 'float16'"):
+        read_folder(spoiled(tmp_path), dtype="float16")
+
+
 def test_a_part_of_several_files_is_named(tmp_path):
     file = shutil.copy(spoiled(tmp_path), tmp_path / "m-00001-of-00003.gguf")
     with pytest.raises(CheckpointError, match="part of a model in several files"):

@@ -71,7 +71,7 @@ def test_a_step_has_the_logits_of_the_tokens_there_are(kind):
     entry = ModelStep(kind, 2, 16) if kind == "prefill" else ModelStep(kind, 2, 1)
     step, batch = entry.step(model, limits), entry.batch_shapes(limits)
     state = jax.eval_shape(lambda: new_state(model, limits))
-    logits, _ = jax.eval_shape(step, packed_shapes(model), state, batch)
+    logits, *_ = jax.eval_shape(step, packed_shapes(model), state, batch)
     assert logits.shape == (limits.batch, 430)
 
 

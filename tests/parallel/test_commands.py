@@ -61,7 +61,7 @@ def test_a_layout_that_fits_is_planned_where_others_do_not(capsys):
     [
         (["--tensor", "3"], "tensor=3 does not divide the 16 attention heads"),
         (["--tensor", "4", "--context", "3"], "context=3 does not divide tensor=4"),
-        (["--data", "3"], "multiples of the 3 data groups"),
+        (["--data", "3"], "--batch 32 is no multiple of --data 3"),
     ],
 )
 def test_an_impossible_layout_is_one_line_and_exit_code_2(flags, message, capsys):

@@ -13,7 +13,7 @@ from jaxattn.engine.requests.request import Request
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED
 from tests.helpers.live_server import live, served
-from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
+from tests.helpers.scripted_engine import LIMITS, ScriptedEngine, Told
 
 
 class Kept:
@@ -75,6 +75,18 @@ def real(engine, generated):
 def scripted():
     """A server whose model repeats the prompt."""
     with live(served(ScriptedEngine)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def told():
+    return Told()
+
+
+@pytest.fixture(scope="module")
+def told_server(told):
+    """A server whose model says what `told` is told."""
+    with live(served(lambda: ScriptedEngine(told))) as server:
         yield server
 
 

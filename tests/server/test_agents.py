@@ -14,6 +14,7 @@ import pytest
 from tests.helpers import agent_libraries
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
+from tests.helpers.tool_calls import call
 
 # Of the npm registry and of PyPI, with the versions that these tests were written with.
 NODE = (
@@ -77,9 +78,9 @@ def repository(tmp_path):
     return made
 
 
-def hermes(name, arguments):
-    call = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{call}\n</tool_call>"
+def json_in(form):
+    """What writes a call in a format whose arguments are JSON."""
+    return lambda name, arguments: call(form, json.dumps(arguments), name)
 
 
 def coder(name, arguments):
@@ -127,26 +128,10 @@ def run(command, where, **variables):
     return done.stdout
 
 
-def deepseek(name, arguments):
-    call = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
-    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
-
-
-def kimi(name, arguments):
-    call = f"functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}"
-    calls = f"<|tool_call_begin|>{call}<|tool_call_end|>"
-    return f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|>"
-
-
-def mistral(name, arguments):
-    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
-
-
 # Names of `--tool-parser`.
-FORMATS = {
-    "hermes": hermes, "qwen3_coder": coder, "glm": glm, "deepseek_v31": deepseek, "kimi_k2": kimi,
-    "mistral": mistral,
-}  # fmt: skip
+FORMATS = {"qwen3_coder": coder, "glm": glm} | {
+    form: json_in(form) for form in ("hermes", "deepseek_v31", "kimi_k2", "mistral")
+}
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -214,7 +199,7 @@ LIBRARIES = (
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_library_of_agents_calls_a_tool_and_reads_the_answer(python, tmp_path, library):
-    script, prompts = turns(hermes, [("weather", {"city": "Ulm"}), "It is sunny."])
+    script, prompts = turns(FORMATS["hermes"], [("weather", {"city": "Ulm"}), "It is sunny."])
     with live(served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)) as server:
         said = run([python, agent_libraries.__file__, library, server.url], tmp_path)
     assert said.strip().endswith("It is sunny.")
@@ -223,7 +208,7 @@ def test_a_library_of_agents_calls_a_tool_and_reads_the_answer(python, tmp_path,
 
 @pytest.mark.parametrize("library", ("openai_node", "ai_sdk_responses", "ai_sdk_messages"))
 def test_a_library_of_node_calls_a_tool_and_reads_the_answer(node, tmp_path, library):
-    script, prompts = turns(hermes, [("weather", {"city": "Ulm"}), "It is sunny."])
+    script, prompts = turns(FORMATS["hermes"], [("weather", {"city": "Ulm"}), "It is sunny."])
     client = node.parent / "agent_libraries.mjs"  # where Node finds the packages
     shutil.copy(Path(agent_libraries.__file__).with_suffix(".mjs"), client)
     with live(served(lambda: ScriptedEngine(script, limits=LONG), limits=LONG)) as server:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxattn.memory.limits import Limits
 from tests.helpers.live_server import live, served
-from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.scripted_engine import CALL, ScriptedEngine
 
 WEATHER = {
     "type": "function",
@@ -15,7 +15,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 from tests.helpers.live_server import live, objects, served
-from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.scripted_engine import CALL, ScriptedEngine
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 # As `vllm bench serve` sends them, and guidellm after a GET of /health and /v1/models.
@@ -118,9 +118,8 @@ def test_openai_tries_again_when_the_queue_is_full():
 
 
 def test_openai_streams_calls_of_tools():
-    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
     with (
-        live(served(lambda: ScriptedEngine(lambda request: f"So: {call}".encode()))) as server,
+        live(served(lambda: ScriptedEngine(lambda request: f"So: {CALL}".encode()))) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
         client.chat.completions.stream(
             model="model",

@@ -3,29 +3,17 @@
 import pytest
 
 from tests.helpers.live_server import live, served
-from tests.helpers.scripted_engine import ScriptedEngine
-from tests.server.test_responses import CALL, Told
+from tests.helpers.scripted_engine import CALL, ScriptedEngine
 
 anthropic = pytest.importorskip("anthropic")
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def told():
-    return Told()
-
-
-@pytest.fixture(scope="module")
-def server(told):
-    with live(served(lambda: ScriptedEngine(told))) as server:
-        yield server
-
-
 @pytest.fixture
-def client(server, told):
+def client(told_server, told):
     told.says, told.prompts = "Hello.", []
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+    with anthropic.Anthropic(base_url=told_server.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -111,8 +99,8 @@ def test_stop_sequences_and_lengths(client):
     assert (found.stop_reason, found.stop_sequence) == ("max_tokens", None)
 
 
-def test_a_choice_of_tools_and_a_schema_become_grammars(server, client, told):
-    added = server.service.worker.engine.added
+def test_a_choice_of_tools_and_a_schema_become_grammars(told_server, client, told):
+    added = told_server.service.worker.engine.added
     told.says = CALL
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         client.messages.create(
@@ -126,7 +114,7 @@ def test_a_choice_of_tools_and_a_schema_become_grammars(server, client, told):
     assert added[-1].grammar is not None
 
 
-def test_errors_have_anthropics_form(server, client):
+def test_errors_have_anthropics_form(told_server, client):
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(model="model", max_tokens=0, messages=HI)
     error = refused.value.body
@@ -135,7 +123,7 @@ def test_errors_have_anthropics_form(server, client):
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="claude", max_tokens=1, messages=HI)
     for method, path in (("GET", "/v1/messages"), ("POST", "/v1/messages/batches")):
-        error = server.client.request(method, path).json()
+        error = told_server.client.request(method, path).json()
         assert error["type"] == "error" and error["error"]["message"]
 
 
@@ -159,8 +147,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("fields, param", REFUSED, ids=[param for _, param in REFUSED])
-def test_a_field_that_does_not_fit_is_named(server, fields, param):
-    response = server.post("/v1/messages", {"max_tokens": 5, "messages": HI, **fields})
+def test_a_field_that_does_not_fit_is_named(told_server, fields, param):
+    response = told_server.post("/v1/messages", {"max_tokens": 5, "messages": HI, **fields})
     found = response.json()
     assert response.status_code == 400, response.text
     assert found["type"] == "error" and found["error"]["param"] == param

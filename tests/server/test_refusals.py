@@ -1,18 +1,15 @@
 """Bad input: OpenAI's error with the field's name, and nothing is queued for it."""
 
-import asyncio
 import dataclasses
 import json
-import math
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxattn.memory.limits import Limits
-from jaxattn.server.app import build
 from tests.helpers.live_server import live, served
+from tests.helpers.odd_requests import answer, sane
 from tests.helpers.scripted_engine import LIMITS, ScriptedEngine
 
 FIELDS = [
@@ -212,31 +209,14 @@ PATHS = {
 }
 
 
-def sane(value):
-    """JSON has neither NaN nor infinity, and orjson no integers beyond 64 bits: they are floats."""
-    if isinstance(value, dict):
-        return {key: sane(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [sane(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 @pytest.mark.parametrize("path", PATHS)
 @settings(max_examples=75, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_whatever_comes_no_answer_is_500_and_no_row_is_stuck(path, data, scripted):
     body = sane(data.draw(PATHS[path]))
-
-    async def ask():
-        transport = httpx.ASGITransport(build(scripted.service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.post(path, content=json.dumps(body))
-
-    response = scripted.call(asyncio.wait_for(ask(), 20))
-    assert response.status_code in (200, 400, 404), (body, response.text)
+    response = answer(scripted, path, body)
     if response.status_code != 200:
         error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"} and error["message"]
     elif body.get("stream") and path.startswith("/v1"):
         assert response.text.endswith("data: [DONE]\n\n") and '"error"' not in response.text
-    assert scripted.service.admission.open == 0

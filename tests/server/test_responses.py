@@ -8,38 +8,15 @@ import pytest
 
 from jaxattn.server.runtime.response_store import ResponseStore
 from tests.helpers.live_server import live, served
-from tests.helpers.scripted_engine import ScriptedEngine
+from tests.helpers.scripted_engine import CALL, ScriptedEngine
 
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 WEATHER = {"type": "function", "name": "weather", "parameters": {}, "strict": False}
 
 
-class Told:
-    """A model that says what a test tells it, and the prompts that it has read."""
-
-    def __init__(self):
-        self.says, self.prompts = "", []
-
-    def __call__(self, request):
-        self.prompts.append(bytes(request.prompt).decode())
-        return self.says.encode()
-
-
-@pytest.fixture(scope="module")
-def told():
-    return Told()
-
-
-@pytest.fixture(scope="module")
-def server(told):
-    with live(served(lambda: ScriptedEngine(told))) as server:
-        yield server
-
-
 @pytest.fixture
-def client(server, told):
+def client(told_server, told):
     told.says, told.prompts = "Hello.", []
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{told_server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -122,14 +99,14 @@ def test_thoughts_come_back_with_what_the_client_keeps_of_them(client, told):
     client.responses.create(model="model", input=history, store=False)
 
 
-def test_an_answer_follows_a_schema(server, client, told):
+def test_an_answer_follows_a_schema(told_server, client, told):
     class Point(pydantic.BaseModel):
         x: int
 
     told.says = '{"x": 3}'
     found = client.responses.parse(model="model", input="hi", text_format=Point)
     assert found.output_parsed == Point(x=3)
-    assert server.service.worker.engine.added[-1].grammar is not None
+    assert told_server.service.worker.engine.added[-1].grammar is not None
     assert found.text.format.name == "Point"
 
 
@@ -220,8 +197,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("fields, param", REFUSED, ids=[param for _, param in REFUSED])
-def test_a_field_that_does_not_fit_is_named(server, fields, param):
-    response = server.post("/v1/responses", {"input": "x", **fields})
+def test_a_field_that_does_not_fit_is_named(told_server, fields, param):
+    response = told_server.post("/v1/responses", {"input": "x", **fields})
     error = response.json()["error"]
     assert response.status_code == 400, response.text
     assert error["param"] == param and param.split(".")[-1].split("[")[0] in error["message"]

@@ -135,12 +135,12 @@ def test_chunks_are_framed_for_http_1_1_alone(scripted):
 
 
 def test_a_fault_in_one_answer_s_json_ends_no_other(scripted, monkeypatch):
-    def choices(self, piece, choices=CompletionResponseBuilder.choices):
+    def choice(self, piece, *, begins, choice=CompletionResponseBuilder.choice):
         if "z" in piece.text:
             raise ZeroDivisionError("of a test")
-        return choices(self, piece)
+        return choice(self, piece, begins=begins)
 
-    monkeypatch.setattr(CompletionResponseBuilder, "choices", choices)
+    monkeypatch.setattr(CompletionResponseBuilder, "choice", choice)
     with ThreadPoolExecutor(2) as pool:
         body = {"max_tokens": 200, "stream": True}
         fine = pool.submit(scripted.post, "/v1/completions", {"prompt": "ab", **body})

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxattn.server.decoding.message_format import FORMATS
 from jaxattn.server.decoding.tool_formats.json_arguments import parsed
-from tests.server.test_tool_calls import THINK, TOOLS, UNBEGUN, call, read
+from tests.helpers.tool_calls import THINK, TOOLS, UNBEGUN, call, read
 
 QUICK = 60
 NAMES = [tool["function"]["name"] for tool in TOOLS]

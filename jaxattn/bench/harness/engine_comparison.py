@@ -22,12 +22,19 @@ def ratio(ours: float, theirs: float, unit: str) -> float | None:
     return None
 
 
-def verdict(times: float | None, peer: str = THEIRS) -> str:
+def times_as_fast(row: Row) -> float | None:
+    """The ratio of a row that has both engines' values under their names; else None."""
+    if OURS not in row or THEIRS not in row:
+        return None
+    return ratio(row[OURS], row[THEIRS], row["unit"])
+
+
+def verdict(times: float | None) -> str:
     """ "jaxattn wins, 1.66 times as fast", and as plainly "jaxattn loses, 0.75 times as fast"."""
     if times is None:
         return ""
     if abs(times - 1) <= EQUAL:
-        return f"{OURS} and {peer} are equally fast"
+        return f"{OURS} and {THEIRS} are equally fast"
     return f"{OURS} {'wins' if times > 1 else 'loses'}, {times:.2f} times as fast"
 
 
@@ -45,10 +52,9 @@ def compared(ours: Sequence[Row], theirs: Sequence[Row] = ()) -> list[dict[str, 
                 cells = found.setdefault(key, {"what": key[0], "unit": key[1]})
                 cells[name] = row["value"]
     for cells in found.values():
-        if OURS in cells and THEIRS in cells:
-            times = ratio(cells[OURS], cells[THEIRS], cells["unit"])
-            if times is not None:
-                cells |= {"times as fast": times, "result": verdict(times)}
+        times = times_as_fast(cells)
+        if times is not None:
+            cells |= {"times as fast": times, "result": verdict(times)}
     return list(found.values())
 
 
@@ -57,18 +63,18 @@ def errors(engine: str, rows: Iterable[Row]) -> list[str]:
     return [f"{engine}, {row['what']}: {row['error']}" for row in rows if "error" in row]
 
 
-def summary(rows: Sequence[Row], peer: str = THEIRS) -> tuple[str, list[str]]:
+def summary(rows: Sequence[Row]) -> tuple[str, list[str]]:
     """(wins and losses in a sentence, each loss in words) of a whole comparison."""
-    known = [(row, row["times as fast"]) for row in rows if "times as fast" in row]
+    known = [(row, times) for row in rows if (times := times_as_fast(row)) is not None]
     if not known:
-        return f"Nothing of {peer} was measured, so nobody wins.", []
+        return f"Nothing of {THEIRS} was measured, so nobody wins.", []
     lost = [
-        f"{row['what']}, {row['unit']}: {verdict(times, peer)}"
+        f"{row['what']}, {row['unit']}: {verdict(times)}"
         for row, times in known
         if times < 1 - EQUAL
     ]
     won = sum(times > 1 + EQUAL for _, times in known)
-    said = f"{OURS} is faster than {peer} in {won} of {len(known)} measures and slower in "
+    said = f"{OURS} is faster than {THEIRS} in {won} of {len(known)} measures and slower in "
     return f"{said}{len(lost) or 'none'}.", lost
 
 

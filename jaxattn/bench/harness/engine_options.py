@@ -5,13 +5,13 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness.engine_comparison import OURS, THEIRS
+from jaxattn.bench.harness.result_tables import check_files
 from jaxattn.bench.model.model_folder import SMALL, write_folder
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
 
@@ -87,8 +87,7 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> EngineC
         parser.error("give a MODEL, or --small, which has a model of its own")
     if not isinstance(args.peer_options, dict):
         parser.error(f"--peer-options must be a JSON object; got {args.peer_options!r}")
-    if args.json and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
-        parser.error(f"--json {args.json}: cannot be written there")
+    check_files(parser, args)
     name, fields = "small", SMALL
     if args.target:
         try:

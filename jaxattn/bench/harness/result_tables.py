@@ -1,6 +1,8 @@
 """Display and storage of a run's result tables."""
 
+import argparse
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,18 @@ def run_json(result: dict[str, Any]) -> str:
 
 def _all_hold_more(values: Iterable[Any]) -> bool:
     return all(isinstance(value, dict | list) for value in values)
+
+
+def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends with a message where --json or --plot cannot be written: before all the measuring."""
+    for name in ("json", "plot"):
+        path = getattr(args, name, None)
+        if path is None:
+            continue
+        # JSON is written beside its file first.
+        written = path if name == "plot" and path.exists() else path.parent
+        if path.is_dir() or not os.access(written, os.W_OK):
+            parser.error(f"--{name} {path}: cannot be written there")
 
 
 def store(result: dict[str, Any], path: Path | None) -> None:

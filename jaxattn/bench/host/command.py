@@ -39,7 +39,7 @@ from typing import Any
 import jax
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.host.executable_replay import PROMPT, WARM, generated, queued, requests
 from jaxattn.bench.host.word_grammar import maker
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
@@ -104,8 +104,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         parser.error(f"--repeats must be positive; got {args.repeats}")
     if args.small and args.name:
         parser.error("--small has a model of its own; give no MODEL")
-    if args.json and not os.access(args.json.parent, os.W_OK):
-        parser.error(f"--json {args.json}: cannot be written there")
+    check_files(parser, args)
     if args.name:
         try:
             args.name, _, args.model = find(args.name)

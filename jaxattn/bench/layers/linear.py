@@ -28,7 +28,7 @@ from jax import lax
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.hlo_writes import hlo_writes
 from jaxattn.bench.harness.peak_rates import copy_bandwidth
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.harness.timing import launches, rotation, seconds
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.dispatch import Implementation, Refusal
@@ -235,8 +235,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if min(args.rows) < 1:
         parser.error(f"--rows must be positive; got {min(args.rows)}")
-    if args.json and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
-        parser.error(f"--json {args.json}: cannot be written there")
+    check_files(parser, args)
     return args
 
 

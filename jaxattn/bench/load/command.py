@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxattn import __version__
 from jaxattn.bench.harness.engine_options import add_engines, chosen
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.load.request_lengths import LengthDistribution
 from jaxattn.bench.plots.roofline_plot import BenchPlotError, require_matplotlib
 from jaxattn.cli.options.parser import ProseHelpFormatter
@@ -93,6 +93,7 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
             parser.error("give --rates, --concurrency, or both")
         if args.engine or args.peer_options:
             parser.error("--engine and --peer-options go with a MODEL, whose servers are started")
+        check_files(parser, args)
     if args.plot is not None:
         try:
             require_matplotlib()  # before all the measuring
@@ -103,12 +104,9 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
 
 def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Reads the model and its engines; ends with a message where options do not fit them."""
-    wrong = [
-        f"--{name}" for name in ("url", "model", "chat", "plot") if getattr(args, name) is not None
-        and getattr(args, name) is not False
-    ]  # fmt: skip
-    if wrong:
-        parser.error(f"{wrong[0]} goes with a URL, and {args.target or '--small'} is a model")
+    for name in ("url", "model", "chat", "plot"):
+        if getattr(args, name) not in (None, False):
+            parser.error(f"--{name} goes with a URL, and {args.target or '--small'} is a model")
     if args.small:
         args.prompt_tokens, args.answer_tokens = args.prompt_tokens or 20, args.answer_tokens or 8
     args.choice = chosen(parser, args)

@@ -72,8 +72,11 @@ class LoadTest:
             url = url.rstrip("/").removesuffix("/v1")
             model = model or await _model(session, url)
             server = ServerClient(session, url, model, self.chat)
-            characters = await _characters(server) if self.vocab_size is None else 0.0
-            prompt_of = texts(characters) if characters else token_ids(self.vocab_size or 1)
+            if self.vocab_size is None:
+                characters = await _characters(server)
+                prompt_of = texts(characters)
+            else:
+                characters, prompt_of = 0.0, token_ids(self.vocab_size)
             for ask in self.lengths.asks(self.warmup, self.seed + 1, prompt_of):
                 _checked(await server.ask(ask, time.perf_counter()))
             rows: list[dict[str, Any]] = []

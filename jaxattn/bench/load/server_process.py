@@ -56,7 +56,6 @@ def started(
         port = free.getsockname()[1]
     line, more = command(engine, folder, port, peer_options)
     begin = time.perf_counter()
-    # Its own group: vLLM's server has processes of its own.
     url = f"http://127.0.0.1:{port}"
     with (
         tempfile.TemporaryFile("w+") as log,  # an access log would hide the rows

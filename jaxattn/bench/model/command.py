@@ -20,7 +20,7 @@ import jax
 
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.peak_rates import copy_bandwidth, matmul_rate
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.model import roofline
 from jaxattn.bench.model.batches import BenchBatches
 from jaxattn.bench.model.expert_usage import moe_layers
@@ -94,9 +94,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         parser.error(
             f"{args.name} takes {args.model.max_position_embeddings:,} tokens; got {longest:,}"
         )
-    for path in filter(None, (args.json, args.plot)):
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            parser.error(f"{path} cannot be written")
+    check_files(parser, args)
     if args.implementation == "mosaic_gpu":
         try:
             require_hopper("--implementation mosaic_gpu", interpret=False)

@@ -13,7 +13,6 @@ token is the same. The line of auto by prefill shows how rounding by itself chan
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.result_tables import show, store
+from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.model.text_scorer import TextScorer, TextScores
 from jaxattn.cli.options.parser import InputError, ProseHelpFormatter
 from jaxattn.cli.startup.model_source import ModelSource, read, refusals
@@ -77,8 +76,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < least:
             parser.error(f"--{name} must be at least {least}; got {value}")
-    if args.json and (args.json.is_dir() or not os.access(args.json.parent, os.W_OK)):
-        parser.error(f"{args.json} cannot be written")
+    check_files(parser, args)
     return args
 
 

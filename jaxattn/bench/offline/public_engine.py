@@ -37,8 +37,7 @@ class PublicEngine:
         on_cpu = jax.config.jax_platforms == "cpu"
         choose_device("auto", None, None if on_cpu else UTILIZATION)  # JAX's share, as `serve` has
         model = find(folder)[2]
-        workers = 16 if jax.default_backend() == "gpu" else 1  # as `serve` has
-        self._engine = Engine(model, random_params(model), workers=workers)
+        self._engine = Engine(model, random_params(model))
         self._engine.start()
         self.vocab_size, self.longest = model.vocab_size, self._engine.limits.longest_row
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -32,7 +31,7 @@ class ProgressLines(ProgressDisplay):
         with self._lock:
             self._count, self._done = count, 0
             self._last["compiling"] = time.perf_counter()
-            self._print(f"compiling {count} executables")
+            self.says(f"compiling {count} executables")
 
     def compiles(self, name: str, *, done: bool) -> None:
         with self._lock:
@@ -42,7 +41,7 @@ class ProgressLines(ProgressDisplay):
             self._progress.update(task, completed=1)
             self._done += 1
             if self._due("compiling", last=self._done == self._count):
-                self._print(f"compiled {self._done} of {self._count}: {name}")
+                self.says(f"compiled {self._done} of {self._count}: {name}")
 
     def moved(self, what: str, done: int, total: int) -> None:
         with self._lock:
@@ -50,14 +49,14 @@ class ProgressLines(ProgressDisplay):
             now = time.perf_counter()
             if what not in self._began:
                 self._began[what] = self._last[what] = now
-                self._print(f"{what} {decimal(total)} of weights")
+                self.says(f"{what} {decimal(total)} of weights")
             if self._due(what, last=done >= total):
                 took = max(now - self._began[what], 1e-6)
                 rate = f"{decimal(int(done / took))}/s after {took:.1f} s"
-                self._print(f"{what}: {decimal(done)} of {decimal(total)}, {rate}")
+                self.says(f"{what}: {decimal(done)} of {decimal(total)}, {rate}")
 
     def says(self, what: str) -> None:
-        self._print(what)
+        self._console.print(what)
 
     def stop(self) -> None:
         """Every line is there already."""
@@ -68,17 +67,6 @@ class ProgressLines(ProgressDisplay):
             return False
         self._last[task] = now
         return True
-
-    def _print(self, line: str) -> None:
-        self._console.print(line)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
 
 def progress(console: Console) -> ProgressDisplay:

@@ -9,8 +9,6 @@ from jaxtyping import Array, Float, Int
 from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 
-WIDTH = 1 + 2 * MOST_LOGPROBS  # numbers of a row of `logprobs`
-
 
 @jax.named_scope("logprobs")
 def logprobs(

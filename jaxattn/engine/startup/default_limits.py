@@ -17,6 +17,7 @@ from typing import Any
 from jaxattn.engine.startup.gpu_limits import DRIVER, Bounds, GpuLimits, LimitsChoice, limit_reason
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.device_memory import DeviceMemory
@@ -61,9 +62,8 @@ def choose_limits(
 
 def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """The steps of an engine that take most memory: those of a whole batch, and of most tokens."""
-
-    steps: tuple[Any, ...] = all_steps(limits)
-    prefills = [step for step in steps if getattr(step, "kind", "") == "prefill"]
+    steps = all_steps(limits)
+    prefills = [s for s in steps if isinstance(s, ModelStep) and s.kind == "prefill"]
     most = max(step.size for step in prefills)
     read = max(step.tokens for step in prefills) * limits.groups
     whole = [

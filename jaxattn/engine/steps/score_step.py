@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.engine.sampling.logprobs import WIDTH, logprobs
+from jaxattn.engine.sampling.logprobs import logprobs
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
 from jaxattn.memory.limits import Limits
@@ -39,8 +39,6 @@ class ScoreStep(EngineStep):
     """
 
     tokens: int
-
-    donated = 0
 
     @classmethod
     def of(cls, limits: Limits, tokens: int) -> Self:
@@ -116,12 +114,11 @@ def wanted_tokens(
 @jax.named_scope("score")
 def _score(
     head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+1 2"]
-) -> tuple[Float[Array, "N hidden"], Int[Array, "S n"]]:
+) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2+2*20"]]:
     """(`hidden` as it was, the rank of each token among all and `logprobs`)."""
     at, tokens = wanted[:-1, 0], wanted[:-1, 1]
     logits = head(weights, hidden[at])
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     rank = 1 + (logits > own).sum(axis=1, keepdims=True, dtype=jnp.int32)
     told = logprobs(logits, tokens, wanted[-1, 0])
-    assert told.shape[1] == WIDTH
     return hidden, jnp.concatenate([rank, told], axis=1)

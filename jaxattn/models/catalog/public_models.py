@@ -99,9 +99,8 @@ def from_config(
 
 def _words(skipped: tuple[str, ...]) -> str:
     """What the loader skips; the beginnings of its tensors' names say it."""
-    parts = ("visual.", "vision_tower.", "mm_projector.")
-    vision = [name for name in skipped if name.endswith(parts)]
-    found = ["the vision tower"] if vision else []
-    if len(vision) < len(skipped):
+    layers = [name.startswith(("mtp.", "model.layers.")) for name in skipped]
+    found = [] if all(layers) else ["the vision tower"]
+    if any(layers):
         found.append("the prediction (MTP) layers")
     return " and ".join(found)

@@ -96,17 +96,32 @@ def read_config(
     Raises:
         CheckpointError: it is missing or damaged, or says what is not supported.
     """
+    fields = ConfigFields(read_json(folder / CONFIG), str(folder / CONFIG))
+    published = published_model(fields, dtype, experts, dense)
+    return _as_stored(folder, published, mixed=dense is None)
+
+
+def published_model(
+    fields: ConfigFields,
+    dtype: str | None = None,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
+) -> PublishedModel:
+    """The model of these fields; other arguments are those of `load`.
+
+    Raises:
+        CheckpointError: they say what is not supported.
+    """
     if dtype not in (None, *DTYPES):
         raise CheckpointError(
             f"dtype must be None, 'bfloat16' or 'float32'; got {short_repr(dtype)}"
         )
     try:
-        fields = ConfigFields(read_json(folder / CONFIG), str(folder / CONFIG))
         published = read_model(fields, experts, dense)
         model = published.model.with_dtype(dtype) if dtype else published.model
     except (ConfigError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    return _as_stored(folder, published._replace(model=model), mixed=dense is None)
+    return published._replace(model=model)
 
 
 def _as_stored(folder: Path, published: PublishedModel, *, mixed: bool) -> PublishedModel:

@@ -195,7 +195,8 @@ def _read_gguf(path: Path, dtype: str | None, formats: Mapping[str, str | None])
         if value is not None:
             raise ValueError(f"{name}={value!r} is for folders from the hub, and {path} is a file")
     header = read_gguf(path)
-    published = gguf_checkpoint.read_config(header, dtype)
+    fields = gguf_checkpoint.read_fields(header)
+    published = huggingface_checkpoint.published_model(fields, dtype)
     return GgufFile(path=path, model=published.model, published=published, header=header)
 
 

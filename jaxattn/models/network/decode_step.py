@@ -58,6 +58,12 @@ class LayerPosition(NamedTuple):
     def block(self) -> Block:
         return self.segment.pattern[self.number]
 
+    def norm(self, number: int) -> StackedLayer:
+        """Where the first or second of its norms is in the stack of all layers' norms."""
+        step = 2 * len(self.segment.pattern)
+        first = 2 * (self.segment.first + self.number) + number
+        return StackedLayer(self.following, step, first - step)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeStep:
@@ -134,10 +140,7 @@ class DecodeStep:
             return y
         if self.norms is None:
             return norm(y)
-        first = 2 * (place.segment.first + place.number) + number
-        step = 2 * len(place.segment.pattern)
-        weight = self.norms[StackedLayer(place.following, step, first - step).index]
-        return rms_norm(y, weight, norm.eps).astype(y.dtype)
+        return rms_norm(y, self.norms[place.norm(number).index], norm.eps).astype(y.dtype)
 
     def norms_of(self, layer: DecoderLayer, place: LayerPosition) -> tuple[Callable, Callable]:
         """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
@@ -165,11 +168,7 @@ class DecodeStep:
         if self.fused:
             norm, summing = self._summing_norms(block, of_all)
             mlp_norm = summing or mlp_norm
-        step, first = 2 * len(place.segment.pattern), 2 * (place.segment.first + place.number)
-        return (
-            partial(norm, layer=StackedLayer(place.following, step, first - step)),
-            partial(mlp_norm, layer=StackedLayer(place.following, step, first + 1 - step)),
-        )
+        return partial(norm, layer=place.norm(0)), partial(mlp_norm, layer=place.norm(1))
 
     def _summing_norms(
         self, block: Block, of_all: dict[str, Any]

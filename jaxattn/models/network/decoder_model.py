@@ -1,6 +1,7 @@
 """A decoder of blocks as the engine serves it: its parameters, its caches and its steps."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,8 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
+from jaxattn.models.blocks import GQA, MLA, Block, Mixer
 from jaxattn.models.blocks.cache_format import reformatted
-from jaxattn.models.blocks.gqa import GQA
-from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.caches.layer_cache import DecodeState, LayerCache
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
 from jaxattn.models.network.decoder_network import DecoderNetwork, abstract
@@ -88,31 +88,36 @@ class DecoderModel(Model):
     def with_cache_format(self, name: str, native_layers: int = 0) -> "DecoderModel":
         """See `Model.with_cache_format`; an FP8 cache of keys and values adds their scales to the
         parameters, and native layers cut the layers into other segments."""
-        blocks = reformatted(self.spec.blocks, name, native_layers)
-        if blocks == self.spec.blocks:
-            return self
-        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
+        return self._with_blocks(reformatted(self.spec.blocks, name, native_layers))
 
     def with_batch_invariance(self) -> "DecoderModel":
         """See `Model.with_batch_invariance`."""
-        blocks = tuple(
-            dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, batch_invariant=True))
-            if isinstance(block.mixer, MLA)
-            else block
-            for block in self.spec.blocks
-        )
-        if blocks == self.spec.blocks:
-            return self
-        return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
+
+        def changed(mixer: Mixer) -> Mixer:
+            if not isinstance(mixer, MLA):
+                return mixer
+            return dataclasses.replace(mixer, batch_invariant=True)
+
+        return self._with_mixers(changed)
 
     def for_cpu(self) -> "DecoderModel":
         """See `Model.for_cpu`."""
-        blocks = tuple(
-            dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, fp8_bits=True))
-            if isinstance(block.mixer, GQA) and block.mixer.cache_format == "fp8"
-            else block
-            for block in self.spec.blocks
+
+        def changed(mixer: Mixer) -> Mixer:
+            if not isinstance(mixer, GQA) or mixer.cache_format != "fp8":
+                return mixer
+            return dataclasses.replace(mixer, fp8_bits=True)
+
+        return self._with_mixers(changed)
+
+    def _with_mixers(self, changed: Callable[[Mixer], Mixer]) -> "DecoderModel":
+        return self._with_blocks(
+            tuple(
+                dataclasses.replace(block, mixer=changed(block.mixer)) for block in self.spec.blocks
+            )
         )
+
+    def _with_blocks(self, blocks: tuple[Block, ...]) -> "DecoderModel":
         if blocks == self.spec.blocks:
             return self
         return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)

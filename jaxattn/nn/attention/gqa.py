@@ -73,7 +73,7 @@ class GroupedQueryAttention(PagedAttention):
 
     Raises:
         ValueError: a size is not a positive integer, H is no multiple of Hk, more dims would be
-            rotated than there are, or queries are normed and scaled.
+            rotated than there are, or two options are given that exclude each other.
     """
 
     reads = ("k_proj", "[hidden, Hk * D]")
@@ -121,11 +121,12 @@ class GroupedQueryAttention(PagedAttention):
             raise ValueError(
                 f"GroupedQueryAttention: rope.dim must be at most {head_dim=}; got {rope.dim}"
             )
-        for first, second in (
-            ("qk_norm", qk_norm and query_scaling is not None and "query_scaling"),
-            ("heads_norm", heads_norm and ((qk_norm and "qk_norm") or (gated and "gated"))),
+        for first, second, both in (
+            ("qk_norm", "query_scaling", qk_norm and query_scaling is not None),
+            ("heads_norm", "qk_norm", heads_norm and qk_norm),
+            ("heads_norm", "gated", heads_norm and gated),
         ):
-            if second:
+            if both:
                 raise ValueError(f"GroupedQueryAttention: {first} has no {second} beside it")
         self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
         self.query_scaling, self.parallel = query_scaling, parallel

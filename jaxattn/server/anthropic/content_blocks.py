@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from jaxattn.server.anthropic.message_input import NAMES, stop_sequence
+from jaxattn.server.anthropic.message_input import stop_sequence
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.message_events import (
     ContentDelta,
@@ -15,8 +15,6 @@ from jaxattn.server.decoding.message_events import (
     ReasoningDelta,
     ToolCall,
 )
-from jaxattn.server.http.error_forms import AnthropicErrors
-from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import named_events
 from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
 
@@ -156,10 +154,3 @@ class MessageForm(AnswerForm):
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         index = len(self._content) - 1
         return {"type": "content_block_delta", "index": index, "delta": delta}
-
-
-class MessageErrors(AnthropicErrors):
-    """Errors of a message, with the names of this API's fields."""
-
-    def body(self, error: ApiError) -> dict[str, Any]:
-        return super().body(error.renamed(NAMES))

@@ -9,21 +9,14 @@ from typing import Any
 
 import orjson
 
+from jaxattn.server.decoding.sampling_params import MOST_ID
+from jaxattn.server.decoding.tool_choice import MOST_TOOLS
 from jaxattn.server.http.json_fields import JsonFields
-from jaxattn.server.openai.message_list import MessageList, text_of
+from jaxattn.server.openai.message_list import MOST_MESSAGES, SAMPLING_FIELDS, MessageList, text_of
 
-MOST_MESSAGES = 4096
-MOST_TOOLS = 128
 TEXTS = ("text",)
 ROLES = ("user", "assistant", "system")
 SKIPPED = ("redacted_thinking", "server_tool_use", "container_upload", "tool_reference")
-# Fields that mean the same in both APIs; the last ones are no part of Anthropic's.
-SHARED = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos"),
-    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-    *("priority", "cache_salt", "allowed_token_ids", "bad_words", "structured_outputs"),
-    *("truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
-)
 # Fields of the chat -> of this API, for errors.
 NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -40,14 +33,14 @@ def as_chat(fields: JsonFields) -> JsonFields:
     Raises:
         ApiError: 400, with the name of a field of this API.
     """
-    chat: dict[str, Any] = {name: fields.values.get(name) for name in SHARED}
+    chat: dict[str, Any] = {name: fields.values.get(name) for name in SAMPLING_FIELDS}
     chat["messages"] = _messages(fields)
     if chat["messages"][-1]["role"] == "assistant":  # whose text the answer goes on with
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if tools := _tools(fields):
         chat["tools"] = tools
     chat |= _tool_choice(fields)
-    chat["max_completion_tokens"] = fields.integer("max_tokens", 1, 2**31 - 1)
+    chat["max_completion_tokens"] = fields.integer("max_tokens", 1, MOST_ID)
     chat["stop"] = fields.values.get("stop_sequences")
     chat |= _output(fields)
     thinks = _thinks(fields)

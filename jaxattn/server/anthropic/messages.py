@@ -2,9 +2,10 @@
 
 import time
 
-from jaxattn.server.anthropic.content_blocks import MessageErrors, MessageForm
-from jaxattn.server.anthropic.message_input import as_chat
+from jaxattn.server.anthropic.content_blocks import MessageForm
+from jaxattn.server.anthropic.message_input import NAMES, as_chat
 from jaxattn.server.decoding.tool_choice import read_tools
+from jaxattn.server.http.errors import renamed_errors
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.chat_completions import encoded, read_chat
 from jaxattn.server.openai.response_writer import ResponseWriter
@@ -15,8 +16,7 @@ from jaxattn.server.settings import MOST_STOP_CHARACTERS, MOST_STOPS
 async def create_message(service: Service, exchange: HttpRequest) -> None:
     """Answers one request."""
     arrived = time.perf_counter()
-    exchange.errors = exchange.stream_errors = MessageErrors()
-    with service.entered() as ticket:
+    with service.entered() as ticket, renamed_errors(NAMES):
         fields = await exchange.fields()
         streamed = fields.flag("stream")
         chat = await read_chat(service, as_chat(fields))
@@ -27,7 +27,7 @@ async def create_message(service: Service, exchange: HttpRequest) -> None:
             generation=chat.generation,
             form=MessageForm(
                 service.settings.names[0],
-                len(chat.prompt),
+                len(chat.row.prompt),
                 chat.parser(),
                 fields.texts("stop_sequences", MOST_STOPS, MOST_STOP_CHARACTERS),
             ),
@@ -38,8 +38,7 @@ async def create_message(service: Service, exchange: HttpRequest) -> None:
 
 async def count_tokens(service: Service, exchange: HttpRequest) -> None:
     """Answers with the tokens that a message's prompt would have."""
-    exchange.errors = MessageErrors()
-    with service.entered():
+    with service.entered(), renamed_errors(NAMES):
         fields = await exchange.fields()
         service.check_model(fields)
         chat = as_chat(fields)

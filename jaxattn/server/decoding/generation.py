@@ -36,7 +36,6 @@ class OutputChunk:
 
     Attributes:
         text: final; often empty, while a character or a stop string is incomplete.
-        tokens: that it took.
         finish: "stop" or "length" in the last piece.
         stop: the string or token that ended it.
         chances: of its tokens, if the request asked for them; `Chance.offset` counts from the
@@ -47,7 +46,6 @@ class OutputChunk:
 
     choice: int
     text: str
-    tokens: int
     finish: str | None = None
     stop: str | int | None = None
     chances: tuple[Chance, ...] = ()
@@ -73,7 +71,7 @@ class ChoiceDetokenizer:
     def of_prompt(self, event: PromptEvent) -> OutputChunk:
         """The piece with what is told of the prompt."""
         chances = map(Chance, event.request.prompt, event.logprobs)
-        return OutputChunk(self.number, "", 0, prompt=tuple(chances))
+        return OutputChunk(self.number, "", prompt=tuple(chances))
 
     def push(self, event: TokenEvent) -> OutputChunk:
         """The piece of a token; the last one if it completes a stop string."""
@@ -84,7 +82,7 @@ class ChoiceDetokenizer:
         chances = () if event.logprobs is None else (Chance(event.token, event.logprobs, at),)
         self.done = stop is not None
         finish = "stop" if self.done else None
-        return OutputChunk(self.number, text, 1, finish, stop, chances, (event.token,))
+        return OutputChunk(self.number, text, finish, stop, chances, (event.token,))
 
     def end(self, completion: Completion) -> OutputChunk:
         """The last piece of a row that ended.
@@ -98,10 +96,10 @@ class ChoiceDetokenizer:
             raise failure(completion)
         text, stop = self._stops.push(self._stream.end())
         if stop is not None:
-            return OutputChunk(self.number, text, 0, "stop", stop)
+            return OutputChunk(self.number, text, "stop", stop)
         text += self._stops.end()
         found = completion.detail if finish == "stop" else None
-        return OutputChunk(self.number, text, 0, finish, found)
+        return OutputChunk(self.number, text, finish, found)
 
 
 def failure(completion: Completion) -> ApiError:
@@ -256,11 +254,9 @@ def _joined(pieces: Iterable[OutputChunk | None]) -> list[OutputChunk]:
     for piece in made:
         before = found.get(piece.choice)
         if before is not None:
-            text, tokens = before.text + piece.text, before.tokens + piece.tokens
             piece = dataclasses.replace(
                 piece,
-                text=text,
-                tokens=tokens,
+                text=before.text + piece.text,
                 chances=before.chances + piece.chances,
                 ids=before.ids + piece.ids,
                 prompt=before.prompt + piece.prompt,

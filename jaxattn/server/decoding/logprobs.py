@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxattn.engine.requests.outputs import Logprobs
+from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.text import Tokenizer
@@ -26,13 +27,13 @@ class Chance(NamedTuple):
     offset: int = 0
 
 
-def read_prompt_logprobs(fields: JsonFields, most: int) -> int | None:
+def read_prompt_logprobs(fields: JsonFields) -> int | None:
     """vLLM's field `prompt_logprobs`.
 
     Raises:
         ApiError: 400; it is no count, or the answer is streamed, which has no place for them.
     """
-    found = fields.integer("prompt_logprobs", 0, most)
+    found = fields.integer("prompt_logprobs", 0, MOST_LOGPROBS)
     if found is not None and fields.flag("stream"):
         raise bad("prompt_logprobs", "prompt_logprobs needs stream: false; leave stream out")
     return found

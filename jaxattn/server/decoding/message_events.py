@@ -7,7 +7,7 @@ events in a form of its own.
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,7 +15,6 @@ class ReasoningDelta:
     """More text of the model's thoughts."""
 
     text: str
-    kind: Literal["reasoning"] = "reasoning"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class ContentDelta:
     """More text of the answer itself."""
 
     text: str
-    kind: Literal["content"] = "content"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +38,6 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    kind: Literal["tool_call"] = "tool_call"
 
     @property
     def json(self) -> dict[str, Any]:

@@ -153,18 +153,15 @@ def read_grammar(
     kind = format_.chosen("type", KINDS) or "text"
     called = choice.mode == "required"
     structured = _structured(fields)
-    if kind == "text" and not called and structured is None:
+    asking = [structured.where] if structured is not None else []
+    asking += ["response_format"] * (kind != "text") + ["tool_choice"] * called
+    if not asking:
         return None
-    param = "tool_choice" if called else "response_format"
-    if structured is not None:
-        param, kind = structured.where, "structured"
+    param = "tool_choice" if called else asking[0]
     if "grammar" not in ABLE:
         raise bad(param, f"{param} asks for a grammar, and this engine follows none")
-    if kind != "text" and called:
-        other = "response_format" if structured is None else param
-        raise bad("tool_choice", f"{other} and tool_choice cannot both rule an answer")
-    if structured is not None and format_.chosen("type", KINDS) not in (None, "text"):
-        raise bad(param, f"{param} and response_format cannot both rule an answer")
+    if len(asking) > 1:
+        raise bad(param, f"{asking[0]} and {asking[-1]} cannot both rule an answer")
     if structured is not None:
         grammar = _of_structured(structured, answer)
     else:

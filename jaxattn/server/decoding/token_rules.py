@@ -4,6 +4,7 @@ They mask logits as a grammar does, and go along with one.
 """
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -57,10 +58,10 @@ class TokenLimits:
     def rules(
         self, stops: Sequence[int], encode: Callable[[str], list[int]]
     ) -> "TokenRules | None":
-        """The rules of a row that has not begun; None where there are none.
+        """The rules of a request's rows; None where there are none.
 
         Args:
-            stops: the row's stop tokens.
+            stops: the rows' stop tokens.
             encode: the tokens of a plain prompt.
         """
         least = self.least if stops else 0
@@ -95,16 +96,17 @@ class TokenRules:
         stops: Sequence[int],
     ):
         self._least, self._bad, self._stops = least, bad, tuple(stops)
-        self._allowed = None if allowed is None else np.unique(np.array(allowed, np.int64))
+        self._allowed = None if allowed is None else _bits(allowed)
         self._inner: Grammar | None = None
         self._tokens = 0
         self._last: collections.deque[int] = collections.deque(maxlen=max(map(len, bad), default=1))
         self._left_none = False
 
     def around(self, grammar: Grammar | None) -> Self:
-        """These rules, beside a grammar."""
-        self._inner = grammar
-        return self
+        """These rules for a row of its own that has not begun, beside its grammar."""
+        made = copy.copy(self)
+        made._inner, made._last = grammar, self._last.copy()
+        return made
 
     @property
     def error(self) -> ApiError | None:
@@ -123,10 +125,8 @@ class TokenRules:
         else:
             self._inner.mask(words)
         if self._allowed is not None:
-            kept = np.zeros_like(words)
-            bits = np.left_shift(np.uint32(1), (self._allowed % 32).astype(np.uint32))
-            np.bitwise_or.at(kept.view(np.uint32), self._allowed // 32, bits)
-            words &= kept
+            words[: len(self._allowed)] &= self._allowed
+            words[len(self._allowed) :] = 0
         if self._tokens < self._least:
             for token in self._stops:
                 _clear(words, token)
@@ -142,6 +142,14 @@ class TokenRules:
         self._tokens += 1
         self._last.append(token)
         return self._inner is None or self._inner.accept(token)
+
+
+def _bits(tokens: Sequence[int]) -> np.ndarray:
+    """The words of a mask, up to the last that has one of some tokens."""
+    places = np.array(tokens, np.int64)
+    words = np.zeros(places.max() // 32 + 1, np.uint32)
+    np.bitwise_or.at(words, places // 32, np.uint32(1) << (places % 32).astype(np.uint32))
+    return words.view(np.int32)
 
 
 def _clear(words: np.ndarray, token: int) -> None:

@@ -1,7 +1,8 @@
 """Refusals in OpenAI's form: a status, a message, the field's name and a code."""
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 TYPES = {
@@ -66,3 +67,12 @@ class ApiError(Exception):
 def bad(param: str, message: str, code: str | None = None) -> ApiError:
     """Status 400 for a field."""
     return ApiError(400, message, param=param, code=code)
+
+
+@contextlib.contextmanager
+def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the fields of the API that was called; see `ApiError.renamed`."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error

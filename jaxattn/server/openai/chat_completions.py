@@ -3,10 +3,10 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxattn.engine.requests.request import MOST_LOGPROBS
+from jaxattn.engine.requests.request import MOST_LOGPROBS, Request
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import (
@@ -28,11 +28,11 @@ from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
+from jaxattn.server.openai.message_list import MOST_MESSAGES
 from jaxattn.server.openai.response_builder import (
-    WHOLE,
+    AnswerDetails,
     ChoiceText,
     ResponseBuilder,
-    StreamOptions,
     read_streaming,
 )
 from jaxattn.server.openai.response_writer import ResponseWriter
@@ -40,7 +40,6 @@ from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
 from jaxattn.text import TextError
 
-MOST_MESSAGES = 4096
 MOST_VARIABLES = 32
 PROMPT_END = 32  # tokens, more than any template writes after the last message
 OWN_VARIABLES = frozenset(
@@ -59,20 +58,15 @@ class ChatRequest:
     Attributes:
         generation: its rows, which are not queued yet.
         parser: makes what divides the text of one choice into thoughts, content and calls.
-        spell: the bytes of a token, where log-probabilities are asked for.
-        logprobs, prompt_logprobs: how many likely tokens are told; None where none are asked for.
     """
 
     generation: Generation
     parser: Callable[[], MessageParser]
-    spell: Spell | None
-    logprobs: int | None
-    prompt_logprobs: int | None
 
     @property
-    def prompt(self) -> Sequence[int]:
-        """The tokens of the conversation, which all choices share."""
-        return self.generation.requests[0].prompt
+    def row(self) -> Request:
+        """The first choice's row; all have its prompt, and tell as many log-probabilities."""
+        return self.generation.requests[0]
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
@@ -82,8 +76,6 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         streaming = read_streaming(fields)
         chat = await read_chat(service, fields)
-        choices = len(chat.generation.requests)
-        ids = [chat.prompt] * choices if fields.flag("return_token_ids") else None
         await ResponseWriter(
             service=service,
             exchange=exchange,
@@ -92,14 +84,16 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
             form=ChatResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
-                len(chat.prompt),
-                chat.parser,
+                len(chat.row.prompt),
                 service.tokenizer.token_bytes,
-                streaming,
-                ids,
+                AnswerDetails(
+                    streaming=streaming,
+                    token_ids=fields.flag("return_token_ids"),
+                    logprobs=chat.row.logprobs,
+                    prompt_logprobs=chat.row.prompt_logprobs,
+                ),
+                chat.parser,
                 reasoning=fields.flag("include_reasoning", True),
-                logprobs=chat.logprobs,
-                prompt_logprobs=chat.prompt_logprobs,
             ),
             streamed=streaming.stream,
             arrived=arrived,
@@ -121,13 +115,12 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     most = fields.integer("max_completion_tokens", 1, MOST_ID)
     most = fields.integer("max_tokens", 1, MOST_ID) if most is None else most
     served = service.served
-    of_prompt = read_prompt_logprobs(fields, MOST_LOGPROBS)
     sampling = read_sampling(
         fields,
         served.defaults,
         most,
         logprobs,
-        prompt_logprobs=of_prompt,
+        prompt_logprobs=read_prompt_logprobs(fields),
         vocab_size=served.vocab_size,
     )
     choice = read_tools(fields)
@@ -145,9 +138,6 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
             shown=service.message_format.shown(choice),
         ),
         parser=functools.partial(service.message_format.parser, choice, prompt_end),
-        spell=None if logprobs is None else service.tokenizer.token_bytes,
-        logprobs=logprobs,
-        prompt_logprobs=of_prompt,
     )
 
 
@@ -210,15 +200,13 @@ class ChatResponseBuilder(ResponseBuilder):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
-        parser: Callable[[], MessageParser],
         spell: Spell,
-        streaming: StreamOptions = WHOLE,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
+        details: AnswerDetails,
+        parser: Callable[[], MessageParser],
         *,
-        reasoning: bool = True,
-        **more: int | None,
+        reasoning: bool,
     ):
-        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids, **more)
+        super().__init__(model, fingerprint, prompt_tokens, spell, details)
         self._parser, self._reasoning = parser, reasoning
         self._parsers: dict[int, MessageParser] = {}
         self._called: set[int] = set()
@@ -249,20 +237,18 @@ class ChatResponseBuilder(ResponseBuilder):
         delta, logprobs = {"content": text}, self._logprobs(())
         return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
+    def choice(self, piece: OutputChunk, *, begins: bool) -> dict[str, Any] | str | None:
         number, delta = piece.choice, dict[str, Any]()
-        parser = self._parsers.get(number)
-        begins = parser is None
-        if parser is None:
-            parser = self._parsers[number] = self._parser()
+        if begins:
+            self._parsers[number] = self._parser()
             # The role comes with the first token, so that its time can be measured.
             delta = {"role": "assistant", "content": ""}
+        parser = self._parsers[number]
         events = parser.feed(piece.text)
         if not begins and piece.finish is None and self._most is None:
             match events:
                 case [ContentDelta(text)]:
-                    yield text
-                    return
+                    return text
         if piece.finish:
             events += parser.finish()
         for event in events:
@@ -275,13 +261,14 @@ class ChatResponseBuilder(ResponseBuilder):
                     self._called.add(number)
                     calls = delta.setdefault("tool_calls", [])
                     calls.append({"index": event.index, **event.json})
-        if delta or piece.finish or self.told_of(piece):
-            yield {
-                "index": number,
-                "delta": delta,
-                "logprobs": self._logprobs(piece.chances),
-                "finish_reason": _finish(piece.finish, number in self._called),
-            }
+        if not (delta or piece.finish or self.told_of(piece)):
+            return None
+        return {
+            "index": number,
+            "delta": delta,
+            "logprobs": self._logprobs(piece.chances),
+            "finish_reason": _finish(piece.finish, number in self._called),
+        }
 
     def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
         return None if self._most is None else chat_logprobs(chances, self._spell)

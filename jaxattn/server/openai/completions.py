@@ -1,7 +1,7 @@
 """POST /v1/completions: a text or tokens are continued."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxattn.core.validation.array_checks import is_integer
@@ -14,16 +14,15 @@ from jaxattn.server.decoding.logprobs import (
     prompt_offsets,
     read_prompt_logprobs,
 )
-from jaxattn.server.decoding.sampling_params import read_sampling
+from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.response_builder import (
-    WHOLE,
+    AnswerDetails,
     ChoiceText,
     ResponseBuilder,
-    StreamOptions,
     read_streaming,
 )
 from jaxattn.server.openai.response_writer import ResponseWriter
@@ -33,7 +32,6 @@ from jaxattn.server.settings import MOST_CHOICES
 from jaxattn.text import TextError
 
 MAX_TOKENS = 16  # OpenAI's default
-MOST_ID = 2**31 - 1
 
 
 async def completions(service: Service, exchange: HttpRequest) -> None:
@@ -45,7 +43,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         refuse_unsupported(fields)
         grammar = read_grammar(fields, AnswerGrammar(service.vocabulary.special_tokens))
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
-        of_prompt, echo = read_prompt_logprobs(fields, MOST_LOGPROBS), fields.flag("echo")
+        of_prompt, echo = read_prompt_logprobs(fields), fields.flag("echo")
         most = fields.integer("max_tokens", 0, MOST_ID)
         most = MAX_TOKENS if most is None else most
         asked = [of_prompt, logprobs if echo else None]
@@ -71,7 +69,6 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         prompts = await service.in_thread(lambda: [_tokens(service, each) for each in given])
         prompts = [service.shortened(fields, prompt) for prompt in prompts]
         rooms = [service.room(prompt, "prompt", least=min(most, 1)) for prompt in prompts]
-        repeated = [prompt for prompt in prompts for _ in range(sampling.choices)]
         echoes = [Echo()] * len(prompts)
         if echo:
             truncated = fields.values.get("truncate_prompt_tokens") is not None
@@ -90,12 +87,14 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 service.settings.names[0],
                 service.fingerprint,
                 sum(map(len, prompts)),
-                [echo for echo in echoes for _ in range(sampling.choices)],
                 service.tokenizer.token_bytes,
-                streaming,
-                repeated if fields.flag("return_token_ids") else None,
-                logprobs=logprobs,
-                prompt_logprobs=of_prompt,
+                AnswerDetails(
+                    streaming=streaming,
+                    token_ids=fields.flag("return_token_ids"),
+                    logprobs=logprobs,
+                    prompt_logprobs=of_prompt,
+                ),
+                [echo for echo in echoes for _ in range(sampling.choices)],
             ),
             streamed=streaming.stream,
             arrived=arrived,
@@ -174,14 +173,12 @@ class CompletionResponseBuilder(ResponseBuilder):
         model: str,
         fingerprint: str,
         prompt_tokens: int,
-        echoes: Sequence[Echo],
         spell: Spell,
-        streaming: StreamOptions = WHOLE,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-        **more: int | None,
+        details: AnswerDetails,
+        echoes: Sequence[Echo],
     ) -> None:
-        super().__init__(model, fingerprint, prompt_tokens, spell, streaming, prompt_ids, **more)
-        self._echoes, self._begun = echoes, set[int]()
+        super().__init__(model, fingerprint, prompt_tokens, spell, details)
+        self._echoes = echoes
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         own = self._choice(number, text, begins=True) | {"stop_reason": text.stop}
@@ -190,14 +187,12 @@ class CompletionResponseBuilder(ResponseBuilder):
     def text_choice(self, number: int, text: str) -> dict[str, Any]:
         return self._choice(number, ChoiceText(text), begins=False)
 
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
-        first = piece.choice not in self._begun
-        if piece.text and not first and piece.finish is None and self._most is None:
-            yield piece.text
-            return
-        self._begun.add(piece.choice)
-        if piece.text or first or piece.finish or self.told_of(piece):
-            yield self._choice(piece.choice, piece, begins=first)
+    def choice(self, piece: OutputChunk, *, begins: bool) -> dict[str, Any] | str | None:
+        if piece.text and not begins and piece.finish is None and self._most is None:
+            return piece.text
+        if piece.text or begins or piece.finish or self.told_of(piece):
+            return self._choice(piece.choice, piece, begins=begins)
+        return None
 
     def _choice(self, number: int, of: OutputChunk | ChoiceText, *, begins: bool) -> dict[str, Any]:
         """What a choice has, behind its echo where it begins."""

@@ -5,7 +5,15 @@ from typing import Any
 
 from jaxattn.server.http.errors import bad
 
+MOST_MESSAGES = 4096  # of a request
 SYSTEM_ROLES = ("system", "developer")
+# Fields that mean the same in each API that is translated to a chat, vLLM's among them.
+SAMPLING_FIELDS = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos"),
+    *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("priority", "cache_salt", "allowed_token_ids", "bad_words", "structured_outputs"),
+    *("truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
+)
 
 
 class MessageList:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -51,8 +51,24 @@ class StreamOptions:
     each_usage: bool
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerDetails:
+    """What an answer tells beside its text.
+
+    Attributes:
+        streaming: what a stream tells.
+        token_ids: whether the client wants to know all token ids.
+        logprobs: how many likely tokens are told with each; None where none are asked for.
+        prompt_logprobs: likewise of the prompt's, in vLLM's form.
+    """
+
+    streaming: StreamOptions
+    token_ids: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
 MARK = secrets.token_hex(16)  # stands for a text that nothing else in an event has
-WHOLE = StreamOptions(stream=False, usage=False, each_usage=False)
 
 
 def read_streaming(fields: JsonFields) -> StreamOptions:
@@ -73,10 +89,7 @@ class ResponseBuilder(AnswerForm):
         fingerprint: see `Service.fingerprint`.
         prompt_tokens: of all prompts.
         spell: the bytes of a token.
-        streaming: what a stream says beside the text.
-        prompt_ids: of the prompt of each choice, where the client wants to know all token ids.
-        logprobs: how many likely tokens are told with each; None where none are asked for.
-        prompt_logprobs: likewise of the prompt's, in vLLM's form.
+        details: what is told beside the text.
     """
 
     prefix: str
@@ -89,17 +102,13 @@ class ResponseBuilder(AnswerForm):
         fingerprint: str,
         prompt_tokens: int,
         spell: Spell,
-        streaming: StreamOptions = WHOLE,
-        prompt_ids: Sequence[Sequence[int]] | None = None,
-        *,
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
+        details: AnswerDetails,
     ):
         self._prompt_tokens, self._spell = prompt_tokens, spell
-        self._most, self._of_prompt = logprobs, prompt_logprobs
-        self._streaming, self._prompt_ids = streaming, prompt_ids
+        self._most, self._of_prompt = details.logprobs, details.prompt_logprobs
+        self._streaming, self._token_ids = details.streaming, details.token_ids
         self._texts: dict[int, ChoiceText] = {}
-        self._prompt_told: set[int] = set()
+        self._begun: set[int] = set()
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -113,10 +122,13 @@ class ResponseBuilder(AnswerForm):
         """A choice of an answer in one piece."""
 
     @abc.abstractmethod
-    def choices(self, piece: OutputChunk) -> Iterable[dict[str, Any] | str]:
-        """The choices of the chunks that a piece becomes; of none, where nothing is to say.
+    def choice(self, piece: OutputChunk, *, begins: bool) -> dict[str, Any] | str | None:
+        """The choice of the chunk that a piece becomes; None where there is nothing to say.
 
         A text stands for `text_choice` of it.
+
+        Args:
+            begins: it is the first piece of its choice, which always has a chunk.
         """
 
     @abc.abstractmethod
@@ -134,22 +146,24 @@ class ResponseBuilder(AnswerForm):
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         texts = sorted(self._texts.items())
-        choices = [self._told(self.whole_choice(n, text), n, text.ids) for n, text in texts]
+        choices = [
+            self._told(self.whole_choice(n, text), text.ids, generation.requests[n].prompt)
+            for n, text in texts
+        ]
         return self._with(self.whole_object, choices) | {"usage": self._usage(generation)}
 
     def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
-        return b"".join(
-            self._event(choice, piece, generation)
-            for piece in pieces
-            for choice in self.choices(piece)
-        )
+        return b"".join(self._event(piece, generation) for piece in pieces)
 
-    def _event(
-        self, choice: dict[str, Any] | str, piece: OutputChunk, generation: Generation
-    ) -> bytes:
+    def _event(self, piece: OutputChunk, generation: Generation) -> bytes:
         number, more = piece.choice, dict[str, Any]()
+        begins = number not in self._begun
+        self._begun.add(number)
+        choice = self.choice(piece, begins=begins)
+        if choice is None:
+            return b""
         if isinstance(choice, str):
-            if self._prompt_ids is None and not self._streaming.each_usage:
+            if not self._token_ids and not self._streaming.each_usage:
                 before, after = self._frame(number)
                 return before + orjson.dumps(choice) + after
             choice = self.text_choice(number, choice)
@@ -157,7 +171,8 @@ class ResponseBuilder(AnswerForm):
             more = {"usage": self._usage(generation)}
         elif self._streaming.usage:
             more = {"usage": None}
-        told = self._told(choice, number, piece.ids)
+        prompt = generation.requests[number].prompt if begins else None
+        told = self._told(choice, piece.ids, prompt)
         return data_events([self._with(self.chunk_object, [told]) | more])
 
     def _frame(self, number: int) -> tuple[bytes, bytes]:
@@ -179,15 +194,16 @@ class ResponseBuilder(AnswerForm):
 
     def told_of(self, piece: OutputChunk) -> bool:
         """Whether a piece without text has more to tell: log-probabilities or token ids."""
-        return bool(piece.chances or (self._prompt_ids is not None and piece.ids))
+        return bool(piece.chances or (self._token_ids and piece.ids))
 
-    def _told(self, choice: dict[str, Any], number: int, ids: Sequence[int]) -> dict[str, Any]:
-        """The choice with its token ids, where they are asked for; its prompt's come first."""
-        if self._prompt_ids is not None:
+    def _told(
+        self, choice: dict[str, Any], ids: Sequence[int], prompt: Sequence[int] | None
+    ) -> dict[str, Any]:
+        """The choice with its token ids, where they are asked for, and those of a prompt."""
+        if self._token_ids:
             choice["token_ids"] = list(ids)
-            if number not in self._prompt_told:
-                self._prompt_told.add(number)
-                choice["prompt_token_ids"] = list(self._prompt_ids[number])
+            if prompt is not None:
+                choice["prompt_token_ids"] = list(prompt)
         return choice
 
     def _with(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
 from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
+from jaxattn.server.decoding.token_rules import TokenLimits
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.runtime.admission import AdmissionControl, AdmissionToken
@@ -271,18 +272,18 @@ class Service:
         Raises:
             ApiError: 400, the grammar cannot be followed.
         """
-        more: list[dict[str, Grammar]] = [{}] * (len(prompts) * sampling.choices)
+        grammars: list[Grammar | None] = [None] * (len(prompts) * sampling.choices)
         if grammar is not None:
             text, param = grammar
-            matchers = await self.in_thread(
-                lambda: self.vocabulary.matchers(text, param, len(more))
+            grammars[:] = await self.in_thread(
+                lambda: self.vocabulary.matchers(text, param, len(grammars))
             )
-            more = [{"grammar": matcher} for matcher in matchers]
-        ends = sampling.ends(self.tokenizer.stop_tokens)
-        for place, row in enumerate(more):
-            if rules := sampling.limits.rules(ends, self.tokenizer.encode):
-                more[place] = {"grammar": rules.around(row.get("grammar"))}
-        given = iter(more)
+        if sampling.limits != TokenLimits():
+            ends = sampling.ends(self.tokenizer.stop_tokens)
+            rules = await self.in_thread(lambda: sampling.limits.rules(ends, self.tokenizer.encode))
+            if rules is not None:
+                grammars = [rules.around(each) for each in grammars]
+        given = iter(grammars)
 
         def stream() -> TokenStream:
             return self.tokenizer.stream(
@@ -297,7 +298,7 @@ class Service:
                 most=room,
                 ends=self.tokenizer.stop_tokens,
                 ends_at=StopText(stream(), sampling.stops) if sampling.stops else None,
-                **next(given),
+                grammar=next(given),
             )
             for prompt, room in zip(prompts, rooms, strict=True)
             for choice in range(sampling.choices)

@@ -40,14 +40,16 @@ def read_decoder(
 
 
 def norms(
-    place: LayerMapping,
-    hidden: int,
-    change: WeightTransform = IDENTITY,
-    names: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    place: LayerMapping, hidden: int, change: WeightTransform = IDENTITY, *, after: bool = False
 ) -> list[WeightMapping]:
-    """The norms of the mixer and the feed-forward; `change` is done to their weights."""
-    found = zip(names, ("norm", "mlp_norm"), strict=True)
-    return [place.vector(name, hidden, key, change=change) for name, key in found]
+    """The norms before the mixer and the feed-forward, or `after` them; `change` is done to their
+    weights."""
+    names = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+    first, second = names[1:] if after else names[:2]
+    return [
+        place.vector(first, hidden, "norm", change=change),
+        place.vector(second, hidden, "mlp_norm", change=change),
+    ]
 
 
 def mlp(place: LayerMapping, hidden: int, width: int, name: str = "mlp") -> list[WeightMapping]:

@@ -18,6 +18,7 @@ from jaxattn.models.families.components.gqa import attention, read_plain, read_w
 from jaxattn.models.families.grouped_query.qwen3 import skipped as skipped
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.tensor_mapping import (
+    IDENTITY,
     LayerMapping,
     WeightMapping,
     ends,
@@ -27,6 +28,8 @@ from jaxattn.models.weight_map.transforms import SplitInterleaved, TransposeExpe
 from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("gpt_oss",)
+
+_KINDS = ("sliding_attention", "full_attention")
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
@@ -51,8 +54,8 @@ def read_model(fields: ConfigFields) -> DecoderModel:
             alpha=fields.number("swiglu_alpha", 1.702), limit=fields.number("swiglu_limit", 7.0)
         ),
     )
-    kinds = ["sliding_attention", "full_attention"] * fields.integer("num_hidden_layers")
-    windows = read_windows(fields, kinds[: len(kinds) // 2])
+    count = fields.integer("num_hidden_layers")
+    windows = read_windows(fields, [_KINDS[layer % 2] for layer in range(count)])
     plain = read_plain(fields, biases=biases)
     mixer = dataclasses.replace(plain, out_bias=biases, sinks=True)
     mixers = {each: dataclasses.replace(mixer, window=each) for each in dict.fromkeys(windows)}
@@ -72,17 +75,17 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
 
 def _experts(place: LayerMapping, hidden: int, moe: MoE) -> list[WeightMapping]:
     count, width = moe.router.experts, moe.expert_size
-    both = SplitInterleaved(2)
+    tensors = (
+        ("gate_up_proj", (count, hidden, 2 * width), "gate_up_proj", TransposeExperts(2)),
+        ("gate_up_proj_bias", (count, 2 * width), "gate_up_bias", SplitInterleaved(2)),
+        ("down_proj", (count, width, hidden), "down_proj", TransposeExperts()),
+        ("down_proj_bias", (count, hidden), "down_bias", IDENTITY),
+    )
     return [
         place.matrix("mlp.router", count, hidden, "mlp", "router"),
         place.plain("mlp.router.bias", (count,), "mlp", "router_bias"),
         *(
-            place.plain(f"mlp.experts.{name}", shape, "mlp", to, change=change)
-            for name, shape, to, change in (
-                ("gate_up_proj", (count, hidden, 2 * width), "gate_up_proj", TransposeExperts(2)),
-                ("gate_up_proj_bias", (count, 2 * width), "gate_up_bias", both),
-                ("down_proj", (count, width, hidden), "down_proj", TransposeExperts()),
-            )
+            place.plain(f"mlp.experts.{name}", shape, "mlp", key, change=change)
+            for name, shape, key, change in tensors
         ),
-        place.plain("mlp.experts.down_proj_bias", (count, hidden), "mlp", "down_bias"),
     ]

@@ -63,10 +63,8 @@ def _rotated(fields: ConfigFields) -> float:
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layers."""
-    last, modules = (
-        fields.integer("num_hidden_layers"),
-        fields.integer("num_mtp_modules", 0, least=0),
-    )
+    last = fields.integer("num_hidden_layers")
+    modules = fields.integer("num_mtp_modules", 0, least=0)
     extra = modules * fields.integer("mtp_transformer_layers", 1, least=0)
     return tuple(f"model.layers.{last + number}." for number in range(extra))
 

@@ -15,12 +15,6 @@ from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_
 
 MODEL_TYPES = ("qwen3",)
 
-# Before mixer and feed-forward, or after them.
-NORMS = {
-    False: ("input_layernorm", "post_attention_layernorm"),
-    True: ("post_attention_layernorm", "post_feedforward_layernorm"),
-}
-
 
 def read_model(fields: ConfigFields) -> DecoderModel:
     """The decoder of a config.json.
@@ -49,7 +43,7 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, GQA) and isinstance(block.feed_forward, MLP)
-        found += norms(place, hidden, names=NORMS[block.norms_after])
+        found += norms(place, hidden, after=block.norms_after)
         found += attention(place, block.mixer, hidden)
         found += mlp(place, hidden, block.feed_forward.intermediate_size)
     return found

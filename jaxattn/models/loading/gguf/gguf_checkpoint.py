@@ -12,11 +12,11 @@ from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.blocks import GQA
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import TensorEntry
-from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.loading.gguf.gguf_config import config_of
 from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
 from jaxattn.models.loading.gguf.gguf_header import GgufHeader
-from jaxattn.models.registry import PublishedModel, read_model
+from jaxattn.models.registry import PublishedModel
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping
 
 _ENDS = {
@@ -40,22 +40,14 @@ _LAYER = {
 _OF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", re.ASCII)
 
 
-def read_config(header: GgufHeader, dtype: str | None) -> PublishedModel:
-    """What the metadata says.
-
-    Args:
-        dtype: of the products and the weights; None is bfloat16.
+def read_fields(header: GgufHeader) -> ConfigFields:
+    """What the metadata says, in the words of a config.json.
 
     Raises:
-        CheckpointError: it says what is not supported.
+        CheckpointError: it says what is not supported, or the file is a part of a model.
     """
     _check_path(header.path)
-    try:
-        published = read_model(ConfigFields(config_of(header), str(header.path)))
-        model = published.model.with_dtype(dtype) if dtype else published.model
-    except (ConfigError, ValueError) as error:
-        raise CheckpointError(str(error)) from error
-    return published._replace(model=model)
+    return ConfigFields(config_of(header), str(header.path))
 
 
 def hub_name(name: str) -> str | None:

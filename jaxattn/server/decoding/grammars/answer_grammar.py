@@ -1,5 +1,6 @@
 """The grammar of a whole answer in Lark: thoughts first, then what the request asks for."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -31,11 +32,18 @@ class AnswerGrammar:
         format_: MessageFormat | None = None,
         prompt_end: str = "",
     ):
-        self._ids = {text: id for id, text in special_tokens.items() if text}
-        self._special = re.compile(
-            "|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))) or "$^"
-        )
+        self._special_tokens = special_tokens
         self._format, self._prompt_end = format_, prompt_end
+
+    @functools.cached_property
+    def _ids(self) -> Mapping[str, int]:
+        """Text -> id of special tokens. Most requests ask for no grammar, and need none."""
+        return {text: id for id, text in self._special_tokens.items() if text}
+
+    @functools.cached_property
+    def _special(self) -> re.Pattern[str]:
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or "$^")
 
     def pattern(self, pattern: str) -> str:
         """An answer that a regular expression matches whole."""

@@ -77,8 +77,8 @@ class DeepSeekV3Format(DeepSeekV31Format):
     name = "deepseek_v3"
     frame = CallFrame(
         begin=DeepSeekV31Format.section[0],
-        before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
-        after="\n```<｜tool▁call▁end｜>",
+        before=f"{DeepSeekV31Format.call[0]}function{DeepSeekV31Format.between}NAME\n```json\n",
+        after=f"\n```{DeepSeekV31Format.call[1]}",
         end=DeepSeekV31Format.section[1],
     )
 

@@ -1,12 +1,10 @@
 """POST /v1/responses, and what it stored: each request becomes one of Chat Completions."""
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from jaxattn.server.decoding.tool_choice import read_tools
-from jaxattn.server.http.errors import ApiError, bad
+from jaxattn.server.http.errors import bad, renamed_errors
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.chat_completions import encoded, read_chat
@@ -45,7 +43,7 @@ REPEATED: dict[str, Any] = {
 async def create_response(service: Service, exchange: HttpRequest) -> None:
     """Answers one request."""
     arrived = time.perf_counter()
-    with service.entered() as ticket, _named_as_here():
+    with service.entered() as ticket, renamed_errors(NAMES):
         fields = await exchange.fields()
         if len(fields.object("metadata").values) > MOST_METADATA:
             raise fields.wrong("metadata", f"an object of at most {MOST_METADATA} keys")
@@ -62,11 +60,11 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
         head = {name: REPEATED[name] if given[name] is None else given[name] for name in REPEATED}
         form = ResponseForm(
             {"model": service.settings.names[0], **head},
-            len(chat.prompt),
+            len(chat.row.prompt),
             chat.parser(),
             tools,
             seals="reasoning.encrypted_content" in fields.texts("include", INCLUDABLE, 256),
-            spell=chat.spell,
+            spell=None if chat.row.logprobs is None else service.tokenizer.token_bytes,
             on_done=keep,
         )
         if streamed:
@@ -84,7 +82,7 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
 
 async def count_input_tokens(service: Service, exchange: HttpRequest) -> None:
     """POST /v1/responses/input_tokens: the tokens that a request's input has."""
-    with service.entered(), _named_as_here():
+    with service.entered(), renamed_errors(NAMES):
         fields = await exchange.fields()
         service.check_model(fields)
         chat = as_chat(fields, conversation(service, fields), ResponseTools(fields))
@@ -123,12 +121,3 @@ def conversation(service: Service, fields: JsonFields) -> list[Any]:
             item = stored
         found.append(item)
     return before + found
-
-
-@contextlib.contextmanager
-def _named_as_here() -> Iterator[None]:
-    """Errors name the fields of the Responses API."""
-    try:
-        yield
-    except ApiError as error:
-        raise error.renamed(NAMES) from error

@@ -11,9 +11,12 @@ from typing import Any
 
 import orjson
 
+from jaxattn.engine.requests.request import MOST_LOGPROBS
+from jaxattn.server.decoding.sampling_params import MOST_ID
+from jaxattn.server.decoding.tool_choice import MOST_NAME
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
-from jaxattn.server.openai.message_list import MessageList, text_of
+from jaxattn.server.openai.message_list import SAMPLING_FIELDS, MessageList, text_of
 from jaxattn.server.openai.responses.tools import ResponseTools, read_tool_choice
 
 MOST_ITEMS = 8192
@@ -21,13 +24,7 @@ TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reason
 ROLES = ("user", "assistant", "system", "developer")
 SEALED = "jaxattn-reasoning:"  # begins `encrypted_content`, which brings thoughts back
 # Fields that mean the same in both APIs.
-SHARED = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-    *("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "priority", "cache_salt", "chat_template_kwargs", "parallel_tool_calls"),
-    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens", "skip_special_tokens"),
-    *("include_stop_str_in_output", "structured_outputs"),
-)
+SHARED = (*SAMPLING_FIELDS, "stop", "chat_template_kwargs", "parallel_tool_calls")
 # Fields of the chat -> of this API, for errors.
 NAMES = {
     "messages": "input",
@@ -54,13 +51,13 @@ def as_chat(fields: JsonFields, items: Sequence[Any], tools: ResponseTools) -> J
     if tools.tools:
         chat["tools"] = tools.tools
     chat["tool_choice"] = read_tool_choice(fields)
-    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 2**31 - 1)
+    chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, MOST_ID)
     chat["response_format"] = _response_format(fields)
     if effort := fields.object("reasoning").text("effort", 32):
         chat["reasoning_effort"] = effort
     if "message.output_text.logprobs" in fields.texts("include", 32, 256):
         chat["logprobs"] = True
-        chat["top_logprobs"] = fields.integer("top_logprobs", 0, 20)
+        chat["top_logprobs"] = fields.integer("top_logprobs", 0, MOST_LOGPROBS)
     return JsonFields(chat)
 
 
@@ -113,13 +110,13 @@ def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
         if thoughts := _thoughts(item):
             found.think(thoughts)
     elif kind in ("function_call", "custom_tool_call"):
-        id, name = item.text("call_id", 256), item.text("name", 128)
+        id, name = item.text("call_id", 256), item.text("name", MOST_NAME)
         if not id or not name:
             raise item.wrong("name" if id else "call_id", "a text")
         arguments = item.text("arguments") or "{}"
         if kind == "custom_tool_call":
             arguments = _custom_arguments(item.text("input") or "")
-        found.call(id, tools.in_chat(name, item.text("namespace", 128)), arguments)
+        found.call(id, tools.in_chat(name, item.text("namespace", MOST_NAME)), arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         id = item.text("call_id", 256)
         if not id:

@@ -21,7 +21,7 @@ from jaxattn.server.http.error_forms import OpenAIErrors
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import named_events
 from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
-from jaxattn.server.openai.responses.input_items import NAMES, sealed
+from jaxattn.server.openai.responses.input_items import sealed
 from jaxattn.server.openai.responses.tools import ResponseTools
 
 type Events = list[dict[str, Any]]
@@ -104,7 +104,6 @@ class ResponseForm(AnswerForm):
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that an error cuts."""
-        error = error.renamed(NAMES)
         said = {"code": error.code or "server_error", "message": error.message}
         response = {**self._response, "status": "failed", "error": said, "output": self._output}
         return self._numbered([{"type": "response.failed", "response": response}])
@@ -146,7 +145,7 @@ class ResponseForm(AnswerForm):
         for event in events:
             found += self._of_event(event)
         if self._open is not None and self._open.item["type"] == "reasoning":
-            self._reasoning_tokens += piece.tokens
+            self._reasoning_tokens += len(piece.ids)
         if piece.finish is not None:
             found += self._closed("incomplete" if piece.finish == "length" else "completed")
             if not self._output:  # an answer without a text is a message all the same

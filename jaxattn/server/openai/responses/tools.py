@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from jaxattn.server.decoding.tool_choice import MOST_NAME, MOST_TOOLS
 from jaxattn.server.http.json_fields import JsonFields
 
-MOST_TOOLS = 128
 FUNCTIONS = ("function", "custom")
 CUSTOM = {
     "type": "object",
@@ -35,7 +35,7 @@ class ResponseTools:
         for place, tool in enumerate(fields.objects("tools", MOST_TOOLS)):
             reader = JsonFields(tool, f"tools[{place}]")
             if tool.get("type") == "namespace":
-                space = reader.text("name", 128) or ""
+                space = reader.text("name", MOST_NAME) or ""
                 for member in reader.objects("tools", MOST_TOOLS):
                     self._add(JsonFields(member, reader.name("tools")), space)
             else:
@@ -45,9 +45,9 @@ class ResponseTools:
         kind = tool.values.get("type")
         if kind not in FUNCTIONS:
             return
-        name = tool.text("name", 128)
+        name = tool.text("name", MOST_NAME)
         if not name:
-            raise tool.wrong("name", "a text of 1 to 128 characters")
+            raise tool.wrong("name", f"a text of 1 to {MOST_NAME} characters")
         own = f"{space}__{name}" if space and name in self._places else name
         self._places[own], self._kinds[own] = (space, name), str(kind)
         function: dict[str, Any] = {"name": own, "parameters": CUSTOM}

@@ -58,14 +58,18 @@ for (const [id, name] of [["new-chat", "plus"], ["jump", "down"], ["close-sideba
 
 /** Shows what may have changed with a turn or another conversation. */
 function refresh() {
-  const { latest } = feed;
   composer.set({ running: chat.running, ready: feed.ready });
   if (FINE.matches && document.activeElement === document.body) composer.field.focus();
-  if (latest) welcome.update(feed, conversations.current.messages.length === 0);
-  else if (feed.problem) welcome.update({ ...feed, latest: {} }, conversations.current.messages.length === 0);
+  showWelcome();
   showConversations(conversations, { open, remove });
   location.hash === `#${conversations.current.id}` ||
     history.replaceState(null, "", conversations.current.messages.length ? `#${conversations.current.id}` : "#");
+}
+
+/** Shows what stands in the place of messages, once the server has answered or is missed. */
+function showWelcome() {
+  const { latest, problem } = feed;
+  if (latest || problem) welcome.update({ latest: latest ?? {}, problem }, conversations.current.messages.length === 0);
 }
 
 function notice(text) {
@@ -132,7 +136,7 @@ function showFeed() {
     if (problem === null) server.update(latest);
   }
   composer.set({ ready: feed.ready });
-  welcome.update({ latest: latest ?? {}, problem }, conversations.current.messages.length === 0);
+  showWelcome();
 }
 
 function showChangedSampling() {

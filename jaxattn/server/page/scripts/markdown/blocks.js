@@ -54,7 +54,7 @@ function blockAt(lines, at, depth) {
     if (ITEM.test(line) && indent(line) < 4) return list(lines, at, depth);
   }
   if (tableBegins(lines, at)) return table(lines, at);
-  return paragraph(lines, at, depth);
+  return paragraph(lines, at);
 }
 
 const indent = (line) => line.length - line.trimStart().length;

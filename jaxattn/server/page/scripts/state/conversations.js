@@ -38,7 +38,7 @@ export class Conversations {
   save(conversation = this.current) {
     const first = conversation.messages.find(({ role }) => role === "user");
     if (!first) return;
-    if (!conversation.named) conversation.title = titled(first.content);
+    conversation.title = titled(first.content);
     conversation.changed = Date.now();
     this.kept = storage.write(CHAT + conversation.id, conversation);
   }
@@ -57,7 +57,7 @@ export class Conversations {
 const fresh = () => ({ id: identifier(), title: "", changed: Date.now(), messages: [] });
 
 /** Random; `crypto.randomUUID` is missing without TLS. */
-export function identifier() {
+function identifier() {
   const bytes = crypto.getRandomValues(new Uint8Array(12));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

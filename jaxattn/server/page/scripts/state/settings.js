@@ -3,7 +3,7 @@
 import { byId, counted } from "../view/element.js";
 import * as storage from "./storage.js";
 
-export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
 const FIELDS = [...NUMBERS, "system", "tools", "thinking"];
 const PLAIN_TOKENS = 256; // of a continued text, which may have no end of its own
 

@@ -43,6 +43,9 @@ export function announce(text) {
 /** 1234567 as "1,234,567". */
 export const counted = (number) => Math.round(number).toLocaleString("en-US");
 
+/** Tokens per second, with a decimal where they are few. */
+export const rated = (rate) => (rate < 100 ? rate.toFixed(1) : counted(rate));
+
 /** Bytes in the unit that suits them. */
 export function sized(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -1,7 +1,7 @@
 // Shows one message: the user's text, or an answer with its thoughts, calls, end and buttons.
 
 import { MarkdownView } from "../markdown/render.js";
-import { counted, element } from "./element.js";
+import { counted, element, rated } from "./element.js";
 import { copyButton, icon, iconButton } from "./icons.js";
 import { toolCallCard, toolResultForm } from "./tool_call.js";
 
@@ -164,7 +164,7 @@ export class AnswerView {
 function describe(stats) {
   if (!stats?.tokens) return "";
   const parts = [`${counted(stats.tokens)} token${stats.tokens === 1 ? "" : "s"}`];
-  if (stats.rate) parts.push(`${stats.rate < 100 ? stats.rate.toFixed(1) : counted(stats.rate)} tokens/s`);
+  if (stats.rate) parts.push(`${rated(stats.rate)} tokens/s`);
   if (stats.first !== undefined) parts.push(`first after ${stats.first < 1000 ? `${Math.round(stats.first)} ms` : `${(stats.first / 1000).toFixed(1)} s`}`);
   return parts.join(" · ");
 }

@@ -11,10 +11,10 @@ export class LivePlot {
    *   place: that the plot goes to.
    *   title: above it.
    *   format: a value as text.
-   *   most: the axis' end; null follows the values.
    */
-  constructor(place, title, { format = (value) => counted(value), most = null } = {}) {
-    Object.assign(this, { title, format, most });
+  constructor(place, title, { format = counted } = {}) {
+    Object.assign(this, { title, format });
+    this.most = null; // the axis' end; null follows the values
     this.points = []; // [second, value]
     this.value = element("output", { class: "value" });
     this.top = element("span", { class: "axis top", "aria-hidden": "true" });

@@ -1,12 +1,12 @@
 // The panel's part about the server: live plots, latencies and the memory plan.
 
-import { byId, element, sized } from "./element.js";
+import { byId, counted, element, rated, sized } from "./element.js";
 import { LivePlot } from "./plot.js";
 
 export class ServerPanel {
   constructor() {
     const place = byId("plots");
-    this.rate = new LivePlot(place, "Tokens per second", { format: (value) => (value < 100 ? value.toFixed(1) : Math.round(value).toLocaleString("en-US")) });
+    this.rate = new LivePlot(place, "Tokens per second", { format: rated });
     this.pages = new LivePlot(place, "Cache pages in use");
     this.rows = new LivePlot(place, "Rows in the batch");
     this.before = null;
@@ -31,9 +31,9 @@ export class ServerPanel {
 
   gauge(plot, now, { used, of }) {
     plot.most = of;
-    plot.format = (value) => `${value.toLocaleString("en-US")} of ${of.toLocaleString("en-US")}`;
+    plot.format = (value) => `${counted(value)} of ${counted(of)}`;
     plot.add(now, used);
-    plot.top.textContent = of.toLocaleString("en-US");
+    plot.top.textContent = counted(of);
   }
 
   showPlan(items) {
