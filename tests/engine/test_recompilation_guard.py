@@ -183,8 +183,7 @@ def test_the_cache_gets_what_the_plan_leaves(params, whole, alone, monkeypatch):
     assert 0 <= engine.plan.reserve < 2 * page
     assert not made  # nothing is allocated before the engine starts
     engine.start()
-    # Beside a cache of one row everything ran twice; that is all that was ever allocated before.
-    assert [limits.pages for limits in made] == [4, engine.limits.pages]
+    assert [limits.pages for limits in made] == [engine.limits.pages]
     assert {limits.table_width for limits in made} == {4}
 
     assert engine.plan["kv cache"] == engine.limits.pages * page
@@ -206,14 +205,14 @@ def test_no_more_pages_are_taken_than_rows_can_use(params, whole, monkeypatch):
 
 
 def test_memory_outside_of_jax_is_not_given_to_the_cache(params, whole, alone, monkeypatch):
-    """A library takes 1 MB from the driver in the warm-up, where no allocator sees it."""
+    """A library takes 1 MB from the driver while weights are loaded, where no allocator sees it."""
     limits = dataclasses.replace(FULL, utilization=1.0)
     page = whole.plan["kv cache"] // 12
     total = whole.plan.inside + 10**6
     quiet, taken = device(total, free=total), device(total, free=total - 10**6 - 7 * page)
     pretend(monkeypatch, quiet)
     assert Engine(Hybrid(SMALLEST), params, limits).limits.pages == 12
-    # The device is looked at for the first plan, and after the trial.
+    # The device is looked at for the first plan, and when the weights are there.
     pretend(monkeypatch, quiet, taken)
     engine = Engine(Hybrid(SMALLEST), params, limits)
     assert engine.limits.pages == 12
@@ -282,7 +281,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         assert not allocated and bool(compiled) == compiles
     # Fewer may be asked for by number: short rows alone are served then.
     assert come_up(beside + 7 * page // 2, num_pages=3).limits.pages == 3
-    assert allocated == [3, 3]  # the trial's and the engine's
+    assert allocated == [3]
 
 
 # The seal -----------------------------------------------------------------------------------------

@@ -42,10 +42,13 @@ class LimitsChoice:
 
     Attributes:
         reasons: a line for each limit that was chosen: its name, its value and why.
+        bounds: of the largest steps, by their names, where they were traced for the choice. Those
+            of the limits are no larger.
     """
 
     limits: Limits
     reasons: tuple[str, ...] = ()
+    bounds: Mapping[str, ExecutableMemory] = dataclasses.field(default_factory=dict)
 
 
 def limit_reason(name: str, value: Any, why: str) -> str:
@@ -87,7 +90,7 @@ class GpuLimits:
         limits = self._checkpoints(asked, limits, known, reasons)
         limits = self._share(asked, limits, known, reasons)
         limits = self._buckets(asked, limits, reasons)
-        return LimitsChoice(limits, tuple(reasons.values()))
+        return LimitsChoice(limits, tuple(reasons.values()), known if fits else {})
 
     def _fast(self, asked: Limits) -> tuple[Limits, dict[str, str]]:
         """(what a GPU gets where everything fits, why)."""
