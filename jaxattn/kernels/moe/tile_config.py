@@ -12,6 +12,7 @@ GROUP = 8  # tokens: an expert's begin at a multiple of it, and results are stor
 BLOCK = 128  # rows and columns of FP8 weights that share a scale
 WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
 TOKEN_TILES = (8, 16, 32, 64, 128)
+NARROWEST = 32  # tokens that a tile of more is multiplied as, and multiples of it
 FP8_COLUMNS = 64  # of which a warpgroup has registers for a step's product and the sum, twice
 BARRIER_BYTES = 2048  # left for barriers and alignment
 MOST_STAGES = 12
@@ -152,6 +153,12 @@ def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
 def panel(width: int) -> int:
     """Columns of a panel of a matrix of that width."""
     return math.gcd(width, WIDEST)
+
+
+def widths_of(columns: int) -> tuple[int, ...]:
+    """Tokens that a tile of at most `columns` of them is multiplied as: an expert's last tile, or
+    only one, may have few."""
+    return tuple(range(NARROWEST, columns, NARROWEST)) + (columns,)
 
 
 def stages_of(
