@@ -114,7 +114,7 @@ def grouped_product(
         scales: of the latter, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], of 16-bit weights.
         activation: of gate_up; None is silu(gate) * up.
-        target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in float32.
+        target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in that or float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
         results: where they go in `target`.
         columns: N.
@@ -337,9 +337,7 @@ class GroupedGemmCta:
     def _multiply_item(self, sums: Any, now: GroupedGemmTile, done: jax.Array) -> None:
         self.in_width(partial(self._multiply_width, sums, now, done), now)
 
-    def _multiply_width(
-        self, sums: Any, now: GroupedGemmTile, done: jax.Array, width: int
-    ) -> None:
+    def _multiply_width(self, sums: Any, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
         every = sums(now, done, width)
         if self.refs.biases is not None:
             every = [total + self._bias(now, part, width) for part, total in enumerate(every)]

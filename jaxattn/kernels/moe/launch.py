@@ -72,8 +72,9 @@ def scratch(
         config: how the kernels cut the products; None is what `mixture_of_experts` chooses.
 
     Returns:
-        Regions `h`, inside of the experts, in `dtype`, and `y`, float32, their outputs. Both have
-        T * K rows and some more, so that each expert begins a tile.
+        Regions `h`, inside of the experts, in `dtype`, and `y`, their outputs, in float32, or in
+        `dtype` too from 1,024 tokens on. Both have T * K rows and some more, so that
+        each expert begins a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
@@ -82,7 +83,8 @@ def scratch(
     config = config or choose(**sizes, quantized=fp8)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
-    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), jnp.float32))
+    outputs = dtype if config.rounded else jnp.float32
+    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), outputs))
 
 
 def _wide(features: int) -> int:
