@@ -183,7 +183,7 @@ def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
     ids = np.full((40, 2), -1, np.int32)
     ids[:, 0], ids[29:, 1] = 1, 0
     args = x, jnp.asarray(ids), *rest
-    config = dataclasses.replace(cut(64, consumers=1, parts=1, blocks=2), rounded=True)
+    config = dataclasses.replace(cut(64, consumers=1, parts=1, depth=64, blocks=2), rounded=True)
     run = functools.partial(mixture_of_experts_mosaic, layer=LAYER, interpret=True, config=config)
     assert 1e-3 < error_of(jax.jit(run)(*args), args, {}) < 3e-3
 
