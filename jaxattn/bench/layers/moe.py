@@ -2,8 +2,8 @@
 
 Times are `timing`'s. A call routes random logits and multiplies; call i has layer i of the stack,
 so that no layer's weights are in L2 when their turn comes. Beside the whole, from a profile, the
-time of each kernel; `rest us` is what XLA runs between them. GB/s counts the weights of experts that
-some token chose, once. XLA's ragged product is timed for few tokens.
+time of each kernel; `rest us` is what XLA runs between them. GB/s counts the weights of experts
+that some token chose, once. XLA's ragged product is timed for few tokens.
 """
 
 import collections

@@ -22,9 +22,11 @@ from jaxattn.ops.mla.state_merge import merge_attention_states
 
 WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query attention takes
 
-# Cached tokens of a row that are expanded at a time: as many as make EXPANDED_BYTES of keys and
-# values of all rows, and at least PREFIX_BLOCK.
+# Cached tokens of a row that are expanded at a time: MOST_EXPANDED, as a short prefix is expanded
+# to a whole block, or as many as make EXPANDED_BYTES of keys and values of all rows, and at least
+# PREFIX_BLOCK.
 PREFIX_BLOCK = 1024
+MOST_EXPANDED = 8192
 EXPANDED_BYTES = 2**29
 # A pass of its own rounds an output of at most so many float32 bytes, in a few microseconds.
 ROUNDED_BYTES = 2**20
@@ -142,7 +144,8 @@ def prefill_mosaic(
     def all_tokens() -> Any:
         state = new_tokens(jnp.float32)
         token_bytes = batch * heads * (w_uk.shape[1] + w_uv.shape[2]) * 2
-        size = block or max(PREFIX_BLOCK, EXPANDED_BYTES // token_bytes)
+        room = min(MOST_EXPANDED, EXPANDED_BYTES // token_bytes)
+        size = block or max(PREFIX_BLOCK, room)
         with jax.named_scope("cached_prefix"):
             pages, firsts, read = page_blocks(
                 kv_cache,
