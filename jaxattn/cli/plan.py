@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
         "--prefill-rows",
         metavar="N",
         type=size,
-        help="prompts that one step may process together, one chunk of each (default: chosen)",
+        help="most prompts that one step processes together (default: chosen)",
     )
     root.add_argument(
         "--reproducible",

@@ -23,7 +23,7 @@ from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.startup.engine_build import EngineBuild, of_this_process
 from jaxattn.engine.startup.placed_params import CheckedParams
-from jaxattn.engine.startup.warmup import allocate_state, profile_memory, trial_run
+from jaxattn.engine.startup.warmup import allocate_state, measured_plan, profile_memory
 from jaxattn.engine.steps.engine_state import recurrent
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.budget import MemoryPlan
@@ -140,17 +140,18 @@ class EngineLifecycle:
             lost = "a step of process 0 failed, and its state is lost; start all processes again"
             self._runner.crew.end_all(lost)
             raise HostError(lost)
+        ran = self._runner is not None
         if self._runner is not None:
             self._runner.delete()
         self._runner = self._loop = None
         with jax.default_device(of_this_process(self._prepared.devices)[0]):
-            self._prepared = trial_run(self._prepared, self._weights)
             PROCESS_STATE.closed(self)  # its own temp is a line of its plan
             try:
-                self._replan(profile_memory(self._prepared, self._weights))
+                self._replan(profile_memory(self._prepared, self._weights, ran=ran))
             finally:
                 PROCESS_STATE.opened(self)
             state, rows = allocate_state(self._prepared, self._weights)
+            self._prepared = measured_plan(self._prepared)
         weights, executables = self._weights, self._prepared.steps.executables
         group = group_of(self.model, self._prepared.devices)
         self._runner = ModelRunner(self.limits, executables, weights, state, rows, self.seal, group)

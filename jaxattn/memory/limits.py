@@ -10,6 +10,8 @@ from jaxattn.memory.budget import check_utilization
 
 # The decode kernels take so many tokens beside a row's last one.
 MOST_DRAFTS = 3
+# Prompt tokens of a line of a step: the queries that kernels take together.
+LINE_TOKENS = 128
 # Decode steps of one call: a row that ends outside of the device's sight is found so much later.
 MOST_STEPS = 8
 
@@ -48,13 +50,16 @@ class Limits:
         max_model_len: longest row in tokens, prompt and generated together.
         num_pages: pages of the cache; None is enough for every row at `max_model_len`, or with
             `utilization` what the device holds of that.
-        prefill_chunk: prompt tokens that are read at a time, of one request. Beside rows that
-            decode a round reads one chunk, so this is what their next token waits for.
-        prefill_rows: prompts that may be read together, a chunk of each, where several are due. A
-            row's bits may depend on how many are, as other shapes take other matmuls.
-        prefill_tokens: most tokens of a prefill step, of a data group. Chunks that are longer than
-            its share of a row are read of one prompt at a time. None is `prefill_chunk` of each of
-            `prefill_rows`, or what `choose_limits` chooses where one of the two is left out.
+        prefill_chunk: prompt tokens that a step reads of one request, at most.
+        prefill_rows: prompts that a step may read of. A row's bits may depend on how many it does,
+            as other shapes take other matmuls.
+        prefill_tokens: prompt tokens of a step, of a data group, at most. None is `prefill_chunk`
+            of each of `prefill_rows`, or what `choose_limits` chooses where one of the two is left
+            out.
+        mixed_tokens: prompt tokens of a step in which other rows decode, at most, and a line at
+            least: their next token waits for these. Where all other steps have more, one of as many
+            is compiled too. 0 decodes and reads prompts in steps of their own. None is as many as
+            without such rows, or what `choose_limits` chooses.
         prefix_cache: prompts that begin as earlier ones share their pages, which stay in the cache
             until their room is wanted. A model with recurrent states needs `checkpoints` too.
         checkpoints: slots for states at the ends of prefixes, beside those of rows. A state is as
@@ -65,7 +70,8 @@ class Limits:
             the pages alone size the cache.
         decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
             its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
-        prefill_buckets: smaller chunks that are compiled too, for the last one of a prompt.
+        prefill_buckets: fewer prompt tokens of a step that are compiled too, in whole lines of
+            `line_tokens`.
         cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto"
             is the model's own. The parameters are then those of `model.with_cache_format(...)`.
         speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
@@ -77,7 +83,8 @@ class Limits:
             lets `prepare` choose (decode_step_count.py): more than one where a step is shorter than
             its host takes. On one GPU alone, and not beside `speculate`.
         reproducible: what a row is answered does not depend on the rows beside it: prompts are read
-            one at a time, no buckets are compiled, and attention cuts rows by their own length.
+            one at a time, in steps in which no row decodes, no buckets are compiled, and attention
+            cuts rows by their own length.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;
@@ -98,6 +105,7 @@ class Limits:
     prefill_chunk: int = _SMALL["prefill_chunk"]
     prefill_rows: int = _SMALL["prefill_rows"]
     prefill_tokens: int | None = None
+    mixed_tokens: int | None = None
     prefix_cache: bool = True
     checkpoints: int = _SMALL["checkpoints"]
     utilization: float | None = None
@@ -145,7 +153,7 @@ class Limits:
                     f"speculate={self.speculate}; set one of them to its default"
                 )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
-        zero |= {"reproducible"}
+        zero |= {"reproducible", "mixed_tokens"}
         for name, value in dataclasses.asdict(self).items():
             if name in zero:
                 continue
@@ -174,6 +182,8 @@ class Limits:
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be at most {whole}={getattr(self, whole)}"
                 )
+        if self.mixed_tokens is not None:
+            check_sizes("Limits", least=0, mixed_tokens=self.mixed_tokens)
         self._check_reproducible()
 
     def _check_reproducible(self) -> None:
@@ -186,6 +196,11 @@ class Limits:
             raise ValueError(
                 f"prefill_rows={self.prefill_rows} reads several prompts together, and "
                 "reproducible=True one of each data group; leave one of them out"
+            )
+        if self.mixed_tokens:
+            raise ValueError(
+                f"mixed_tokens={self.mixed_tokens} reads prompts beside rows that decode, and "
+                "reproducible=True does not; leave one of them out"
             )
         for name in ("decode_buckets", "prefill_buckets"):
             if value := getattr(self, name):
@@ -259,21 +274,42 @@ class Limits:
         return tuple(sorted({*(min(b, longest) for b in self.prefill_buckets), longest}))
 
     @property
-    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(prompts, tokens of each) of the prefill executables, the smallest first.
+    def line_tokens(self) -> int:
+        """Tokens that a prompt's piece is padded to a multiple of in a step."""
+        return min(LINE_TOKENS, self.chunks[-1])
 
-        One prompt of each data group, with each chunk; or as many as may be read together, with
-        the chunks of which so many are `prefill_tokens` at most, and the shortest in any case.
-        """
-        most = max(min(self.prefill_rows, self.batch) // self.groups, 1)
-        tokens = self.prefill_tokens or most * self.chunks[-1]
-        together = [chunk for chunk in self.chunks if most * chunk <= tokens] or self.chunks[:1]
-        found = {(1, chunk) for chunk in self.chunks} | {(most, chunk) for chunk in together}
-        return tuple((rows * self.groups, chunk) for rows, chunk in sorted(found))
+    @property
+    def prompt_rows(self) -> int:
+        """Prompts of a data group that a step may read of."""
+        return max(min(self.prefill_rows, self.batch) // self.groups, 1)
+
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Prompt tokens of the prefill executables, of a data group, ascending, in whole lines."""
+        longest, line = self.chunks[-1], self.line_tokens
+        whole = self.prompt_rows * longest
+        most = max(min(self.prefill_tokens or whole, whole), longest)
+        sizes = {-(-size // line) * line for size in (*self.chunks, most)}
+        if self.mixed_tokens and self.mixes and self.mixed_tokens < min(sizes):
+            sizes.add(max(self.mixed_tokens // line, 1) * line)
+        return tuple(sorted(sizes))
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a step may read prompts while other rows decode in it. A reproducible one does
+        not: what a row computes would depend on the prompts."""
+        return self.mixed_tokens != 0 and not self.reproducible
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Those of `prefill_sizes` that a step with rows that decode may have."""
+        sizes = self.prefill_sizes
+        most = self.mixed_tokens or sizes[-1]
+        return tuple(size for size in sizes if size <= most) or sizes[:1]
 
 
 # What may stay None: the pages say it, or `choose_limits` and `prepare` do.
-_OPTIONAL = ("num_pages", "utilization", "steps_per_round", "prefill_tokens")
+_OPTIONAL = ("num_pages", "utilization", "steps_per_round", "prefill_tokens", "mixed_tokens")
 
 
 def _plain(value: Any) -> Any:

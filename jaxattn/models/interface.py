@@ -1,8 +1,9 @@
-"""The interface of a model to the engine: its caches, its scratch and its two steps.
+"""The interface of a model to the engine: its caches, its scratch and its steps.
 
-    prefill_hidden(params, state, batch) -> (hidden [B, T, hidden], state)
+    prefill_hidden(params, state, batch) -> (hidden [L, T, hidden], state)
     head(params, hidden [N, hidden]) -> logits [N, vocab]
     decode(params, state, batch) -> (logits [B, vocab], state)
+    mixed(params, state, prompts, rows, sources) -> (logits [b, vocab], state, hidden [L T, hidden])
 
 The engine, the plan and the seal go through `Model` and `LayerCache`. They name no model and no
 kind of cache. docs/adding-a-model.md walks through a complete model.
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.caches.layer_cache import CacheSize, DecodeState, LayerCache
 from jaxattn.parallel import ALONE, DeviceGroup, Parallel, ShardedVocabulary
@@ -52,22 +54,37 @@ class DecodeBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PrefillBatch:
-    """A chunk of each row's prompt, left-aligned in T tokens.
+    """A piece of each row's prompt, left-aligned in lines of T tokens.
 
     Attributes:
-        tokens: int32 [B, T].
-        query_lens: int32 [B], tokens of the chunk; 0 is a padding row.
-        seq_lens: int32 [B], the row's length after the chunk. A row whose `seq_lens` equals its
+        tokens: int32 [L, T].
+        query_lens: int32 [B], tokens of the piece; 0 is a padding row.
+        seq_lens: int32 [B], the row's length after the piece. A row whose `seq_lens` equals its
             `query_lens` is fresh: it starts from zero states, whatever its slot holds.
         block_tables: int32 [B, M].
         state_indices: int32 [B]; -1 is a padding row.
+        lines: int32 [L], the row of each line, ascending; B is a line of no row. A row's tokens go
+            on from one of its lines to the next. None: each row has one line, and L is B.
     """
 
-    tokens: Int[Array, "B T"]
+    tokens: Int[Array, "L T"]
     query_lens: Int[Array, "B"]
     seq_lens: Int[Array, "B"]
     block_tables: Int[Array, "B M"]
     state_indices: Int[Array, "B"]
+    lines: Int[Array, "L"] | None = None
+
+    @property
+    def layout(self) -> PromptLines:
+        """Where the rows' tokens are."""
+        lens = self.query_lens, self.seq_lens
+        return PromptLines.of(self.lines, *lens, self.tokens.shape[1])
+
+    def in_one_line(self) -> "PrefillBatch":
+        """The same with one line for each row, as long as all lines together."""
+        if self.lines is None:
+            return self
+        return dataclasses.replace(self, tokens=self.layout.to_rows(self.tokens), lines=None)
 
 
 class Model(abc.ABC):
@@ -123,8 +140,8 @@ class Model(abc.ABC):
         batch: PrefillBatch,
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T hidden"], DecodeState]:
-        """A chunk of each row's prompt.
+    ) -> tuple[Float[Array, "L T hidden"], DecodeState]:
+        """A piece of each row's prompt.
 
         Returns:
             What the head reads of each token (that of 0 at padding), and the state.
@@ -142,13 +159,13 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        """A chunk of each row's prompt.
+        """A piece of each row's prompt.
 
         Returns:
             Float32 logits of each row's last valid token, and the state.
         """
         hidden, state = self.prefill_hidden(params, state, batch, implementation=implementation)
-        return self.head(params, last_tokens(hidden, batch)), state
+        return self.head(params, _tokens(hidden)[batch.layout.last]), state
 
     @abc.abstractmethod
     def decode(
@@ -164,6 +181,41 @@ class Model(abc.ABC):
         Returns:
             Float32 logits of each row's last token (0 for a padding row), and the state.
         """
+
+    def mixed(
+        self,
+        params: Any,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        sources: Int[Array, "b"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "b vocab"], DecodeState, Float[Array, "N hidden"]]:
+        """Pieces of prompts, and the next token of other rows, in one step.
+
+        A model that has no such step of its own runs its two others, one after the other.
+
+        Args:
+            prompts: rows, none of which is among `rows`.
+            rows: b rows with one token each; None where the step has prompts alone.
+            sources: int32 [b], which row of `prompts` has the logits of each line; -1 is the row of
+                the same number in `rows`.
+
+        Returns:
+            Float32 logits of each line: those after the last token of its row; the state; and what
+            the head reads of each token of `prompts`.
+        """
+        # What is named is for decoding: prefill's kernels refuse other models.
+        chosen = implementation if implementation == "xla" else None
+        lines, each = prompts.layout, prompts.in_one_line()
+        found, state = self.prefill_hidden(params, state, each, implementation=chosen)
+        hidden = _tokens(lines.from_rows(found))
+        logits = self.head(params, hidden[lines.last[jnp.maximum(sources, 0)]])
+        if rows is not None:
+            others, state = self.decode(params, state, rows, implementation=implementation)
+            logits = jnp.where((sources >= 0)[:, None], logits, others)
+        return logits, state, hidden
 
     def decode_each(
         self,
@@ -258,12 +310,9 @@ class Model(abc.ABC):
         return {}
 
 
-def last_tokens(
-    hidden: Float[Array, "B T hidden"], batch: PrefillBatch
-) -> Float[Array, "B hidden"]:
-    """What the head reads of each row's last valid token, of `Model.prefill_hidden`."""
-    last = jnp.maximum(batch.query_lens - 1, 0)[:, None, None]
-    return jnp.take_along_axis(hidden, last, axis=1)[:, 0]
+def _tokens(hidden: Float[Array, "L T hidden"]) -> Float[Array, "N hidden"]:
+    """The tokens of all lines as one list."""
+    return hidden.reshape(-1, hidden.shape[-1])
 
 
 def overlaid(specs: Iterable[ArenaSpec]) -> ArenaSpec:

@@ -129,7 +129,7 @@ class DevicePlan:
         """What is known of the executables, of one more each time; the largest come first."""
         known: dict[str, ExecutableMemory] = {}
         entries = entry_points(limits)
-        for entry in sorted(entries, key=lambda each: -each.rows * each.tokens):
+        for entry in sorted(entries, key=lambda each: -each.size):
             known[str(entry)] = _bound_in(self.traced, entry, limits, self.on_hopper)
             yield dict(known)
         yield self._bounds(limits)
@@ -156,27 +156,39 @@ def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, Ex
 def _bound_in(model: Model, step: EngineStep, limits: Limits, on_hopper: bool) -> ExecutableMemory:
     """Of an executable of an engine of these limits."""
     rows, longest = limits.batch, limits.max_model_len
-    if isinstance(step, ModelStep | FusedDecodeStep | SampleStep):
+    prefills = isinstance(step, ModelStep) and step.kind == "prefill"
+    if isinstance(step, ModelStep | FusedDecodeStep | SampleStep) and not prefills:
         rows = sampled_rows(limits, step.rows)
     # Tables decide, and advice asks for many lengths. Drafts are looked up in whole rows.
     if isinstance(step, ModelStep | FusedDecodeStep) and not isinstance(
         step, SpeculativeDecodeStep
     ):
         longest = min(limits.table_width * limits.page_tokens, MOST)
-    return _bound(model, step, rows, limits.table_width, longest, on_hopper)
+    prompts = limits.chunks[-1], limits.prompt_rows * limits.groups
+    return _bound(model, step, rows, limits.table_width, longest, prompts, on_hopper)
 
 
 @functools.lru_cache(maxsize=256)
 def _bound(
-    model: Model, step: EngineStep, rows: int, width: int, longest: int, on_hopper: bool
+    model: Model,
+    step: EngineStep,
+    rows: int,
+    width: int,
+    longest: int,
+    prompts: tuple[int, int],
+    on_hopper: bool,
 ) -> ExecutableMemory:
-    """Of a step of `rows` rows with tables of `width` pages. Advice asks for some again."""
+    """Of a step of `rows` rows with tables of `width` pages, and `prompts` of so many tokens at
+    most, and so many of them. Advice asks for some again."""
+    chunk, prompt_rows = prompts
     decodes = isinstance(step, ModelStep) and step.kind == "decode"
     tokens = step.tokens if isinstance(step, ModelStep) and decodes else 1
     limits = Limits(
         batch=rows,
         max_model_len=longest,
         num_pages=width,
+        prefill_chunk=chunk,
+        prefill_rows=prompt_rows,
         q_lens=tuple(sorted({1, tokens})),
         speculate=step.drafts if isinstance(step, SpeculativeDecodeStep) else 0,
         spread=model.parallel.context,

@@ -1,6 +1,7 @@
 """Limits that nobody fixed: what a device gets, what is lowered, and what never changes."""
 
 import dataclasses
+import functools
 import itertools
 import random
 
@@ -8,7 +9,7 @@ import pytest
 
 from jaxattn import Engine, Limits
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.engine.scheduling.prefill_shape import prefill_shape
+from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.startup import engine_build, gpu_limits
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
@@ -69,10 +70,9 @@ def test_a_gpu_gets_the_model_s_own_context_and_packed_prompts():
     assert limits.max_model_len == LITE.max_position_embeddings
     assert (limits.batch, limits.utilization, limits.checkpoints) == (256, 0.9, 0)
     assert limits.decode_buckets == (1, 8, 32, 128)
-    assert limits.prefill_shapes == (
-        (1, 256), (1, 1024), (1, 2048), (1, 8192), (8, 256), (8, 1024)
-    )  # fmt: skip
-    assert len(all_steps(limits)) <= 58  # each is compiled once, and the largest twice
+    assert limits.prefill_sizes == (256, 1024, 2048, 4096, 8192) and limits.prompt_rows == 16
+    assert limits.mixes and limits.mixed_sizes == (256, 1024, 2048, 4096)
+    assert len(all_steps(limits)) <= 56  # each is compiled once, and the largest twice
     reasons = {reason.split()[0] for reason in choice.reasons}
     assert reasons >= {"batch", "max_model_len", "prefill_chunk", "prefill_rows", "utilization"}
     assert chosen(limits) == dataclasses.replace(choice, reasons=())  # nothing is chosen twice
@@ -120,7 +120,7 @@ def of_tokens(byte):
     """Bounds of steps that take so many bytes a token or row."""
 
     def bounds(limits):
-        most = max(entry.rows * entry.tokens for entry in entry_points(limits))
+        most = max(entry.size for entry in entry_points(limits))
         return {"the largest": ExecutableMemory(0, byte * most, 0, "bound")}
 
     return bounds
@@ -179,7 +179,7 @@ def test_what_was_given_is_never_changed():
         assert not found.unset - {"utilization"}, (case, given)
         if "max_model_len" not in given:
             assert found.max_model_len <= model.max_position_embeddings
-        assert found.prefill_shapes and len(all_steps(found)) <= 64
+        assert found.prefill_sizes and len(all_steps(found)) <= 66
         assert {str(step) for step in largest_steps(found)} <= {str(s) for s in all_steps(found)}
 
 
@@ -196,7 +196,8 @@ def test_a_length_that_was_given_and_does_not_fit_is_refused_with_what_would():
 
 def test_reproducible_has_one_shape_of_each_step():
     limits = chosen(Limits(reproducible=True)).limits
-    assert limits.prefill_shapes == ((1, 1024),) and limits.batches == (256,)
+    assert limits.prefill_sizes == (1024,) and limits.batches == (256,)
+    assert limits.prompt_rows == 1 and not limits.mixes
     assert limits.max_model_len == LITE.max_position_embeddings
     cut = LITE.with_batch_invariance()
     assert all(block.mixer.batch_invariant for block in cut.spec.blocks)
@@ -219,43 +220,56 @@ def test_what_contradicts_reproducible_is_refused_by_name(given, said):
         Limits(reproducible=1)
 
 
-# Shapes of prefill steps -------------------------------------------------------------------------
+# Sizes of prefill steps --------------------------------------------------------------------------
 
 
 def test_a_step_of_prompts_has_no_more_tokens_than_it_may():
     packed = Limits(
         batch=16, max_model_len=8192, prefill_chunk=512, prefill_rows=8, prefill_buckets=(64,)
     )
-    assert packed.prefill_shapes == ((1, 64), (1, 512), (8, 64), (8, 512))
-    assert dataclasses.replace(packed, prefill_tokens=1024).prefill_shapes == (
-        (1, 64), (1, 512), (8, 64)
-    )  # fmt: skip
-    # Several are read together whatever they are allowed, by the shortest chunk.
-    assert (8, 64) in dataclasses.replace(packed, prefill_tokens=1).prefill_shapes
+    assert packed.prefill_sizes == (128, 512, 4096) and packed.prompt_rows == 8
+    assert packed.mixed_sizes == packed.prefill_sizes
+    assert dataclasses.replace(packed, prefill_tokens=1000).prefill_sizes == (128, 512, 1024)
+    assert dataclasses.replace(packed, prefill_tokens=1).prefill_sizes == (128, 512)
+    assert dataclasses.replace(packed, mixed_tokens=600).mixed_sizes == (128, 512)
+    assert dataclasses.replace(packed, mixed_tokens=1).mixed_sizes == (128,)
     two = dataclasses.replace(packed, groups=2, prefill_tokens=256)
-    assert two.prefill_shapes == ((2, 64), (2, 512), (8, 64))
+    assert two.prefill_sizes == (128, 512) and two.prompt_rows == 4
+    short = dataclasses.replace(packed, prefill_chunk=50, prefill_buckets=(16,))
+    assert short.line_tokens == 50 and short.prefill_sizes == (50, 400)
+    # More than all prompts' chunks are never read.
+    assert dataclasses.replace(short, prefill_tokens=8192).prefill_sizes == (50, 400)
 
 
-SHAPES = chosen().limits.prefill_shapes
+LIKE_A_GPU = chosen().limits
+pieces = functools.partial(
+    prompt_pieces,
+    LIKE_A_GPU.prefill_sizes,
+    line=LIKE_A_GPU.line_tokens,
+    rows=LIKE_A_GPU.prompt_rows,
+)
 
 
 @pytest.mark.parametrize(
-    "waiting, shape",
+    "waiting, size",
     [
-        ([8192], (1, 8192)),
-        ([1024] * 8, (8, 1024)),
-        ([1024] * 20, (8, 1024)),
-        ([20], (1, 256)),
-        ([200] * 6, (8, 256)),
-        ([904], (1, 1024)),
-        ([8192, 20], (1, 8192)),
-        ([100_000] * 3, (1, 8192)),
-        ([100_000] + [1024] * 7, (8, 1024)),
-        ([100_000] + [1000] * 7, (1, 8192)),
+        ([8192], 8192),
+        ([1024] * 8, 8192),
+        ([1024] * 20, 8192),
+        ([20], 256),
+        ([200] * 6, 2048),
+        ([904], 1024),
+        ([1500], 2048),
+        ([3000], 4096),
+        ([4200], 4096),
+        ([5000], 4096),
+        ([6200], 8192),
+        ([8192, 20], 8192),
+        ([100_000] * 3, 8192),
     ],
 )
-def test_a_step_reads_the_most_for_its_time(waiting, shape):
-    assert prefill_shape(SHAPES, [waiting]) == shape
+def test_a_step_reads_the_most_for_its_time(waiting, size):
+    assert pieces([waiting])[0] == size
 
 
 def test_every_prompt_is_read_in_the_end():
@@ -266,8 +280,10 @@ def test_every_prompt_is_read_in_the_end():
             left = [each for each in left if each]
             if not left:
                 break
-            rows, tokens = prefill_shape(SHAPES, [left[:8]])
-            left = [max(each - tokens, 0) for each in left[:rows]] + left[rows:]
+            size, [read] = pieces([left])
+            assert sum(-(-tokens // 128) * 128 for tokens in read) <= size
+            read += [0] * (len(left) - len(read))
+            left = [each - tokens for each, tokens in zip(left, read, strict=True)]
             assert rounds < 600
 
 
@@ -302,7 +318,7 @@ def test_an_engine_without_limits_answers_as_one_row_at_a_time(on_a_gpu):
     requests = random_requests(random.Random(11), 14)
     with Engine(model, params, ONE_BY_ONE) as one, Engine(model, params, strict=True) as engine:
         limits = engine.limits
-        assert limits.prefill_shapes == ((1, 16), (1, 64), (4, 16))
+        assert limits.prefill_sizes == (64,) and limits.line_tokens == 64 and limits.mixes
         assert (limits.batch, limits.decode_buckets, limits.max_model_len) == (4, (2,), 256)
         assert engine.plan.limits == limits
         assert any(each.startswith("batch 4: ") for each in engine.plan.choices)

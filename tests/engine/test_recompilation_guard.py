@@ -89,8 +89,8 @@ def stray():
 
 def test_every_entry_point_is_an_executable(bucketed):
     assert list(bucketed.executables) == [
-        "prefill of 1 x 4 tokens",
-        "prefill of 1 x 16 tokens",
+        "prefill of 16 tokens beside 4 rows",
+        "prefill of 32 tokens beside 4 rows",
         "decode of 1 x 3 tokens",
         "decode of 4 x 3 tokens",
         "decode of 1 x 1 tokens",
@@ -99,10 +99,10 @@ def test_every_entry_point_is_an_executable(bucketed):
         *[f"sample of {n} rows: {level}" for n in (1, 4) for level in LEVELS],
         "mask of 1 rows",
         "mask of 4 rows",
-        "score of 4 tokens",
         "score of 16 tokens",
-        "history of 1 x 4 tokens",
-        "history of 1 x 16 tokens",
+        "score of 32 tokens",
+        "history of 16 tokens",
+        "history of 32 tokens",
         "update of rows",
     ]
     for entry in entry_points(bucketed.limits):
@@ -134,12 +134,12 @@ def test_a_step_takes_the_smallest_bucket_that_holds_its_rows(bucketed, monkeypa
     used = noted(bucketed, monkeypatch)
     bucketed.generate([Request(b"x" * 19, max_tokens=3)])
     assert used == [
-        "prefill of 1 x 16 tokens",
-        "prefill of 1 x 4 tokens",
+        *["prefill of 16 tokens beside 4 rows"] * 2,
         *["round of 1 rows: greedy"] * 2,
     ]
     used.clear()
     bucketed.generate([Request(b"x", max_tokens=4) for _ in range(3)])
+    assert used[0] == "prefill of 32 tokens beside 4 rows"
     assert used.count("round of 4 rows: greedy") >= 1
 
 
@@ -183,8 +183,7 @@ def test_the_cache_gets_what_the_plan_leaves(params, whole, alone, monkeypatch):
     assert 0 <= engine.plan.reserve < 2 * page
     assert not made  # nothing is allocated before the engine starts
     engine.start()
-    # Beside a cache of one row everything ran twice; that is all that was ever allocated before.
-    assert [limits.pages for limits in made] == [4, engine.limits.pages]
+    assert [limits.pages for limits in made] == [engine.limits.pages]
     assert {limits.table_width for limits in made} == {4}
 
     assert engine.plan["kv cache"] == engine.limits.pages * page
@@ -206,14 +205,14 @@ def test_no_more_pages_are_taken_than_rows_can_use(params, whole, monkeypatch):
 
 
 def test_memory_outside_of_jax_is_not_given_to_the_cache(params, whole, alone, monkeypatch):
-    """A library takes 1 MB from the driver in the warm-up, where no allocator sees it."""
+    """A library takes 1 MB from the driver while weights are loaded, where no allocator sees it."""
     limits = dataclasses.replace(FULL, utilization=1.0)
     page = whole.plan["kv cache"] // 12
     total = whole.plan.inside + 10**6
     quiet, taken = device(total, free=total), device(total, free=total - 10**6 - 7 * page)
     pretend(monkeypatch, quiet)
     assert Engine(Hybrid(SMALLEST), params, limits).limits.pages == 12
-    # The device is looked at for the first plan, and after the trial.
+    # The device is looked at for the first plan, and when the weights are there.
     pretend(monkeypatch, quiet, taken)
     engine = Engine(Hybrid(SMALLEST), params, limits)
     assert engine.limits.pages == 12
@@ -282,7 +281,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         assert not allocated and bool(compiled) == compiles
     # Fewer may be asked for by number: short rows alone are served then.
     assert come_up(beside + 7 * page // 2, num_pages=3).limits.pages == 3
-    assert allocated == [3, 3]  # the trial's and the engine's
+    assert allocated == [3]
 
 
 # The seal -----------------------------------------------------------------------------------------
@@ -367,12 +366,12 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
 def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypatch):
     double, x, kept = jax.jit(lambda x: x * 2), jnp.ones(3), []
     double(x)
-    packed_chunks = loop_module.packed_chunks
+    pack = loop_module.PromptLayout.pack
     for strict in (True, False):
         engine = Engine(Hybrid(SMALLEST), params, LIMITS, strict=strict)
         engine.start(), kept.clear()
         monkeypatch.setattr(
-            loop_module, "packed_chunks", lambda *a: kept.append(double(x)) or packed_chunks(*a)
+            loop_module.PromptLayout, "pack", lambda *a: kept.append(double(x)) or pack(*a)
         )
         if strict:
             with pytest.raises(SealError, match="after the engine was sealed"):

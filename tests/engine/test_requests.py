@@ -274,7 +274,7 @@ def failing(engine, monkeypatch, name, error, *, after):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("kind", ["prefill of 1 x 16 tokens", "round of 3 rows: greedy"])
+@pytest.mark.parametrize("kind", ["prefill of 16 tokens beside 3 rows", "round of 3 rows: greedy"])
 @pytest.mark.parametrize(
     "error, reason",
     [(RuntimeError("the device is lost"), "failed"), (KeyboardInterrupt(), "interrupted")],

@@ -21,7 +21,7 @@ from jaxattn.engine.startup import warmup as start_module
 from jaxattn.engine.startup.executable_memory import from_shapes
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import arena_spec, new_state, op_specs
-from jaxattn.engine.steps.prefill_batch import prefill_width
+from jaxattn.engine.steps.prefill_batch import PromptLayout
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -179,10 +179,10 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
         batch = entry.batch_shapes(limits)
         width = limits.table_width
         assert width * 64 >= longest
+        assert batch.rows.tables.shape == (2, width)
         if entry.kind == "prefill":
-            assert batch.shape == (1, prefill_width(16, width))
-        else:
-            assert batch.rows.tables.shape == (2, width)
+            layout = PromptLayout.of(limits, entry.tokens)
+            assert (layout.width, layout.shape) == (width, batch.places.shape)
     # ... the arena holds what each op asks for at that width, ...
     spec = arena_spec(Hybrid(config), limits, limits.table_width)
     arena = jax.eval_shape(lambda: Arena.allocate(spec))
@@ -195,7 +195,7 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
             Limits(batch=2, max_model_len=tokens, prefill_chunk=16),
             packed_shapes(Hybrid(config)),
             "xla",
-        )["prefill of 1 x 16 tokens"].temp
+        )["prefill of 16 tokens beside 2 rows"].temp
         for tokens in (4096, longest)
     }
     naive = 2 * 2 * (longest - 4096) * 64 * 2

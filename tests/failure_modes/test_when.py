@@ -159,7 +159,7 @@ def test_the_warm_up_does_not_run_other_shapes_and_dtypes_than_serving(params):
         else:
             engine.generate(prompts(7, length=20))
     served = [name for name, calls in seen.items() if "serving" in calls]
-    assert {"update of rows", "sample of 1 rows: greedy"} < set(served)
+    assert {"update of rows", "sample of 4 rows: greedy"} < set(served)
     assert len([name for name in served if name.startswith(("prefill", "round"))]) == 4
     for name in served:
         # Places are on the device where rows decode, and the host's where a prompt ends.
@@ -218,8 +218,11 @@ def test_no_executable_is_missing_that_serving_reaches(params):
     engine.generate(requests)
     options = ({"temperature": 1.0}, {"top_p": 0.5, "temperature": 1.0}, {"logprobs": 3})
     engine.generate([dataclasses.replace(requests[3], **each) for each in options])
-    engine.generate([Request([1] * n, repetition_penalty=1.1, max_tokens=4) for n in (3, 9)])
-    engine.score([[1] * n for n in (3, 9)])
+    penalized = [Request([1] * n, repetition_penalty=1.1, max_tokens=4) for n in (3, 9)]
+    engine.generate(penalized)  # whose histories come from one step
+    engine.generate(penalized[:1])
+    engine.score([each.prompt for each in penalized])
+    engine.score([penalized[0].prompt])
     assert used <= set(engine.executables)
     unused = set(engine.executables) - used
     assert {name.split()[0] for name in unused} <= {"decode", "round", "sample", "mask"}

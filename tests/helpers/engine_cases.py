@@ -56,7 +56,7 @@ ONE_BY_ONE = Limits(
 )
 LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16, **FIXED)
 BUCKETS = dataclasses.replace(
-    LIMITS, num_pages=None, batch=4, decode_buckets=(1,), prefill_buckets=(4,), q_lens=(1, 3)
+    LIMITS, num_pages=None, batch=4, decode_buckets=(1,), prefill_rows=2, q_lens=(1, 3)
 )
 # Fewer rows than most tests have requests, so that rows and slots go from one to the next.
 TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)

@@ -19,13 +19,14 @@ from jaxattn.kernels.gqa.prefill import launch as gqa_prefill
 from jaxattn.kernels.mla import append
 from jaxattn.kernels.mla.decode import launch as mla_decode
 from jaxattn.kernels.mla.decode.workspace import decode_schedule
+from jaxattn.kernels.mla.prefill import launch as mla_prefill_kernel
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode
 from jaxattn.ops.gqa.append import gqa_append
 from jaxattn.ops.gqa.prefill import gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op
 from jaxattn.ops.mla.append import mla_append as append_op
-from jaxattn.ops.mla.prefill import causal_attention
+from jaxattn.ops.mla.prefill import causal_attention, mla_prefill
 from jaxattn.ops.moe.experts import mixture_of_experts
 from tests.helpers.gqa_cases import launch_gqa_decode
 from tests.helpers.kernel_cases import launch_mla_decode
@@ -331,3 +332,27 @@ def test_scanned_gqa_attention_is_differentiated():
 
     # More tiles than multiprocessors, which blocks so draw one after another.
     assert len(launches(jax.grad(loss), shape(1, 8192, 8, 128), shape(1, 8192, 4, 128))) == 1
+
+
+@pytest.mark.slow_cases(reason="another head dim's kernel; its rows lower in kernels/gqa/prefill")
+@pytest.mark.parametrize(
+    "nope, values", [(128, 128), pytest.param(192, 256, marks=pytest.mark.slow)]
+)
+def test_prefill_of_rows_in_lines_lowers(monkeypatch, nope, values):
+    """A launch of the new tokens, once rounded and once for the prefixes' blocks behind them."""
+    monkeypatch.setattr(mla_prefill_kernel, "require_hopper", lambda *args, **kwargs: None)
+    heads, lines, rows, rank = 2, 4, 3, 128
+    found = launches(
+        functools.partial(mla_prefill, scale=0.1, implementation="mosaic_gpu"),
+        shape(lines, 128, heads, nope + 64),
+        shape(lines, 128, rank + 64),
+        shape(heads, nope, rank),
+        shape(heads, rank, values),
+        shape(2, 9, 64, rank + 64),
+        ints(rows, 5),
+        ints(rows),
+        ints(rows),
+        layer=ints(),
+        lines=ints(lines),
+    )
+    assert len(found) >= 2

@@ -68,7 +68,7 @@ def test_config_json_is_enough_for_the_first_step(tmp_path):
 def test_a_step_has_the_logits_of_the_tokens_there_are(kind):
     whole = read_folder(YOUTU).model
     model, limits = whole.with_tokens(430), Limits(batch=2, max_model_len=64, prefill_chunk=16)
-    entry = ModelStep(kind, 1, 16) if kind == "prefill" else ModelStep(kind, 2, 1)
+    entry = ModelStep(kind, 2, 16) if kind == "prefill" else ModelStep(kind, 2, 1)
     step, batch = entry.step(model, limits), entry.batch_shapes(limits)
     state = jax.eval_shape(lambda: new_state(model, limits))
     logits, *_ = jax.eval_shape(step, packed_shapes(model), state, batch)

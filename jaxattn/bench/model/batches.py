@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.memory.limits import LINE_TOKENS
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 
@@ -67,16 +68,20 @@ class BenchBatches:
         return jax.device_put(batch)
 
     def chunks(self, chunk: int) -> list[Any]:
-        """The batches that read the prompt, `chunk` tokens at a time; the last may be shorter."""
+        """The batches that read the prompt, `chunk` tokens at a time, in lines as an engine packs
+        them; the last may be shorter."""
         drawn = np.random.default_rng((self.seed, 0)).integers(self.vocab, size=self.prompt)
         tables = self._pages(self.width)[None]
         batches = []
         for begin in range(0, self.prompt, chunk):
-            tokens = np.zeros((1, chunk), np.int64)
+            line = LINE_TOKENS if chunk % LINE_TOKENS == 0 else chunk
+            tokens = np.zeros(chunk, np.int64)
             new = min(chunk, self.prompt - begin)
-            tokens[0, :new] = drawn[begin : begin + new]
+            tokens[:new] = drawn[begin : begin + new]
+            used = np.arange(0, chunk, line) < new
             batch = PrefillBatch(
-                tokens=_int32(tokens),
+                tokens=_int32(tokens.reshape(-1, line)),
+                lines=_int32(np.where(used, 0, 1)),
                 query_lens=_int32([new]),
                 seq_lens=_int32([begin + new]),
                 block_tables=_int32(tables),

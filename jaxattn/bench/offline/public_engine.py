@@ -19,7 +19,8 @@ from jaxattn.engine.startup.gpu_limits import UTILIZATION
 
 SHOWN = (
     "batch", "max_model_len", "num_pages", "prefill_chunk", "prefill_rows", "prefill_tokens",
-    "checkpoints", "utilization", "decode_buckets", "prefill_buckets", "steps_per_round",
+    "mixed_tokens", "checkpoints", "utilization", "decode_buckets", "prefill_buckets",
+    "steps_per_round",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import argparse
 from jaxattn.cli.options import http_options
 from jaxattn.cli.options.parser import InputError
 from jaxattn.core.cache.formats import PAGE_SIZE
+from jaxattn.memory.limits import LINE_TOKENS
 
 
 def check_sizes(options: argparse.Namespace) -> None:
@@ -18,13 +19,15 @@ def check_sizes(options: argparse.Namespace) -> None:
     for part, whole, why in (
         ("prefill_chunk", "max_model_len", "no prompt is as long as a chunk"),
         ("prefill_rows", "batch", "prompts are read into rows"),
+        ("mixed_tokens", "prefill_tokens", "no step reads as many tokens of prompts"),
     ):
-        one, other = getattr(options, part), getattr(options, whole)
+        one, other = getattr(options, part, None), getattr(options, whole, None)
         if one and other and one > other:
             raise InputError(
                 f"{_named(part, one)} is more than {_named(whole, other)}, and {why}; make it "
                 "smaller, or leave one of them out"
             )
+    _check_mixed(options)
     held = pages and pages * PAGE_SIZE * options.context
     if held and length and held < length:
         needed = -(-length // (PAGE_SIZE * options.context))
@@ -37,6 +40,17 @@ def check_sizes(options: argparse.Namespace) -> None:
         raise InputError(
             f"{_named('batch', batch)} is no multiple of {_named('data', options.data)}, whose "
             "groups have as many rows each"
+        )
+
+
+def _check_mixed(options: argparse.Namespace) -> None:
+    """Raises InputError where a step that also decodes would read more than was given for it."""
+    tokens = getattr(options, "mixed_tokens", None)
+    line = min(LINE_TOKENS, options.prefill_chunk or LINE_TOKENS)
+    if tokens and tokens < line:
+        raise InputError(
+            f"{_named('mixed_tokens', tokens)} is less than the {line} tokens of a prompt that a "
+            f"step reads together; give {line} or more, or 0 for steps of their own"
         )
 
 

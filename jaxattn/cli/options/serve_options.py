@@ -216,29 +216,36 @@ def _add_rows(group: argparse._ActionsContainer) -> None:
         "--prefill-chunk",
         metavar="N",
         type=size,
-        help="tokens of a prompt that one step processes (default: chosen for the GPU; on a CPU "
-        "128)",
+        help="most tokens of one prompt that a step processes (default: chosen for the GPU; on a "
+        "CPU 128)",
     )
     group.add_argument(
         "--prefill-rows",
         metavar="N",
         type=size,
-        help="prompts that one step may process together, one chunk of each (default: chosen for "
-        "the GPU; 1 on a CPU and with --reproducible)",
+        help="most prompts that one step processes together (default: chosen for the GPU; 1 on a "
+        "CPU and with --reproducible)",
     )
     group.add_argument(
         "--prefill-tokens",
         metavar="N",
         type=size,
-        help="most prompt tokens of a step that processes several prompts; a step with a longer "
-        "chunk processes one prompt (default: chosen for the GPU, or --prefill-chunk times "
+        help="most prompt tokens of a step (default: chosen for the GPU, or --prefill-chunk times "
         "--prefill-rows)",
+    )
+    group.add_argument(
+        "--mixed-tokens",
+        metavar="N",
+        type=number(int, lambda x: x >= 0, "a number of tokens: use 0 or more"),
+        help="most prompt tokens of a step that also decodes running answers, whose next tokens "
+        "wait for it; 0 gives prompts steps of their own (default: chosen for the GPU; on a CPU "
+        "--prefill-tokens)",
     )
     group.add_argument(
         "--reproducible",
         action="store_true",
         help="make each answer independent of other requests: the engine processes prompts one at "
-        "a time, and compiles one shape of each step",
+        "a time and in steps of their own, and compiles one shape of each step",
     )
 
 
@@ -288,8 +295,8 @@ def _add_shapes(group: argparse._ActionsContainer) -> None:
         "--prefill-buckets",
         metavar="N,N",
         type=sizes,
-        help="smaller chunk sizes to compile too; 0 means none (default: chosen for the GPU; none "
-        "on a CPU and with --reproducible)",
+        help="smaller numbers of prompt tokens to compile a step for; 0 means none (default: "
+        "chosen for the GPU; none on a CPU and with --reproducible)",
     )
 
 

@@ -185,6 +185,7 @@ def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu")
             prefill_chunk=options.prefill_chunk,
             prefill_rows=options.prefill_rows,
             prefill_tokens=options.prefill_tokens,
+            mixed_tokens=options.mixed_tokens,
             reproducible=options.reproducible,
             prefix_cache=not options.no_prefix_cache,
             checkpoints=checkpoints,

@@ -125,6 +125,45 @@ def page_blocks(
     return tables, jnp.arange(steps, dtype=jnp.int32) * (per_block * page), read
 
 
+def packed_pages(
+    kv_cache: Num[Array, "*L N C Ds"],
+    block_tables: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    layer: jax.Array | int | None,
+    block: int,
+    unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
+) -> tuple[Int[Array, ""], Int[Array, "B"], Callable[[jax.Array], jax.Array]]:
+    """The first `lengths` tokens of every row, one row behind another: whole pages of latents.
+
+    Returns:
+        How many blocks of K tokens, K about `block`, have all of them; where each row begins; and a
+        function that reads a block by its number, [K, D]. What belongs to no row is 0.
+    """
+    batch, width = block_tables.shape
+    page = _page_size(kv_cache, None)
+    lengths = jnp.clip(lengths, 0, width * page)
+    number = -(-lengths // page)
+    ends = jnp.cumsum(number, dtype=jnp.int32)
+    per_block = min(batch * width, max(1, block // page))
+    missing = 0xFF if kv_cache.dtype == jnp.uint8 else jnp.nan
+
+    @jax.named_scope("read_pages")
+    def read(i: jax.Array) -> jax.Array:
+        place = i * per_block + jnp.arange(per_block, dtype=jnp.int32)
+        owner = jnp.sum(place[:, None] >= ends, axis=1, dtype=jnp.int32)
+        owned, row = owner < batch, jnp.minimum(owner, batch - 1)
+        column = jnp.where(owned, place - (ends - number)[row], 0)
+        pages = jnp.where(owned, block_tables[row, column], 0)
+        index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
+        kv = kv_cache.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
+        held = (column * page)[:, None] + jnp.arange(page) < lengths[row][:, None]
+        kv = jnp.where((held & owned[:, None])[..., None], kv, jnp.zeros((), kv.dtype))
+        return unpack(kv.reshape(per_block * page, -1))
+
+    return -(-ends[-1] // per_block), (ends - number) * page, read
+
+
 def attend_pages(
     state: OnlineSoftmax,
     add_block: Callable[[OnlineSoftmax, jax.Array, jax.Array], OnlineSoftmax],

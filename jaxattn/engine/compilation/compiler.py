@@ -25,8 +25,9 @@ from jaxattn.engine.compilation.step_export import DecodeStepExporter
 from jaxattn.engine.runtime.gc_pause import gc_paused
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.steps.engine_step import EngineStep
-from jaxattn.engine.steps.model_steps import ModelStep
+from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.kernels.hopper.build.kernel_hash import unify_kernels
 from jaxattn.kernels.hopper.build.parallel_compilation import Compiling, ParallelCompiler
 from jaxattn.kernels.hopper.build.trace_cache import Shared, share_launches
 from jaxattn.memory.limits import Limits
@@ -36,10 +37,32 @@ OnCompile = Callable[[str, float | None], None]
 
 
 class CompiledSteps:
-    """Compiled steps, as a mapping from name to executable."""
+    """Compiled steps, as a mapping from name to executable.
 
-    def __init__(self, executables: Mapping[str, jax.stages.Compiled]):
-        self.executables = dict(executables)
+    Attributes:
+        limits: that they were compiled for; None where nobody shares them.
+    """
+
+    def __init__(
+        self, executables: Mapping[str, jax.stages.Compiled], limits: Limits | None = None
+    ):
+        self.executables, self.limits = dict(executables), limits
+
+    def shared(self, model: Model, limits: Limits, params: Any) -> dict[str, jax.stages.Compiled]:
+        """Those that limits which differ in `num_pages` alone have too: their arguments, and so
+        their programs, have the same shapes."""
+        if self.limits is None:
+            return {}
+
+        def shapes(step: EngineStep, of: Limits) -> Any:
+            leaves, tree = jax.tree.flatten(step.arguments(model, of, params))
+            return [(leaf.shape, leaf.dtype) for leaf in leaves], tree
+
+        return {
+            str(step): self.executables[str(step)]
+            for step in all_steps(limits)
+            if str(step) in self.executables and shapes(step, limits) == shapes(step, self.limits)
+        }
 
 
 def get_or_compile_steps(
@@ -51,6 +74,8 @@ def get_or_compile_steps(
     implementation: Implementation | None = None,
     on_compile: OnCompile | None = None,
     workers: int = 1,
+    wanted: Sequence[EngineStep] | None = None,
+    earlier: CompiledSteps | None = None,
 ) -> CompiledSteps:
     """Every step, compiled, or those of an engine alive that has the same.
 
@@ -61,6 +86,8 @@ def get_or_compile_steps(
             that it took after that (0 if it was there already). With several workers from their
             threads.
         workers: how many are compiled at a time.
+        wanted: the steps to compile, beside those that are there; None is all.
+        earlier: steps of limits that differ in `num_pages` alone, of which some are the same.
     """
     avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
     leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
@@ -69,27 +96,38 @@ def get_or_compile_steps(
         limits, utilization=None, num_pages=limits.pages, steps_per_round=limits.round_steps
     )
     key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
+    every = all_steps(limits)
     with PROCESS_STATE.lock(key):
         steps = PROCESS_STATE.steps.get(key)
         if steps is None:
+            steps = CompiledSteps({}, limits)
+        found = dict(steps.executables)
+        if earlier and len(found) < len(every):
+            found = earlier.shared(model, limits, params) | found
+        missing = [step for step in wanted or every if str(step) not in found]
+        if on_compile:
+            for step in wanted or every:
+                if str(step) in found:
+                    on_compile(str(step), None)
+                    on_compile(str(step), 0.0)
+        if missing:
             kept = None
             if any(each.process_index != jax.process_index() for each in devices):
                 disable_compilation_cache()
             if len(devices) == 1:
                 decides = (model, shape, implementation, leaves, str(tree), x64)
                 kept = _kept(devices[0], decides)
-            steps = _compile(
-                model, limits, params, devices, implementation, on_compile, workers, kept
+            found |= _compile(
+                missing, model, limits, params, devices, implementation, on_compile, workers, kept
             )
-            PROCESS_STATE.steps[key] = steps
-        elif on_compile:
-            for name in steps.executables:
-                on_compile(name, None)
-                on_compile(name, 0.0)
+        # No engine looks at steps of which some are missing.
+        steps.executables = {str(step): found[str(step)] for step in every if str(step) in found}
+        PROCESS_STATE.steps[key] = steps
     return steps
 
 
 def _compile(
+    steps: Sequence[EngineStep],
     model: Model,
     limits: Limits,
     params: Any,
@@ -98,7 +136,7 @@ def _compile(
     on_compile: OnCompile | None,
     workers: int,
     kept: ExecutableCache | None,
-) -> CompiledSteps:
+) -> dict[str, jax.stages.Compiled]:
     # As shapes: no executable may keep an array.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
@@ -116,7 +154,10 @@ def _compile(
         with jax.default_device(own), share_launches(shared):
             jitted = jitted_step(step, model, limits, tree, implementation, backend, group, lowered)
             given = arguments(step, model, limits, shapes, group)
-            return jitted.lower(*(_placed(given, own) if group is None else given))
+            text = jitted.lower(*(_placed(given, own) if group is None else given))
+        if backend == "gpu":
+            unify_kernels(text)
+        return text
 
     def compiled(step: EngineStep, text: jax.stages.Lowered) -> jax.stages.Compiled:
         with jax.default_device(own):
@@ -124,8 +165,8 @@ def _compile(
 
     # Processes of one engine tune programs together, and would wait for each other's.
     kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
-    steps = all_steps(limits)
-    return CompiledSteps(_in_turn(steps, kept, lower, compiled, on_compile, workers, kernels_for))
+    longest_first = sorted(steps, key=_model_tokens, reverse=True)
+    return _in_turn(longest_first, kept, lower, compiled, on_compile, workers, kernels_for)
 
 
 def _in_turn(
@@ -182,6 +223,12 @@ def _in_turn(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _model_tokens(step: EngineStep) -> int:
+    """Tokens that the model takes in a step. XLA takes longest for those of most tokens."""
+    entry = step.decode if isinstance(step, FusedDecodeStep) else step
+    return entry.size if isinstance(entry, ModelStep) else 0
 
 
 def _placed(shapes: Any, device: jax.Device) -> Any:

@@ -8,8 +8,9 @@ A model whose step calls what `jax.export` does not take, such as a callback or 
 kernel, is lowered anew for each of them.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +29,21 @@ def decode_of(step: EngineStep) -> ModelStep | None:
     if isinstance(step, SpeculativeDecodeStep):
         return None
     found = step.decode if isinstance(step, FusedDecodeStep) else step
-    return found if isinstance(found, ModelStep) and found.reads_rows else None
+    if not isinstance(found, ModelStep) or found.kind != "decode":
+        return None
+    return found if found.reads_rows else None
+
+
+@contextlib.contextmanager
+def _of_this_version() -> Iterator[None]:
+    """Within it `jax.export` writes kernels as JAX lowers them, not for older versions of JAX. So a
+    kernel that other steps launch too is the same there."""
+    before = jax.config.jax_export_ignore_forward_compatibility
+    jax.config.update("jax_export_ignore_forward_compatibility", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_export_ignore_forward_compatibility", before)
 
 
 class DecodeStepExporter:
@@ -60,6 +75,7 @@ class DecodeStepExporter:
             jax.jit(function), platforms=[self._platform], disabled_checks=_OURS
         )
         try:
-            return exporting(*arguments).call
+            with _of_this_version():
+                return exporting(*arguments).call
         except (ValueError, NotImplementedError):  # what is wrong with the step itself comes again
             return None

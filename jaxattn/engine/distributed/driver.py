@@ -36,7 +36,8 @@ from jaxattn.engine.distributed.transport import (
 )
 from jaxattn.engine.execution.model_runner import ModelRunner
 from jaxattn.engine.sampling.sampler import SamplingMode
-from jaxattn.engine.steps.step_catalog import ModelStep
+from jaxattn.engine.steps.model_steps import ModelStep
+from jaxattn.engine.steps.step_catalog import prefill_step
 
 
 class DriverRunner(ModelRunner):
@@ -157,9 +158,8 @@ def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
             runner.copy(*array.tolist())
         elif kind == PREFILL:
             tokens, remember, slices = numbers
-            entry = ModelStep("prefill", len(array), tokens)
             logits, _ = runner.prefill(
-                entry,
+                prefill_step(runner.limits, tokens),
                 array,
                 remember=bool(remember),
                 wanted=[_array(link, WANTED) for _ in range(slices)],

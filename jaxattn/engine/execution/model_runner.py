@@ -84,7 +84,7 @@ class ModelRunner:
         remember: bool,
         wanted: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Reads chunks of prompts, of `packed_chunks`.
+        """Reads chunks of prompts, of `PromptLayout.pack`, and decodes the rows beside them.
 
         Args:
             remember: some of the rows have a history.
@@ -95,29 +95,31 @@ class ModelRunner:
         """
         told = []
         with self.seal.allowed():
-            logits, self.state, hidden = self._step(entry)(self.weights, self.state, packed)
+            batch: Any = RowIndices(self.rows, packed)  # type: ignore[arg-type]
+            logits, self.state, hidden = self._step(entry)(self.weights, self.state, batch)
+            score = ScoreStep.of(self.limits, entry.tokens)
             for each in wanted:
-                hidden, found = self._step(ScoreStep(entry.all_tokens))(hidden, self.weights, each)
+                hidden, found = self._step(score)(hidden, self.weights, each)
                 found.copy_to_host_async()
                 told.append(found)
         if remember:
-            self.remember(entry, packed)
+            self.remember(entry.tokens, packed)
         return logits, told
 
-    def remember(self, entry: ModelStep, packed: np.ndarray) -> None:
+    def remember(self, tokens: int, packed: np.ndarray) -> None:
         """Writes tokens into the histories of their rows, without reading them.
 
         Args:
-            entry: a prefill step of the shape of `packed`.
+            tokens: of the prefill step whose layout `packed` has.
         """
         with self.seal.allowed():
-            step = self._step(HistoryAppendStep(entry.rows, entry.tokens))
+            step = self._step(HistoryAppendStep(tokens))
             self.rows = step(self.rows, packed)
 
     def first(
         self, logits: jax.Array, places: np.ndarray, level: SamplingMode, words: np.ndarray | None
     ) -> jax.Array:
-        """Samples rows that have read their prompts.
+        """Samples the rows of a prefill step.
 
         Args:
             places: -1 for the logits of other rows.

@@ -53,16 +53,20 @@ class InFlightStep:
 
     Attributes:
         told: of `advance`, or logits that nobody samples.
-        rows: those that it is about, by their line; None is padding.
-        running: of a decode step; None of a prefill step.
+        rows: those that decode, by their line; None is padding.
+        running: what was known of them; None if none decode.
         steps: how many decode steps it is.
-        scores: of a prefill step.
+        ended: those that get their first token, by their line.
+        prompt_tokens: that it reads of prompts.
+        scores: of those tokens.
     """
 
     told: jax.Array
     rows: Sequence[RunningRequest | None]
     running: DecodeBatchPlan | None = None
     steps: int = 1
+    ended: Sequence[RunningRequest | None] = ()
+    prompt_tokens: int = 0
     scores: PromptScores | None = None
 
 
@@ -89,7 +93,7 @@ class OutputReader:
         """Waits for a step. Steps end in the order in which they were sent, so the time since the
         one before it is its own.
         """
-        tells = any(row is not None for row in flight.rows)
+        tells = any(row is not None for row in (*flight.rows, *flight.ended))
         before = time.perf_counter()
         if tells:
             told = np.asarray(flight.told)
@@ -99,13 +103,17 @@ class OutputReader:
         self.stats.waited_seconds += now - before
         spent, self._read_at = now - self._read_at, now
         running = flight.running
-        if running is None:
-            self.stats.prefill_seconds += spent
+        if flight.prompt_tokens:
+            decoded = 0 if running is None else len(running.places)
+            of_prompts = flight.prompt_tokens / (flight.prompt_tokens + decoded)
+            self.stats.prefill_seconds += spent * of_prompts
             if flight.scores is not None:
                 self.endings.take_scores(flight.scores.read())
             if tells:
-                self.endings.take(flight.rows, told)
+                self.endings.take(flight.ended, told)
+                self.stats.decoded_tokens += self.endings.take(flight.rows, told)
             return
+        assert running is not None
         self.stats.decoded_tokens += self._taken(flight, running, told)
 
     def _taken(self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray) -> int:

@@ -1,10 +1,13 @@
 """One round after another: steps are sent before the ones before them are read.
 
     deltas    rows that came, pages that they need
-    prefill   a chunk of a prompt, or of several; the first token of those that end with it
-    decode    a token of each row that has read its prompt; several where steps are short and
-              nobody waits for fewer (`Limits.steps_per_round`)
+    prefill   pieces of prompts, and a token of each row that has read its own: the first of those
+              that end with it, the next of the others
+    decode    where no prompt is left to be read: a token of each row; several where steps are short
+              and nobody waits for fewer (`Limits.steps_per_round`)
     read      what the round before told, and first tokens of this one
+
+Where rows must not depend on others (`Limits.mixes`) a round has both steps: prompts, then rows.
 
 So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
 tokens, the limit) the device sees by itself. Stop strings reach it one step late, aborts up to two
@@ -15,6 +18,7 @@ import functools
 from collections import deque
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jaxattn.engine.execution.model_runner import ModelRunner
@@ -24,13 +28,12 @@ from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
 from jaxattn.engine.sampling.sampler import SamplingMode
-from jaxattn.engine.scheduling.prefill_shape import prefill_shape
+from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
-from jaxattn.engine.steps.engine_step import sampled_rows
-from jaxattn.engine.steps.model_steps import ModelStep, round_of
-from jaxattn.engine.steps.prefill_batch import PromptChunk, packed_chunks
-from jaxattn.engine.steps.step_catalog import prefill_row_counts
+from jaxattn.engine.steps.model_steps import round_of
+from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
+from jaxattn.engine.steps.step_catalog import prefill_step
 
 # Rounds that are sent and not read while the host waits for a token. With two the device has a
 # whole step to run when a token arrives, so waking up costs it nothing. A row whose end only the
@@ -56,7 +59,6 @@ class OverlapLoop:
         self._round = 0
         self._running: DecodeBatchPlan | None = None
         self._steady = 0  # steps that the rows which decode can still go on for as they are
-        self._together = prefill_row_counts(scheduler.limits)
         self._reader = OutputReader(scheduler, endings)
 
     @property
@@ -78,8 +80,7 @@ class OverlapLoop:
         with seal.watch():
             self._flights.append([])
             self.scheduler.admit()
-            self._read_prompts()
-            self._decode()
+            self._send_steps()
             if counts or seal.strict:
                 self.runner.check()
             if counts:
@@ -96,8 +97,11 @@ class OverlapLoop:
 
     @property
     def _ahead(self) -> int:
-        """How many rounds may stay unread."""
+        """How many rounds may stay unread: one while prompts are read, since those steps are long,
+        and a request that comes waits for all that is sent."""
         running = self._running
+        if self._flights and any(step.prompt_tokens for step in self._flights[-1]):
+            return 1
         return ROUNDS_AHEAD if running is None or (running.plain and running.most == 1) else 1
 
     def drain(self) -> None:
@@ -118,54 +122,130 @@ class OverlapLoop:
 
     # --- sending
 
-    def _read_prompts(self) -> None:
-        limits = self.scheduler.limits
-        rows = self.scheduler.next_prompts(self._together[-1])
+    def _send_steps(self) -> None:
+        """The steps of a round."""
+        if not self.scheduler.reads:
+            self._decode(*self._next_running())
+        elif not self.scheduler.limits.mixes:
+            self._read_prompts(None)
+            self._decode(*self._next_running())
+        else:
+            running, _ = self._next_running()
+            if not self._read_prompts(running):  # they lost their pages
+                self._decode(running, 1)
+            elif not self.scheduler.reads:
+                # The device has it to do while the host looks at first tokens.
+                self._decode(*self._next_running())
+
+    def _read_prompts(self, running: DecodeBatchPlan | None) -> bool:
+        """Sends a step that reads pieces of prompts, beside rows that decode; False if there are
+        none to read."""
+        scheduler, limits = self.scheduler, self.scheduler.limits
+        rows = scheduler.next_prompts(limits.prompt_rows * limits.groups)
         self._round += 1
         if not rows:
-            return
-        together, size = self._prefill_shape(rows)
-        if together < self._together[-1]:
-            rows = self.scheduler.next_prompts(together)
-        places, _ = self.scheduler.lines([row.index for row in rows], (together,))
-        entry = ModelStep("prefill", together, size)
+            return False
+        size, pieces = self._pieces(rows, running)
+        layout, entry = PromptLayout.of(limits, size), prefill_step(limits, size)
+        places = np.full(limits.batch, -1, np.int32)
+        decoding: list[RunningRequest | None] = [None] * limits.batch
+        taken = self._place_running(running, places, decoding)
         self._send_copies()  # states of prefixes, to the rows that begin with them
-        done = np.full(sampled_rows(limits, together), -1, np.int32)
-        read, sampled = together // limits.groups, len(done) // limits.groups
-        chunks: list[PromptChunk | None] = [None] * together
-        ended: list[RunningRequest | None] = [None] * len(done)
-        scores = PromptScores(entry)
-        for (group, line), row in zip(places, rows, strict=True):
+        sources = np.full(limits.batch, -1, np.int32)
+        ended: list[RunningRequest | None] = [None] * limits.batch
+        chunks: list[list[PromptChunk]] = [[] for _ in pieces]
+        scores = PromptScores(layout)
+        for row, tokens in self._shared_out(rows, pieces):
+            group = int(scheduler.group_of(row.index))
             if row.read_last < 0 and self._has_history(row):
                 self._remember_cached(row)
-            chunk = chunks[group * read + line] = self._next_chunk(row, size)
-            scores.add(row, group * read + line, chunk)
+            chunk = self._next_chunk(row, tokens)
+            scores.add(row, group, chunks[group], chunk)
+            chunks[group].append(chunk)
             row.read_last = self._round
-            self.stats.prompt_tokens += len(chunk.tokens)
-            if self.scheduler.read(row, len(chunk.tokens)):
-                at = group * sampled + line
-                done[at], ended[at] = row.index, row
+            if scheduler.read(row, tokens):
+                at = group * limits.rows_per_group + taken[group]
+                taken[group] += 1
+                places[at], ended[at], sources[at] = row.index, row, len(chunks[group]) - 1
         self._send_deltas()
-        packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
-        remember = any(chunk.place >= 0 for chunk in chunks if chunk)
+        remember = any(chunk.place >= 0 for group in chunks for chunk in group)
         told, scores.told = self.runner.prefill(
-            entry, packed, remember=remember, wanted=scores.wanted
+            entry,
+            layout.pack(chunks, places, sources),
+            remember=remember,
+            wanted=scores.wanted,
         )
         self._send_copies()  # those behind what was read now, to their checkpoints
-        if found := [row for row in ended if row is not None]:
-            level = max(row.level for row in found)
-            told = self.runner.first(told, done, level, self._masks(ended, len(done)))
+        if (places >= 0).any():
+            told = self._first_tokens(told, places, decoding, ended)
+        read = sum(map(sum, pieces))
+        self.stats.prompt_tokens += read
         self.stats.prefill_steps += 1
-        self._flights[-1].append(InFlightStep(told, ended, scores=scores))
+        if running is not None:
+            self.stats.decode_steps += 1
+            moved = np.zeros_like(scheduler.cached)
+            moved[running.places] = 1
+            scheduler.sent(moved)
+        flight = InFlightStep(
+            told, decoding, running, ended=ended, prompt_tokens=read, scores=scores
+        )
+        self._flights[-1].append(flight)
+        return True
 
-    def _prefill_shape(self, rows: Sequence[RunningRequest]) -> tuple[int, int]:
-        """(lines, tokens of each) of the step that reads of these rows next."""
-        limits, cached = self.scheduler.limits, self.scheduler.cached
+    def _first_tokens(
+        self,
+        logits: jax.Array,
+        places: np.ndarray,
+        decoding: Sequence[RunningRequest | None],
+        ended: Sequence[RunningRequest | None],
+    ) -> jax.Array:
+        """Samples the rows of a step with prompts: those that decode and those that begin to."""
+        rows = [one or other for one, other in zip(decoding, ended, strict=True)]
+        level = max(row.level for row in rows if row is not None)
+        words = None
+        if any(row is not None and row.request.grammar for row in rows):
+            if any(row is not None and row.request.grammar for row in decoding):
+                self.drain()  # their tokens in flight
+                self._flights.append([])
+            words = fill_bitmask(rows, len(rows), self.scheduler.vocab_size)
+        return self.runner.first(logits, places, level, words)
+
+    def _pieces(
+        self, rows: Sequence[RunningRequest], running: DecodeBatchPlan | None
+    ) -> tuple[int, list[list[int]]]:
+        """(tokens of the step that reads of these rows next, those of each row by data group)."""
+        scheduler, limits = self.scheduler, self.scheduler.limits
         waiting: list[list[int]] = [[] for _ in range(limits.groups)]
         for row in rows:
-            left = len(row.prompt) - int(cached[row.index])
-            waiting[int(self.scheduler.group_of(row.index))].append(left)
-        return prefill_shape(limits.prefill_shapes, waiting)
+            waiting[int(scheduler.group_of(row.index))].append(scheduler.readable(row))
+        sizes = limits.prefill_sizes if running is None else limits.mixed_sizes
+        return prompt_pieces(sizes, waiting, line=limits.line_tokens, rows=limits.prompt_rows)
+
+    def _shared_out(
+        self, rows: Sequence[RunningRequest], pieces: Sequence[Sequence[int]]
+    ) -> list[tuple[RunningRequest, int]]:
+        """The rows that are read of, with the tokens of each."""
+        left = [iter(group) for group in pieces]
+        found = ((row, next(left[int(self.scheduler.group_of(row.index))], 0)) for row in rows)
+        return [(row, tokens) for row, tokens in found if tokens]
+
+    def _place_running(
+        self,
+        running: DecodeBatchPlan | None,
+        places: np.ndarray,
+        decoding: list[RunningRequest | None],
+    ) -> list[int]:
+        """Gives the rows that decode their lines of logits, the first ones of their data group;
+        how many those are."""
+        scheduler, limits = self.scheduler, self.scheduler.limits
+        taken = [0] * limits.groups
+        if running is not None:
+            for index in running.places.tolist():
+                group = int(scheduler.group_of(index))
+                at = group * limits.rows_per_group + taken[group]
+                taken[group] += 1
+                places[at], decoding[at] = index, scheduler.rows.get(index)
+        return taken
 
     def _has_history(self, row: RunningRequest) -> bool:
         """Whether penalties count the row's tokens, or drafts are looked up among them."""
@@ -174,23 +254,22 @@ class OverlapLoop:
     def _remember_cached(self, row: RunningRequest) -> None:
         """Writes what a row does not read of its prompt into its history."""
         limits = self.scheduler.limits
-        entry = ModelStep("prefill", self._together[0], limits.chunks[-1])
-        pages = self.scheduler.block_tables[row.index]
-        for first in range(0, row.cached_tokens, entry.tokens):
-            end = min(first + entry.tokens, row.cached_tokens)
+        size = limits.prefill_sizes[-1]
+        layout, pages = PromptLayout.of(limits, size), self.scheduler.block_tables[row.index]
+        most = limits.chunks[-1]
+        for first in range(0, row.cached_tokens, most):
+            end = min(first + most, row.cached_tokens)
             chunk = PromptChunk(row.prompt[first:end], end, row.slot, row.index, pages)
-            packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, [chunk])
-            self.runner.remember(entry, packed)
+            self.runner.remember(size, layout.pack([[chunk]]))
 
-    def _next_chunk(self, row: RunningRequest, size: int) -> PromptChunk:
+    def _next_chunk(self, row: RunningRequest, count: int) -> PromptChunk:
         cached = int(self.scheduler.cached[row.index])
-        tokens = row.prompt[cached : cached + size]
+        tokens = row.prompt[cached : cached + count]
         place = row.index if self._has_history(row) else -1
         pages = self.scheduler.block_tables[row.index]
         return PromptChunk(tokens, cached + len(tokens), row.slot, place, pages)
 
-    def _decode(self) -> None:
-        running, steps = self._next_running()
+    def _decode(self, running: DecodeBatchPlan | None, steps: int) -> None:
         self._send_deltas()
         if running is None:
             return
@@ -274,12 +353,6 @@ class OverlapLoop:
         self._flights.append([])
         return fill_bitmask(rows, lines, self.scheduler.vocab_size)
 
-    def _masks(self, rows: Sequence[RunningRequest | None], lines: int) -> np.ndarray | None:
-        """The masks of rows that have no token in flight; None if none has a grammar."""
-        if not any(row is not None and row.request.grammar for row in rows):
-            return None
-        return fill_bitmask(rows, lines, self.scheduler.vocab_size)
-
     def _lines(self, places: np.ndarray) -> np.ndarray:
         """The rows as the lines of a step, those of each data group together; -1 is padding."""
         limits = self.scheduler.limits
@@ -323,13 +396,20 @@ class OverlapLoop:
             self._reader.read(flight)
 
     def _read_first_tokens(self) -> None:
-        """Reads the prefill step of this round if it gave first tokens: nobody waits for the decode
-        step that was sent behind it, which keeps the device busy meanwhile.
+        """Reads each step that gave first tokens as soon as another was sent behind it, which keeps
+        the device busy meanwhile.
         """
-        if self._flights and self._flights[-1]:
-            flight = self._flights[-1][0]
-            if flight.running is None and any(row is not None for row in flight.rows):
-                while len(self._flights) > 1:
-                    self._read_round()
-                del self._flights[-1][0]
-                self._reader.read(flight)
+        gave = [n for n, sent in enumerate(self._flights) if any(map(_gives_first, sent))]
+        if gave and gave[-1] < len(self._flights) - 1:
+            left = len(self._flights) - 1 - gave[-1]
+            while len(self._flights) > left:
+                self._read_round()
+        elif gave and len(self._flights[-1]) > 1:  # a decode step of the same round
+            while len(self._flights) > 1:
+                self._read_round()
+            self._reader.read(self._flights[-1].pop(0))
+
+
+def _gives_first(step: InFlightStep) -> bool:
+    """Whether rows get their first tokens from it."""
+    return any(row is not None for row in step.ended)

@@ -9,7 +9,9 @@ class GenerationStats:
 
     Attributes:
         prompt_tokens: that prefill has read; those of a row that lost its pages count again.
-        prefill_seconds: of prefill steps, each from the end of the step before it.
+        prefill_seconds: of prefill steps, each from the end of the step before it; of those in
+            which rows decode too, the share of the prompts' tokens.
+        prefill_steps, decode_steps: a step with both counts as both.
         waited_seconds: for which the host waited for what steps tell: the rest is its own work.
         queued_seconds: for which requests that are done waited for their rows, all together.
         cached_tokens: of the prompts of requests that are done, found in the cache of prefixes.

@@ -1,8 +1,9 @@
 """Prefixes of prompts that were read before: their pages, and states at their ends.
 
-A prefix is a chain of blocks. A block is as many tokens as prefill reads at a time, in whole pages,
-so that a prompt is cut into the same chunks whether its beginning is cached or not: what is
-computed has the same bits. Its key is a hash of all tokens up to its end, and of the salt.
+A prefix is a chain of blocks, of whole pages each. Where rows have states, or bits are to be the
+same, a block is as many tokens as prefill reads of a prompt at a time: a prompt is then cut into
+the same chunks whether its beginning is cached or not. Elsewhere it is a line of a step
+(`Limits.line_tokens`). Its key is a hash of all tokens up to its end, and of the salt.
 
     entry      the pages of one block; and the states behind it, in a checkpoint slot, where kept
     hit        the longest chain of entries; with recurrent states, up to one that has its states

@@ -180,16 +180,28 @@ class Scheduler:
                 found.append(row)
         return found
 
+    def readable(self, row: RunningRequest) -> int:
+        """Tokens that the next step may read of the row's prompt: to the end of a block where
+        states are kept behind blocks."""
+        cached = int(self.cached[row.index])
+        most = min(len(row.prompt) - cached, self.limits.chunks[-1])
+        if self.prefixes is not None and self.recurrent:
+            most = min(most, self.prefixes.block - cached % self.prefixes.block)
+        return most
+
     def read(self, row: RunningRequest, tokens: int) -> bool:
         """Counts tokens that are read of the row's prompt. Returns whether those are all.
 
         Then the row joins those on the device, and is sampled after this step.
         """
-        self.cached[row.index] += tokens
+        before = int(self.cached[row.index])
+        self.cached[row.index] = before + tokens
         if self.prefixes is not None and row.prefix is not None:
-            state = self.prefixes.enter(row.prefix, int(self.cached[row.index]), row.pages)
-            if state is not None:
-                self.copies.append((row.slot, state))
+            block = self.prefixes.block
+            for end in range(before // block * block + block, before + tokens + 1, block):
+                state = self.prefixes.enter(row.prefix, end, row.pages)
+                if state is not None:
+                    self.copies.append((row.slot, state))
         if self.cached[row.index] < len(row.prompt):
             return False
         self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
@@ -326,7 +338,11 @@ class Scheduler:
         self.copies.clear()
         checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
         if limits.prefix_cache and limits.groups == 1 and (checkpoints or not self.recurrent):
-            block = math.lcm(limits.chunks[-1], limits.page_tokens)
+            # States are behind what a step reads; and where bits are to be the same, a prompt is
+            # cut into the same pieces whether its beginning is cached or not.
+            whole = self.recurrent or limits.reproducible
+            least = limits.chunks[-1] if whole else limits.line_tokens
+            block = math.lcm(least, limits.page_tokens)
             [pages] = self._pages
             self.prefixes = PrefixCache(
                 pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent

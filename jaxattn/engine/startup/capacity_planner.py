@@ -1,7 +1,7 @@
 """Limits that fit a device: executables are compiled for some, planned, and the cache filled."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,15 @@ from jaxattn.engine.compilation.compiler import CompiledSteps, OnCompile, get_or
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, from_compiled, from_shapes
 from jaxattn.engine.startup.memory_plan import advice, check_row, fill, plan_engine
+from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
+
+# Of the pages, so much may stay unused where that saves compiling steps twice.
+SPARE = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class CapacityPlanner:
         workers: executables that are compiled at a time.
         collectives: bytes of each device that NCCL and XLA's collective kernels have taken.
         choices: why each limit that was chosen is what it is.
+        driver: bytes that the driver and its libraries take, at most, when the steps run first.
     """
 
     model: Model
@@ -41,10 +46,21 @@ class CapacityPlanner:
     workers: int = 1
     collectives: int = 0
     choices: tuple[str, ...] = ()
+    driver: int = 0
 
-    def compile(self, limits: Limits) -> CompiledSteps:
+    def compile(
+        self,
+        limits: Limits,
+        steps: Sequence[EngineStep] | None = None,
+        earlier: CompiledSteps | None = None,
+    ) -> CompiledSteps:
+        """The executables of these limits, or of some of their steps.
+
+        Args:
+            earlier: of other pages, of which those are kept that do not depend on the pages.
+        """
         if self.on_steps:
-            self.on_steps(len(all_steps(limits)))
+            self.on_steps(len(steps or all_steps(limits)))
         return get_or_compile_steps(
             self.model,
             limits,
@@ -53,6 +69,8 @@ class CapacityPlanner:
             implementation=self.implementation,
             on_compile=self.on_compile,
             workers=self.workers,
+            wanted=steps,
+            earlier=earlier,
         )
 
     def known(self, limits: Limits, steps: CompiledSteps) -> dict[str, ExecutableMemory]:
@@ -62,12 +80,13 @@ class CapacityPlanner:
                 steps.executables[str(step)], nbytes(step.given(self.model, limits))
             )
             for step in all_steps(limits)
+            if str(step) in steps.executables
         }
 
     def plan(
         self,
         limits: Limits,
-        known: dict[str, ExecutableMemory],
+        known: Mapping[str, ExecutableMemory],
         memory: DeviceMemory | None,
         own: int,
         *,
@@ -82,7 +101,8 @@ class CapacityPlanner:
         Raises:
             PlanError: it does not fit, or the cache holds no row at full length.
         """
-        beside = others(memory, known, own, self.collectives)
+        driver = 0 if wanted.utilization is None else self.driver
+        beside = others(memory, known, own, self.collectives, driver)
         made = plan_engine(self.model, limits, memory, self.params, known, **beside)
         made = dataclasses.replace(made, choices=self.choices)
 
@@ -98,48 +118,99 @@ class CapacityPlanner:
             check_row(made, limits, helps, wanted=wanted.num_pages)
         return made
 
+    def measured(
+        self, plan: MemoryPlan, known: Mapping[str, ExecutableMemory], memory: DeviceMemory | None
+    ) -> MemoryPlan:
+        """The plan once every step has run: with what the driver has taken, not what it may."""
+        taken = others(memory, known, 0, self.collectives)["outside"]
+        items = (
+            dataclasses.replace(item, nbytes=taken) if item.name == "driver" else item
+            for item in plan.items
+        )
+        return dataclasses.replace(plan, items=tuple(items))
+
     def fill(
         self,
         wanted: Limits,
-        known: dict[str, ExecutableMemory],
+        known: Mapping[str, ExecutableMemory],
         memory: DeviceMemory,
         own: int,
     ) -> Limits:
         """The limits with the pages that the device has room for."""
-        beside = others(memory, known, own, self.collectives)
+        beside = others(memory, known, own, self.collectives, self.driver)
         return fill(self.model, wanted, memory, self.params, known, **beside)
 
     def fit(
         self,
         wanted: Limits,
-        known: dict[str, ExecutableMemory],
+        known: Mapping[str, ExecutableMemory],
         memory: DeviceMemory,
         own: int,
+        earlier: CompiledSteps | None = None,
     ) -> tuple[Limits, CompiledSteps, dict[str, ExecutableMemory]]:
-        """Limits with the most pages that fit, and their executables.
+        """Limits with the most pages that fit, less at most `SPARE` of them, and their executables.
 
         Args:
-            known: of the same steps beside another number of pages.
+            known: of the same steps beside another number of pages, or bounds of the largest.
+            earlier: executables beside another number of pages.
 
         Raises:
             PlanError: too little is left, or XLA's temp grows with the pages again and again.
         """
         for _ in range(3):
-            limits = self.fill(wanted, known, memory, own)
+            limits, known = self._measured(wanted, known, memory, own)
             self.plan(limits, known, memory, own, wanted=wanted)
-            steps = self.compile(limits)
+            steps = self.compile(limits, earlier=earlier)
             found = self.known(limits, steps)
-            if all(found[name].temp <= known[name].temp for name in known):
+            if _most(found) <= _most(known):
                 return limits, steps, found
-            known = found
+            known, earlier = found, steps
         raise PlanError(
             "XLA's temp grows with the pages, so `utilization` finds no number of them; give "
             "num_pages instead"
         )
 
+    def _measured(
+        self,
+        wanted: Limits,
+        known: Mapping[str, ExecutableMemory],
+        memory: DeviceMemory,
+        own: int,
+    ) -> tuple[Limits, Mapping[str, ExecutableMemory]]:
+        """Limits with pages, and what they count of the steps.
+
+        A bound is above what XLA takes. Where that costs more than `SPARE` of the pages, the steps
+        with the largest are compiled first, one after another, until one is what XLA says.
+        """
+        whole, known = self.fill(wanted, {}, memory, own), dict(known)
+        least = min(whole.pages_per_row, whole.pages)
+        limits: Limits | None = None
+        while True:
+            filled = self.fill(wanted, known, memory, own)
+            if limits is None or not limits.pages <= filled.pages <= limits.pages * (1 + SPARE):
+                # At least a row, although bounds leave no room for it: XLA may.
+                limits = dataclasses.replace(filled, num_pages=max(filled.pages, least))
+            name = max(known, key=lambda each: known[each].temp + known[each].in_out)
+            fits = filled.pages >= least
+            if known[name].basis == "compiled":
+                return limits if fits else filled, known
+            if fits and whole.pages <= limits.pages * (1 + SPARE):
+                return limits, known
+            step = next(each for each in all_steps(limits) if str(each) == name)
+            known |= self.known(limits, self.compile(limits, [step]))
+
+
+def _most(known: Mapping[str, ExecutableMemory]) -> int:
+    """Bytes of which a plan counts the largest."""
+    return max(each.temp for each in known.values()) + max(each.in_out for each in known.values())
+
 
 def others(
-    memory: DeviceMemory | None, known: dict[str, ExecutableMemory], own: int, collectives: int = 0
+    memory: DeviceMemory | None,
+    known: Mapping[str, ExecutableMemory],
+    own: int,
+    collectives: int = 0,
+    driver: int = 0,
 ) -> dict[str, Any]:
     """Bytes that a plan has to leave alone: the driver's, and those of other arrays and engines.
 
@@ -147,6 +218,7 @@ def others(
         known: executables whose code lies among what the driver holds.
         own: bytes in the device's pool that the plan counts in other lines.
         collectives: bytes among the driver's that have a line of their own.
+        driver: bytes that the driver has not taken yet.
     """
     if memory is None or memory.outside is None:
         return {"outside": 0, "others": 0}
@@ -155,7 +227,7 @@ def others(
     outside = max(memory.outside - code, 0)
     collectives = min(collectives, outside)  # other processes may have begun while they ran
     return {
-        "outside": outside - collectives,
+        "outside": outside - collectives + driver,
         "collectives": collectives,
         "others": max(memory.in_use - own, 0) + stepping,
     }

@@ -64,15 +64,15 @@ def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """The steps of an engine that take most memory: those of a whole batch, and of most tokens."""
     steps = all_steps(limits)
     prefills = [s for s in steps if isinstance(s, ModelStep) and s.kind == "prefill"]
-    most = max(step.all_tokens for step in prefills)
-    largest = [step for step in prefills if step.all_tokens == most]
+    most = max(step.size for step in prefills)
+    read = max(step.tokens for step in prefills) * limits.groups
     whole = [
         step
         for step in steps
         if step not in prefills and getattr(step, "rows", limits.batch) == limits.batch
-        if not isinstance(step, ScoreStep) or step.tokens == most
+        if not isinstance(step, ScoreStep) or step.tokens == read
     ]
-    return (*largest, *whole)
+    return (*(step for step in prefills if step.size == most), *whole)
 
 
 def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:

@@ -26,7 +26,7 @@ from jaxattn.engine.startup.capacity_planner import CapacityPlanner, others
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
-from jaxattn.engine.startup.gpu_limits import LimitsChoice
+from jaxattn.engine.startup.gpu_limits import DRIVER, LimitsChoice
 from jaxattn.engine.startup.placed_params import CheckedParams
 from jaxattn.memory import device_memory
 from jaxattn.memory.budget import MemoryPlan
@@ -52,8 +52,6 @@ class EngineBuild:
         plan: what memory the engine will take and why.
         devices: that will run the steps.
         wanted: the limits as they were given, with the steps of a call and the layout.
-        trial: with `utilization`, the same steps beside a cache of one row. They run before the
-            cache exists, so that what drivers and libraries take is measured.
         params: loaded parameters, which `Engine` places.
     """
 
@@ -65,7 +63,6 @@ class EngineBuild:
     devices: tuple[jax.Device, ...]
     wanted: Limits
     compiler: "CapacityPlanner"
-    trial: "tuple[Limits, CompiledSteps] | None" = None
     params: CheckedParams | None = None
 
 
@@ -95,8 +92,8 @@ def prepare(
             seconds that it took after that.
         on_fits: called once, when the device is measured and the plan from shapes fits, before
             anything is compiled: parameters that were given as shapes may be loaded from then on.
-        on_steps: called before executables are compiled, with how many these are: once, or with
-            `utilization` several times.
+        on_steps: called before executables are compiled, with how many these are: once, or several
+            times where a share of the device is filled.
         workers: executables that are compiled at a time; None is 16 for a GPU and 1 for a CPU,
             which compiles one with all its cores.
         parallel: how several devices divide the model; the plan is then of each of them.
@@ -138,11 +135,10 @@ def prepare(
     checked = CheckedParams.of(model, params, own_devices, loaded=loaded)
     gpu = own_devices[0].platform == "gpu"
     collectives = collectives_of(model, own_devices)
-    memory, own, trial = smallest_memory(own_devices), checked.nbytes, None
+    memory, own = smallest_memory(own_devices), checked.nbytes
     beside = others(memory, {}, own, collectives)
     choice = _chosen(model, limits, checked, memory, own_devices, implementation, beside)
-    share_chosen, limits = limits.utilization is None, choice.limits
-    limits = choose_decode_steps(limits, checked.packed, gpu=gpu, gpus=parallel.gpus)
+    limits = choose_decode_steps(choice.limits, checked.packed, gpu=gpu, gpus=parallel.gpus)
     compiler = CapacityPlanner(
         model=model,
         params=checked.packed,
@@ -153,6 +149,7 @@ def prepare(
         on_steps=on_steps,
         workers=workers or (16 if gpu else 1),
         choices=choice.reasons,
+        driver=DRIVER if gpu else 0,
     )
     if limits.utilization is None:
         filled = limits
@@ -171,13 +168,8 @@ def prepare(
         compiler.plan(filled, {}, memory, own, wanted=limits)
         if on_fits:
             on_fits()
-        pages = min(filled.pages_per_row, filled.pages)
-        one_row = dataclasses.replace(limits, num_pages=pages, utilization=None)
-        if share_chosen:  # a tenth is left to the driver: the largest steps show enough of it
-            one_row = dataclasses.replace(one_row, decode_buckets=())
-        trial = one_row, compiler.compile(one_row)
-        known = compiler.known(*trial)
-        filled, steps, known = compiler.fit(limits, known, memory, own)
+        bounds = choice.bounds or _bounds(model, limits, checked, implementation)
+        filled, steps, known = compiler.fit(limits, bounds, memory, own)
     return EngineBuild(
         model=model,
         limits=filled,
@@ -187,7 +179,6 @@ def prepare(
         devices=own_devices,
         wanted=limits,
         compiler=compiler,
-        trial=trial,
         params=checked if loaded else None,
     )
 
@@ -205,21 +196,25 @@ def _chosen(
     need the same."""
     hosts = len({each.process_index for each in devices})
 
-    def bounds(tried: Limits) -> dict[str, ExecutableMemory]:
-        return {
-            str(step): bound_of(model, step, tried, params.packed, implementation)
-            for step in largest_steps(tried)
-        }
-
     return choose_limits(
         model,
         limits,
         memory if hosts == 1 else None,
         platform=devices[0].platform,
         params=params.packed,
-        bounds=bounds,
+        bounds=lambda tried: _bounds(model, tried, params, implementation),
         beside=beside,
     )
+
+
+def _bounds(
+    model: Model, limits: Limits, params: CheckedParams, implementation: Implementation | None
+) -> dict[str, ExecutableMemory]:
+    """What the largest steps take at most, by their shapes."""
+    return {
+        str(step): bound_of(model, step, limits, params.packed, implementation)
+        for step in largest_steps(limits)
+    }
 
 
 def _laid_out(limits: Limits, parallel: Parallel) -> Limits:

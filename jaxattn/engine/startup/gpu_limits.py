@@ -16,8 +16,10 @@ from jaxattn.models.interface import Model
 BATCH = 256
 DECODE_BUCKETS = (1, 8, 32, 128)
 PREFILL_TOKENS = 8192
-PREFILL_ROWS = 8
-PREFILL_BUCKETS = (256, 1024, 2048)
+PREFILL_ROWS = 16
+PREFILL_BUCKETS = (256, 1024, 2048, 4096)
+# Beside rows that decode: half of what a step without them reads, so half of what they wait.
+MIXED_TOKENS = 4096
 # One shape reads all prompts, short ones too.
 REPRODUCIBLE_CHUNK = 1024
 UTILIZATION = 0.9
@@ -40,10 +42,13 @@ class LimitsChoice:
 
     Attributes:
         reasons: a line for each limit that was chosen: its name, its value and why.
+        bounds: of the largest steps, by their names, where they were traced for the choice. Those
+            of the limits are no larger.
     """
 
     limits: Limits
     reasons: tuple[str, ...] = ()
+    bounds: Mapping[str, ExecutableMemory] = dataclasses.field(default_factory=dict)
 
 
 def limit_reason(name: str, value: Any, why: str) -> str:
@@ -85,7 +90,7 @@ class GpuLimits:
         limits = self._checkpoints(asked, limits, known, reasons)
         limits = self._share(asked, limits, known, reasons)
         limits = self._buckets(asked, limits, reasons)
-        return LimitsChoice(limits, tuple(reasons.values()))
+        return LimitsChoice(limits, tuple(reasons.values()), known if fits else {})
 
     def _fast(self, asked: Limits) -> tuple[Limits, dict[str, str]]:
         """(what a GPU gets where everything fits, why)."""
@@ -116,18 +121,19 @@ class GpuLimits:
                 choose(name, (), "reproducible has one shape")
             return dataclasses.replace(asked, **chosen), reasons
         choose("prefill_rows", PREFILL_ROWS * asked.groups, "short prompts that are read together")
-        together = chosen.get("prefill_rows", asked.prefill_rows) // asked.groups
         tokens = asked.prefill_tokens or PREFILL_TOKENS
-        given_buckets = "prefill_buckets" not in unset
-        longest = (
-            tokens if asked.prefill_buckets or not given_buckets else tokens // max(together, 1)
-        )
-        chunk = min(max(longest, *asked.prefill_buckets, 1), length)
+        chunk = min(max(tokens, *asked.prefill_buckets, 1), length)
         choose("prefill_chunk", chunk, f"a step reads up to {tokens:,} tokens of prompts")
         chunk = min(chosen.get("prefill_chunk", asked.prefill_chunk), length)
         if asked.prefill_tokens is None and unset & {"prefill_chunk", "prefill_rows"}:
             chosen["prefill_tokens"] = max(tokens, chunk)
         choose("prefill_buckets", _below(PREFILL_BUCKETS, chunk), "shorter chunks")
+        if asked.mixed_tokens is None:
+            # A step of the smallest size that there is, where somebody fixed that.
+            mixed = max(MIXED_TOKENS, dataclasses.replace(asked, **chosen).prefill_sizes[0])
+            chosen["mixed_tokens"] = mixed
+            why = "prompt tokens of a step in which other rows decode"
+            reasons["mixed_tokens"] = limit_reason("mixed_tokens", mixed, why)
         rows = chosen.get("batch", asked.batch)
         choose("decode_buckets", _below(DECODE_BUCKETS, rows, asked.groups), "fewer rows")
         return dataclasses.replace(asked, **chosen), reasons

@@ -1,4 +1,4 @@
-"""Warm-up of an engine: a trial run, the final memory reading, and a run of each step."""
+"""Warm-up of an engine: the last reading of memory, its state, and two runs of each step."""
 
 import dataclasses
 import functools
@@ -27,32 +27,33 @@ from jaxattn.parallel import DeviceGroup
 Weights = tuple[jax.Array, ...]  # the leaves of packed parameters
 
 
-def trial_run(prepared: EngineBuild, weights: Weights) -> EngineBuild:
-    """Runs the trial's steps, so that drivers and libraries have what they want."""
-    if not prepared.trial:
-        return prepared
-    limits, steps = prepared.trial
-    model, group = prepared.model, group_of(prepared.model, prepared.devices)
-    state, rows = _new(model, limits, group)
-    warm_up(model, limits, steps.executables, weights, state, rows, group)
-    return dataclasses.replace(prepared, trial=None)
-
-
-def profile_memory(prepared: EngineBuild, weights: Weights) -> EngineBuild:
+def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False) -> EngineBuild:
     """Plans again with what the device has now; fewer pages are found where it has less.
+
+    Args:
+        ran: whether the steps have run before, so that the driver has what it takes.
 
     Raises:
         PlanError: it does not fit.
     """
     compiler, known = prepared.compiler, prepared.known
+    if ran:
+        compiler = dataclasses.replace(compiler, driver=0)
     memory = smallest_memory(prepared.devices)
     own = nbytes_each(weights)
     if prepared.wanted.utilization is not None and memory is not None:
         filled = compiler.fill(prepared.wanted, known, memory, own)
         if filled.pages < prepared.limits.pages:
-            limits, steps, known = compiler.fit(prepared.wanted, known, memory, own)
+            limits, steps, known = compiler.fit(prepared.wanted, known, memory, own, prepared.steps)
             prepared = dataclasses.replace(prepared, limits=limits, steps=steps, known=known)
     plan = compiler.plan(prepared.limits, known, memory, own, wanted=prepared.wanted)
+    return dataclasses.replace(prepared, plan=plan)
+
+
+def measured_plan(prepared: EngineBuild) -> EngineBuild:
+    """With a plan that says what the driver has taken, since every step has run."""
+    memory = smallest_memory(prepared.devices)
+    plan = prepared.compiler.measured(prepared.plan, prepared.known, memory)
     return dataclasses.replace(prepared, plan=plan)
 
 

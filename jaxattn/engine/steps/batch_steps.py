@@ -15,12 +15,7 @@ from jaxattn.engine.steps import device_batch as device_rows
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_state, row_shapes
 from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
-from jaxattn.engine.steps.prefill_batch import (
-    history_rows,
-    packed_chunks,
-    prefill_batch,
-    prefill_width,
-)
+from jaxattn.engine.steps.prefill_batch import PromptLayout, by_lines
 from jaxattn.engine.steps.token_selection import advance, remember
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
@@ -128,23 +123,22 @@ class BatchUpdateStep(EngineStep):
 class HistoryAppendStep(EngineStep):
     """The tokens of a prefill step, for the histories of its rows."""
 
-    rows: int
     tokens: int
 
     def __str__(self) -> str:
-        return f"history of {self.rows} x {self.tokens} tokens"
+        return f"history of {self.tokens} tokens"
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
-        return partial(_remember, limits.table_width)
+        return partial(_remember, PromptLayout.of(limits, self.tokens))
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
         return row_shapes(limits), self.given(model, limits)
 
     def given(self, model: Model, limits: Limits) -> Any:
-        return int32(self.rows, prefill_width(self.tokens, limits.table_width))
+        return int32(*PromptLayout.of(limits, self.tokens).shape)
 
     def padding(self, model: Model, limits: Limits) -> Any:
-        return packed_chunks(self.rows, self.tokens, limits.table_width, ())
+        return PromptLayout.of(limits, self.tokens).pack()
 
     def call(
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
@@ -177,9 +171,8 @@ class StateCopyStep(EngineStep):
         return executable(state, given), rows, ()
 
 
-def _remember(width: int, rows: DeviceBatch, packed: Any) -> DeviceBatch:
-    batch = prefill_batch(packed, width)
-    return remember(rows, batch.tokens, history_rows(packed), batch.seq_lens, batch.query_lens)
+def _remember(layout: PromptLayout, rows: DeviceBatch, packed: Any) -> DeviceBatch:
+    return remember(rows, *by_lines(layout, packed))
 
 
 def _copy(model: Model, state: DecodeState, slots: Any) -> DecodeState:

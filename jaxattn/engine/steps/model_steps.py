@@ -1,7 +1,8 @@
-"""The steps that run the model: prefill, decode, and decode with sampling in one.
+"""The steps that run the model: prefill beside rows that decode, decode, and rounds of decoding.
 
-Prefill gives (logits, state, hidden): what the head reads of each token, [P T, hidden], comes last,
-so that no donated buffer of its shape is given to it. `ScoreStep` makes log-probabilities of it.
+Prefill gives (logits, state, hidden): what the head reads of each token of prompts, [N, hidden],
+comes last, so that no donated buffer of its shape is given to it. `ScoreStep` makes
+log-probabilities of it.
 """
 
 import dataclasses
@@ -17,13 +18,13 @@ from jax import lax
 from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices, decode_batch
 from jaxattn.engine.steps.engine_state import kept_checkpoints, new_state, recurrent, row_shapes
-from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device, sampled_rows
-from jaxattn.engine.steps.prefill_batch import packed_chunks, prefill_batch, prefill_width
+from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
+from jaxattn.engine.steps.prefill_batch import PromptLayout
 from jaxattn.engine.steps.prompt_lookup import draft, draft_batch, verify
 from jaxattn.engine.steps.token_selection import advance
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
-from jaxattn.models.interface import DecodeBatch, Model, last_tokens
+from jaxattn.models.interface import DecodeBatch, Model
 from jaxattn.parallel import local_shard
 
 # Levels that a decode step has in one executable with it. Each is one more compilation of the
@@ -33,7 +34,12 @@ FUSED = (SamplingMode.GREEDY, SamplingMode.DRAWS)
 
 @dataclasses.dataclass(frozen=True)
 class ModelStep(EngineStep):
-    """A step of the model: `kind` is "prefill" or "decode", of `rows` rows of `tokens` tokens."""
+    """A step of the model.
+
+    Attributes:
+        kind: "decode" of `rows` rows with `tokens` tokens each; or "prefill" of `tokens` tokens of
+            prompts, beside which so many rows may decode a token each.
+    """
 
     kind: str
     rows: int
@@ -42,23 +48,26 @@ class ModelStep(EngineStep):
     donated = 1
 
     def __str__(self) -> str:
+        if self.kind == "prefill":
+            beside = f" beside {self.rows} rows" if self.rows else ""
+            return f"prefill of {self.tokens} tokens{beside}"
         return f"{self.kind} of {self.rows} x {self.tokens} tokens"
 
     @property
     def reads_rows(self) -> bool:
         """Whether its batch is made of the rows on the device."""
-        return self.kind == "decode" and self.tokens == 1
+        return self.kind == "prefill" or self.tokens == 1
 
     @property
-    def all_tokens(self) -> int:
-        """Of all rows."""
-        return self.rows * self.tokens
+    def size(self) -> int:
+        """Its tokens, of prompts those of a data group."""
+        return self.rows + self.tokens if self.kind == "prefill" else self.rows * self.tokens
 
     def step(self, model: Model, limits: Limits) -> Callable:
         """(params, state, batch) -> (logits, state), of prefill (logits, state, hidden)."""
         if self.kind == "prefill":
-            rows = sampled_rows(limits, self.rows) // limits.groups
-            return partial(_prefill, model, limits.table_width, rows)
+            layout = PromptLayout.of(limits, self.tokens)
+            return partial(_prefill, model, layout, self.rows > 0)
         return partial(_decode if self.reads_rows else _decode_given, model)
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
@@ -72,10 +81,8 @@ class ModelStep(EngineStep):
     def batch_shapes(self, limits: Limits) -> Any:
         """Its batch, as shapes."""
         width = limits.table_width
-        if self.kind == "prefill":
-            return int32(self.rows, prefill_width(self.tokens, width))
         if self.reads_rows:
-            return RowIndices(row_shapes(limits), int32(self.rows))
+            return RowIndices(row_shapes(limits), self.given_shape(limits))
         tokens, tables = int32(self.rows, self.tokens), int32(self.rows, width)
         return DecodeBatch(tokens, int32(self.rows), tables, int32(self.rows))
 
@@ -83,12 +90,18 @@ class ModelStep(EngineStep):
         state = jax.eval_shape(lambda: new_state(model, limits))
         return tuple(jax.tree.leaves(params)), state, self.batch_shapes(limits)
 
+    def given_shape(self, limits: Limits) -> Any:
+        """Of what comes with the call, beside the rows on the device."""
+        if self.kind == "prefill":
+            return int32(*PromptLayout.of(limits, self.tokens).shape)
+        return int32(self.rows)
+
     def given(self, model: Model, limits: Limits) -> Any:
-        return int32(self.rows) if self.reads_rows else self.batch_shapes(limits)
+        return self.given_shape(limits) if self.reads_rows else self.batch_shapes(limits)
 
     def padding(self, model: Model, limits: Limits) -> Any:
         if self.kind == "prefill":
-            return packed_chunks(self.rows, self.tokens, limits.table_width, ())
+            return PromptLayout.of(limits, self.tokens).pack()
         none = np.full(self.rows, -1, np.int32)
         if self.reads_rows:
             return none
@@ -98,7 +111,9 @@ class ModelStep(EngineStep):
     def call(
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        batch = RowIndices(rows, on_device(given)) if self.reads_rows else given
+        batch = given
+        if self.reads_rows:  # prompts come from the host with each call, places stay there
+            batch = RowIndices(rows, given if self.kind == "prefill" else on_device(given))
         told, state, *_ = executable(weights, state, batch)
         return state, rows, told
 
@@ -236,14 +251,21 @@ def rounds(limits: Limits, rows: int) -> tuple[FusedDecodeStep, ...]:
 
 
 def _prefill(
-    model: Model, width: int, rows: int, params: Any, state: Any, batch: Any, **options: Any
+    model: Model,
+    layout: PromptLayout,
+    mixes: bool,
+    params: Any,
+    state: Any,
+    batch: RowIndices,
+    **options: Any,
 ) -> Any:
-    """Logits of as many rows as are sampled together; those behind the prompts are 0."""
-    own = _own_rows(model, prefill_batch(batch, width))
-    hidden, state = model.prefill_hidden(params, state, own, **options)
-    logits = model.head(params, last_tokens(hidden, own))
-    logits = jnp.pad(logits, ((0, rows - len(logits)), (0, 0)))
-    return logits, state, hidden.reshape(-1, hidden.shape[-1])
+    """Logits of all rows: those that decode, and those of prompts."""
+    own = layout.unpack(local_shard(batch.places, model.parallel, "data")[0])
+    rows = None
+    if mixes:
+        decoding = jnp.where(own.sources < 0, own.places, -1)
+        rows = decode_batch(RowIndices(batch.rows, decoding))
+    return model.mixed(params, state, own.prompts, rows, own.sources, **options)
 
 
 def _decode(model: Model, params: Any, state: Any, batch: RowIndices, **options: Any) -> Any:

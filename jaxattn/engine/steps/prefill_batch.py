@@ -1,19 +1,26 @@
-"""The packed array that a prefill step is given: what its rows read, in one copy from the host."""
+"""The packed array that a step with prompts is given, in one copy from the host.
 
+Of each data group: what its prompts' rows are, their pages, the row of each line of tokens, the
+tokens, and of each line of logits whose they are.
+"""
+
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import PrefillBatch
 
-# Of a row's line, before its pages and tokens: new tokens, length after them, slot, place.
+# Of a prompt's row, before its pages: new tokens, length after them, slot, place.
 HEAD = 4
 
 
 class PromptChunk(NamedTuple):
-    """What one row reads in a prefill step.
+    """What a step reads of one row.
 
     Attributes:
         length: of the row, after the tokens.
@@ -28,41 +35,145 @@ class PromptChunk(NamedTuple):
     pages: np.ndarray
 
 
-def prefill_width(tokens: int, table_width: int) -> int:
-    """int32 numbers of a row's line."""
-    return HEAD + table_width + tokens
+class PackedPrompts(NamedTuple):
+    """What a data group's part of the array holds.
 
-
-def packed_chunks(
-    rows: int, tokens: int, table_width: int, chunks: Sequence[PromptChunk | None]
-) -> np.ndarray:
-    """int32 [rows, n]: everything a prefill step wants of the host, in one array.
-
-    A chunk that is None is padding.
+    Attributes:
+        histories: int32 [B], where the history of each prompt's row is kept; -1 where it is not.
+        places: int32 [b], the row of each line of logits; -1 is none.
+        sources: int32 [b], the prompt that the line is of; -1 is the row that decodes.
     """
-    packed = np.zeros((rows, prefill_width(tokens, table_width)), np.int32)
-    packed[:, 2:HEAD] = -1
-    for line, chunk in zip(packed, chunks, strict=False):
-        if chunk is None:
-            continue
-        new = len(chunk.tokens)
-        line[:HEAD] = new, chunk.length, chunk.slot, chunk.place
-        line[HEAD : HEAD + table_width] = chunk.pages
-        line[HEAD + table_width : HEAD + table_width + new] = list(chunk.tokens)
-    return packed
+
+    prompts: PrefillBatch
+    histories: Array
+    places: Array
+    sources: Array
 
 
-def prefill_batch(packed: Int[Array, "P n"], table_width: int) -> PrefillBatch:
-    """The model's batch, of packed chunks."""
-    return PrefillBatch(
-        tokens=packed[:, HEAD + table_width :],
-        query_lens=packed[:, 0],
-        seq_lens=packed[:, 1],
-        block_tables=packed[:, HEAD : HEAD + table_width],
-        state_indices=packed[:, 2],
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptLayout:
+    """Where things are in the array [groups, n]; sizes are of a data group.
+
+    Attributes:
+        rows: prompts.
+        lines: of tokens, `line` in each.
+        width: pages of a row.
+        logits: lines of logits.
+        one_each: whether every line has a row of its own, as lines as long as a chunk have.
+    """
+
+    groups: int
+    rows: int
+    lines: int
+    line: int
+    width: int
+    logits: int
+    one_each: bool
+
+    @classmethod
+    def of(cls, limits: Limits, tokens: int) -> Self:
+        """Of a step with so many prompt tokens of each data group."""
+        lines = tokens // limits.line_tokens
+        return cls(
+            groups=limits.groups,
+            rows=min(limits.prompt_rows, lines),
+            lines=lines,
+            line=limits.line_tokens,
+            width=limits.table_width,
+            logits=limits.rows_per_group,
+            one_each=limits.chunks[-1] <= limits.line_tokens,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Of all data groups, padding included."""
+        return self.groups * self.lines * self.line
+
+    def first_token(self, group: int, before: Sequence[PromptChunk]) -> int:
+        """Where the tokens of a data group's next chunk begin among those of all."""
+        lines = group * self.lines + sum(self._lines_of(chunk) for chunk in before)
+        return lines * self.line
+
+    def _lines_of(self, chunk: PromptChunk) -> int:
+        return -(-len(chunk.tokens) // self.line)
+
+    @property
+    def _parts(self) -> list[tuple[int, ...]]:
+        return [
+            (self.rows, HEAD + self.width),
+            (self.lines,),
+            (self.lines, self.line),
+            (self.logits,),
+            (self.logits,),
+        ]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.groups, sum(int(np.prod(part)) for part in self._parts)
+
+    def pack(
+        self,
+        chunks: Sequence[Sequence[PromptChunk]] = (),
+        places: np.ndarray | None = None,
+        sources: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """int32 [groups, n]: everything that a step wants of the host, in one array.
+
+        Args:
+            chunks: of each data group, at most `rows`.
+            places, sources: int32 [groups * logits], as in `PackedPrompts`; None is -1 everywhere.
+        """
+        packed = np.zeros(self.shape, np.int32)
+        for group, whole in enumerate(packed):
+            heads, owners, tokens, own_places, own_sources = self._views(whole)
+            heads[:, 2:HEAD] = own_places[:] = own_sources[:] = -1
+            owners[:] = self.rows
+            line = 0
+            for row, chunk in enumerate(chunks[group] if chunks else ()):
+                new = len(chunk.tokens)
+                heads[row, :HEAD] = new, chunk.length, chunk.slot, chunk.place
+                heads[row, HEAD:] = chunk.pages
+                behind = line + self._lines_of(chunk)
+                owners[line:behind] = row
+                tokens[line:behind].reshape(-1)[:new] = list(chunk.tokens)
+                line = behind
+            part = slice(group * self.logits, (group + 1) * self.logits)
+            if places is not None:
+                own_places[:] = places[part]
+            if sources is not None:
+                own_sources[:] = sources[part]
+        return packed
+
+    def unpack(self, packed: Int[Array, "n"]) -> PackedPrompts:
+        """A data group's part."""
+        heads, owners, tokens, places, sources = self._views(packed)
+        prompts = PrefillBatch(
+            tokens=tokens,
+            query_lens=heads[:, 0],
+            seq_lens=heads[:, 1],
+            block_tables=heads[:, HEAD:],
+            state_indices=heads[:, 2],
+            lines=None if self.one_each else owners,
+        )
+        return PackedPrompts(prompts, heads[:, 3], places, sources)
+
+    def unpack_all(self, packed: Int[Array, "G n"]) -> list[PackedPrompts]:
+        return [self.unpack(packed[group]) for group in range(self.groups)]
+
+    def _views(self, whole: "np.ndarray | Array") -> list:
+        ends = np.cumsum([int(np.prod(part)) for part in self._parts])
+        begins = [0, *ends[:-1]]
+        return [
+            whole[begin:end].reshape(part)
+            for begin, end, part in zip(begins, ends, self._parts, strict=True)
+        ]
 
 
-def history_rows(packed: Int[Array, "P n"]) -> Int[Array, "P"]:
-    """Where the history of each packed row is kept; -1 where it is not."""
-    return packed[:, 3]
+def by_lines(layout: PromptLayout, packed: Int[Array, "G n"]) -> tuple[Array, ...]:
+    """(tokens [L, T], histories [L], lengths [L], news [L]) of all data groups' lines."""
+    found = []
+    for own in layout.unpack_all(packed):
+        lines = own.prompts.layout
+        histories = lines.of_row(own.histories, -1)
+        found.append((own.prompts.tokens, histories, lines.seq_lens, lines.query_lens))
+    return tuple(jnp.concatenate(each) for each in zip(*found, strict=True))

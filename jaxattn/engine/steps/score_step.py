@@ -7,7 +7,7 @@ that exists at a time, whatever the chunk, and a step without such prompts pays 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,15 @@ class ScoreStep(EngineStep):
     last line how many of the likeliest tokens are told.
 
     Attributes:
-        tokens: of the prefill step, all rows together: steps of other rows share this one.
+        tokens: of prompts in the prefill step, of all data groups together.
     """
 
     tokens: int
+
+    @classmethod
+    def of(cls, limits: Limits, tokens: int) -> Self:
+        """Behind a prefill step of so many tokens of each data group."""
+        return cls(limits.groups * tokens)
 
     def __str__(self) -> str:
         return f"score of {self.tokens} tokens"

@@ -1,8 +1,9 @@
 """The executables of an engine: every step that serving can reach, compiled ahead of time.
 
-    prefill of P x T tokens    a chunk of each of P prompts: the first, a later one (the cached
-                               prefix is walked page by page up to the whole block table), the last
-    score of P T tokens        log-probabilities of prompts, behind their prefill (score_step.py)
+    prefill of N tokens        pieces of prompts: first ones, later ones (the cached prefix is
+                               walked up to the whole block table), last ones
+    prefill of N tokens beside B rows   the same, while all rows that decode get a token
+    score of N tokens          log-probabilities of prompts, behind their prefill (score_step.py)
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
     mask of B rows             what grammars do not allow, out of the logits (grammar_bitmask.py)
@@ -12,7 +13,7 @@
                                (decode_step_count.py)
     draft of B x N tokens: level   in the place of rounds where rows speculate (prompt_lookup.py)
     update of rows             rows that come, and pages (device_batch.py)
-    history of P x T tokens    prompts of rows with penalties
+    history of N tokens        prompts of rows with penalties
     copy of states             to a checkpoint and back, where there are checkpoints
                                (prefix_cache.py)
 
@@ -37,14 +38,14 @@ from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.memory.limits import Limits
 
 
-def prefill_row_counts(limits: Limits) -> tuple[int, ...]:
-    """How many prompts a prefill step reads of, as many of each data group: few, or most."""
-    return tuple(sorted({rows for rows, _ in limits.prefill_shapes}))
+def prefill_step(limits: Limits, tokens: int) -> ModelStep:
+    """The step that reads so many tokens of prompts; one that mixes has room for all rows."""
+    return ModelStep("prefill", limits.batch if limits.mixes else 0, tokens)
 
 
 def entry_points(limits: Limits) -> tuple[ModelStep, ...]:
     """The model's steps that an engine of these limits can run, the largest of a kind last."""
-    prefills = (ModelStep("prefill", rows, chunk) for rows, chunk in limits.prefill_shapes)
+    prefills = (prefill_step(limits, tokens) for tokens in limits.prefill_sizes)
     decodes = (
         ModelStep("decode", rows, tokens)
         for tokens in sorted(limits.q_lens, reverse=True)
@@ -55,10 +56,9 @@ def entry_points(limits: Limits) -> tuple[ModelStep, ...]:
 
 def all_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """Every step that an engine of these limits can run."""
-    entries = entry_points(limits)
-    read = sorted({entry.all_tokens for entry in entries if entry.kind == "prefill"})
-    scores = (ScoreStep(tokens) for tokens in read)
-    histories = (HistoryAppendStep(e.rows, e.tokens) for e in entries if e.kind == "prefill")
+    entries, sizes = entry_points(limits), limits.prefill_sizes
+    scores = (ScoreStep.of(limits, tokens) for tokens in sizes)
+    histories = (HistoryAppendStep(tokens) for tokens in sizes)
     samples = (
         SampleStep(rows, level) for rows in limits.batches for level in sampled_levels(limits)
     )

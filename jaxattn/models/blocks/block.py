@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.core.stacked_layer import StackedLayer
@@ -130,7 +132,6 @@ class Mixer(abc.ABC):
         self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
     ) -> ArenaSpec: ...
 
-    @abc.abstractmethod
     def prefill(
         self,
         module: Any,
@@ -140,7 +141,51 @@ class Mixer(abc.ABC):
         layer: StackedLayer,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays]:
-        """The chunk's output and the cache's arrays; `x` is normed."""
+        """The output of a line of each row's prompt and the cache's arrays; `x` is normed. A mixer
+        has this or `mixed`."""
+        raise NotImplementedError(f"{type(self).__name__} has neither prefill nor mixed")
+
+    def mixed(
+        self,
+        module: Any,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena | None,
+        prompts: PrefillBatch,
+        lines: PromptLines,
+        rows: DecodeBatch | None,
+        layer: StackedLayer,
+        weights: Array | None,
+        shared: Any,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena | None]:
+        """The output of the prompts' lines and of the rows behind them, the cache's arrays and the
+        arena; `x` [1, N, hidden] is normed.
+
+        Here by `prefill` of one line for each row, as long as all lines, and by `decode`. A mixer
+        with an own form projects all tokens at once, and pads no row.
+
+        Args:
+            lines: the prompts' layout.
+            rows: with a token each, as `decode` takes them; None if there are none.
+        """
+        own, others = lines.split(x)
+        chosen = implementation if implementation == "xla" else None
+        y, arrays_after = self.prefill(
+            module, lines.to_rows(own), arrays, prompts.in_one_line(), layer, chosen
+        )
+        y = lines.from_rows(y)
+        if rows is None:
+            return lines.join(y, None), arrays_after, arena
+        assert arena is not None  # that of the step
+        # All that the prompts read of the caches is read before the rows write to them: XLA copies
+        # what a fusion reads later.
+        y, arrays_after = lax.optimization_barrier((y, arrays_after))
+        of_rows, arrays_after, arena = self.decode(
+            module, others, {**arrays, **arrays_after}, arena, rows, layer, weights, shared,
+            implementation,
+        )  # fmt: skip
+        return lines.join(y, of_rows), arrays_after, arena
 
     @abc.abstractmethod
     def decode(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, interleave_columns, split_fp8
 from jaxattn.core.stacked_layer import StackedLayer
@@ -69,26 +70,41 @@ class DeltaMixer(Mixer):
             dtype=jnp.dtype(stream.dtype),
         )
 
-    def prefill(
+    def mixed(
         self,
         module: GatedDeltaNet | KimiDeltaAttention,
         x: Array,
         arrays: Arrays,
-        batch: PrefillBatch,
+        arena: Arena | None,
+        prompts: PrefillBatch,
+        lines: PromptLines,
+        rows: DecodeBatch | None,
         layer: StackedLayer,
+        weights: Array | None,
+        shared: object,
         implementation: Implementation | None,
-    ) -> tuple[Array, Arrays]:
-        y, conv_state, ssm_state = module.prefill(
+    ) -> tuple[Array, Arrays, Arena | None]:
+        of_rows = None
+        if rows is not None:
+            of_rows = {
+                "state_indices": rows.state_indices,
+                "write_indices": rows.write_indices,
+                "weights": weights,
+                "arena": arena,
+            }
+        y, conv_state, ssm_state, after = module.mixed(
             x,
             arrays["conv_state"],
             arrays["ssm_state"],
-            state_indices=batch.state_indices,
-            seq_lens=batch.seq_lens,
-            query_lens=batch.query_lens,
+            lines=lines,
+            state_indices=prompts.state_indices,
+            seq_lens=prompts.seq_lens,
+            query_lens=prompts.query_lens,
+            rows=of_rows,
             layer=layer.index,
             implementation=implementation,
         )
-        return y, {"conv_state": conv_state, "ssm_state": ssm_state}
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
 
     def decode(
         self,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxattn import gqa
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import FP8_BITS, TURBOQUANT, KVFormat
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
 from jaxattn.core.stacked_layer import StackedLayer
@@ -177,26 +178,23 @@ class GQA(PagedMixer):
             page_size=page_size,
         )
 
-    def prefill(
+    def mixed(
         self,
         module: GroupedQueryAttention,
         x: Array,
         arrays: Arrays,
-        batch: PrefillBatch,
+        arena: Arena | None,
+        prompts: PrefillBatch,
+        lines: PromptLines,
+        rows: DecodeBatch | None,
         layer: StackedLayer,
+        weights: Array | None,
+        shared: dict[str, Any],
         implementation: Implementation | None,
-    ) -> tuple[Array, Arrays]:
-        y, kv_cache = module.prefill(
-            x,
-            arrays[self.array],
-            block_tables=batch.block_tables,
-            seq_lens=batch.seq_lens,
-            query_lens=batch.query_lens,
-            layer=layer,
-            parallel=self.parallel,
-            implementation=implementation,
+    ) -> tuple[Array, Arrays, Arena | None]:
+        return self.mixed_attention(
+            module, x, arrays, arena, prompts, lines, rows, layer, weights, shared, implementation
         )
-        return y, {self.array: kv_cache}
 
     def decode(
         self,

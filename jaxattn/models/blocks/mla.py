@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.core.stacked_layer import StackedLayer
@@ -103,26 +104,33 @@ class MLA(PagedMixer):
             page_size=page_size,
         )
 
-    def prefill(
+    def mixed(
         self,
         module: MultiHeadLatentAttention,
         x: Array,
         arrays: Arrays,
-        batch: PrefillBatch,
+        arena: Arena | None,
+        prompts: PrefillBatch,
+        lines: PromptLines,
+        rows: DecodeBatch | None,
         layer: StackedLayer,
+        weights: Array | None,
+        shared: dict[str, Any],
         implementation: Implementation | None,
-    ) -> tuple[Array, Arrays]:
-        y, kv_cache = module.prefill(
+    ) -> tuple[Array, Arrays, Arena | None]:
+        return self.mixed_attention(
+            module,
             x,
-            arrays["kv_cache"],
-            block_tables=batch.block_tables,
-            seq_lens=batch.seq_lens,
-            query_lens=batch.query_lens,
-            layer=layer.index,
-            parallel=self.parallel,
-            implementation=implementation,
+            arrays,
+            arena,
+            prompts,
+            lines,
+            rows,
+            layer.index,
+            weights,
+            shared,
+            implementation,
         )
-        return y, {"kv_cache": kv_cache}
 
     def decode(
         self,

@@ -4,6 +4,10 @@ import abc
 import dataclasses
 from typing import Any
 
+from jax import Array
+
+from jaxattn.arena import Arena
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
 from jaxattn.core.validation.array_checks import BoundedLengths
@@ -16,7 +20,7 @@ from jaxattn.models.caches.symmetric_memory import (
     has_buffer,
     symmetric_buffer,
 )
-from jaxattn.models.interface import DecodeBatch
+from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, gathered_in, pieces_of
 
@@ -66,6 +70,11 @@ class PagedMixer(Mixer):
     parallel: Parallel = ALONE
 
     @property
+    def array(self) -> str:
+        """The name of the cache's array."""
+        return "kv_cache"
+
+    @property
     @abc.abstractmethod
     def exchanged(self) -> tuple[int, int, int]:
         """(heads of this GPU, numbers of each that it attends with, numbers of its output)."""
@@ -92,6 +101,44 @@ class PagedMixer(Mixer):
                 options = {"pieces": gathered[0], "merge": symmetric_buffer(arrays, MEETING)}
         spread = spread.exchanging(mailbox, implementation=implementation, **options)
         return {**shared, "spread": spread}
+
+    def mixed_attention(
+        self,
+        module: Any,
+        x: Array,
+        arrays: Arrays,
+        arena: Arena | None,
+        prompts: PrefillBatch,
+        lines: PromptLines,
+        rows: DecodeBatch | None,
+        layer: Any,
+        weights: Array | None,
+        shared: dict[str, Any],
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena | None]:
+        """`mixed` of a module over the cache's array; `layer` is its number, as the module takes
+        it."""
+        of_rows: dict[str, Any] | None = None
+        if rows is not None:
+            of_rows = {
+                **addressing(rows, shared, self.most_tokens(arrays, rows)),
+                "weights": weights,
+                "arena": arena,
+                **self.exchanging(shared, arrays, implementation),
+            }
+        y, kv_cache, after, *sent = module.mixed(
+            x,
+            arrays[self.array],
+            lines=lines,
+            block_tables=prompts.block_tables,
+            seq_lens=prompts.seq_lens,
+            query_lens=prompts.query_lens,
+            rows=of_rows,
+            layer=layer,
+            parallel=self.parallel,
+            implementation=implementation,
+        )
+        return y, {self.array: kv_cache, **self.exchanged_by(sent)}, after
 
     def exchanged_by(self, sent: list[SymmetricBuffer]) -> Arrays:
         """The arrays of the mailboxes after rows were sent through them, if they were."""

@@ -16,7 +16,7 @@ from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.rms_norm import norms_features
 from jaxattn.models.blocks import Block
-from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.caches.layer_cache import Arrays, DecodeState
 from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.models.network.decoder_layers import DecoderLayer
@@ -37,6 +37,14 @@ from jaxattn.ops.collectives.all_reduce_norm import (
     norm_gather_layer,
     own_sum_norm_layer,
 )
+
+
+def caches_of(state: DecodeState, name: str) -> Arrays:
+    """The arrays of a cache, and of the mailboxes that its layers send rows through."""
+    given = dict(state.caches[name])
+    for mailbox in (EXCHANGE, MEETING):
+        given |= state.caches.get(mailbox, {})
+    return given
 
 
 class LayerPosition(NamedTuple):
@@ -97,13 +105,10 @@ class DecodeStep:
         name, spec = block.mixer.cache_name, self.collectives.spec
         add_norm, add_mlp_norm = self.norms_of(layer, place)
         x, normed, state = add_norm(x, y, state)
-        given = dict(state.caches[name])
-        for mailbox in (EXCHANGE, MEETING):
-            given |= state.caches.get(mailbox, {})
         y, arrays, arena = block.mixer.decode(
             layer.mixer,
             normed,
-            given,
+            caches_of(state, name),
             state.arena,
             self.batch,
             spec.layer_of(*place),

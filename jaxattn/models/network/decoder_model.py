@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
@@ -183,12 +183,42 @@ class DecoderModel(Model):
         batch: PrefillBatch,
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T hidden"], DecodeState]:
-        vectors = None
+    ) -> tuple[Float[Array, "L T hidden"], DecodeState]:
+        hidden, state = self._mixed_hidden(params, state, batch, None, implementation)
+        return hidden.reshape(*batch.tokens.shape, -1), state
+
+    def mixed(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        sources: Int[Array, "b"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "b vocab"], DecodeState, Float[Array, "N hidden"]]:
+        hidden, state = self._mixed_hidden(params, state, prompts, rows, implementation)
+        at, count = prompts.layout.last[jnp.maximum(sources, 0)], prompts.tokens.size
+        if rows is not None:
+            at = jnp.where(sources >= 0, at, count + jnp.arange(len(sources)))
+        return self.head(params, hidden[at]), state, hidden[:count]
+
+    def _mixed_hidden(
+        self,
+        params: Any,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        implementation: Implementation | None,
+    ) -> tuple[Float[Array, "N hidden"], DecodeState]:
+        """What the head reads of each token of the prompts' lines, and of the rows behind them."""
+        stacks: dict[str, Any] = {}
         if isinstance(params, PackedParams):
-            vectors, params = params.vectors, params.params
+            stacks = {"vectors": params.vectors, "weights": params.weights}
+            params = params.params
         decoder = self.bind(params)
-        return decoder.prefill(state, batch, vectors=vectors, implementation=implementation)
+        hidden, state = decoder.mixed(state, prompts, rows, **stacks, implementation=implementation)
+        return hidden[0], state
 
     @property
     def hidden_shape(self) -> jax.ShapeDtypeStruct:

@@ -23,11 +23,12 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
-from jaxattn.models.network.decode_step import DecodeStep, LayerPosition
+from jaxattn.models.network.decode_step import DecodeStep, LayerPosition, caches_of
 from jaxattn.models.network.decoder_layers import LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import (
     in_repeat,
+    kept,
     leave_in_stacks,
     linear_stacks_of,
     scan_layers,
@@ -93,18 +94,39 @@ class DecoderNetwork(nnx.Module):
             x, _ = lax.scan(body, x, params)
         return self.head(self.norm(x))
 
-    def prefill(
+    def mixed(
         self,
         state: DecodeState,
-        batch: PrefillBatch,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
         *,
         vectors: tuple[Array, ...] | None = None,
+        weights: dict[str, Array] | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T hidden"], DecodeState]:
-        """What `head` reads of each token (that of 0 at padding), and the state."""
-        valid = jnp.arange(batch.tokens.shape[1]) < batch.query_lens[:, None]
+    ) -> tuple[Float[Array, "1 N hidden"], DecodeState]:
+        """What `head` reads of each token (that of 0 at padding), and the state.
+
+        What is computed for each token alone has one flat list: the prompts' lines, and a token of
+        each of `rows`. The mixers tell them apart.
+
+        Args:
+            weights: the small weights of decoding, by cache.
+        """
+        # What is named is for decoding: prefill's kernels refuse other models.
+        chosen = implementation if implementation == "xla" else None
+        lines = prompts.layout
+        ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
+        shared, overlong = {}, None
+        if rows is not None:
+            rows, overlong = self._within_tables(state, rows)
+            shared = self._shared(state, rows, implementation)
+            ids = lines.join(prompts.tokens, rows.tokens)
+            valid = lines.join(lines.valid, (rows.seq_lens > 0)[:, None])
         tokens = StepTokens.of(self.collectives, valid)
-        x = self._embed(batch.tokens, valid)
+        x = self._embed(ids, valid)
+        if overlong is not None:
+            marked = lines.join(jnp.zeros_like(lines.valid), overlong[:, None])
+            x = jnp.where(marked[..., None], jnp.nan, x)
         for number, segment in enumerate(self.spec.segments):
             graphdef, params, stacks = self._split(number)
 
@@ -113,17 +135,22 @@ class DecoderNetwork(nnx.Module):
                 pattern = nnx.merge(graphdef, self._unpack(number, *xs))
                 for place, block in enumerate(segment.pattern):
                     layer, name = pattern.layers[place], block.mixer.cache_name
-                    index = self.spec.layer_of(segment, place, following)
-                    y, arrays = block.mixer.prefill(
+                    y, arrays, arena = block.mixer.mixed(
                         layer.mixer,
                         layer.read(layer.norm, x),
-                        state.caches[name],
-                        batch,
-                        index,
+                        caches_of(state, name),
+                        state.arena,
+                        prompts,
+                        lines,
+                        rows,
+                        self.spec.layer_of(segment, place, following),
+                        (weights or {}).get(name),
+                        shared.get(name),
                         implementation,
                     )
+                    arena = state.arena if arena is None else arena
                     x = x + layer.given(layer.norm, self.collectives.total(y))
-                    state = state.replace(name, arrays)
+                    state = kept(state, name, arrays, arena)
                     y, _ = self.collectives.feed_forward(
                         block,
                         layer.mlp,
@@ -132,7 +159,7 @@ class DecoderNetwork(nnx.Module):
                         stacks[place],
                         following,
                         None,
-                        implementation,
+                        chosen,
                     )
                     x = x + layer.given(layer.mlp_norm, y)
                 return x, state

@@ -4,18 +4,20 @@ What is cached for a token is its keys and values, [Hk, D] numbers each. Each ke
 H / Hk query heads.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig, Rotation, rope
 from jaxattn.core.stacked_layer import StackedLayer
@@ -211,9 +213,30 @@ class GroupedQueryAttention(PagedAttention):
         block_tables, seq_lens, query_lens = self._as_given(
             arguments, x, block_tables, seq_lens, query_lens
         )
-        positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
+        rows = block_tables, seq_lens, query_lens
+        projected = self._new_heads(arguments.op, x, seq_lens, query_lens)
+        out, kv_cache, written = self._attend_prompts(
+            projected, kv_cache, rows, layer, parallel, implementation
+        )
+        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
+
+    def _attend_prompts(
+        self,
+        projected: tuple[Array, Array, Array],
+        kv_cache: Array,
+        rows: tuple[Any, Any, Any],
+        layer: Any,
+        parallel: Parallel,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Array, Array]:
+        """(heads' outputs, the cache, where it was written) of chunks of prompts.
+
+        `rows`: block tables, lengths with the chunk, and of the chunk.
+        """
+        block_tables, seq_lens, query_lens = rows
+        positions = (seq_lens - query_lens)[:, None] + jnp.arange(projected[0].shape[1])
         dtype, scale = self._dtype_beside(kv_cache), self._scale
-        q, k, v, gate = self._heads(x, jnp.maximum(positions, 0), dtype=dtype)
+        q, k, v, gate = self._turned(*projected, jnp.maximum(positions, 0), dtype=dtype)
         written = written_places(parallel, block_tables)
         kv_cache = gqa.gqa_cache_write(
             kv_cache,
@@ -246,7 +269,52 @@ class GroupedQueryAttention(PagedAttention):
             implementation=implementation,
             **self._masking,
         )
-        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
+        return out, kv_cache, written
+
+    def mixed(
+        self,
+        x: Float[Array, "1 N hidden"],
+        kv_cache: Array,
+        *,
+        lines: PromptLines,
+        block_tables: Int[Array, "B M"],
+        rows: Mapping[str, Any] | None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        parallel: Parallel = ALONE,
+        implementation: Implementation | None = None,
+        **of_prompts: Any,
+    ) -> tuple[Any, ...]:
+        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
+        projected at once.
+
+        Args:
+            x: the tokens of all lines, and of `rows`.
+            lines: which tokens each row of `block_tables` has.
+            rows: the keywords of `decode`; None if there are no other rows.
+            of_prompts: what other kinds of layers want to know of the prompts' rows.
+
+        Returns:
+            (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
+        """
+        positions = self._mixed_positions(lines, rows) if self.query_scaling else None
+        projected = map(lines.split, self._projected(x, positions))
+        prompts, *_ = parts = list(zip(*projected, strict=True))
+        tables = lines.of_row(block_tables, 0)
+        of_lines = tables, lines.seq_lens, lines.query_lens
+        chosen = implementation if implementation == "xla" else None
+        out, kv_cache, written = self._attend_prompts(
+            prompts, kv_cache, of_lines, layer, parallel, chosen
+        )
+        others, rest = None, [None]
+        if rows is not None:
+            # What the prompts read of the cache is read before the rows write to it: XLA would keep
+            # a copy for what it reads later.
+            out, kv_cache = lax.optimization_barrier((out, kv_cache))
+            others, kv_cache, *rest = self._attend_rows(
+                parts[1], kv_cache, layer=layer, implementation=implementation, **rows
+            )
+        y = self._project_out(lines.join(out, others))
+        return self._marked(y, lines, kv_cache, written, rows), kv_cache, *rest
 
     def decode(
         self,
@@ -297,9 +365,42 @@ class GroupedQueryAttention(PagedAttention):
         block_tables, seq_lens, query_lens = self._as_given(
             arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
+        out, kv_cache, *rest = self._attend_rows(
+            self._new_heads(arguments.op, x, seq_lens, query_lens),
+            kv_cache,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            schedule=schedule,
+            rotation=rotation,
+            weights=weights,
+            spread=spread,
+            arena=arena,
+            implementation=implementation,
+        )
+        return self._output(out, kv_cache, block_tables, seq_lens, query_lens), kv_cache, *rest
+
+    def _attend_rows(
+        self,
+        projected: tuple[Array, Array, Array],
+        kv_cache: Array,
+        *,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any = None,
+        layer: Any,
+        schedule: gqa.PairSchedule | None = None,
+        rotation: Rotation | None = None,
+        weights: Array | None = None,
+        spread: ContextParallelPages | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None,
+    ) -> tuple[Any, ...]:
+        """The heads' outputs in place of the projected ones, and else what `decode` returns."""
+        q, k, v = projected
         if rotation is None:
-            rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
-        q, k, v = self._new_heads(arguments.op, x, seq_lens, query_lens)
+            rotation = self.decode_rotation(seq_lens, q.shape[1], query_lens)
         addressing = (block_tables, seq_lens)
         queries, kv_cache, *gates = gqa.gqa_append(
             q,
@@ -344,8 +445,7 @@ class GroupedQueryAttention(PagedAttention):
             out, _, rest = attend(heads, *addressing, query_lens)
         else:
             out, rest, sent = spread.attend(heads, attend)
-        y = self._output(out, kv_cache, *addressing, query_lens)
-        return y, kv_cache, rest[0] if rest else None, *sent
+        return out, kv_cache, rest[0] if rest else None, *sent
 
     def packed_weights(self) -> Float[Array, "W"] | None:
         """The norms of queries and keys for `decode`, as it reads them; None without norms."""
@@ -385,8 +485,18 @@ class GroupedQueryAttention(PagedAttention):
 
         `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
         """
+        return self._turned(*self._projected(x, positions), positions, dtype=dtype)
+
+    def _turned(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        positions: Array | Rotation,
+        dtype: DTypeLike | None = None,
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """As `_heads`, of what `_projected` gave."""
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        q, k, v = self._projected(x, positions)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         with jax.named_scope("gqa_norm_and_rope"):
             if self.qk_norm:
@@ -397,10 +507,19 @@ class GroupedQueryAttention(PagedAttention):
     def _new_heads(
         self, op: str, x: Array | PendingNorm, seq_lens: Any, query_lens: Any
     ) -> tuple[Array, Array, Array]:
-        """`_projected` of the tokens of a decode step."""
+        """`_projected` of each row's new tokens."""
         if self.query_scaling is None:
             return self._projected(x)
         return self._projected(x, self.decode_positions(op, seq_lens, x.shape[1], query_lens))
+
+    def _mixed_positions(
+        self, lines: PromptLines, rows: Mapping[str, Any] | None
+    ) -> Int[Array, "1 N"]:
+        """The positions of the tokens of `mixed`."""
+        op = "GroupedQueryAttention.mixed"
+        own = self.decode_positions(op, lines.seq_lens, lines.tokens, lines.query_lens)
+        others = None if rows is None else self.decode_positions(op, rows["seq_lens"], 1, None)
+        return lines.join(own, others)
 
     def _projected(
         self, x: Array | PendingNorm, positions: Int[Array, "B T"] | None = None
@@ -444,8 +563,10 @@ class GroupedQueryAttention(PagedAttention):
     ) -> Float[Array, "B T hidden"]:
         """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
         y = self._project_out(out)
-        most = block_tables.shape[1] * kv_cache.shape[-3]
-        return nan_beyond_table(y, seq_lens, most, query_lens)
+        return nan_beyond_table(y, seq_lens, self._most(kv_cache, block_tables), query_lens)
+
+    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+        return int(block_tables.shape[1] * kv_cache.shape[-3])
 
     def _project_out(self, out: Array) -> Array:
         with jax.named_scope("gqa_o_proj"):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.arena import Arena
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope, softmax_scale
 from jaxattn.core.validation.array_checks import FLOATS, check_sizes
@@ -181,9 +182,37 @@ class MultiHeadLatentAttention(PagedAttention):
         block_tables, seq_lens, query_lens = self._as_given(
             arguments, x, block_tables, seq_lens, query_lens
         )
+        rows = block_tables, seq_lens, query_lens
+        q, latents = self._down(x)
+        if self.q_lora_rank is not None:
+            q = self.q_a_norm(q)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
-        positions = jnp.maximum(positions, 0)
-        latent = self._latents(x, positions).astype(self._dtype_beside(kv_cache))
+        latent, kv_cache, written = self._write_prompts(
+            latents, positions, kv_cache, rows, layer, kv_scale, parallel
+        )
+        out = self._attend_prompts(
+            self._heads(x, q), latent, positions, kv_cache, rows,
+            layer=layer, kv_scale=kv_scale, parallel=parallel, implementation=implementation,
+        )  # fmt: skip
+        return self._output(x, out, kv_cache, written, seq_lens, query_lens), kv_cache
+
+    def _write_prompts(
+        self,
+        latents: Array,
+        positions: Array,
+        kv_cache: Array,
+        rows: tuple[Any, Any, Any],
+        layer: Any,
+        kv_scale: Any,
+        parallel: Parallel,
+    ) -> tuple[Array, Array, Array]:
+        """(the chunks' latents, the cache with them, where they were written).
+
+        `rows`: block tables, lengths with the chunk, and of the chunk, of each line of `latents`.
+        """
+        block_tables, seq_lens, query_lens = rows
+        latent = self._latents_of(latents, jnp.maximum(positions, 0))
+        latent = latent.astype(self._dtype_beside(kv_cache))
         written = written_places(parallel, block_tables)
         kv_cache = mla.mla_cache_write(
             kv_cache,
@@ -194,9 +223,28 @@ class MultiHeadLatentAttention(PagedAttention):
             layer=layer,
             kv_scale=kv_scale,
         )
+        return latent, kv_cache, written
+
+    def _attend_prompts(
+        self,
+        q: Array,
+        latent: Array,
+        positions: Array,
+        kv_cache: Array,
+        rows: tuple[Any, Any, Any],
+        *,
+        lines: Array | None = None,
+        layer: Any,
+        kv_scale: Any,
+        parallel: Parallel,
+        implementation: Implementation | None,
+    ) -> Array:
+        """The heads' outputs of chunks of prompts; `rows` as in `_write_prompts`, or with `lines`
+        of each row."""
+        block_tables, seq_lens, query_lens = rows
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = mla.mla_prefill(
-            jnp.concatenate(self._queries(x, positions), axis=-1),
+            jnp.concatenate(self._turned(q, jnp.maximum(positions, 0)), axis=-1),
             latent,
             self.w_uk[...].astype(self.dtype),
             self.w_uv[...].astype(self.dtype),
@@ -205,11 +253,79 @@ class MultiHeadLatentAttention(PagedAttention):
             seq_lens,
             query_lens,
             scale=self.scale,
+            lines=lines,
             layer=read_layer,
             kv_scale=kv_scale,
             implementation=implementation,
         )
-        return self._output(x, out, kv_cache, written, seq_lens, query_lens), kv_cache
+        return out
+
+    def mixed(
+        self,
+        x: Float[Array, "1 N hidden"],
+        kv_cache: Array,
+        *,
+        lines: PromptLines,
+        block_tables: Int[Array, "B M"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        rows: Mapping[str, Any] | None,
+        layer: int | Int[Array, ""] | None = None,
+        kv_scale: Array | float | None = None,
+        parallel: Parallel = ALONE,
+        implementation: Implementation | None = None,
+        **of_prompts: Any,
+    ) -> tuple[Any, ...]:
+        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
+        projected at once.
+
+        Args:
+            x: the tokens of all lines, and of `rows`.
+            lines: which tokens each row has.
+            seq_lens, query_lens: of the rows that lines belong to, as in `prefill`.
+            rows: the keywords of `decode`; None if there are no other rows.
+            of_prompts: what other kinds of layers want to know of the prompts' rows.
+
+        Returns:
+            (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
+        """
+        q, latents = self._down(x)
+        (of_prompts_q, of_rows_q), (own, others) = lines.split(q), lines.split(latents)
+        positions = (lines.seq_lens - lines.query_lens)[:, None] + jnp.arange(lines.tokens)
+        of_lines = lines.of_row(block_tables, 0), lines.seq_lens, lines.query_lens
+        latent, kv_cache, written = self._write_prompts(
+            own, positions, kv_cache, of_lines, layer, kv_scale, parallel
+        )
+        rotation: Any = None
+        compressed = of_rows_q
+        if rows is not None:
+            rotation = self._rotation_of(rows["seq_lens"], rows.get("rotation"))
+            compressed, kv_cache = self._append_rows(
+                others, of_rows_q, kv_cache,
+                rows["block_tables"], rows["seq_lens"], rotation=rotation,
+                weights=rows.get("weights"), kv_scale=kv_scale, layer=layer,
+                implementation=implementation,
+            )  # fmt: skip
+        if self.q_lora_rank is not None:
+            normed = self.q_a_norm(of_prompts_q).astype(compressed.dtype)
+            q = lines.join(normed, None if rows is None else compressed)
+        of_prompts_q, of_rows_q = lines.split(self._heads(x, q))
+        out = self._attend_prompts(
+            of_prompts_q, latent, positions, kv_cache, (block_tables, seq_lens, query_lens),
+            lines=None if lines.one_each else lines.rows,
+            layer=layer, kv_scale=kv_scale, parallel=parallel,
+            implementation=implementation if implementation == "xla" else None,
+        )  # fmt: skip
+        values, rest = None, [None]
+        if rows is not None:
+            given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
+            values, *rest = self._attend_rows(
+                of_rows_q, rotation, kv_cache, layer=layer, kv_scale=kv_scale,
+                implementation=implementation, **given,
+            )  # fmt: skip
+            values = values.astype(out.dtype)
+        y = self._project_out(x, lines.join(out, values))
+        return self._marked(y, lines, kv_cache, written, rows), kv_cache, *rest
 
     def decode(
         self,
@@ -263,18 +379,57 @@ class MultiHeadLatentAttention(PagedAttention):
         block_tables, seq_lens, query_lens = self._as_given(
             arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
-        new = x.shape[1] if query_lens is None else query_lens
-        if rotation is None:
-            rotation = self.decode_rotation(seq_lens, x.shape[1], new)
         if self.g_proj is not None:  # which reads x too
             x = tokens_of(x)
+        q, latents = self._down(x)
+        rotation = self._rotation_of(seq_lens, rotation, x.shape[1], query_lens)
+        compressed, kv_cache = self._append_rows(
+            latents, q, kv_cache, block_tables, seq_lens,
+            rotation=rotation, weights=weights, kv_scale=kv_scale, layer=layer,
+            query_lens=query_lens, implementation=implementation,
+        )  # fmt: skip
+        values, *rest = self._attend_rows(
+            self._heads(x, compressed), rotation, kv_cache,
+            block_tables=block_tables, seq_lens=seq_lens, query_lens=query_lens,
+            layer=layer, kv_scale=kv_scale, schedule=schedule, spread=spread, arena=arena,
+            implementation=implementation,
+        )  # fmt: skip
+        y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
+        return y, kv_cache, *rest
+
+    def _rotation_of(
+        self, seq_lens: Any, rotation: Rotation | None, tokens: int = 1, query_lens: Any = None
+    ) -> Rotation:
+        if rotation is not None:
+            return rotation
+        return self.decode_rotation(seq_lens, tokens, tokens if query_lens is None else query_lens)
+
+    def _down(self, x: Array | PendingNorm) -> tuple[Array, Array]:
+        """What queries and latents are made of."""
         with jax.named_scope("mla_down_proj"):
             q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
             q, latents = linears(x, q_proj, self.kv_a_proj)
-            compressed = None if self.q_lora_rank is None else q
+        return q, latents
+
+    def _append_rows(
+        self,
+        latents: Array,
+        q: Array,
+        kv_cache: Array,
+        block_tables: Any,
+        seq_lens: Any,
+        *,
+        rotation: Rotation,
+        weights: Array | None,
+        kv_scale: Any,
+        layer: Any,
+        query_lens: Any = None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Array]:
+        """(what the heads' queries are made of, the cache with the rows' new latents)."""
         compressed, kv_cache = mla_append(
             latents,
-            compressed,
+            None if self.q_lora_rank is None else q,
             self.packed_weights() if weights is None else weights,
             kv_cache,
             block_tables,
@@ -288,7 +443,26 @@ class MultiHeadLatentAttention(PagedAttention):
             layer=layer,
             implementation=implementation,
         )
-        queries = self._latent_queries(x, q if compressed is None else compressed, rotation)
+        return q if compressed is None else compressed, kv_cache
+
+    def _attend_rows(
+        self,
+        q: Array,
+        rotation: Rotation,
+        kv_cache: Array,
+        *,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any = None,
+        layer: Any,
+        kv_scale: Any,
+        schedule: mla.Schedule | None = None,
+        spread: ContextParallelPages | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None,
+    ) -> tuple[Any, ...]:
+        """(heads' outputs, the arena or None, mailboxes) of queries before rotation."""
+        queries = self._latent_queries(q, rotation)
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
@@ -323,18 +497,11 @@ class MultiHeadLatentAttention(PagedAttention):
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
-        y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
-        return y, kv_cache, rest[0] if rest else None, *sent
+        return values, rest[0] if rest else None, *sent
 
-    def _latent_queries(
-        self, x: Array | PendingNorm, given: Array, rotation: Rotation
-    ) -> list[Array]:
+    def _latent_queries(self, q: Array, rotation: Rotation) -> list[Array]:
         """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
-        array of both where a kernel makes it.
-
-        `given`: as in `_queries`.
-        """
-        q = self._heads(x, given)
+        array of both where a kernel makes it. `q` are the heads' before rotation."""
         both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope))
         if both is not None:
             return [both]
@@ -392,7 +559,12 @@ class MultiHeadLatentAttention(PagedAttention):
     def _latents(self, x: Array, positions: Array | Rotation) -> Array:
         """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
         with jax.named_scope("mla_kv_proj"):
-            compressed, k_pe = jnp.split(self.kv_a_proj(x), [self.kv_lora_rank], axis=-1)
+            return self._latents_of(self.kv_a_proj(x), positions)
+
+    def _latents_of(self, projected: Array, positions: Array | Rotation) -> Array:
+        """As `_latents`, of what kv_a_proj gave."""
+        with jax.named_scope("mla_kv_proj"):
+            compressed, k_pe = jnp.split(projected, [self.kv_lora_rank], axis=-1)
             k_pe = rope(k_pe, positions, self.rope)
             latent = jnp.concatenate([self.kv_a_norm(compressed), k_pe], axis=-1)
             return latent.astype(self.dtype)
@@ -408,8 +580,10 @@ class MultiHeadLatentAttention(PagedAttention):
     ) -> Float[Array, "B T hidden"]:
         """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
         y = self._project_out(x, out)
-        most = block_tables.shape[1] * kv_cache.shape[-2]
-        return nan_beyond_table(y, seq_lens, most, query_lens)
+        return nan_beyond_table(y, seq_lens, self._most(kv_cache, block_tables), query_lens)
+
+    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+        return int(block_tables.shape[1] * kv_cache.shape[-2])
 
     def _project_out(self, x: Array | PendingNorm, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):

@@ -1,14 +1,17 @@
 """The base of attention modules over pages: checks of a call, and the rotation of a step."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import keep_concrete
+from jaxattn.nn.attention.table_overflow import beyond_table
 
 
 class PagedAttention(nnx.Module):
@@ -39,6 +42,36 @@ class PagedAttention(nnx.Module):
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
         first = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return jnp.maximum(first + jnp.arange(q_len), 0)
+
+    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+        """Tokens that a row's block table has places for."""
+        raise NotImplementedError
+
+    def _marked(
+        self,
+        y: Float[Array, "1 N hidden"],
+        lines: PromptLines,
+        kv_cache: Array,
+        block_tables: Any,
+        rows: Mapping[str, Any] | None,
+    ) -> Float[Array, "1 N hidden"]:
+        """The output of a mixed step; NaN for the tokens of rows beyond their tables.
+
+        Args:
+            block_tables: of the lines.
+            rows: the keywords of `decode`, of the rows behind them.
+        """
+        most = self._most(kv_cache, block_tables)
+        beyond = beyond_table(lines.tokens, lines.seq_lens, most, lines.query_lens)
+        if beyond is None:  # the rows' lengths are known too, or looked after
+            return y
+        others = None
+        if rows is not None:
+            most = self._most(kv_cache, rows["block_tables"])
+            others = beyond_table(1, rows["seq_lens"], most, None)
+            if others is None:
+                others = jnp.zeros((y.shape[1] - beyond.size, 1), bool)
+        return jnp.where(lines.join(beyond, others)[..., None], jnp.nan, y)
 
     def _check_tokens(self, op: str, x: Any, axes: str) -> OpArguments:
         """The checks of a call's further arguments, after that of `x`."""

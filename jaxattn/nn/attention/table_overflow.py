@@ -2,10 +2,28 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.core.validation.array_checks import BoundedLengths
+
+
+def beyond_table(
+    tokens: int,
+    seq_lens: Int[Array, "B"] | BoundedLengths,
+    most: int,
+    query_lens: Int[Array, "B"] | None,
+) -> Bool[Array, "B T"] | None:
+    """Which new tokens are of a traced row of more than `most` tokens; None if none can be.
+
+    Lengths that are known were refused, and those `BoundedLengths` were looked after.
+    """
+    if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
+        return None
+    beyond = jnp.broadcast_to((seq_lens > most)[:, None], (seq_lens.shape[0], tokens))
+    if query_lens is not None:  # the others are padding, whatever the row's length
+        beyond &= jnp.arange(tokens) < query_lens[:, None]
+    return beyond
 
 
 def nan_beyond_table(
@@ -17,11 +35,7 @@ def nan_beyond_table(
     """NaN for the new tokens of a traced row of more than `most` tokens.
 
     The ops mark such a row by its LSE, which ends in the module. Its 0 would be a finite, wrong
-    output. Lengths that are known were refused, and those `BoundedLengths` were looked after.
+    output.
     """
-    if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
-        return y
-    beyond = (seq_lens > most)[:, None]
-    if query_lens is not None:  # the others are padding, whatever the row's length
-        beyond &= jnp.arange(y.shape[1]) < query_lens[:, None]
-    return jnp.where(beyond[..., None], jnp.nan, y)
+    beyond = beyond_table(y.shape[1], seq_lens, most, query_lens)
+    return y if beyond is None else jnp.where(beyond[..., None], jnp.nan, y)

@@ -11,7 +11,6 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import Rotation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn.attention.gqa import GroupedQueryAttention
-from jaxattn.nn.attention.table_overflow import nan_beyond_table
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.turboquant.cache import check_turbo_cache
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
@@ -115,9 +114,61 @@ class TurboQuantAttention(GroupedQueryAttention):
         block_tables, seq_lens, query_lens = self._as_given(
             arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
+        out, kv_cache, after = self._attend_rows(
+            self._new_heads(op, x, seq_lens, query_lens),
+            kv_cache,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            schedule=schedule,
+            rotation=rotation,
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+        )
+        return self._output(out, kv_cache, block_tables, seq_lens, query_lens), kv_cache, after
+
+    def _attend_prompts(
+        self,
+        projected: tuple[Array, Array, Array],
+        kv_cache: Array,
+        rows: tuple[Any, Any, Any],
+        layer: Any,
+        parallel: Parallel,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Array, Array]:
+        block_tables, seq_lens, query_lens = rows
+        out, kv_cache, _ = self._attend_rows(
+            projected,
+            kv_cache,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            query_lens=query_lens,
+            layer=layer,
+            implementation=implementation,
+        )
+        return out, kv_cache, block_tables
+
+    def _attend_rows(
+        self,
+        projected: tuple[Array, Array, Array],
+        kv_cache: Array,
+        *,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any = None,
+        layer: Any,
+        schedule: gqa.PairSchedule | None = None,
+        rotation: Rotation | None = None,
+        weights: Array | None = None,
+        spread: ContextParallelPages | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Array, Arena | None]:
+        q, k, v = projected
         if rotation is None:
-            rotation = self.decode_rotation(seq_lens, x.shape[1], query_lens)
-        q, k, v = self._new_heads(op, x, seq_lens, query_lens)
+            rotation = self.decode_rotation(seq_lens, q.shape[1], query_lens)
         queries, kv_cache = gqa.turbo_append(
             q,
             k,
@@ -149,6 +200,7 @@ class TurboQuantAttention(GroupedQueryAttention):
             implementation=implementation,
             **self._masking,
         )
-        most = block_tables.shape[1] * self.form.page_size(kv_cache)
-        y = nan_beyond_table(self._project_out(out), seq_lens, most, query_lens)
-        return y, kv_cache, rest[0] if rest else None
+        return out, kv_cache, rest[0] if rest else None
+
+    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+        return int(block_tables.shape[1] * self.form.page_size(kv_cache))

@@ -3,16 +3,18 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.cache.slots import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.stacked_layer import checkable_layer
@@ -23,10 +25,12 @@ from jaxattn.core.validation.array_checks import (
     check_integers,
     keep_concrete,
 )
+from jaxattn.kernels.gdn.prefill.launch import segment_tokens
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d
 from jaxattn.ops.gdn.prefill_options import OutputNorm
+from jaxattn.ops.linear.norm_linear import PendingNorm
 
 
 class DeltaProjections(NamedTuple):
@@ -60,7 +64,24 @@ class DeltaLayer(nnx.Module):
         """What a slot of either pool holds, `conv_shape` and `state_shape`."""
 
     @abc.abstractmethod
-    def _project(self, x: Float[Array, "B T hidden"]) -> DeltaProjections: ...
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
+        """What the projections give of tokens [B, T, hidden]."""
+
+    @abc.abstractmethod
+    def _made(self, projected: tuple[Array, ...]) -> DeltaProjections: ...
+
+    @abc.abstractmethod
+    def _advance(
+        self,
+        projected: tuple[Array, ...],
+        conv_state: Array,
+        ssm_state: Array,
+        *,
+        state_indices: Any,
+        weights: Array | None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        """`decode` between the projections: (y [B, S, Hv Dv], the pools, the arena if given)."""
 
     @abc.abstractmethod
     def _split_heads(self, mixed: Float[Array, "B T Dc"]) -> tuple[Array, Array, Array]:
@@ -105,7 +126,24 @@ class DeltaLayer(nnx.Module):
         op = f"{type(self).__name__}.prefill"
         pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
         chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
-        made = self._project(x)
+        projected = self._projected(x)
+        y, conv_state, ssm_state = self._recur(
+            projected, chunk, conv_state, ssm_state, implementation
+        )
+        out = self._project_out(y)
+        # A padding token's gate may be anything.
+        return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+
+    def _recur(
+        self,
+        projected: tuple[Array, ...],
+        chunk: "DeltaChunk",
+        conv_state: Array,
+        ssm_state: Array,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Array, Array]:
+        """(what out_proj is given, the pools) of a chunk, after its projections."""
+        made = self._made(projected)
         mixed, conv_state = chunk.convolve(made.mixed, self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
         y, ssm_state = type(self).prefill_rule(
@@ -116,15 +154,65 @@ class DeltaLayer(nnx.Module):
             ssm_state,
             chunk.slots,
             has_initial_state=~chunk.fresh,
-            layer=layer,
+            layer=chunk.layer,
+            **chunk.options,
+            split_tokens=chunk.split_tokens(v.shape[2]),
             output_norm=OutputNorm(gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps),
             implementation=implementation,
         )
-        out = self._project_out(y)
-        # A padding token's gate may be anything.
-        return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
+        return y, conv_state, ssm_state
 
-    def _project_out(self, y: Float[Array, "B T Hv Dv"]) -> Float[Array, "B T hidden"]:
+    def mixed(
+        self,
+        x: Float[Array, "1 N hidden"],
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        lines: PromptLines,
+        state_indices: Int[Array, "B"],
+        seq_lens: Int[Array, "B"],
+        query_lens: Int[Array, "B"],
+        rows: Mapping[str, Any] | None,
+        layer: int | Int[Array, ""] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "1 N hidden"], Array, Array, Any]:
+        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
+        projected at once.
+
+        Args:
+            x: the tokens of all lines, and of `rows`.
+            lines: which tokens each row has.
+            state_indices, seq_lens, query_lens: of the rows that lines belong to, as in `prefill`.
+            rows: the keywords of `decode`; None if there are no other rows.
+
+        Returns:
+            (float32 [1, N, hidden], conv_state, ssm_state, the arena or None).
+        """
+        projected = self._projected(x)
+        chunk = DeltaChunk.packed(lines, x.shape[1], state_indices, seq_lens, query_lens, layer)
+        chosen = implementation if implementation == "xla" else None
+        # The recurrence goes over the whole list, whose end belongs to none of its rows: to cut
+        # that off would copy all that is in front of it.
+        y, conv_state, ssm_state = self._recur(projected, chunk, conv_state, ssm_state, chosen)
+        y, rest = y.reshape(*y.shape[:2], -1), [None]
+        if rows is not None:
+            # As in attention: what is read for the prompts is read before the rows write.
+            y, conv_state, ssm_state = lax.optimization_barrier((y, conv_state, ssm_state))
+            others, conv_state, ssm_state, *rest = self._advance(
+                tuple(lines.split(each)[1] for each in projected),
+                conv_state,
+                ssm_state,
+                layer=layer,
+                implementation=implementation,
+                **rows,
+            )
+            first = x.shape[1] - len(others)
+            y = y.at[0, first:].set(others[:, 0].astype(y.dtype), indices_are_sorted=True)
+        of_rows = jnp.arange(x.shape[1]) >= lines.valid.size
+        out = jnp.where((chunk.valid | of_rows)[..., None], self._project_out(y), 0)
+        return out, conv_state, ssm_state, rest[0] if rest else None
+
+    def _project_out(self, y: Float[Array, "B T *Hv_Dv"]) -> Float[Array, "B T hidden"]:
         with jax.named_scope(f"{self.family}_out_proj"):
             return self.out_proj(y.reshape(*y.shape[:2], math.prod(y.shape[2:])))
 
@@ -183,6 +271,7 @@ class DeltaChunk:
         fresh: whether a row starts here, from zeros.
         valid: whether a token belongs to a row.
         layer: into the stacks of pools.
+        lines: of rows that are packed in one list, `valid` [1, T] then; else None.
     """
 
     slots: Int[Array, " B"]
@@ -190,6 +279,7 @@ class DeltaChunk:
     valid: Bool[Array, "B T"]
     query_lens: Int[Array, " B"]
     layer: int | Array | None
+    lines: PromptLines | None = None
 
     @classmethod
     def of(
@@ -198,6 +288,35 @@ class DeltaChunk:
         slots = jnp.where(query_lens > 0, slots, -1)
         valid = (jnp.arange(tokens) < query_lens[:, None]) & (slots >= 0)[:, None]
         return cls(slots, seq_lens == query_lens, valid, query_lens, layer)
+
+    @classmethod
+    def packed(
+        cls,
+        lines: PromptLines,
+        tokens: int,
+        slots: Any,
+        seq_lens: Any,
+        query_lens: Any,
+        layer: Any,
+    ) -> Self:
+        """The rows of lines, side by side at the beginning of a list of so many tokens. What pads a
+        row's last line belongs to the row."""
+        slots = jnp.where(query_lens > 0, slots, -1)
+        valid = lines.valid & (lines.of_row(slots, -1) >= 0)[:, None]
+        valid = jnp.pad(valid.reshape(1, -1), ((0, 0), (0, tokens - valid.size)))
+        return cls(slots, seq_lens == query_lens, valid, query_lens, layer, lines)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the recurrence is told of a list of rows."""
+        return {} if self.lines is None else {"cu_seqlens": self.lines.offsets}
+
+    def split_tokens(self, value_heads: int) -> int | None:
+        """Tokens of a row that a block takes, for a step in which one row may have them all; None
+        leaves it to the op."""
+        if self.lines is None:
+            return None
+        return segment_tokens(self.lines.valid.size, 1, value_heads)
 
     def convolve(
         self,
@@ -209,12 +328,41 @@ class DeltaChunk:
         # An unused slot reads as zeros, as a fresh row starts.
         reads = jnp.where(self.fresh, -1, self.slots)
         before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
+        if self.lines is not None:
+            return self._convolve_lines(inputs, taps, before, conv_state)
         with jax.named_scope("last_inputs"):
             window = jnp.concatenate([before, inputs], axis=1)
             # Those of the row, not of the padded chunk.
             last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
             after = jnp.take_along_axis(window, last[:, :, None], axis=1)
         mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
+        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
+
+    def _convolve_lines(
+        self, inputs: Array, taps: Array, before: Array, conv_state: Array
+    ) -> tuple[Array, Array]:
+        """A line goes on from the inputs at the end of the line before it, if it is not its row's
+        first."""
+        lines, back = self.lines, taps.shape[1] - 1
+        assert lines is not None
+        own, _ = lines.split(inputs)
+        with jax.named_scope("last_inputs"):
+            started = before.at[lines.rows].get(mode="clip")
+            if not lines.one_each:
+                ends = jnp.pad(own[:-1, -back:], ((1, 0), (0, 0), (0, 0)))
+                started = jnp.where((lines.begins > 0)[:, None, None], ends, started)
+            # Those of the row's last line, not of its padding.
+            last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
+            line = jnp.minimum(lines.offsets[:-1] // lines.tokens + last, len(own) - 1)
+            at = (self.query_lens - last * lines.tokens)[:, None] + jnp.arange(back) - back
+            old = jnp.take_along_axis(
+                started[line], jnp.clip(at + back, 0, back - 1)[..., None], axis=1
+            )
+            new = own[line[:, None], jnp.maximum(at, 0)]
+            after = jnp.where((at < 0)[..., None], old, new)
+        mixed, _ = causal_conv1d(own, taps, initial_state=started)
+        mixed = mixed.reshape(1, -1, mixed.shape[-1])
+        mixed = jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
         return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
 
     def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ class GatedDeltaNet(DeltaLayer):
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state. Returns float32."""
         self._check_tokens("GatedDeltaNet", x)
-        made = self._project(x)
+        made = self._made(self._projected(x))
         mixed, _ = causal_conv1d.causal_conv1d(made.mixed, self.conv1d[...])
         q, k, v = self._split_heads(mixed)
         o, _ = gdn.chunk_gated_delta_rule(q, k, v, *self._gates(made), use_qk_l2norm=True)
@@ -150,17 +151,14 @@ class GatedDeltaNet(DeltaLayer):
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
         with jax.named_scope("gdn_in_proj"):
             both = linears_with_extra(x, self.in_proj_qkvz, self.gates_in_stack)
-            qkvz, ba = both or linears(x, self.in_proj_qkvz, self.in_proj_ba)
-        y, conv_state, ssm_state, *rest = gated_delta_net_decode(
-            qkvz,
-            ba,
-            self.packed_weights() if weights is None else weights,
+        y, conv_state, ssm_state, *rest = self._advance(
+            both or self._projected(x),
             conv_state,
             ssm_state,
-            state_indices,
+            state_indices=state_indices,
             write_indices=write_indices,
             layer=layer,
-            eps=self.norm.eps,
+            weights=weights,
             halves=both is not None,
             arena=arena,
             implementation=implementation,
@@ -168,17 +166,42 @@ class GatedDeltaNet(DeltaLayer):
         with jax.named_scope("gdn_out_proj"):
             return self.out_proj(y), conv_state, ssm_state, rest[0] if rest else None
 
+    def _advance(
+        self,
+        projected: tuple[Array, ...],
+        conv_state: Array,
+        ssm_state: Array,
+        *,
+        state_indices: Any,
+        weights: Array | None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        qkvz, ba = projected
+        return gated_delta_net_decode(
+            qkvz,
+            ba,
+            self.packed_weights() if weights is None else weights,
+            conv_state,
+            ssm_state,
+            state_indices,
+            eps=self.norm.eps,
+            **options,
+        )
+
     def packed_weights(self) -> Float[Array, "*L P"]:
         """The small weights as decoding reads them, of one layer or of a stack of layers."""
         return pack_gdn_weights(
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _project(self, x: Array) -> DeltaProjections:
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
         with jax.named_scope("gdn_in_proj"):
-            b, a = jnp.split(self.in_proj_ba(x)[..., : 2 * self.num_v_heads], 2, axis=-1)
-            qkvz = self.in_proj_qkvz(x).astype(self.dtype)
-            return DeltaProjections(qkvz[..., : self.conv_dim], a, b, qkvz)
+            return linears(x, self.in_proj_qkvz, self.in_proj_ba)
+
+    def _made(self, projected: tuple[Array, ...]) -> DeltaProjections:
+        qkvz, ba = projected
+        b, a = jnp.split(ba[..., : 2 * self.num_v_heads], 2, axis=-1)
+        return DeltaProjections(qkvz[..., : self.conv_dim], a, b, qkvz)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         return gdn.gdn_gates(made.decays, made.beta, self.A_log[...], self.dt_bias[...])

@@ -1,6 +1,7 @@
 """Kimi Delta Attention as a layer: one module for training, prefill and decoding."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,7 @@ class KimiDeltaAttention(DeltaLayer):
     def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state. Returns float32."""
         self._check_tokens("KimiDeltaAttention", x)
-        made = self._project(x)
+        made = self._made(self._projected(x))
         mixed, _ = kda.causal_conv1d(made.mixed, self.conv1d[...])
         q, k, v = self._split_heads(mixed)
         o, _ = kda.chunk_kda(q, k, v, *self._gates(made), use_qk_l2norm=True)
@@ -139,22 +140,44 @@ class KimiDeltaAttention(DeltaLayer):
         op = "KimiDeltaAttention.decode"
         pools = conv_state, ssm_state
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
-        made = self._project(x)
-        y, conv_state, ssm_state, *rest = kda.kimi_delta_attention_decode(
-            *made,
-            self.packed_weights() if weights is None else weights,
+        y, conv_state, ssm_state, *rest = self._advance(
+            self._projected(x),
             conv_state,
             ssm_state,
-            state_indices,
-            lower_bound=self.lower_bound,
+            state_indices=state_indices,
             write_indices=write_indices,
             layer=layer,
-            eps=self.norm.eps,
+            weights=weights,
             arena=arena,
             implementation=implementation,
         )
         with jax.named_scope("kda_out_proj"):
             return self.out_proj(y), conv_state, ssm_state, rest[0] if rest else None
+
+    def _advance(
+        self,
+        projected: tuple[Array, ...],
+        conv_state: Array,
+        ssm_state: Array,
+        *,
+        state_indices: Any,
+        weights: Array | None,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        mixed, decays, beta, gate = projected
+        return kda.kimi_delta_attention_decode(
+            mixed,
+            decays,
+            beta,
+            gate,
+            self.packed_weights() if weights is None else weights,
+            conv_state,
+            ssm_state,
+            state_indices,
+            lower_bound=self.lower_bound,
+            eps=self.norm.eps,
+            **options,
+        )
 
     def packed_weights(self) -> Float[Array, "*L P"]:
         """The small weights as decoding reads them, of one layer or of a stack of layers."""
@@ -162,7 +185,7 @@ class KimiDeltaAttention(DeltaLayer):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _project(self, x: Array | PendingNorm) -> DeltaProjections:
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
         with jax.named_scope("kda_in_proj"):
             of_gates = self.in_proj_fg if self.gate_rank is None else self.in_proj_fg_a
             qkv, fg, b = linears(x, self.in_proj_qkv, of_gates, self.in_proj_b)
@@ -170,7 +193,10 @@ class KimiDeltaAttention(DeltaLayer):
                 f, gate = jnp.split(fg, 2, axis=-1)
             else:
                 f, gate = linears(fg, self.f_b_proj, self.g_b_proj, split=True)
-            return DeltaProjections(qkv.astype(self.dtype), f, b, gate.astype(self.dtype))
+            return qkv.astype(self.dtype), f, b, gate.astype(self.dtype)
+
+    def _made(self, projected: tuple[Array, ...]) -> DeltaProjections:
+        return DeltaProjections(*projected)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         beta = made.beta[..., : self.num_heads]  # zeros of packed parameters may follow

@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.core.cache.pages import attend_pages
+from jaxattn.core.cache.pages import attend_pages, packed_pages
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
@@ -27,8 +29,10 @@ from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.prefill_mosaic import (
     PREFIX_BLOCK,
     attend,
+    prefill_lines_mosaic,
     prefill_mosaic,
     refuse,
+    refuse_lines,
 )
 from jaxattn.ops.mla.state_merge import merge_attention_states
 
@@ -40,10 +44,12 @@ def _causal(
     k_pe: jax.Array | None,
     v: jax.Array,
     valid: Bool[Array, "B T"],
+    owner: Int[Array, "T"] | None = None,
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention among valid tokens, (out [B, T, H, V], lse [B, T, H]) not yet narrowed."""
+    """Causal attention among valid tokens, (out [B, T, H, V], lse [B, T, H]) not yet narrowed;
+    with `owner` among those of one."""
     if k_pe is not None:
         k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k.shape[:3], k_pe.shape[-1]))
         k = jnp.concatenate([k, k_pe], axis=-1)
@@ -60,6 +66,8 @@ def _causal(
         keys, values = k[:, :stop], v[:, :stop]
         scores = dot("bqhd,bkhd->bhqk", q[:, first:stop], keys) * scale
         causal = jnp.arange(stop) <= jnp.arange(first, stop)[:, None]
+        if owner is not None:
+            causal &= owner[:stop] == owner[first:stop, None]
         state = OnlineSoftmax.empty((batch, heads, stop - first), v.shape[-1], scores.dtype)
         return state.add(
             scores,
@@ -167,6 +175,7 @@ def mla_prefill(
     query_lens: Int[Array, "B"],
     *,
     scale: float,
+    lines: Int[Array, "lines"] | None = None,
     layer: jax.Array | int | None = None,
     kv_scale: Array | float | None = None,
     block: int | None = None,
@@ -194,6 +203,11 @@ def mla_prefill(
             row.
         query_lens: int32 new tokens of each row, at most T.
         scale: factor of the scores; see `jaxattn.core.numerics.rope.softmax_scale`.
+        lines: int32, the row of each line of q and latent [lines, T, ...], ascending, B for a
+            line of no row. A row's new tokens, up to as many as all lines have, go on from one of
+            its lines to the next, and only its last line has padding. None: row b has line b. The
+            kernel takes lines of whole 128 tokens, and pages of a multiple of 8. Lines are not
+            differentiable.
         layer: index into the stack, a Python int or a traced scalar.
         kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
@@ -214,14 +228,18 @@ def mla_prefill(
         Refusal: the named implementation refuses, and says why.
     """
     arguments = OpArguments("mla_prefill")
-    q = arguments.check("q", q, "B T H Dqk")
-    latent = arguments.check("latent", latent, "B T D")
+    axis = "B" if lines is None else "lines"
+    q = arguments.check("q", q, f"{axis} T H Dqk")
+    latent = arguments.check("latent", latent, f"{axis} T D")
     w_uk = arguments.check("w_uk", w_uk, "H nope R")
     w_uv = arguments.check("w_uv", w_uv, "H R Dv")
     kv_cache, block_tables, seq_lens = arguments.check_paged(
         kv_cache, block_tables, seq_lens, layer
     )
-    query_lens = arguments.check_query_lens(query_lens, "q", q)
+    flat: Any = q if lines is None else jax.ShapeDtypeStruct((1, q.shape[0] * q.shape[1]), q.dtype)
+    query_lens = arguments.check_query_lens(query_lens, "q", flat)
+    if lines is not None:
+        lines = arguments.integers("lines", lines, "lines")[1]
     scale = arguments.check_scale(scale)
     nope, rank = w_uk.shape[1:]
     if not 0 <= latent.shape[-1] - rank == q.shape[-1] - nope:
@@ -242,6 +260,8 @@ def mla_prefill(
     )
     args = (q, latent, w_uk, w_uv, kv_cache, block_tables, seq_lens, query_lens, layer, kv_scale)
     refuse_explicit_axes("mla_prefill", args)
+    if lines is not None:
+        return _of_lines(args, lines, scale, block, format, implementation)
     xla = functools.partial(_prefill, scale=scale, block=block or PREFIX_BLOCK, format=format)
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -253,6 +273,106 @@ def mla_prefill(
         return with_gradient_of(xla, forward)(*args)
 
     return dispatch_kernel("mla_prefill", implementation, mosaic, lambda: xla(*args))
+
+
+def _of_lines(
+    args: tuple[Any, ...],
+    lines: jax.Array,
+    scale: float,
+    block: int | None,
+    format: LatentFormat,
+    implementation: Implementation | None,
+) -> tuple[jax.Array, jax.Array]:
+    """`mla_prefill` of lines, which is forward only."""
+    q, _, w_uk, w_uv, kv_cache, *_ = args
+    xla = functools.partial(_prefill_lines, scale=scale, block=block or PREFIX_BLOCK, format=format)
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        nope = w_uk.shape[1]
+        dims = dict(nope=nope, rope=q.shape[-1] - nope, values=w_uv.shape[-1])
+        refuse_lines("mla_prefill", q, page=kv_cache.shape[-2], **dims, interpret=interpret)
+        return prefill_lines_mosaic(
+            *args, lines, scale=scale, block=block, format=format, interpret=interpret
+        )
+
+    return dispatch_kernel("mla_prefill", implementation, mosaic, lambda: xla(*args, lines))
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "block", "format"))
+def _prefill_lines(
+    q: jax.Array,
+    latent: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    lines: jax.Array,
+    *,
+    scale: float,
+    block: int,
+    format: LatentFormat,
+) -> tuple[jax.Array, jax.Array]:
+    """All lines as one, in which a token sees those of its own row."""
+    count, tokens, heads, _ = q.shape
+    most = count * tokens
+    query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, most), 0)
+    layout = PromptLines.of(lines, query_lens, seq_lens, tokens)
+    prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
+    valid = layout.valid.reshape(1, most)
+    q, latent = (x.reshape(1, most, *x.shape[2:]) for x in (q, latent))
+    expand = functools.partial(_expand, w_uk=w_uk, w_uv=w_uv, dtype=q.dtype)
+    with jax.named_scope("new_tokens"):
+        k, v = expand(jnp.where(valid[..., None], latent, 0))
+        owner = jnp.repeat(lines, tokens)
+        new = _causal(q, k, None, v, valid, owner, scale=scale)
+
+    queries = jnp.where(valid[..., None, None], q, 0)
+    blocks, begins, read = packed_pages(
+        kv_cache,
+        block_tables,
+        prefix,
+        layer=layer,
+        block=block,
+        unpack=functools.partial(format.unpack, kv_scale=kv_scale),
+    )
+    of_line = [jnp.repeat(layout.of_row(x, 0), tokens)[:, None] for x in (begins, prefix)]
+    first, seen = of_line
+
+    def add_block(i: jax.Array, state: OnlineSoftmax) -> OnlineSoftmax:
+        latents = read(i)
+        k, v = expand(latents[None])
+        scores = dot("bqhd,bkhd->bhqk", queries, k) * scale
+        place = i * latents.shape[0] + jnp.arange(latents.shape[0])
+        visible = (place >= first) & (place < first + seen)
+        return state.add(
+            scores, visible[None, None], lambda p: dot("bhqk,bkhv->bhqv", p.astype(v.dtype), v)
+        )
+
+    with jax.named_scope("cached_prefix"):
+        state = OnlineSoftmax.empty((1, heads, most), w_uv.shape[-1], new[1].dtype)
+        state = lax.fori_loop(0, blocks, add_block, state)
+        out, lse = state.finish((valid & (seen[:, 0] > 0))[:, None])
+    out, lse = merge_attention_states([new[0], out.swapaxes(1, 2)], [new[1], lse.swapaxes(1, 2)])
+    return out.astype(q.dtype).reshape(count, tokens, *out.shape[2:]), lse.reshape(
+        count, tokens, heads
+    )
+
+
+def _expand(
+    latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Each head's keys [B, K, H, nope + P] and values [B, K, H, Dv]."""
+    rank = w_uk.shape[2]
+    latent = latent.astype(dtype)
+    compressed, k_pe = latent[..., :rank], latent[..., None, rank:]
+    k_nope = dot("bkr,hnr->bkhn", compressed, w_uk).astype(dtype)
+    k_pe = jnp.broadcast_to(k_pe, (*k_nope.shape[:-1], k_pe.shape[-1]))
+    v = dot("bkr,hrv->bkhv", compressed, w_uv).astype(dtype)
+    return jnp.concatenate([k_nope, k_pe], axis=-1), v
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "block", "format"))
@@ -275,21 +395,13 @@ def _prefill(
     q, latent, w_uk, w_uv, kv_cache, kv_scale = match_varying_axes(
         (q, latent, w_uk, w_uv, kv_cache, kv_scale), block_tables, seq_lens, query_lens, layer
     )
-    (batch, tokens, heads, _), rank = q.shape, w_uk.shape[2]
+    batch, tokens, heads, _ = q.shape
     query_lens = jnp.where(seq_lens > 0, query_lens, 0)
     prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
     token = jnp.arange(tokens)
     valid = (token < query_lens[:, None]) & (token >= (query_lens - seq_lens)[:, None])
 
-    def expand(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each head's keys [B, K, H, nope + P] and values [B, K, H, Dv]."""
-        latent = latent.astype(q.dtype)
-        compressed, k_pe = latent[..., :rank], latent[..., None, rank:]
-        k_nope = dot("bkr,hnr->bkhn", compressed, w_uk).astype(q.dtype)
-        k_pe = jnp.broadcast_to(k_pe, (*k_nope.shape[:-1], k_pe.shape[-1]))
-        v = dot("bkr,hrv->bkhv", compressed, w_uv).astype(q.dtype)
-        return jnp.concatenate([k_nope, k_pe], axis=-1), v
-
+    expand = functools.partial(_expand, w_uk=w_uk, w_uv=w_uv, dtype=q.dtype)
     with jax.named_scope("new_tokens"):
         k, v = expand(jnp.where(valid[..., None], latent, 0))
         new = _causal(q, k, None, v, valid, scale=scale)

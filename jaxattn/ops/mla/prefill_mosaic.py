@@ -14,7 +14,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.core.cache.pages import page_blocks
+from jaxattn.core.cache.pages import packed_pages, page_blocks
+from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.kernels.gqa.prefill import launch as grouped
 from jaxattn.kernels.mla.prefill import launch
@@ -28,6 +30,10 @@ WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query 
 PREFIX_BLOCK = 1024
 MOST_EXPANDED = 8192
 EXPANDED_BYTES = 2**29
+# Of packed rows, whose prefixes lie one behind another.
+PACKED_BYTES = 2**27
+LINE = 128  # queries that have bounds of their own
+COPIED = 8  # tokens, at multiples of which copies of keys and values begin
 # A pass of its own rounds an output of at most so many float32 bytes, in a few microseconds.
 ROUNDED_BYTES = 2**20
 
@@ -38,6 +44,17 @@ def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpre
         grouped.refuse(op, q, q, q, interpret=interpret)
     else:
         launch.refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
+
+
+def refuse_lines(
+    op: str, q: jax.Array, *, page: int, nope: int, rope: int, values: int, interpret: bool
+) -> None:
+    """As `refuse`, of lines [L, T] whose prefixes have pages of so many tokens."""
+    refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
+    if q.shape[1] % LINE:
+        raise Refusal(f"{op}: the kernel takes lines of whole {LINE} tokens, and got {q.shape[1]}")
+    if page % COPIED:  # a row's prefix begins with a page, behind those of other rows
+        raise Refusal(f"{op}: the kernel takes pages of a multiple of {COPIED} tokens, got {page}")
 
 
 def attend(
@@ -61,8 +78,8 @@ def attend(
         return launch.attend_mosaic(
             q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
         )
-    first, queries, keys, offset = bounds.T
-    bounds = jnp.stack([first, queries, 0 * keys, keys, offset], axis=1)
+    first, queries, keys, *rest = bounds.T
+    bounds = jnp.stack([first, queries, 0 * keys, keys, *rest], axis=1)
     return grouped.gqa_prefill_mosaic(
         q, k, v, bounds, scale=scale, k_rest=k_pe, interpret=interpret
     )
@@ -90,6 +107,102 @@ def _expand(
     return lax.platform_dependent(compressed, w_uk, w_uv, cpu=cpu, default=gpu)
 
 
+def _over(
+    q: jax.Array,
+    latent: jax.Array,
+    weights: tuple[jax.Array, jax.Array],
+    bounds: jax.Array,
+    out_dtype: Any,
+    state: Any = None,
+    **options: Any,
+) -> Any:
+    """Attention to keys and values expanded from latents [B, K, D], merged into `state`."""
+    w_uk, w_uv = weights
+    rank, latent = w_uk.shape[2], latent.astype(q.dtype)
+    compressed, k_pe = latent[..., :rank], latent[..., rank:]
+    k, v = _expand(compressed.reshape(-1, rank), w_uk, w_uv)
+    k, v = (x.reshape(*latent.shape[:2], w_uk.shape[0], -1) for x in (k, v))
+    if w_uv.shape[2] != WIDE[2]:
+        return launch.attend_padded(q, k, k_pe, v, bounds, out_dtype, state=state, **options)
+    out, lse = attend(q, k, k_pe, v, bounds, **options)
+    if state is not None:
+        return merge_attention_states([state[0], out], [state[1], lse])
+    return out.astype(out_dtype), lse
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "block", "format", "interpret"))
+def prefill_lines_mosaic(
+    q: jax.Array,
+    latent: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    kv_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    layer: jax.Array | int | None,
+    kv_scale: jax.Array | None,
+    lines: jax.Array,
+    *,
+    scale: float,
+    block: int | None,
+    format: LatentFormat,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`jaxattn.mla.mla_prefill` of lines by the kernel: all lines are one row, in which every 128
+    queries see keys of their own. So are the prefixes of all rows, one behind another."""
+    count, tokens, heads, _ = q.shape
+    dtype, most = q.dtype, count * tokens
+    query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, most), 0)
+    layout = PromptLines.of(lines, query_lens, seq_lens, tokens)
+    prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
+    weights = w_uk.astype(dtype), w_uv.astype(dtype)
+    queries = q.reshape(1, most, heads, -1)
+    over = functools.partial(_over, queries, scale=scale, interpret=interpret)
+
+    def of_tiles(values: jax.Array) -> jax.Array:
+        """Of the row of each 128 queries."""
+        return jnp.repeat(layout.of_row(values, 0), tokens // LINE)
+
+    begin, new = of_tiles(layout.offsets[:-1]), of_tiles(query_lens)
+    zero, ends = jnp.zeros_like(begin), begin + new
+
+    def new_tokens(out_dtype: Any) -> Any:
+        with jax.named_scope("new_tokens"):
+            own = jnp.where(layout.valid[..., None], latent, 0).reshape(1, most, -1)
+            bounds = jnp.stack([zero, ends, new, -begin, begin], axis=1)
+            return over(own, weights, bounds, out_dtype)
+
+    def all_tokens() -> Any:
+        state = new_tokens(jnp.float32)
+        size = PACKED_BYTES // (heads * (w_uk.shape[1] + w_uv.shape[2]) * 2)
+        with jax.named_scope("cached_prefix"):
+            blocks, firsts, read = packed_pages(
+                kv_cache,
+                block_tables,
+                prefix,
+                layer=layer,
+                block=block or max(PREFIX_BLOCK, size),
+                unpack=functools.partial(format.unpack, kv_scale=kv_scale),
+            )
+            first, seen = of_tiles(firsts), of_tiles(prefix)
+
+            def add_block(i: jax.Array, state: Any) -> Any:
+                latents = read(i)
+                length = latents.shape[0]
+                low, high = (jnp.clip(x - i * length, 0, length) for x in (first, first + seen))
+                bounds = jnp.stack([zero, ends, high - low, zero + length, low], axis=1)
+                return over(latents[None], weights, bounds, jnp.float32, state)
+
+            out, lse = lax.fori_loop(0, blocks, add_block, state)
+        return out.astype(dtype), lse
+
+    out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, lambda: new_tokens(dtype))
+    if w_uv.shape[2] != WIDE[2]:
+        out, lse = launch.unpad(out, lse, most)
+    return out.reshape(count, tokens, heads, -1), lse.reshape(count, tokens, heads)
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "block", "format", "interpret"))
 def prefill_mosaic(
     q: jax.Array,
@@ -109,7 +222,7 @@ def prefill_mosaic(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`jaxattn.mla.mla_prefill` by the kernel; arguments and results are documented there."""
-    (batch, tokens, heads, _), rank = q.shape, w_uk.shape[2]
+    batch, tokens, heads, _ = q.shape
     dtype, zero = q.dtype, jnp.zeros_like(seq_lens)
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, tokens), 0)
     first = jnp.maximum(query_lens - seq_lens, 0)
@@ -121,19 +234,9 @@ def prefill_mosaic(
     wide = w_uv.shape[2] == WIDE[2]
 
     def over(latent: jax.Array, bounds: Any, out_dtype: Any, state: Any = None) -> Any:
-        latent = latent.astype(dtype)
-        compressed, k_pe = latent[..., :rank], latent[..., rank:]
-        k, v = _expand(compressed.reshape(-1, rank), w_uk, w_uv)
-        k, v = (x.reshape(*latent.shape[:2], heads, -1) for x in (k, v))
         rows = jnp.stack(bounds, axis=1)
-        if wide:
-            out, lse = attend(q, k, k_pe, v, rows, scale=scale, interpret=interpret)
-            if state is not None:
-                return merge_attention_states([state[0], out], [state[1], lse])
-            return out.astype(out_dtype), lse
-        return launch.attend_padded(
-            q, k, k_pe, v, rows, out_dtype, scale=scale, state=state, interpret=interpret
-        )
+        options: dict[str, Any] = {"scale": scale, "interpret": interpret}
+        return _over(q, latent, (w_uk, w_uv), rows, out_dtype, state, **options)
 
     def new_tokens(out_dtype: Any) -> Any:
         with jax.named_scope("new_tokens"):

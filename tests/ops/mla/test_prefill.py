@@ -156,3 +156,31 @@ def test_prefill_gradients_are_never_nan_and_are_those_of_one_causal_attention()
     for a, b in zip(got[:4], expected, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     assert not np.asarray(got[4]).any()
+
+
+@pytest.mark.parametrize("block", [16, 1024])
+def test_rows_in_lines_are_what_they_are_by_themselves(block):
+    """Rows of several lines, of one, and of none, with prefixes of several pages and without."""
+    lens, query_lens, tokens = [40, 5, 9, 0, 70], [11, 5, 1, 0, 8], 4
+    pool = make_pool(lens, page=16, dim=RANK + ROPE, beyond=-1)
+    q = normal(5, 12, HEADS, NOPE + ROPE)
+    latent = new_latents(pool.latents, query_lens, 12)
+    alone, alone_lse = prefill(q, latent, pool, query_lens)
+
+    lines = [row for row, new in enumerate(query_lens) for _ in range(-(-new // tokens))] + [5, 5]
+    places = {row: lines.index(row) for row in lines}
+    packed = [np.full((len(lines), tokens, *x.shape[2:]), np.nan, x.dtype) for x in (q, latent)]
+    for row, new in enumerate(query_lens):
+        for whole, x in zip(packed, (q, latent), strict=True):
+            flat = whole.reshape(-1, *whole.shape[2:])
+            flat[places.get(row, 0) * tokens :][:new] = x[row, :new]
+    out, lse = prefill(*packed, pool, query_lens, lines=np.array(lines), block=block)
+    seen = np.zeros(len(lines) * tokens, bool)
+    for row, new in enumerate(query_lens):
+        first = places.get(row, 0) * tokens
+        seen[first : first + new] = True
+        for got, wanted in ((out, alone), (lse, alone_lse)):
+            got = np.asarray(got).reshape(-1, *got.shape[2:])[first : first + new]
+            np.testing.assert_allclose(got, wanted[row, :new], rtol=2e-5, atol=2e-5)
+    assert not np.asarray(out).reshape(len(seen), -1)[~seen].any()
+    assert np.isneginf(np.asarray(lse).reshape(len(seen), -1)[~seen]).all()

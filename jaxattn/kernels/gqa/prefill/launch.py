@@ -116,7 +116,9 @@ def gqa_prefill_mosaic(
         bounds: int32 [B, 5], (first, queries, prefix, keys, offset): token t, for t from `first`
             and below `queries`, sees all `prefix` cached tokens, and the new keys from `first` up
             to, and without, min(keys, t + 1 + offset), less what is left of its window. With a
-            prefix `first` must be 0. Anything else may hold NaN.
+            prefix `first` must be 0. Anything else may hold NaN. Or int32 [T / 128, 6], of B 1, no
+            prefix and each 128 queries: t is still counted from token 0 of all, and `first` and
+            `keys` from the key that is the sixth, a multiple of 8.
         window, sinks, soft_cap, gate: as for `jaxattn.gqa.gqa_decode`.
         shift: float32 [B, T, H], what is added to each of a query's scores before the soft cap,
             or None. Without a cap it would change nothing but the LSE.
@@ -131,7 +133,8 @@ def gqa_prefill_mosaic(
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads
     config = config or config_of(dim, window)
-    packed = group if group > 1 and tokens < FEW_TOKENS else 1
+    lined = bounds.shape[1] == 6
+    packed = group if group > 1 and tokens < FEW_TOKENS and not lined else 1
 
     def pack(x: jax.Array) -> jax.Array:
         """[B, T, H, ...] as [B, packed rows, heads that share nothing, ...], in whole tiles of 8:
@@ -152,7 +155,12 @@ def gqa_prefill_mosaic(
         rows=config.rows, keys=config.keys, packed=packed, count=-(-rows // config.rows),
         heads=heads // packed,
         group=sharing * head_group(kv_heads, kv_bytes, config.l2_bytes), window=window,
+        lined=lined,
     )  # fmt: skip
+    if lined and (batch, tiles.count, packed) != (1, len(bounds), 1):
+        raise ValueError(
+            f"gqa_prefill: bounds {bounds.shape} are not of each {config.rows} of q {q.shape}"
+        )
     items = batch * tiles.heads * tiles.count
     blocks = min(items, config.blocks or NUM_SMS)
     if sinks is not None:

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gqa.prefill.smem import ROWS, GqaPrefillSmem, GqaPrefillTileConfig
-from jaxattn.kernels.gqa.prefill.tile_scheduler import GqaKeyTile, GqaQueryTile
+from jaxattn.kernels.gqa.prefill.tile_scheduler import BASE, GqaKeyTile, GqaQueryTile
 
 KEYS, VALUES = 0, 1  # in the cache's axis of two
 
@@ -130,6 +130,8 @@ class GqaPrefillProducer:
 
         def of_new() -> None:
             at = pl.ds(pl.multiple_of(step.first, keys), keys)
+            if len(tile.bounds) > BASE:
+                at = pl.ds(pl.multiple_of(tile.bounds[BASE] + step.first, 8), keys)
             of_heads = self.sources.v if kind == VALUES else self.sources.k
             plgpu.copy_gmem_to_smem(of_heads.at[tile.row, at, head], whole, there)
             for rest in others:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-FIRST, QUERIES, PREFIX, KEYS, OFFSET = range(5)  # columns of the rows' bounds
+FIRST, QUERIES, PREFIX, KEYS, OFFSET, BASE = range(6)  # columns of the rows' bounds
 
 
 class GqaQueryTile(NamedTuple):
@@ -68,6 +68,7 @@ class GqaPrefillTileScheduler:
         count: tiles of a head.
         heads: that have queries of their own, a multiple of `group`.
         window: keys that a query sees, its own included; None is all.
+        lined: whether each tile has bounds of its own, with the place of its first new key.
     """
 
     rows: int
@@ -77,20 +78,22 @@ class GqaPrefillTileScheduler:
     heads: int
     group: int
     window: int | None
+    lined: bool = False
 
     def token_of(self, row: Any) -> Any:
         """The token of a packed row."""
         return row if self.packed == 1 else lax.div(row, jnp.int32(self.packed))
 
     def at(self, item: jax.Array, bounds_ref: Any) -> GqaQueryTile:
-        """The line's tile at a place, with the bounds int32 [B, 5] of the rows."""
+        """The line's tile at a place, with the bounds int32 [B, 5] of the rows, or [tiles, 6]."""
         outer, inner = (f(item, self.count * self.group) for f in (lax.div, lax.rem))
         groups = self.heads // self.group
         row = lax.div(outer, groups)
         head = lax.rem(outer, groups) * self.group + lax.rem(inner, self.group)
         start = (self.count - 1 - lax.div(inner, self.group)) * self.rows
-        bounds = tuple(bounds_ref[row, i] for i in range(5))
-        first, queries, prefix, keys, offset = bounds
+        place = lax.div(start, self.rows) if self.lined else row
+        bounds = tuple(bounds_ref[place, i] for i in range(5 + self.lined))
+        first, queries, prefix, keys, offset = bounds[:5]
         token = self.token_of(start)
         last = jnp.minimum(self.token_of(start + (self.rows - 1)), queries - 1)
         # Of new tokens: the first that any of the queries sees, and the end of those.
@@ -140,7 +143,7 @@ class GqaPrefillTileScheduler:
     def seen_first(self, tile: GqaQueryTile, first_row: jax.Array) -> jax.Array:
         """How many steps, from the first on, have keys that all packed rows from `first_row` on
         see, each as `all_seen` says; there is no window."""
-        first, _, prefix, _, offset = tile.bounds
+        first, _, prefix, _, offset = tile.bounds[:5]
         end = jnp.minimum(tile.high, prefix + offset + self.token_of(first_row) + 1)
         cached = lax.div(jnp.minimum(prefix, end), self.keys) - tile.prefix_low
         cached = jnp.clip(cached, 0, tile.prefix_steps)

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxattn.kernels.hopper.build.kernel_hash import TARGET, each_kernel
 from jaxattn.kernels.hopper.mlir import ir
 
-TARGET = "mosaic_gpu_v2"
 # What decides a compiled kernel. Its operands do not: they are given when it is launched.
 DECIDES = ("kernel_hash", "module", "use_custom_barrier")
 
@@ -65,18 +65,11 @@ def kernels_of(text: jax.stages.Lowered) -> list[Kernel]:
     """What decides each of a lowered program's kernels. Launches of one kernel are alike."""
     found: list[Kernel] = []
 
-    def look(operation: ir.Operation) -> ir.WalkResult:
-        if operation.name == "stablehlo.custom_call":
-            target = ir.StringAttr(operation.attributes["call_target_name"]).value
-            if target == TARGET:
-                given: Any = operation.attributes["mhlo.backend_config"]
-                config = {each.name: each.attr for each in given}
-                found.append({name: _plain(config[name]) for name in DECIDES})
-        return ir.WalkResult.ADVANCE
+    def look(operation: Any) -> None:
+        config = {each.name: each.attr for each in operation.attributes["mhlo.backend_config"]}
+        found.append({name: _plain(config[name]) for name in DECIDES})
 
-    module: Any = text.compiler_ir("stablehlo")
-    with module.context:
-        module.operation.walk(look, ir.WalkOrder.PRE_ORDER)
+    each_kernel(text, look)
     return found
 
 

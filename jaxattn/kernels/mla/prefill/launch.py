@@ -2,7 +2,8 @@
 
 mainloop.py says what a block does. Every row has its own bounds, so that one kernel serves a chunk
 (causal) and its cached prefix (all visible): query t of row b sees the keys k with
-first <= k < min(keys, t + 1 + offset).
+first <= k < min(keys, t + 1 + offset). Of rows packed one behind another every tile of 128 queries
+has its own, and its keys begin where they say.
 
 Limits: 128 + 64 and 128 dims, bfloat16 or float16, any T, K and H. Reference and tests:
 `jaxattn.ops.mla.prefill` (implementation="xla"), tests/kernels/mla/prefill/test_kernel.py.
@@ -65,7 +66,9 @@ def attend_mosaic(
         v: [B, K, H, 128].
         bounds: int32 [B, 4], (first, queries, keys, offset): query t < queries sees the keys from
             `first` up to, and without, min(keys, t + 1 + offset). Keys and values from `keys` on
-            and queries from `queries` on may be NaN; values before `first` must be finite.
+            and queries from `queries` on may be NaN; values before `first` must be finite. Or int32
+            [T / 128, 5], of B 1 and of each 128 queries: t is still counted from query 0 of all,
+            and `first` and `keys` from the key that is the fifth, a multiple of 8.
 
     Returns:
         out [B, T, H, 128] in q's dtype and lse float32 [B, T, H], natural logarithm: 0 and -inf for
@@ -107,6 +110,8 @@ def attend_padded(
     """
     config = config or MlaPrefillTileConfig()
     batch, tokens, heads, _ = q.shape
+    if bounds.shape[1] == 5 and (batch, -(-tokens // (2 * TILE))) != (1, len(bounds)):
+        raise ValueError(f"mla_prefill: bounds {bounds.shape} are not of each 128 of q {q.shape}")
     # TMA steps in the shared memory's tiles of 8 rows; past the end of an array it reads zeros.
     q, k, v = (_pad_tokens(x) for x in (q, k, v))
     joined = k_pe is None
@@ -118,7 +123,7 @@ def attend_padded(
     group = head_group(heads, k.shape[1] * (NOPE + VALUES) * 2, config.l2_bytes)
     cut = MlaPrefillConfig(
         config=config, tiles=tiles, group=group, scale=scale, dtype=q.dtype, joined=joined,
-        merge=state is not None, interpret=interpret,
+        merge=state is not None, lined=bounds.shape[1] == 5, interpret=interpret,
     )  # fmt: skip
     written: dict[str, Any] = {
         "out_ref": jax.ShapeDtypeStruct((batch, padded, heads, VALUES), out_dtype),

@@ -61,6 +61,7 @@ class MlaPrefillConfig:
         group: heads that are worked on at one time.
         joined: whether the rotated dims of the keys are their last 64, each head's own.
         merge: whether the result is merged into an earlier one.
+        lined: whether each tile has bounds of its own, with the place of its first key.
     """
 
     config: MlaPrefillTileConfig
@@ -70,6 +71,7 @@ class MlaPrefillConfig:
     dtype: Any
     joined: bool
     merge: bool
+    lined: bool
     interpret: bool
 
 
@@ -110,6 +112,7 @@ class MlaPrefillTile(NamedTuple):
     low: jax.Array  # first step of KEYS keys
     steps: jax.Array
     bounds: tuple[jax.Array, ...]
+    base: jax.Array  # where key 0 is among all
 
 
 def _over_rows(vector: jax.Array, width: int) -> jax.Array:
@@ -155,12 +158,14 @@ class MlaPrefillCta:
         row = lax.div(outer, groups)
         head = lax.rem(outer, groups) * cut.group + lax.rem(inner, cut.group)
         start = (cut.tiles - 1 - lax.div(inner, cut.group)) * (2 * TILE)
-        first, queries, keys, offset = bounds = tuple(refs.bounds_ref[row, i] for i in range(4))
+        place = lax.div(start, 2 * TILE) if cut.lined else row
+        first, queries, keys, offset = bounds = tuple(refs.bounds_ref[place, i] for i in range(4))
+        base = refs.bounds_ref[place, 4] if cut.lined else jnp.int32(0)
         seen = jnp.minimum(keys, jnp.minimum(start + 2 * TILE, queries) + offset)
         seen = jnp.where(exists & (start < queries), seen, 0)
         low = lax.div(first, KEYS)
         steps = jnp.maximum(lax.div(seen + KEYS - 1, KEYS) - low, 0)
-        return MlaPrefillTile(exists, row, head, start, low, steps, bounds)
+        return MlaPrefillTile(exists, row, head, start, low, steps, bounds, base)
 
     def _load(self) -> None:
         """The rounds' keys and values into the rings, as places become free."""
@@ -174,12 +179,14 @@ class MlaPrefillCta:
 
     def _load_item(self, r: jax.Array, done: jax.Array) -> jax.Array:
         refs, stages = self.refs, self.cut.config.stages
-        _, row, head, _, low, steps, _ = self.work(r)
+        _, row, head, _, low, steps, _, base = self.work(r)
 
         @pl.loop(0, steps)
         def _step(i):
             slot = lax.rem(done + i, stages)
             at = pl.ds((low + i) * KEYS, KEYS)
+            if self.cut.lined:
+                at = pl.ds(pl.multiple_of(base + (low + i) * KEYS, 8), KEYS)
 
             @pl.when(done + i >= stages)
             def _keys_are_read():

@@ -247,6 +247,56 @@ def test_prefill_merges_the_cached_prefix(implementation):
     assert_close(*prefill(case, implementation, block=64), *case.expected())
 
 
+def in_lines(x: Array, new: list[int], tokens: int = 128) -> tuple[Array, list[int]]:
+    """Lines [L, 128, ...] of rows [B, T, ...], one of no row behind them; and the lines' rows."""
+    rows = [row for row, count in enumerate(new) for _ in range(-(-count // tokens))]
+    found, used = [], dict.fromkeys(range(len(new)), 0)
+    for row in rows:
+        found.append(x[row, used[row] : used[row] + tokens])
+        used[row] += tokens
+    found.append(jnp.full_like(found[0], jnp.nan))
+    return jnp.stack(found), [*rows, len(new)]
+
+
+@both_devices
+def test_rows_in_lines_see_their_own_keys_and_prefixes(implementation):
+    """Two lines of a row behind a prefix of two blocks, a line of one behind none, and no row."""
+    new = [130, 0, 40]
+    case = prefill_case([200, 0, 40], new, tokens=256)
+    q, latent, *rest = case.args
+    (q, rows), (latent, _) = in_lines(q, new), in_lines(latent, new)
+    lined = dataclasses.replace(case, args=(q, latent, *rest))
+    out, lse = prefill(lined, implementation, block=64, lines=jnp.asarray(rows, jnp.int32))
+    expected = [in_lines(jnp.asarray(x), new)[0] for x in case.expected()]
+    assert_close(out[:-1], lse[:-1], *(np.asarray(x[:-1], np.float64) for x in expected))
+    assert not np.asarray(out[-1]).any() and np.isneginf(lse[-1]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nope, values", [(128, 128), (192, 256)])
+def test_real_lines_of_long_prompts_are_what_rows_are(nope, values):
+    """8,192 tokens of four rows behind prefixes of up to 3,000, of both kernels' dims."""
+    heads, rank, page, new = 16, 512, 64, [4096, 1000, 2048, 70]
+    prefix = [3000, 0, 640, 100]
+    rng = np.random.default_rng(3)
+    floats = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    w_uk, w_uv = floats(heads, nope, rank) / 12, floats(heads, rank, values) / 12
+    q, latent = floats(4, 4096, heads, nope + 64), floats(4, 4096, rank + 64)
+    width = 112
+    tables = jnp.asarray(rng.permutation(4 * width).reshape(4, width), jnp.int32)
+    cache = floats(1, 4 * width, page, rank + 64)
+    lens = jnp.asarray([a + b for a, b in zip(new, prefix, strict=True)], jnp.int32)
+    rest = (w_uk, w_uv, cache, tables, lens, jnp.asarray(new, jnp.int32))
+    op = functools.partial(mla.mla_prefill, scale=0.05, layer=0, implementation="mosaic_gpu")
+    wanted = jax.jit(op)(q, latent, *rest)
+    (lined, rows), (latents, _) = in_lines(q, new), in_lines(latent, new)
+    found = jax.jit(op)(lined, latents, *rest, lines=jnp.asarray(rows, jnp.int32))
+    for got, whole in zip(found, wanted, strict=True):
+        expected, _ = in_lines(whole, new)
+        count = np.asarray(jnp.isfinite(expected[:-1].astype(jnp.float32)))
+        assert relative(np.where(count, got[:-1], 0), np.where(count, expected[:-1], 0)) < 5e-3
+
+
 def test_no_race_where_a_cached_prefix_is_merged(monkeypatch):
     """Three blocks of a prefix, one after another into one result, which they update in place."""
     forced = functools.partial(interpret_mode, True, detect_races=True)
@@ -305,6 +355,19 @@ def test_refuses_what_it_does_not_serve(q_dim, v_dim, dtype, words):
     with pytest.raises(NotImplementedError, match=words):
         call(implementation="mosaic_gpu_interpret")
     assert call()[0].shape == v.shape
+
+
+@pytest.mark.parametrize(
+    "page, tokens, words",
+    [
+        (60, 128, "pages of a multiple of 8 tokens, got 60"),
+        (64, 72, "whole 128 tokens, and got 72"),
+    ],
+)
+def test_refuses_lines_and_pages_that_no_copy_begins_at(page, tokens, words):
+    case = prefill_case([40], [40], tokens=tokens, page=page)
+    with pytest.raises(NotImplementedError, match=words):
+        prefill(case, "mosaic_gpu_interpret", lines=jnp.zeros(1, jnp.int32))
 
 
 @pytest.mark.gpu
