@@ -175,14 +175,14 @@ def prefill_lines_mosaic(
 
     def all_tokens() -> Any:
         state = new_tokens(jnp.float32)
-        size = PACKED_BYTES // (heads * (w_uk.shape[1] + w_uv.shape[2]) * 2)
+        room = PACKED_BYTES // (heads * (w_uk.shape[1] + w_uv.shape[2]) * 2)
         with jax.named_scope("cached_prefix"):
             blocks, firsts, read = packed_pages(
                 kv_cache,
                 block_tables,
                 prefix,
                 layer=layer,
-                block=block or max(PREFIX_BLOCK, size),
+                block=block or max(PREFIX_BLOCK, min(MOST_EXPANDED, room)),
                 unpack=functools.partial(format.unpack, kv_scale=kv_scale),
             )
             first, seen = of_tiles(firsts), of_tiles(prefix)
