@@ -443,15 +443,18 @@ class GroupedGemmCta:
         return pl.run_scoped(accumulate, *self.accumulators(width))
 
     def _write(self, now: GroupedGemmTile, column: jax.Array, width: int) -> None:
-        """A tile whose first `now.groups` groups of rows are somebody's."""
-        for group in range(width // GROUP):
+        """A tile whose first `now.groups` groups of rows are somebody's: in one copy as many as no
+        narrower tile has, the others in groups."""
+        narrower = max((each for each in self.cut.widths if each < width), default=0)
+        if narrower:
+            self._copy_rows(now, column, 0, narrower)
+        for first in range(narrower, width, GROUP):
+            there = first // GROUP < now.groups
+            pl.when(there)(partial(self._copy_rows, now, column, first, GROUP))
 
-            @pl.when(group < now.groups)
-            def _some(group=group):
-                row = now.target + group * GROUP
-                to = self.cut.results.at(self.refs.target, row, GROUP, column, ROWS)
-                of_group = self.refs.out_smem.at[self.wg, pl.ds(group * GROUP, GROUP)]
-                plgpu.copy_smem_to_gmem(of_group, to)
+    def _copy_rows(self, now: GroupedGemmTile, column: jax.Array, first: int, rows: int) -> None:
+        to = self.cut.results.at(self.refs.target, now.target + first, rows, column, ROWS)
+        plgpu.copy_smem_to_gmem(self.refs.out_smem.at[self.wg, pl.ds(first, rows)], to)
 
 
 class ScaledAccumulators:
