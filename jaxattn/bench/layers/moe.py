@@ -2,9 +2,8 @@
 
 Times are `timing`'s. A call routes random logits and multiplies; call i has layer i of the stack,
 so that no layer's weights are in L2 when their turn comes. Beside the whole, from a profile, the
-time of each kernel; `rest us` is what XLA runs between them, the tokens' gather and, of more than 8
-tokens, the list of work. GB/s counts the weights of experts that some token chose, once. XLA's
-ragged product is timed for few tokens.
+time of each kernel; `rest us` is what XLA runs between them. GB/s counts the weights of experts
+that some token chose, once. XLA's ragged product is timed for few tokens.
 """
 
 import collections
@@ -63,11 +62,11 @@ SMALL_SHAPES: tuple[Shape, ...] = (("small", 3), ("small-fp8", 9))
 XLA_TOKENS = 32  # of more, XLA's product takes memory for every expert's share of every token
 CHECKED = 3  # tokens that are checked
 KERNELS = {
-    "route": "moe_route",
-    "list": "moe_list",
-    "gate_up": "moe_gate_up",
-    "down": "moe_down",
-    "combine": "moe_combine",
+    "route": ("moe_route",),
+    "list": ("moe_list", "moe_count", "moe_place", "moe_permute"),
+    "gate_up": ("moe_gate_up",),
+    "down": ("moe_down",),
+    "combine": ("moe_combine",),
 }
 
 
@@ -199,7 +198,9 @@ def parts(op: TimedOp, calls: int = 10) -> dict[str, float]:
     spent: dict[str, float] = collections.defaultdict(float)
     for name, each in events.items():
         if not name.startswith("MemcpyH2D"):
-            part = next((key for key, own in KERNELS.items() if own in name), "rest")
+            part = next(
+                (key for key, own in KERNELS.items() if any(x in name for x in own)), "rest"
+            )
             spent[part] += sum(length for _, length in each) * 1e-3 / calls
     return {f"{part} us": spent[part] for part in (*KERNELS, "rest")}
 

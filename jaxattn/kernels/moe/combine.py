@@ -72,12 +72,13 @@ def combine(
     """float32 [T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
 
     Args:
-        y: a 2-D float32 array, in which `results` says where the rows are.
+        y: a 2-D array, float32 or of 16 bits, in which `results` says where the rows are.
         columns: at most so many of the output are a block's.
     """
     tokens, top_k = weights.shape
     columns = math.gcd(results.width, columns)
-    vector = next(n for n in (4, 2, 1) if columns % (n * THREADS) == 0)
+    loaded = (8, 4, 2, 1) if y.dtype.itemsize == 2 else (4, 2, 1)
+    vector = next(n for n in loaded if columns % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=vector)
 
     def full(value: Any) -> jax.Array:
@@ -95,7 +96,7 @@ def combine(
         total = full(jnp.float32(0))
         for k, (place, row) in enumerate(zip(places, rows, strict=True)):
             # A select: where there is no expert, what was read may be NaN.
-            share = row * full(weights_ref[token, k])
+            share = row.astype(jnp.float32) * full(weights_ref[token, k])
             total += jnp.where(full(place) >= 0, share, full(jnp.float32(0)))
         out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total
 

@@ -1,13 +1,13 @@
 """One of the two products of a mixture of experts, over the items of a work list.
 
 Weights are the 64-row side of wgmma, as they are published, and tokens its columns, so that a few
-of them cost a few columns:
+of them cost a few columns. A tile of fewer tokens than its N is multiplied as a narrower one:
 
     gate_up    h^T [64, N] = silu(gate x^T) * (up x^T)      gate, up [64, K = F] of an expert
     down       y^T [64, N] = down h^T                       down     [64, K = I]
 
 An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A block of each
-multiprocessor takes many, item b, b + blocks and so on. Its last warpgroup issues the TMA copies
+multiprocessor takes one of each round of as many items. Its last warpgroup issues the TMA copies
 into a ring of `stages` steps of K, the next item's too. One or two warpgroups multiply, each its
 own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
 cut, so a token's result does not depend on the other tokens.
@@ -44,7 +44,14 @@ from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
-from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, GemmTileConfig, stages_of
+from jaxattn.kernels.moe.tile_config import (
+    BLOCK,
+    GROUP,
+    ROWS,
+    GemmTileConfig,
+    stages_of,
+    widths_of,
+)
 
 PRODUCT = plgpu.Layout.WGMMA
 
@@ -107,7 +114,7 @@ def grouped_product(
         scales: of the latter, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], of 16-bit weights.
         activation: of gate_up; None is silu(gate) * up.
-        target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in float32.
+        target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in that or float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
         results: where they go in `target`.
         columns: N.
@@ -126,6 +133,7 @@ def grouped_product(
         apart=height // 2 if gated else product.rows,
         pieces=pieces,
         blocks=blocks,
+        widths=widths_of(columns) if scales is None else (columns,),
         affine=affine,
         gated=gated,
         activation=activation,
@@ -178,6 +186,7 @@ class GroupedGemmConfig:
 
     Attributes:
         stages: places of the ring.
+        widths: tokens that a tile may be multiplied as, the last of them `columns`.
         steps: of K.
         apart: rows of weights from a part to the next.
         pieces: of an expert's rows.
@@ -187,6 +196,7 @@ class GroupedGemmConfig:
     product: GemmTileConfig
     columns: int
     stages: int
+    widths: tuple[int, ...]
     steps: int
     apart: int
     pieces: int
@@ -239,18 +249,26 @@ class GroupedGemmCta:
         self.layer = refs.layer[0] * cut.affine[0] + cut.affine[1]
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
         last = refs.total[0] * cut.pieces
-        self.mine = lax.div(last - self.block + (cut.blocks - 1), cut.blocks)
+        rounds = lax.div(last, cut.blocks)
+        more = self.number(rounds) < last
+        self.mine = rounds + more.astype(jnp.int32)
 
     def run(self) -> None:
         warpgroups = self.cut.product.warpgroups
         pl.when(self.wg == warpgroups)(self.load)
         pl.when(self.wg < warpgroups)(self.multiply)
 
+    def number(self, i: Any) -> jax.Array:
+        """The item of round i. From round to round blocks move on by a tile: else one could have
+        the last tiles of experts, which are narrow, and another only whole ones."""
+        cut = self.cut
+        return i * cut.blocks + lax.rem(self.block + i * cut.pieces, cut.blocks)
+
     def item(self, i: Any) -> GroupedGemmTile:
         """The block's i-th, of which it may have none: then any. How many there are is not waited
         for."""
         tiles, pieces = self.refs.tiles, self.cut.pieces
-        number = jnp.minimum(self.block + i * self.cut.blocks, tiles.shape[1] * pieces - 1)
+        number = jnp.minimum(self.number(i), tiles.shape[1] * pieces - 1)
         tile = lax.div(number, pieces)
         # h lies where it was written, and x may have stayed where it was.
         source = tiles[FROM if self.cut.gated else TO, tile]
@@ -269,6 +287,16 @@ class GroupedGemmCta:
 
         return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
 
+    def in_width(self, function: Any, now: GroupedGemmTile) -> None:
+        """`function(width)` with the least of the widths that an item's tokens fit."""
+        widths = self.cut.widths
+        if len(widths) == 1:
+            function(widths[0])
+            return
+        for narrower, width in zip((0, *widths), widths, strict=False):
+            fits = (now.groups > narrower // GROUP) & (now.groups <= width // GROUP)
+            pl.when(fits)(partial(function, width))
+
     def load(self) -> None:
         """The copying warpgroup: steps of K into the ring, as its places become free."""
         stages, read = self.cut.stages, self.refs.read
@@ -281,6 +309,9 @@ class GroupedGemmCta:
             plgpu.barrier_wait(read.at[lax.rem(s, stages)])
 
     def _load_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+        self.in_width(partial(self._load_steps, now, done), now)
+
+    def _load_steps(self, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
         cut, refs = self.cut, self.refs
         product, depth = cut.product, cut.product.depth
         of_expert = refs.weights.at[self.layer, now.expert]
@@ -297,8 +328,8 @@ class GroupedGemmCta:
                     rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
                     to = refs.weights_smem.at[slot, part, warpgroup]
                     plgpu.copy_gmem_to_smem(rows, to, there)
-            rows = cut.source.at(refs.tokens, now.source, cut.columns, s * depth, depth)
-            plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot], there)
+            rows = cut.source.at(refs.tokens, now.source, width, s * depth, depth)
+            plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot, pl.ds(0, width)], there)
 
     def multiply(self) -> None:
         """A multiplying warpgroup: its rows of each item."""
@@ -312,9 +343,12 @@ class GroupedGemmCta:
         plgpu.wait_smem_to_gmem(0)
 
     def _multiply_item(self, sums: Any, now: GroupedGemmTile, done: jax.Array) -> None:
-        every = sums(now, done)
+        self.in_width(partial(self._multiply_width, sums, now, done), now)
+
+    def _multiply_width(self, sums: Any, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
+        every = sums(now, done, width)
         if self.refs.biases is not None:
-            every = [total + self._bias(now, part) for part, total in enumerate(every)]
+            every = [total + self._bias(now, part, width) for part, total in enumerate(every)]
         if self.cut.gated:
             gate, up = every
             if self.cut.activation is None:
@@ -323,12 +357,12 @@ class GroupedGemmCta:
                 every = [self.cut.activation(gate, up)]
         self._store(now, every)
 
-    def _bias(self, now: GroupedGemmTile, part: int) -> jax.Array:
+    def _bias(self, now: GroupedGemmTile, part: int, width: int) -> jax.Array:
         """A number for each row of the weights of a part, for every token."""
-        cut, of_expert = self.cut, self.refs.biases.at[self.layer, now.expert]
+        of_expert = self.refs.biases.at[self.layer, now.expert]
         some = pl.ds(pl.multiple_of(self.row(now, part), ROWS), ROWS)
         bias = plgpu.load(of_expert.at[some], layout=PRODUCT.reduce(1), optimized=False)
-        wide = lax.broadcast_in_dim(bias.astype(jnp.float32), (ROWS, cut.columns), (0,))
+        wide = lax.broadcast_in_dim(bias.astype(jnp.float32), (ROWS, width), (0,))
         return plgpu.layout_cast(wide, PRODUCT)
 
     def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
@@ -340,14 +374,14 @@ class GroupedGemmCta:
         refs, sums = self.refs, ScaledAccumulators(self)
 
         def gate(now: GroupedGemmTile, done: jax.Array) -> None:
-            (total,) = sums(now, done)
+            (total,) = sums(now, done, self.cut.columns)
             plgpu.barrier_wait(refs.up_there)
             up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
             plgpu.barrier_arrive(refs.up_read)
             self._store(now, [total / (1.0 + jnp.exp(-total)) * up])
 
         def up(now: GroupedGemmTile, done: jax.Array) -> None:
-            (total,) = sums(now, done)
+            (total,) = sums(now, done, self.cut.columns)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
             store(refs.up_smem, total, interpret=self.cut.interpret)
             plgpu.barrier_arrive(refs.up_there)
@@ -365,23 +399,27 @@ class GroupedGemmCta:
     def _store(self, now: GroupedGemmTile, every: list[jax.Array]) -> None:
         cut, out = self.cut, self.refs.out_smem
         for part, result in enumerate(every):
+            width = result.shape[1]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store_transposed(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
+            to = out.at[self.wg] if width == cut.columns else out.at[self.wg, pl.ds(0, width)]
+            store_transposed(to, result.astype(out.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
-            self._write(now, self.row(now, part))
+            self._write(now, self.row(now, part), width)
 
-    def arrived(self, step: jax.Array) -> tuple[jax.Array, Any]:
+    def arrived(self, step: jax.Array, width: int) -> tuple[jax.Array, Any]:
         """The slot of a step, once it is loaded, and its tokens as columns."""
         slot = lax.rem(step, self.cut.stages)
         plgpu.barrier_wait(self.refs.loaded.at[slot])
-        return slot, self.refs.tokens_smem.at[slot].transpose((1, 0))
+        tokens = self.refs.tokens_smem.at[slot]
+        if width < self.cut.columns:
+            tokens = tokens.at[pl.ds(0, width)]
+        return slot, tokens.transpose((1, 0))
 
-    @property
-    def accumulators(self) -> list[Any]:
-        shape = (ROWS, self.cut.columns)
+    def accumulators(self, width: int) -> list[Any]:
+        shape = (ROWS, width)
         return [plgpu.ACC(shape, jnp.float32)] * self.cut.product.parts
 
-    def _sums(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
+    def _sums(self, now: GroupedGemmTile, done: jax.Array, width: int) -> list[jax.Array]:
         """Of each part over all of K, of 16-bit weights."""
         del now
         cut, refs = self.cut, self.refs
@@ -389,7 +427,7 @@ class GroupedGemmCta:
         def accumulate(*accs: Any) -> list[jax.Array]:
             @pl.loop(0, cut.steps)
             def _step(s):
-                slot, turned = self.arrived(done + s)
+                slot, turned = self.arrived(done + s, width)
                 for part, acc in enumerate(accs):
                     plgpu.wgmma(acc, refs.weights_smem.at[slot, part, self.wg], turned)
                 plgpu.wgmma_wait(cut.product.parts)  # all but this step's are done
@@ -402,18 +440,21 @@ class GroupedGemmCta:
             plgpu.barrier_arrive(refs.read.at[lax.rem(done + cut.steps - 1, cut.stages)])
             return every
 
-        return pl.run_scoped(accumulate, *self.accumulators)
+        return pl.run_scoped(accumulate, *self.accumulators(width))
 
-    def _write(self, now: GroupedGemmTile, column: jax.Array) -> None:
-        """A tile whose first `now.groups` groups of rows are somebody's."""
-        for group in range(self.cut.columns // GROUP):
+    def _write(self, now: GroupedGemmTile, column: jax.Array, width: int) -> None:
+        """A tile whose first `now.groups` groups of rows are somebody's: in one copy as many as no
+        narrower tile has, the others in groups."""
+        narrower = max((each for each in self.cut.widths if each < width), default=0)
+        if narrower:
+            self._copy_rows(now, column, 0, narrower)
+        for first in range(narrower, width, GROUP):
+            there = first // GROUP < now.groups
+            pl.when(there)(partial(self._copy_rows, now, column, first, GROUP))
 
-            @pl.when(group < now.groups)
-            def _some(group=group):
-                row = now.target + group * GROUP
-                to = self.cut.results.at(self.refs.target, row, GROUP, column, ROWS)
-                of_group = self.refs.out_smem.at[self.wg, pl.ds(group * GROUP, GROUP)]
-                plgpu.copy_smem_to_gmem(of_group, to)
+    def _copy_rows(self, now: GroupedGemmTile, column: jax.Array, first: int, rows: int) -> None:
+        to = self.cut.results.at(self.refs.target, now.target + first, rows, column, ROWS)
+        plgpu.copy_smem_to_gmem(self.refs.out_smem.at[self.wg, pl.ds(first, rows)], to)
 
 
 class ScaledAccumulators:
@@ -422,7 +463,7 @@ class ScaledAccumulators:
     def __init__(self, block: GroupedGemmCta):
         self.block = block
 
-    def __call__(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
+    def __call__(self, now: GroupedGemmTile, done: jax.Array, width: int) -> list[jax.Array]:
         block, cut, refs = self.block, self.block.cut, self.block.refs
         split = cut.product.split
         parts: Any = [block.wg] if split else range(cut.product.parts)
@@ -439,7 +480,7 @@ class ScaledAccumulators:
 
         def step(s, carry):
             totals, factors = carry
-            slot, turned = block.arrived(done + s)
+            slot, turned = block.arrived(done + s, width)
             following = scales(s + 1)
             every = self._products(slot, turned)
             # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
@@ -453,7 +494,7 @@ class ScaledAccumulators:
             ]
             return totals, following
 
-        zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), PRODUCT)
         return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
 
     def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
@@ -478,4 +519,4 @@ class ScaledAccumulators:
                 for place, acc in enumerate(accs)
             ]
 
-        return pl.run_scoped(products, *block.accumulators[: len(mine)])
+        return pl.run_scoped(products, *block.accumulators(block.cut.columns)[: len(mine)])

@@ -1,7 +1,8 @@
 """`mixture_of_experts` (ops/moe/experts.py) on a Hopper GPU: alignment, two products and the sum.
 
-    small_batch_alignment.py, token_sort.py, token_alignment.py
-                       who has work: of few tokens and of some hundred pairs in one launch, else XLA
+    small_batch_alignment.py, token_sort.py, token_permutation.py, token_alignment.py
+                       who has work: of up to some hundred pairs in one launch, of many in three;
+                       else XLA
     grouped_gemm.py    gate and up, then down, each expert's tokens times its weights
     combine.py         the sum of each token's experts
 
@@ -30,6 +31,7 @@ from jaxattn.kernels.moe.routing.small_batch_alignment import (
     supports_pairs,
 )
 from jaxattn.kernels.moe.routing.token_alignment import align_tokens
+from jaxattn.kernels.moe.routing.token_permutation import permute_tokens, supports_permutation
 from jaxattn.kernels.moe.routing.token_sort import align_and_sort_tokens, supports_sort
 from jaxattn.kernels.moe.tile_config import (
     BLOCK,
@@ -70,8 +72,9 @@ def scratch(
         config: how the kernels cut the products; None is what `mixture_of_experts` chooses.
 
     Returns:
-        Regions `h`, inside of the experts, in `dtype`, and `y`, float32, their outputs. Both have
-        T * K rows and some more, so that each expert begins a tile.
+        Regions `h`, inside of the experts, in `dtype`, and `y`, their outputs, in float32, or in
+        `dtype` too from 1,024 tokens on. Both have T * K rows and some more, so that
+        each expert begins a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
@@ -80,7 +83,8 @@ def scratch(
     config = config or choose(**sizes, quantized=fp8)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
-    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), jnp.float32))
+    outputs = dtype if config.rounded else jnp.float32
+    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), outputs))
 
 
 def _wide(features: int) -> int:
@@ -168,6 +172,8 @@ def mixture_of_experts_mosaic(
         work, x = align_small_batch(ids, x, experts, **modes)
     elif supports_sort(tokens, top_k, features):
         work, x = align_and_sort_tokens(ids, x, experts, columns, **modes)
+    elif supports_permutation(tokens, top_k, features):
+        work, x = permute_tokens(ids, x, experts, columns, **modes)
     else:
         work = align_tokens(ids, experts, columns)
         if work.tokens is None:

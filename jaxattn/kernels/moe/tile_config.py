@@ -12,6 +12,8 @@ GROUP = 8  # tokens: an expert's begin at a multiple of it, and results are stor
 BLOCK = 128  # rows and columns of FP8 weights that share a scale
 WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
 TOKEN_TILES = (8, 16, 32, 64, 128)
+ROUNDED = 1024  # tokens from which on outputs of experts have 16 bits
+NARROWEST = 32  # tokens that a tile of more is multiplied as, and multiples of it
 FP8_COLUMNS = 64  # of which a warpgroup has registers for a step's product and the sum, twice
 BARRIER_BYTES = 2048  # left for barriers and alignment
 MOST_STAGES = 12
@@ -59,12 +61,15 @@ class MoeTileConfig:
         columns: most tokens of a tile, the N of wgmma.
         gate_up, down: its two products.
         combine: columns of the output that a block sums up.
+        rounded: whether outputs of experts are rounded to the operands' dtype before they are
+            summed up in float32.
     """
 
     columns: int
     gate_up: GemmTileConfig
     down: GemmTileConfig
     combine: int = 512
+    rounded: bool = False
 
 
 def token_tile(pairs: int, experts: int, tokens: int, most: int = TOKEN_TILES[-1]) -> int:
@@ -97,11 +102,14 @@ def choose(
     items of 16-bit weights may be three. Of gate and up, whose items are long, an eighth more are
     no second round. Many items share a read of tokens between two warpgroups. To widen FP8 weights
     keeps one warpgroup busy, so there are two as soon as nearly every multiprocessor has an item of
-    128 rows. With fewer items one warpgroup has gate's rows, and another has up's.
+    128 rows. With fewer items one warpgroup has gate's rows, and another has up's. Of many tokens
+    the outputs are rounded: to write and read them in float32 takes as long as an eighth of the
+    products.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
     columns = token_tile(pairs, experts, tokens, FP8_COLUMNS if quantized else TOKEN_TILES[-1])
+    rounded = tokens >= ROUNDED
 
     def product(width: int, depth: int, parts: int) -> GemmTileConfig:
         wide = width % (2 * ROWS * parts) == 0
@@ -132,6 +140,8 @@ def choose(
         columns=columns,
         gate_up=in_two(gate_up),
         down=all_at_once(down, hidden, 3 * NUM_SMS),
+        combine=1024 if rounded else 512,
+        rounded=rounded,
     )
 
 
@@ -152,6 +162,12 @@ def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
 def panel(width: int) -> int:
     """Columns of a panel of a matrix of that width."""
     return math.gcd(width, WIDEST)
+
+
+def widths_of(columns: int) -> tuple[int, ...]:
+    """Tokens that a tile of at most `columns` of them is multiplied as: an expert's last tile, or
+    only one, may have few."""
+    return tuple(range(NARROWEST, columns, NARROWEST)) + (columns,)
 
 
 def stages_of(

@@ -9,6 +9,7 @@ layer's index as an operand. Slot -1 marks a padding row: nothing is read or wri
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.slots import (
@@ -23,6 +24,8 @@ from jaxattn.core.cache.slots import (
 )
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+
+LONG = 64  # tokens of a row from which on its inputs are not concatenated to those before
 
 
 def causal_conv1d(
@@ -146,10 +149,26 @@ def _conv_rows(
     """Every row one sequence: (y, its inputs with the initial state's, `[B, W - 1 + T, Dc]`)."""
     length, width = x.shape[1], weight.shape[1]
     dtype = jnp.promote_types(x.dtype, initial.dtype)
-    window = jnp.concatenate([initial.astype(dtype), x.astype(dtype)], axis=1)
-    taps = [window[:, j : j + length] for j in range(width)]
+    initial, inputs = initial.astype(dtype), x.astype(dtype)
+    window = jnp.concatenate([initial, inputs], axis=1)
+    if length < LONG:
+        taps = [window[:, j : j + length] for j in range(width)]
+    else:
+        taps = [_inputs_before(inputs, initial, width - 1 - j) for j in range(width)]
     y = _activate(_weigh(taps, weight), bias, activation)
     return y.astype(x.dtype), window
+
+
+def _inputs_before(x: Array, initial: Array, count: int) -> Array:
+    """Of each token the input so many tokens before it, at most W - 1: a slice of the concatenation
+    as a select of padded arrays. XLA writes a concatenation to memory, and not these."""
+    if not count:
+        return x
+    length, (_, held, _) = x.shape[1], initial.shape
+    beside = lambda x, *pads: jnp.pad(x, ((0, 0), pads, (0, 0)))  # noqa: E731
+    from_state = np.arange(length)[:, None] < count  # of constants XLA makes no kernel
+    old = beside(initial[:, held - count :], 0, length - count)
+    return jnp.where(from_state, old, beside(x[:, : length - count], count, 0))
 
 
 def _conv_packed(

@@ -24,9 +24,11 @@ from jaxattn.ops.mla.state_merge import merge_attention_states
 
 WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query attention takes
 
-# Cached tokens of a row that are expanded at a time: as many as make EXPANDED_BYTES of keys and
-# values of all rows, and at least PREFIX_BLOCK.
+# Cached tokens of a row that are expanded at a time: MOST_EXPANDED, as a short prefix is expanded
+# to a whole block, or as many as make EXPANDED_BYTES of keys and values of all rows, and at least
+# PREFIX_BLOCK.
 PREFIX_BLOCK = 1024
+MOST_EXPANDED = 8192
 EXPANDED_BYTES = 2**29
 # Of packed rows, whose prefixes lie one behind another.
 PACKED_BYTES = 2**27
@@ -173,14 +175,14 @@ def prefill_lines_mosaic(
 
     def all_tokens() -> Any:
         state = new_tokens(jnp.float32)
-        size = PACKED_BYTES // (heads * (w_uk.shape[1] + w_uv.shape[2]) * 2)
+        room = PACKED_BYTES // (heads * (w_uk.shape[1] + w_uv.shape[2]) * 2)
         with jax.named_scope("cached_prefix"):
             blocks, firsts, read = packed_pages(
                 kv_cache,
                 block_tables,
                 prefix,
                 layer=layer,
-                block=block or max(PREFIX_BLOCK, size),
+                block=block or max(PREFIX_BLOCK, min(MOST_EXPANDED, room)),
                 unpack=functools.partial(format.unpack, kv_scale=kv_scale),
             )
             first, seen = of_tiles(firsts), of_tiles(prefix)
@@ -245,7 +247,8 @@ def prefill_mosaic(
     def all_tokens() -> Any:
         state = new_tokens(jnp.float32)
         token_bytes = batch * heads * (w_uk.shape[1] + w_uv.shape[2]) * 2
-        size = block or max(PREFIX_BLOCK, EXPANDED_BYTES // token_bytes)
+        room = min(MOST_EXPANDED, EXPANDED_BYTES // token_bytes)
+        size = block or max(PREFIX_BLOCK, room)
         with jax.named_scope("cached_prefix"):
             pages, firsts, read = page_blocks(
                 kv_cache,

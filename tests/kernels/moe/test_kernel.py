@@ -177,6 +177,17 @@ def test_no_race_and_the_same_whatever_the_cut(config, fp8):
     assert error_of(y, args, scales) < 1e-3
 
 
+def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
+    """Experts with 40 and 11 tokens: widths of 64 and 32 of tiles of 64."""
+    x, _, *rest = moe_case(40, 2, 2, seed=8)
+    ids = np.full((40, 2), -1, np.int32)
+    ids[:, 0], ids[29:, 1] = 1, 0
+    args = x, jnp.asarray(ids), *rest
+    config = dataclasses.replace(cut(64, consumers=1, parts=1, depth=64, blocks=2), rounded=True)
+    run = functools.partial(mixture_of_experts_mosaic, layer=LAYER, interpret=True, config=config)
+    assert 1e-3 < error_of(jax.jit(run)(*args), args, {}) < 3e-3
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_places_of_the_ring_are_used_again_for_fp8(split):
     args, scales = taken_apart(moe_case(5, 3, 2, features=512, width=128, fp8=True, seed=4))

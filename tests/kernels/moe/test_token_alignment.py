@@ -11,6 +11,7 @@ import pytest
 from jaxattn.kernels.moe.routing import token_alignment as work_module
 from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, align_tokens
+from jaxattn.kernels.moe.routing.token_permutation import permute_tokens
 from jaxattn.kernels.moe.routing.token_sort import align_and_sort_tokens
 from jaxattn.kernels.moe.tile_config import (
     choose,
@@ -139,15 +140,58 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
             detect_races=interpret and tokens == 17,
         )  # fmt: skip
         jax.block_until_ready(rows)
+    check_sorted(work, rows, ids, x, experts, columns)
+
+
+def check_sorted(work, rows, ids, x, experts, columns):
+    """A kernel's list is XLA's, and each token is in its rows."""
     listed = make(jnp.asarray(ids), experts, columns)
     count = int(listed.total[0])
     assert int(work.total[0]) == count
     np.testing.assert_array_equal(work.tiles[:, :count], listed.tiles[:, :count])
     np.testing.assert_array_equal(work.positions[: ids.size], listed.positions)
     placed, rows, x = np.asarray(listed.positions).reshape(ids.shape), *map(np.asarray, (rows, x))
-    for k in range(top_k):
+    for k in range(ids.shape[1]):
         here = placed[:, k] >= 0
         np.testing.assert_array_equal(rows[placed[here, k]], x[here])
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, top_k, columns, some",
+    [(70, 12, 4, 16, 9), (90, 140, 3, 16, None)],
+    ids=["two segments", "experts behind the threads"],
+)
+def test_segments_are_permuted_as_xla_does(tokens, experts, top_k, columns, some):
+    ids = drawn(tokens, experts, top_k, some=some, seed=tokens)
+    x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+    races = tokens == 70
+    with no_races() if races else contextlib.nullcontext():
+        work, rows = at_once(
+            permute_tokens, jnp.asarray(ids), x, experts, columns, interpret=True,
+            detect_races=races,
+        )  # fmt: skip
+        jax.block_until_ready(rows)
+    check_sorted(work, rows, ids, x, experts, columns)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "tokens, experts, top_k, columns",
+    [
+        (193, 66, 8, 64),
+        (2048, 66, 8, 128),
+        (8192, 512, 10, 64),
+        (5000, 256, 9, 128),
+        (40000, 12, 2, 128),
+    ],
+)
+def test_many_tokens_are_permuted_as_xla_does(tokens, experts, top_k, columns):
+    ids = drawn(tokens, experts, top_k, seed=tokens)
+    x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+    work, rows = jax.jit(permute_tokens, static_argnums=(2, 3))(
+        jnp.asarray(ids), x, experts, columns
+    )
+    check_sorted(work, rows, ids, x, experts, columns)
 
 
 @both_devices
