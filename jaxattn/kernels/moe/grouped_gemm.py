@@ -14,21 +14,23 @@ cut, so a token's result does not depend on the other tokens.
 
 Products of 16-bit weights may have a bias, and the activation may be another than SwiGLU (gpt-oss).
 
-FP8 weights are widened on their way through registers (hopper/fp8_operands.py). Each step's
-product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in float32.
+FP8 weights are widened on their way through registers (hopper/fp8_operands.py), and so are weights
+of 4 bits, whose scales are multiplied in there (four_bit_gemm.py). Each step's
+FP8 product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in
+float32.
 Where few multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through
 shared memory to gate's warpgroup.
 
 Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 
 Limits: K a multiple of 64, rows of weights of `GemmTileConfig.rows` * parts; bfloat16 or float16.
-Of FP8 weights K is a multiple of 128.
+Of FP8 weights K is a multiple of 128, and weights of 4 bits are whole tiles.
 Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
 tests/kernels/moe/test_kernel.py.
 """
 
 import dataclasses
-from functools import partial
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +39,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
+from jaxattn.kernels.moe.four_bit_gemm import (
+    LINE,
+    FourBitAccumulators,
+    lines,
+    lines_of_step,
+    token_copies,
+)
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, GemmTileConfig, stages_of
 
@@ -96,6 +106,7 @@ def grouped_product(
     product: GemmTileConfig,
     gated: bool,
     name: str,
+    form: FourBitFormat | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> None:
@@ -103,8 +114,8 @@ def grouped_product(
 
     Args:
         tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
-        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn.
-        scales: of the latter, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
+        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn; or tiles, uint8 [L, E, ...].
+        scales: of FP8 weights, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], of 16-bit weights.
         activation: of gate_up; None is silu(gate) * up.
         target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in float32.
@@ -112,8 +123,13 @@ def grouped_product(
         results: where they go in `target`.
         columns: N.
         gated: whether this is gate_up, and its result h.
+        form: of tiles.
     """
-    height, depth = weights.shape[-2:]
+    if form is None:
+        height, depth = weights.shape[-2:]
+    else:
+        weights, depth = lines(weights), form.matrix(weights.shape)[1]
+        height = weights.shape[2] * ROWS
     dtype, out_dtype = tokens.dtype, jnp.dtype(target.dtype)
     stages = stages_of(product, columns, dtype.name, out_dtype.name, weights.dtype.name)
     pieces = height // (product.rows * product.parts)
@@ -131,12 +147,17 @@ def grouped_product(
         activation=activation,
         source=source,
         results=results,
+        form=form,
         interpret=interpret,
     )
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
-    ring = (stages, parts, consumers, ROWS, product.depth)
+    tile = (ROWS, product.depth)
+    if form is not None:
+        of_weights, tile = (), (lines_of_step(form, product.depth), LINE)
+    ring = (stages, parts, consumers, *tile)
+    copies = parts * consumers + token_copies(source.width, product.depth)
     launch(
         lambda **refs: GroupedGemmCta(cut, GroupedGemmRefs(**refs)).run(),
         name=name,
@@ -158,7 +179,7 @@ def grouped_product(
                 (consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)
             ),
             "up_smem": plgpu.SMEM((ROWS, columns), jnp.float32) if product.split else None,
-            "loaded": plgpu.Barrier(num_arrivals=parts * consumers + 1, num_barriers=stages),
+            "loaded": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             "read": plgpu.Barrier(num_arrivals=product.warpgroups, num_barriers=stages),
             "up_there": plgpu.Barrier(num_arrivals=1) if product.split else None,
             "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
@@ -196,6 +217,7 @@ class GroupedGemmConfig:
     activation: ClampedSwiGLU | None
     source: PanelMatrix
     results: PanelMatrix
+    form: FourBitFormat | None
     interpret: bool
 
     @property
@@ -214,14 +236,14 @@ class GroupedGemmRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     tokens: Any
-    weights: Any  # [L, E, rows, K]
+    weights: Any  # [L, E, rows, K], or lines of tiles
     tiles: Any
     total: Any
     layer: Any
     scales: Any  # of FP8 weights, else None
     biases: Any  # or None
     target: Any
-    weights_smem: Any  # [stage, part, warpgroup, 64, depth]
+    weights_smem: Any  # [stage, part, warpgroup, 64, depth], or lines of tiles
     tokens_smem: Any  # [stage, N, depth]
     out_smem: Any  # [warpgroup, N, 64]
     up_smem: Any  # [64, N], where up has a warpgroup of its own
@@ -294,11 +316,21 @@ class GroupedGemmCta:
             for part in range(product.parts):
                 for warpgroup in range(product.consumers):
                     row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
-                    rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                    if cut.form is None:
+                        rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                    else:
+                        count = lines_of_step(cut.form, depth)
+                        rows = of_expert.at[lax.div(row, ROWS), pl.ds(s * count, count)]
                     to = refs.weights_smem.at[slot, part, warpgroup]
                     plgpu.copy_gmem_to_smem(rows, to, there)
-            rows = cut.source.at(refs.tokens, now.source, cut.columns, s * depth, depth)
-            plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot], there)
+            copies = token_copies(cut.source.width, depth)
+            size = depth // copies
+            for piece in range(copies):
+                first = s * depth + piece * size
+                rows = cut.source.at(refs.tokens, now.source, cut.columns, first, size)
+                to = refs.tokens_smem.at[slot]
+                to = to if copies == 1 else to.at[:, pl.ds(piece * size, size)]
+                plgpu.copy_gmem_to_smem(rows, to, there)
 
     def multiply(self) -> None:
         """A multiplying warpgroup: its rows of each item."""
@@ -307,21 +339,31 @@ class GroupedGemmCta:
         if self.cut.product.split:
             self._multiply_split()
             return
-        sums = self._sums if self.refs.scales is None else ScaledAccumulators(self)
-        self.each(partial(self._multiply_item, sums))
+        self.each(self._multiply_item)
         plgpu.wait_smem_to_gmem(0)
 
-    def _multiply_item(self, sums: Any, now: GroupedGemmTile, done: jax.Array) -> None:
-        every = sums(now, done)
-        if self.refs.biases is not None:
-            every = [total + self._bias(now, part) for part, total in enumerate(every)]
-        if self.cut.gated:
-            gate, up = every
-            if self.cut.activation is None:
-                every = [gate / (1.0 + jnp.exp(-gate)) * up]
-            else:
-                every = [self.cut.activation(gate, up)]
-        self._store(now, every)
+    @property
+    def sums(self) -> Any:
+        """`sums(item, steps before it)` are an item's."""
+        if self.cut.form is not None:
+            return FourBitAccumulators(self, self.cut.form)
+        return self._sums if self.refs.scales is None else ScaledAccumulators(self)
+
+    def _multiply_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+        every = self._biased(now, self.sums(now, done), range(self.cut.product.parts))
+        self._store(now, [self._activated(*every)] if self.cut.gated else every)
+
+    def _activated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.cut.activation is None:
+            return gate / (1.0 + jnp.exp(-gate)) * up
+        return self.cut.activation(gate, up)
+
+    def _biased(
+        self, now: GroupedGemmTile, sums: list[jax.Array], parts: Iterable[int]
+    ) -> list[jax.Array]:
+        if self.refs.biases is None:
+            return sums
+        return [total + self._bias(now, part) for total, part in zip(sums, parts, strict=True)]
 
     def _bias(self, now: GroupedGemmTile, part: int) -> jax.Array:
         """A number for each row of the weights of a part, for every token."""
@@ -333,21 +375,26 @@ class GroupedGemmCta:
 
     def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
         """The first of the weights' rows that this warpgroup has of a part."""
-        return now.place * self.cut.piece + part * self.cut.apart + self.wg * ROWS
+        own = 0 if self.cut.product.split else self.wg * ROWS
+        return now.place * self.cut.piece + part * self.cut.apart + own
 
     def _multiply_split(self) -> None:
         """The warpgroup of gate, or that of up."""
-        refs, sums = self.refs, ScaledAccumulators(self)
+        refs = self.refs
+
+        def sums(now: GroupedGemmTile, done: jax.Array, part: int) -> jax.Array:
+            (total,) = self._biased(now, self.sums(now, done), [part])
+            return total
 
         def gate(now: GroupedGemmTile, done: jax.Array) -> None:
-            (total,) = sums(now, done)
+            total = sums(now, done, 0)
             plgpu.barrier_wait(refs.up_there)
             up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
             plgpu.barrier_arrive(refs.up_read)
-            self._store(now, [total / (1.0 + jnp.exp(-total)) * up])
+            self._store(now, [self._activated(total, up)])
 
         def up(now: GroupedGemmTile, done: jax.Array) -> None:
-            (total,) = sums(now, done)
+            total = sums(now, done, 1)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
             store(refs.up_smem, total, interpret=self.cut.interpret)
             plgpu.barrier_arrive(refs.up_there)
