@@ -122,9 +122,7 @@ def pack(
     if form.kind == "int4":
         halves = [part << 4 * j for j, part in enumerate(parts)]
     else:
-        halves = [
-            (part & 7) << 3 * j | (part >> 3) << SIGNS[j] for j, part in enumerate(parts)
-        ]
+        halves = [(part & 7) << 3 * j | (part >> 3) << SIGNS[j] for j, part in enumerate(parts)]
     half = halves[0] | halves[1] | halves[2] | halves[3]  # [*n, down, w, r, g, across, n, t, h]
     half = half.reshape(*half.shape[:-3], words // 2, 2, 4, 2)
     # To [*n, down, across, unit, w, g, t, n % 2, r, h].

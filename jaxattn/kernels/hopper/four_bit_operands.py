@@ -53,9 +53,7 @@ def serves(form: FourBitFormat, dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) == jnp.bfloat16
 
 
-def widened(
-    tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool
-) -> jax.Array:
+def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool) -> jax.Array:
     """A tile's numbers [64, columns] in `dtype`, as wgmma takes them from registers.
 
     Args:
@@ -118,7 +116,9 @@ class Bfloat16Codes:
     def numbers(self, codes: Any, scale: Any, form: FourBitFormat) -> list[Any]:
         """Four pairs, of a word of codes."""
         if form.kind == "mxfp4":
-            return [self.product(self.product(each, word(self.up)), scale) for each in self.moved(codes)]
+            return [
+                self.product(self.product(each, word(self.up)), scale) for each in self.moved(codes)
+            ]
         factors, zero = scale
         found = []
         for j in range(4):
@@ -167,9 +167,7 @@ class Bfloat16Codes:
             return self.product(x, factors[0])
         high, low = factors
         least = self.product(x, low)  # a number of 4 bits times one of 3
-        return asm_word(
-            f"fma.rn.{self.type} $0, $1, $2, $3;", x, high, least, movable=True
-        )
+        return asm_word(f"fma.rn.{self.type} $0, $1, $2, $3;", x, high, least, movable=True)
 
     def base_and(self, zero: Any) -> Any:
         return arith.ori(zero, word(self.base))

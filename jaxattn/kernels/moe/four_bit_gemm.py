@@ -92,8 +92,7 @@ class FourBitAccumulators:
         return widened(tile, dtype, self.form, interpret=block.cut.interpret)
 
     def _tokens(self, slot: Any, place: int) -> Any:
-        columns = self.form.columns
-        return self.block.refs.tokens_smem.at[slot, :, pl.ds(place * columns, columns)]
+        return self.block.refs.tokens_smem.at[slot, place]
 
     def _plain_sums(self, done: jax.Array) -> list[jax.Array]:
         """In the interpreter, whose wgmma takes nothing from registers."""
@@ -131,11 +130,11 @@ def choose_four_bit(
     pairs = tokens * top_k
     used = min(experts, pairs)
     columns = token_tile(pairs, experts, tokens, TOKEN_TILES[-1])
-    together = 2 if columns <= FEW_COLUMNS else 1
 
     def product(rows: int, depth: int, gated: bool) -> GemmTileConfig:
         step = next(n for n in (BLOCK, 3 * ROWS, ROWS) if depth % n == 0 and n % form.columns == 0)
         wide = rows % (2 * ROWS) == 0 and used * (rows // (2 * ROWS)) >= 2 * NUM_SMS
+        together = 2 if columns <= FEW_COLUMNS and not (wide and gated) else 1
         made = GemmTileConfig(
             consumers=2 if wide else 1, parts=2 if gated else 1, split=gated and not wide,
             depth=step, together=together,
@@ -150,11 +149,6 @@ def choose_four_bit(
         gate_up=product(expert_size, hidden, True),
         down=product(hidden, expert_size, False),
     )
-
-
-def token_copies(width: int, depth: int) -> int:
-    """Copies of the tokens of a step, out of a matrix of panels of such a width."""
-    return depth // math.gcd(depth, width)
 
 
 def _stages(made: GemmTileConfig, form: FourBitFormat, columns: int, of_result: int) -> int:

@@ -51,7 +51,6 @@ from jaxattn.kernels.moe.four_bit_gemm import (
     FourBitAccumulators,
     lines,
     lines_of_step,
-    token_copies,
 )
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, GemmTileConfig, stages_of
@@ -157,7 +156,8 @@ def grouped_product(
     if form is not None:
         of_weights, tile = (), (lines_of_step(form, product.depth), LINE)
     ring = (stages, parts, consumers, *tile)
-    copies = parts * consumers + token_copies(source.width, product.depth)
+    pieces_of_tokens = 1 if form is None else product.depth // form.columns
+    of_tokens = (stages, pieces_of_tokens, columns, product.depth // pieces_of_tokens)
     launch(
         lambda **refs: GroupedGemmCta(cut, GroupedGemmRefs(**refs)).run(),
         name=name,
@@ -174,12 +174,14 @@ def grouped_product(
         },
         scratch={
             "weights_smem": plgpu.SMEM(ring, weights.dtype, transforms=of_weights),
-            "tokens_smem": plgpu.SMEM((stages, columns, product.depth), dtype, transforms=tiled),
+            "tokens_smem": plgpu.SMEM(of_tokens, dtype, transforms=tiled),
             "out_smem": plgpu.SMEM(
                 (consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)
             ),
             "up_smem": plgpu.SMEM((ROWS, columns), jnp.float32) if product.split else None,
-            "loaded": plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+            "loaded": plgpu.Barrier(
+                num_arrivals=parts * consumers + pieces_of_tokens, num_barriers=stages
+            ),
             "read": plgpu.Barrier(num_arrivals=product.warpgroups, num_barriers=stages),
             "up_there": plgpu.Barrier(num_arrivals=1) if product.split else None,
             "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
@@ -244,7 +246,7 @@ class GroupedGemmRefs:
     biases: Any  # or None
     target: Any
     weights_smem: Any  # [stage, part, warpgroup, 64, depth], or lines of tiles
-    tokens_smem: Any  # [stage, N, depth]
+    tokens_smem: Any  # [stage, piece, N, columns]; 16-bit and FP8 weights have them in one piece
     out_smem: Any  # [warpgroup, N, 64]
     up_smem: Any  # [64, N], where up has a warpgroup of its own
     loaded: Any  # of each stage
@@ -323,14 +325,12 @@ class GroupedGemmCta:
                         rows = of_expert.at[lax.div(row, ROWS), pl.ds(s * count, count)]
                     to = refs.weights_smem.at[slot, part, warpgroup]
                     plgpu.copy_gmem_to_smem(rows, to, there)
-            copies = token_copies(cut.source.width, depth)
-            size = depth // copies
-            for piece in range(copies):
-                first = s * depth + piece * size
-                rows = cut.source.at(refs.tokens, now.source, cut.columns, first, size)
-                to = refs.tokens_smem.at[slot]
-                to = to if copies == 1 else to.at[:, pl.ds(piece * size, size)]
-                plgpu.copy_gmem_to_smem(rows, to, there)
+            _, pieces, columns, size = refs.tokens_smem.shape
+            for piece in range(pieces):
+                rows = cut.source.at(
+                    refs.tokens, now.source, columns, s * depth + piece * size, size
+                )
+                plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot, piece], there)
 
     def multiply(self) -> None:
         """A multiplying warpgroup: its rows of each item."""
@@ -421,7 +421,7 @@ class GroupedGemmCta:
         """The slot of a step, once it is loaded, and its tokens as columns."""
         slot = lax.rem(step, self.cut.stages)
         plgpu.barrier_wait(self.refs.loaded.at[slot])
-        return slot, self.refs.tokens_smem.at[slot].transpose((1, 0))
+        return slot, self.refs.tokens_smem.at[slot, 0].transpose((1, 0))
 
     @property
     def accumulators(self) -> list[Any]:
@@ -511,7 +511,7 @@ class ScaledAccumulators:
         if product.split:
             mine = [(block.wg, 0)]
         if block.cut.interpret:
-            tokens = refs.tokens_smem[slot]
+            tokens = refs.tokens_smem[slot, 0]
             return [
                 plain_product(refs.weights_smem[slot, part, rows], tokens) for part, rows in mine
             ]
