@@ -57,7 +57,7 @@ def loaded(folder: Path, experts=None, dtype="float32"):
     return model, params, params["segments"][0]["layers"][1]
 
 
-@pytest.mark.parametrize("folder, experts", [(FP8, "bfloat16"), (INT4, None)])
+@pytest.mark.parametrize("folder, experts", [(FP8, "bfloat16"), (INT4, "bfloat16")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_become_the_floats_that_are_meant(folder, experts, dtype):
     mlp = loaded(folder, experts, dtype)[2]["mlp"]

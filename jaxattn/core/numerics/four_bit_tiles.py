@@ -14,6 +14,7 @@ of E8M0, or 16 bits each. With zero points each scale is followed by its own in 
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ MXFP4_GROUP, INT4_GROUPS = 32, (32, 128)
 
 type Kind = Literal["mxfp4", "int4"]
 type ScaleDType = Literal["e8m0", "bfloat16", "float16"]
+INT4_SCALES: tuple[ScaleDType, ...] = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class FourBitFormat:
         if self.kind == "mxfp4":
             served = (self.group, self.scale, self.zeros) == (MXFP4_GROUP, "e8m0", False)
         else:
-            served = self.group in INT4_GROUPS and self.scale != "e8m0"
+            served = self.group in INT4_GROUPS and self.scale in INT4_SCALES
         if not served:
             raise ValueError(
                 f"{self} is not implemented: MXFP4 has e8m0 scales of {MXFP4_GROUP} columns and no "
@@ -78,6 +80,16 @@ class FourBitFormat:
     @property
     def tile_bytes(self) -> int:
         return self.code_bytes + ROWS // 2 * self.scale_bytes
+
+    def with_scales(self, dtypes: Collection[str | None]) -> "FourBitFormat | None":
+        """The format with scales of the one dtype that a checkpoint has; None where it has several,
+        or others than the format may have."""
+        if self.scale == "e8m0" or len(dtypes) != 1:
+            return self if set(dtypes) == {"uint8"} else None
+        for dtype in INT4_SCALES:
+            if set(dtypes) == {dtype}:
+                return dataclasses.replace(self, scale=dtype)
+        return None
 
     def fits(self, rows: int, columns: int) -> bool:
         """Whether a matrix is whole tiles."""

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.cta import STEP
@@ -70,7 +71,8 @@ class MoE(FeedForward):
         shared_gate: what is shared is times a sigmoid of the token.
         biases: the router's logits and both products of each expert have biases.
         activation: of the experts; None is silu(gate) * up.
-        weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
+        weight_format: of the routed experts; "fp8" is FP8 in blocks, a `FourBitFormat` is tiles of
+            4 bits, None the stream's dtype.
         parallel: the layout of the GPUs of which one has these columns, and a part of the experts.
     """
 
@@ -89,6 +91,11 @@ class MoE(FeedForward):
     def own_experts(self) -> int:
         """Routed experts that one GPU has."""
         return self.router.experts // self.parallel.size("expert")
+
+    @property
+    def form(self) -> FourBitFormat | None:
+        """Of experts of 4 bits."""
+        return self.weight_format if isinstance(self.weight_format, FourBitFormat) else None
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -178,4 +185,5 @@ class MoE(FeedForward):
             expert_size=self.expert_size,
             dtype=jnp.dtype(stream.dtype),
             fp8=self.weight_format == "fp8",
+            form=self.form,
         )

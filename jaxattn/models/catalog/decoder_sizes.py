@@ -152,8 +152,14 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
     """What the loader makes of the checkpoint's weights, in words."""
     if quantization is None:
         return "as the loader keeps them"
-    if quantization in ("int4", "mxfp4"):
-        return f"{quantization.upper()} experts dequantized to bfloat16 on loading"
+    if quantization in ("int4", "int4-128", "mxfp4"):
+        name = quantization.partition("-")[0].upper()
+        kinds = [block.feed_forward for block in model.spec.blocks]
+        forms = {each.form for each in kinds if isinstance(each, MoE)}
+        if forms - {None}:
+            rest = "" if None not in forms else ", some of them dequantized to bfloat16 on loading"
+            return f"{name} experts kept in 4 bits{rest}"
+        return f"{name} experts dequantized to bfloat16 on loading"
     if quantization != "fp8":
         scales = quantization.removeprefix("fp8 by ")
         return f"FP8 matrices with a scale for each {scales} dequantized to bfloat16 on loading"
@@ -201,6 +207,7 @@ def weights_of(model: DecoderModel) -> tuple[WeightGroup, ...]:
             quantized=False,
             dtype_bytes=jnp.dtype(leaf.dtype).itemsize,
             scales=part.scales,
+            numbers=None if part.form is None else part.numbers(shape),
         )
         if part.always:
             shared = weights.count // stack[-1] * part.always

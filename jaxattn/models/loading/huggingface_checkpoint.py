@@ -125,14 +125,15 @@ def published_model(
 
 
 def _as_stored(folder: Path, published: PublishedModel, *, mixed: bool) -> PublishedModel:
-    """What config.json says, but for a tied head that the folder has another one of, and with
-    `mixed` for FP8 matrices beside the experts that it has in floats.
+    """What config.json says, but for a tied head that the folder has another one of, for 4-bit
+    experts whose scales it has in another dtype, and with `mixed` for FP8 matrices beside the
+    experts that it has in floats.
 
     It is unchanged where the weights are not there yet, or damaged: loading will say so.
     """
     spec = published.model.spec
     layers = (each for b in spec.blocks for each in (b.mixer, b.feed_forward))
-    mixed = mixed and any(layer.fp8 for layer in layers)
+    mixed = (mixed and any(layer.fp8 for layer in layers)) or any(published.forms)
     if not mixed and not spec.tie_embeddings:
         return published
     try:

@@ -8,8 +8,10 @@ This is the one table of it. A plan takes its lines from here, and a mesh its sh
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.blocks import MoE
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
@@ -32,6 +34,7 @@ class ParamRole:
         published_fp8: an FP8 checkpoint stores it in FP8.
         scales: it holds the scales of quantized numbers.
         always: of a stack of experts the last, which every token takes: the shared ones.
+        form: of numbers of 4 bits, in tiles.
     """
 
     line: str
@@ -40,6 +43,13 @@ class ParamRole:
     published_fp8: bool = False
     scales: bool = False
     always: int = 0
+    form: FourBitFormat | None = None
+
+    def numbers(self, shape: tuple[int, ...]) -> int:
+        """Numbers of a parameter of this shape, without scales that lie beside them."""
+        if self.form is None:
+            return math.prod(shape)
+        return math.prod(shape[:-3]) * math.prod(self.form.matrix(shape))
 
 
 # Of a mixer: the latents and low-rank queries have no heads.
@@ -110,7 +120,7 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
         case ("segments", int(number), "layers", int(place), "mlp", *rest):
             kind = spec.segments[number].pattern[place].feed_forward
             if isinstance(kind, MoE):
-                found = _of_experts(tuple(rest), kind.always)
+                found = _of_experts(tuple(rest), kind)
             else:
                 found = _of_mlp(tuple(rest), "dense MLP")
             if found is not None:
@@ -130,7 +140,7 @@ def _of_mlp(path: Path, line: str) -> ParamRole | None:
     return None
 
 
-def _of_experts(path: Path, always: int) -> ParamRole | None:
+def _of_experts(path: Path, kind: MoE) -> ParamRole | None:
     match path:
         case ("shared", *rest):
             return _of_mlp(tuple(rest), "shared experts")
@@ -144,7 +154,8 @@ def _of_experts(path: Path, always: int) -> ParamRole | None:
                 stacked=2,
                 published_fp8=name in _EXPERTS,
                 scales=scales,
-                always=always,
+                always=kind.always,
+                form=kind.form if name in _EXPERTS else None,
             )
     return None
 
