@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 ROWS, WORD_COLUMNS, UNIT = 64, 32, 64
+MOST_POWER = 192  # of E8M0 in tiles: 2**65, which a greater one becomes
 SIGNS = (13, 12, 15, 14)  # of MXFP4's pairs, in their half of a word
 MXFP4_GROUP, INT4_GROUPS = 32, (32, 128)
 
@@ -147,7 +148,9 @@ def pack(
         return _moved(x, len(stack), (0, 4, 1, 3, 5, 2))  # [*n, down, across, w, g, group, r]
 
     scales = by_thread(scales)
-    if form.scale != "e8m0":
+    if form.scale == "e8m0":
+        scales = jnp.minimum(scales, MOST_POWER)
+    else:
         scales = lax.bitcast_convert_type(scales.astype(form.scale), jnp.uint16)
     if form.zeros:
         assert zeros is not None

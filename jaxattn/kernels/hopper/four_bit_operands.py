@@ -4,8 +4,9 @@
 one load of 16 bytes, and makes two numbers of 16 bits of each pair of codes:
 
     MXFP4    the bits of a code are moved to where the dtype has exponent and mantissa, which makes
-             it 2**-126 (float16: 2**-14) times itself, and it is multiplied by the inverse and by
-             the scale; both are exact, subnormal numbers included
+             it 2**-126 (float16: 2**-14) times itself, and it is multiplied by the scale and by the
+             inverse, which is exact; so that bfloat16 has a number for the product of both, results
+             are 2**-64 times as large
     INT4     the code is or-ed to the mantissa of 128 (float16: 1,024); of the sum 128 and the zero
              point are taken off, which is exact, and the difference is multiplied by the scale
 
@@ -13,6 +14,7 @@ So a number is rounded once, as `four_bit_tiles.dequantize` rounds it. A float16
 bfloat16 numbers, of which the lower one's product is exact and is added by the rounding one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,22 +30,28 @@ from jaxattn.core.numerics.four_bit_tiles import (
     FourBitFormat,
     dequantize,
 )
-from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, vector
+from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, vector
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,
     asm,
     asm_word,
+    element,
     fragmented,
     i32,
     joined,
     load,
+    mma,
+    pairs,
     plus,
+    pointer,
     times,
     word,
 )
 
 LINE = 128  # bytes; tiles lie in shared memory as rows of so many
 HALVES = 0x00010001  # a number of 16 bits, twice
+SHRUNK = 64
 
 
 def serves(form: FourBitFormat, dtype: DTypeLike) -> bool:
@@ -54,43 +62,128 @@ def serves(form: FourBitFormat, dtype: DTypeLike) -> bool:
 
 
 def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool) -> jax.Array:
-    """A tile's numbers [64, columns] in `dtype`, as wgmma takes them from registers.
+    """A tile's numbers [64, columns] in `dtype`, as wgmma takes them from registers; they are
+    `shrunk` times the weights.
 
     Args:
         tile: its bytes in shared memory, [lines, 128].
     """
     if interpret:
-        return dequantize(tile[...].reshape(1, 1, form.tile_bytes), form, dtype)
+        wide = dequantize(tile[...].reshape(1, 1, form.tile_bytes), form, dtype)
+        return (wide.astype(jnp.float32) * shrunk(form, dtype)).astype(dtype)
     out = plgpu.ShapeDtypeStruct((ROWS, form.columns), dtype, layout=plgpu.Layout.WGMMA)
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    return run(lambda _, x: _widened(x, form, jnp.dtype(dtype) == jnp.float16))(tile)
+
+    def run(_: Any, x: Any) -> Any:
+        pair = ir.VectorType.get((2,), ir.F16Type.get() if _half(dtype) else ir.BF16Type.get())
+        words = _numbers(_loaded(x, form, 0), form, dtype)
+        registers = [vector.bitcast(pair, joined([each])) for each in words]
+        return fragmented(registers, (ROWS, form.columns), mgpu.WGMMA_LAYOUT)
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(run)(tile)
 
 
-def _widened(tile: Any, form: FourBitFormat, half: bool) -> Any:
-    place, registers = WarpgroupThread(), []
-    kind = Float16Codes() if half else Bfloat16Codes()
-    pair = ir.VectorType.get((2,), ir.F16Type.get() if half else ir.BF16Type.get())
+def shrunk(form: FourBitFormat, dtype: DTypeLike) -> float:
+    """A power of two: what widened numbers are times the weights."""
+    return 2.0**-SHRUNK if form.kind == "mxfp4" and not _half(dtype) else 1.0
+
+
+def accumulated(
+    total: jax.Array, tiles: Any, tokens: Sequence[Any], form: FourBitFormat
+) -> jax.Array:
+    """total [64, N] + the product of tiles and tokens, by mma of single warps.
+
+    wgmma of few columns takes as long as of 32 and more.
+
+    Args:
+        total: float32, in wgmma's layout.
+        tiles: some that follow one another, [lines, 128].
+        tokens: of each tile [N, columns], swizzled.
+    """
+    count = len(tokens)
+    dtype, columns = tokens[0].dtype, total.shape[1]
+    kind = "f16" if _half(dtype) else "bf16"
+    product = plgpu.Layout.WGMMA
+
+    def run(_: Any, total: Any, tiles: Any, *tokens: Any) -> Any:
+        flat = list(total.registers.flat)
+        sums = [[element(each, i) for each in flat[n : n + 2] for i in range(2)]
+                for n in range(0, len(flat), 2)]  # fmt: skip
+        rows = TokenRows()
+        loaded = [_loaded(tiles, form, place * form.tile_bytes) for place in range(count)]
+        for place in range(count):
+            words = _numbers(loaded[place], form, dtype)
+            for unit in range(form.columns // WORD_COLUMNS):
+                for group in range(columns // 8):
+                    right = rows.load(tokens[place], group, unit, form.columns)
+                    for step in range(2):
+                        first = 8 * unit + 4 * step
+                        left = words[first : first + 4]
+                        sums[group] = mma(kind, left, right[2 * step : 2 * step + 2], sums[group])
+        registers = pairs([each for four in sums for each in four])
+        return fragmented(registers, (ROWS, columns), mgpu.WGMMA_LAYOUT)
+
+    out = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=product)
+    refs = [plgpu.RefType(swizzled(dtype))] * count
+    return plgpu.inline_mgpu(arg_types=(product, plgpu.RefType(), *refs), return_type=out)(run)(
+        total, tiles, *tokens
+    )
+
+
+class TokenRows:
+    """The right operand of a warp's mma, out of tokens [N, columns] that are swizzled.
+
+    Eight tokens and 64 columns are 1,024 bytes, and chunk c of row i is at c ^ i. Lane 8 m + i says
+    where row i of the matrix m lies, of 8 columns.
+    """
+
+    def __init__(self) -> None:
+        lane = arith.andi(WarpgroupThread().index, word(31))
+        row, matrix = arith.andi(lane, word(7)), arith.shrui(lane, word(3))
+        chunk = arith.xori(matrix, row)
+        halves = [arith.xori(chunk, word(4 * half)) for half in range(2)]
+        self.places = [plus(times(row, LINE), times(each, 16)) for each in halves]
+
+    def load(self, tokens: Any, group: int, unit: int, columns: int) -> list[Any]:
+        """Four words: of 8 tokens, of 32 columns those of both steps of 16."""
+        tile = group * (columns // UNIT) + unit // 2
+        begin = llvm.ptrtoint(i32(), pointer(tokens, self.places[unit % 2], 1024 * tile))
+        code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+        return asm(code, [i32()] * 4, [begin], "=r,=r,=r,=r,r,~{memory}", convergent=True)
+
+
+def _half(dtype: DTypeLike) -> bool:
+    return jnp.dtype(dtype) == jnp.float16
+
+
+def _loaded(tiles: Any, form: FourBitFormat, fixed: int) -> tuple[list[Any], list[Any]]:
+    """The thread's words of codes, and of scales, of the tile that begins at byte `fixed`."""
+    place = WarpgroupThread()
     at = times(place.index, 16)
-    of_scales = times(plus(times(place.warp, 8), place.g), form.scale_bytes)
-    scales = _scales(tile, of_scales, form, kind)
+    codes: list[Any] = []
     for unit in range(form.columns // UNIT):
-        words = load(tile, at, unit * ROWS * UNIT // 2, 4)
-        for more in range(UNIT // WORD_COLUMNS):
-            group = (unit * UNIT + more * WORD_COLUMNS) // form.group
-            rows = [
-                kind.numbers(words[2 * more + row], scales[group][row], form) for row in range(2)
-            ]
-            registers += [rows[row][j] for j in range(4) for row in range(2)]
-    registers = [vector.bitcast(pair, joined([each])) for each in registers]
-    return fragmented(registers, (ROWS, form.columns), mgpu.WGMMA_LAYOUT)
+        codes += load(tiles, at, fixed + unit * ROWS * UNIT // 2, 4)
+    of_scales = times(plus(times(place.warp, 8), place.g), form.scale_bytes)
+    return codes, load(tiles, of_scales, fixed + form.code_bytes, form.scale_bytes // 4)
 
 
-def _scales(tile: Any, at: Any, form: FourBitFormat, kind: Any) -> list[list[Any]]:
+def _numbers(
+    loaded: tuple[list[Any], list[Any]], form: FourBitFormat, dtype: DTypeLike
+) -> list[Any]:
+    """Words of two numbers, in the order of wgmma's left operand."""
+    kind = Float16Codes() if _half(dtype) else Bfloat16Codes()
+    codes, words = loaded
+    scales, found = _scales(words, form, kind), []
+    for unit in range(form.columns // WORD_COLUMNS):
+        group = unit * WORD_COLUMNS // form.group
+        rows = [kind.numbers(codes[2 * unit + r], scales[group][r], form) for r in range(2)]
+        found += [rows[r][j] for j in range(4) for r in range(2)]
+    return found
+
+
+def _scales(words: list[Any], form: FourBitFormat, kind: Any) -> list[list[Any]]:
     """Of each group and row what `numbers` multiplies by, and takes off before."""
-    groups, count = form.columns // form.group, form.scale_bytes // 4
-    words = load(tile, at, form.code_bytes, count)
     found = []
-    for group in range(groups):
+    for group in range(form.columns // form.group):
         rows = []
         for row in range(2):
             place = 2 * group + row
@@ -110,15 +203,12 @@ class Bfloat16Codes:
     """Two bfloat16 numbers of two codes, a word."""
 
     place, type = 6, "bf16x2"  # of a code's lowest bit in the number
-    up = 0x7E80 * HALVES  # 2**126
     base, eight = 0x4300 * HALVES, 0x4308 * HALVES  # 128 and 136
 
     def numbers(self, codes: Any, scale: Any, form: FourBitFormat) -> list[Any]:
         """Four pairs, of a word of codes."""
         if form.kind == "mxfp4":
-            return [
-                self.product(self.product(each, word(self.up)), scale) for each in self.moved(codes)
-            ]
+            return [self.powered(each, scale) for each in self.moved(codes)]
         factors, zero = scale
         found = []
         for j in range(4):
@@ -145,11 +235,13 @@ class Bfloat16Codes:
         return asm_word(f"mul.rn.{self.type} $0, $1, $2;", x, y, movable=True)
 
     def power(self, words: Any, place: int) -> Any:
-        """2**(byte - 127), twice."""
-        byte = arith.andi(arith.shrui(words, word(8 * place)), word(0xFF))
-        # 2**-127 is subnormal.
-        bits = arith.maxui(arith.shli(byte, word(7)), word(0x40))
-        return times(bits, HALVES)
+        """2**(byte - 127 + 126 - SHRUNK), twice."""
+        twice = _permuted(words, (0x4040, 0x4141, 0x4242, 0x4343)[place])
+        return plus(times(twice, 128), word((126 - SHRUNK << 7) * HALVES))
+
+    def powered(self, x: Any, power: Any) -> Any:
+        """Moved codes, times the power."""
+        return self.product(x, power)
 
     def factors(self, scale: Any, form: FourBitFormat) -> tuple[Any, ...]:
         """Of a scale, twice in a word, the numbers that sum up to it."""
@@ -188,6 +280,9 @@ class Float16Codes(Bfloat16Codes):
             "mov.b32 a, b; cvt.rn.f16.f32 x, a; mov.b32 $0, {x, x}; }"
         )
         return asm_word(code, byte, movable=True)
+
+    def powered(self, x: Any, power: Any) -> Any:
+        return self.product(self.product(x, word(self.up)), power)
 
     def factors(self, scale: Any, form: FourBitFormat) -> tuple[Any, ...]:
         return (scale,)

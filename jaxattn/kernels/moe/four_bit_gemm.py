@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
-from jaxattn.kernels.hopper.four_bit_operands import LINE, widened
+from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, widened
 from jaxattn.kernels.hopper.fp8_operands import plain_product
 from jaxattn.kernels.moe.tile_config import (
     BARRIER_BYTES,
@@ -35,6 +35,7 @@ from jaxattn.kernels.moe.tile_config import (
     token_tile,
 )
 
+MMA_COLUMNS = 32  # up to which single warps' mma is faster than wgmma
 FEW_COLUMNS = 32  # of tokens, with which two blocks have registers enough
 
 
@@ -58,8 +59,33 @@ class FourBitAccumulators:
     def __call__(self, now: Any, done: jax.Array) -> list[jax.Array]:
         del now
         block, cut = self.block, self.block.cut
+        grown = 1 / shrunk(self.form, block.refs.tokens.dtype)
         if cut.interpret:
-            return self._plain_sums(done)
+            sums = self._plain_sums
+        else:
+            sums = self._by_mma if cut.columns <= MMA_COLUMNS else self._by_wgmma
+        return [total * grown for total in sums(done)]
+
+    def _by_mma(self, done: jax.Array) -> list[jax.Array]:
+        """Of few tokens."""
+        block, cut = self.block, self.block.cut
+        places = range(cut.product.depth // self.form.columns)
+
+        def step(s: Any, totals: list[jax.Array]) -> list[jax.Array]:
+            slot, _ = block.arrived(done + s)
+            tokens = [self._tokens(slot, place) for place in places]
+            totals = [
+                accumulated(total, block.refs.weights_smem.at[slot, *each], tokens, self.form)
+                for total, each in zip(totals, self._mine, strict=True)
+            ]
+            plgpu.barrier_arrive(block.refs.read.at[slot])
+            return totals
+
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), plgpu.Layout.WGMMA)
+        return lax.fori_loop(0, cut.steps, step, [zero] * len(self._mine))
+
+    def _by_wgmma(self, done: jax.Array) -> list[jax.Array]:
+        block, cut = self.block, self.block.cut
 
         def accumulate(*accs: Any) -> list[jax.Array]:
             @pl.loop(0, cut.steps)
