@@ -224,8 +224,8 @@ def read_decoder(
         if value == "4bit" and form is None:
             stored = quantization or "floats"
             raise ConfigError(
-                f"{fields.where}: {name}='4bit' needs a checkpoint in MXFP4 or INT4; this one is in "
-                f"{stored}"
+                f"{fields.where}: {name}='4bit' needs a checkpoint in MXFP4 or INT4; this one is "
+                f"in {stored}"
             )
         if value == "fp8" and quantization != "fp8":
             stored = quantization or "floats"
@@ -251,9 +251,7 @@ def read_decoder(
     return model, quantization
 
 
-def with_experts(
-    model: DecoderModel, chosen: Callable[[MoE], WeightFormat | None]
-) -> DecoderModel:
+def with_experts(model: DecoderModel, chosen: Callable[[MoE], WeightFormat | None]) -> DecoderModel:
     """The model whose routed experts are in the format that is chosen for each layer's."""
 
     def changed(block: Block) -> Block:

@@ -46,7 +46,9 @@ def test_every_number_is_its_code_times_its_scale(form):
     if form is MXFP4:
         wanted = E2M1[codes] * 2.0 ** (spread - 127)
     else:
-        wanted = (codes - (8.0 if zeros is None else np.repeat(zeros * 1.0, form.group, -1))) * spread
+        wanted = (
+            codes - (8.0 if zeros is None else np.repeat(zeros * 1.0, form.group, -1))
+        ) * spread
     for dtype in ("float32", "bfloat16"):
         found = dequantize(tiles, form, dtype)
         np.testing.assert_array_equal(found, wanted.astype("f4").astype(jnp.dtype(dtype)))

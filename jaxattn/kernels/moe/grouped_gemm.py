@@ -15,7 +15,7 @@ cut, so a token's result does not depend on the other tokens.
 Products of 16-bit weights may have a bias, and the activation may be another than SwiGLU (gpt-oss).
 
 FP8 weights are widened on their way through registers (hopper/fp8_operands.py), and so are weights
-of 4 bits, whose scales are multiplied in there (four_bit_gemm.py). Each step's
+of 4 bits, whose scales are multiplied in there (hopper/four_bit_accumulators.py). Each step's
 FP8 product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in
 float32.
 Where few multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through
@@ -31,6 +31,7 @@ tests/kernels/moe/test_kernel.py.
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,15 +44,12 @@ from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
+from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
-from jaxattn.kernels.moe.four_bit_gemm import (
-    LINE,
-    FourBitAccumulators,
-    lines,
-    lines_of_step,
-)
+from jaxattn.kernels.moe.four_bit_gemm import lines
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, GemmTileConfig, stages_of
 
@@ -113,7 +111,8 @@ def grouped_product(
 
     Args:
         tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
-        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn; or tiles, uint8 [L, E, ...].
+        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn; or tiles, uint8
+            [L, E, ...].
         scales: of FP8 weights, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], of 16-bit weights.
         activation: of gate_up; None is silu(gate) * up.
@@ -346,8 +345,25 @@ class GroupedGemmCta:
     def sums(self) -> Any:
         """`sums(item, steps before it)` are an item's."""
         if self.cut.form is not None:
-            return FourBitAccumulators(self, self.cut.form)
+            return partial(self._four_bit_sums, self.cut.form)
         return self._sums if self.refs.scales is None else ScaledAccumulators(self)
+
+    def _four_bit_sums(
+        self, form: FourBitFormat, now: GroupedGemmTile, done: jax.Array
+    ) -> list[jax.Array]:
+        del now
+        cut, refs, product = self.cut, self.refs, self.cut.product
+        # (part, which of its 64 rows)
+        mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
+        if product.split:
+            mine = [(self.wg, 0)]
+        sums = FourBitAccumulators(
+            form=form, dtype=refs.tokens.dtype, columns=cut.columns,
+            arrived=lambda step: self.arrived(step)[0],
+            tiles=lambda slot: [refs.weights_smem.at[slot, *each] for each in mine],
+            tokens=refs.tokens_smem, read=refs.read, interpret=cut.interpret,
+        )  # fmt: skip
+        return sums(cut.steps, done)
 
     def _multiply_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
         every = self._biased(now, self.sums(now, done), range(self.cut.product.parts))

@@ -8,8 +8,8 @@ parameters are allocated and filled (`weight_loader.py`).
 
 Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups
 (`families/components/quantization.py`). Routed experts in FP8 and 4 bits stay so, and with `dense`
-other FP8 matrices too (`weight_map/fp8_linears.py`). Every other quantized weight becomes a float: its
-product with its scale in float32, rounded once.
+other FP8 matrices too (`weight_map/fp8_linears.py`). Every other quantized weight becomes a float:
+its product with its scale in float32, rounded once.
 
 No code of a repository is run, and no pickle is read.
 """

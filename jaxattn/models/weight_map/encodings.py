@@ -4,7 +4,8 @@
     Fp8BlockEncoding   F8_E4M3 numbers, and a scale `weight_scale_inv` for each 128 x 128 block
     Fp8ScaledEncoding  F8_E4M3 numbers, and a scale for each row or for all
     Mxfp4Encoding      two numbers of 4 bits in a byte of `_blocks`, a power of two for 32 of them
-    Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 or 128 columns
+    Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 or 128
+                       columns
     FourBitEncoding    one of the two before that stays 4 bits, in tiles with its scales
     Fp8NumberEncoding  FP8 numbers that stay FP8
     ScaleEncoding      scales that stay beside them

@@ -51,8 +51,8 @@ def mixture_of_experts(
     """Sum over a token's experts of `weights * down(activation(gate(x), up(x)))`, in float32.
 
     Operands of the products have the weights' dtype, and x's where the weights are quantized; sums
-    are float32. A token's experts are added in the order of `ids`, so its result does not depend on the
-    other tokens. A NaN in a token stays in that token.
+    are float32. A token's experts are added in the order of `ids`, so its result does not depend on
+    the other tokens. A NaN in a token stays in that token.
 
     Padding: an id below 0 or from E on is no expert: it adds exactly 0, and nothing is read for it.
     The kernels read the weights of experts that somebody chose, once per tile of tokens, and no

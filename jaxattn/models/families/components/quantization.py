@@ -2,8 +2,8 @@
 
     fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published; without
                         blocks one scale for a matrix, as Ministral 3 is
-    compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are, or of
-                        128; or FP8 with a scale for a row or a matrix
+    compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are, or
+                        of 128; or FP8 with a scale for a row or a matrix
     mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
 
 All else is refused by name. Which weights are quantized is read from the tensors: the lists of
