@@ -22,6 +22,7 @@ from jaxattn.models.families.components.config_fields import ConfigError, Config
 from jaxattn.models.families.components.quantization import (
     Quantization,
     four_bit_format,
+    ignored,
     listed_floats,
     read_quantization,
 )
@@ -40,7 +41,16 @@ from jaxattn.models.families.grouped_query import (
 )
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.encodings import FourBitEncoding
-from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
+from jaxattn.models.weight_map.fp8_linears import (
+    four_bit_form,
+    in_floats,
+    kept,
+    linear_of,
+    listed,
+    not_four_bits,
+    with_four_bit_linears,
+    with_fp8_linears,
+)
 from jaxattn.models.weight_map.name_prefix import TensorPrefix
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping, layer_places
 from jaxattn.nn.moe import WeightFormat
@@ -142,11 +152,31 @@ class PublishedModel(NamedTuple):
         Args:
             dtypes: of a folder's tensors, by name.
         """
-        published = self._with_stored_tiles(dtypes)
+        published = self._with_stored_tiles(dtypes)._with_stored_four_bit_linears(dtypes)
         floats = in_floats(published.model.spec, published.placed(dtypes), dtypes)
         if not floats:
             return published
         return published._replace(model=with_fp8_linears(published.model, floats))
+
+    def _with_stored_four_bit_linears(self, dtypes: Mapping[str, str]) -> "PublishedModel":
+        """The same for linears beside the experts; one that is floats in a layer is so in all."""
+        spec, scales_of = self.model.spec, dict[str, set[str | None]]()
+        form: FourBitFormat | None = None
+        for each in self.placed(dtypes):
+            form = four_bit_form(spec, each.key) or form
+            if isinstance(each.stored, FourBitEncoding) and (name := linear_of(spec, each.key)):
+                numbers, scales, *_ = each.stored.parts(each.name, each.shape)
+                dtype = dtypes.get(scales.name) if numbers.name in dtypes else None
+                scales_of.setdefault(name, set()).add(dtype)
+        if form is None:
+            return self
+        stored = {name: found for name, found in scales_of.items() if None not in found}
+        kept = form.with_scales(set().union(*stored.values())) if stored else None
+        layers = [each for b in spec.blocks for each in (b.mixer, b.feed_forward)]
+        floats = {name for layer in layers for name in layer.matrices(spec.stream)}
+        if kept is not None:
+            floats -= stored.keys()
+        return self._replace(model=with_four_bit_linears(self.model, kept or form, floats))
 
     def _with_stored_tiles(self, dtypes: Mapping[str, str]) -> "PublishedModel":
         """The same, in which experts of 4 bits have the scales' dtype that the folder has. Layers
@@ -155,7 +185,8 @@ class PublishedModel(NamedTuple):
             return self
         layers: dict[Key, set[str | None]] = {}
         for each in self.placed(dtypes):
-            if isinstance(each.stored, FourBitEncoding):
+            expert = linear_of(self.model.spec, each.key) is None
+            if isinstance(each.stored, FourBitEncoding) and expert:
                 numbers, scales, *_ = each.stored.parts(each.name, each.shape)
                 found = dtypes.get(scales.name) if numbers.name in dtypes else None
                 layers.setdefault((*each.key[:4], each.index[0]), set()).add(found)
@@ -164,8 +195,8 @@ class PublishedModel(NamedTuple):
         for place, block in zip(places, self.model.spec.blocks, strict=True):
             kind = block.feed_forward
             if isinstance(kind, MoE) and kind.form is not None:
-                found = layers.get((*place.key, place.repeat), {None})
-                kind = dataclasses.replace(kind, weight_format=kind.form.with_scales(found))
+                dtype = layers.get((*place.key, place.repeat), {None})
+                kind = dataclasses.replace(kind, weight_format=kind.form.with_scales(dtype))
             blocks.append(dataclasses.replace(block, feed_forward=kind))
         spec = dataclasses.replace(self.model.spec, blocks=tuple(blocks))
         return self._replace(model=dataclasses.replace(self.model, spec=spec))
@@ -242,6 +273,14 @@ def read_decoder(
                 f"{fields.where}: experts='4bit' needs experts of whole tiles of {ROWS} rows and "
                 f"{form.columns} columns, which this model has not"
             )
+    if form is not None and form.kind == "int4" and dense in (None, "4bit"):
+        model = with_four_bit_linears(model, form)
+        floats = not_four_bits(
+            model,
+            family.placed(model),
+            lambda name: ignored(fields, name.removesuffix(".weight")),
+        )
+        model = with_four_bit_linears(model, form, floats)
     if quantization == "fp8" and (dense or DENSE) == "fp8":
         model = with_fp8_linears(model)
         modules = listed_floats(fields) if dense is None else []

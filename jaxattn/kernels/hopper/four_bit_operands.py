@@ -71,7 +71,7 @@ def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool
     if interpret:
         wide = dequantize(tile[...].reshape(1, 1, form.tile_bytes), form, dtype)
         return (wide.astype(jnp.float32) * shrunk(form, dtype)).astype(dtype)
-    out = plgpu.ShapeDtypeStruct((ROWS, form.columns), dtype, layout=plgpu.Layout.WGMMA)
+    out = plgpu.ShapeDtypeStruct((ROWS, form.columns), jnp.dtype(dtype), layout=plgpu.Layout.WGMMA)
 
     def run(_: Any, x: Any) -> Any:
         pair = ir.VectorType.get((2,), ir.F16Type.get() if _half(dtype) else ir.BF16Type.get())

@@ -89,7 +89,7 @@ def scratch(
     return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), jnp.float32))
 
 
-def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, int]) -> MoeTileConfig:
+def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> MoeTileConfig:
     if form is None:
         return choose(**sizes, quantized=fp8)
     if not form.fits(sizes["expert_size"], sizes["hidden"]):  # the reference's, of any size

@@ -1,7 +1,7 @@
 """The feed-forwards: a gated MLP, and a mixture of experts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxattn.kernels.linear.cta import STEP
 from jaxattn.models.blocks.block import FeedForward, Matrix, Stream
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.nn import GatedMLP, MixtureOfExperts
+from jaxattn.nn.four_bit_linear import FourBitLinears
 from jaxattn.nn.moe import ExpertShare, WeightFormat, experts_of_shared, stacked_names
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.router_logits import split_router
@@ -30,6 +31,12 @@ SHARED = "shared."  # before the names of a shared MLP's linears
 def _of_mlp(hidden: int, columns: int) -> dict[str, Matrix]:
     wide = Matrix(hidden, columns)
     return {"gate_proj": wide, "up_proj": wide, "down_proj": Matrix(columns, hidden)}
+
+
+def _without(prefix: str, names: tuple[str, ...] | FourBitLinears) -> Collection[str]:
+    """The names, less what stands before them."""
+    short = tuple(name.removeprefix(prefix) for name in names)
+    return FourBitLinears(short, names.form) if isinstance(names, FourBitLinears) else short
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +139,7 @@ class MoE(FeedForward):
             bias_parts=self.parallel.size("columns"),
             weight_format=self.weight_format,
             own_experts=self.own_experts,
-            fp8=[name.removeprefix(SHARED) for name in self.fp8],
+            fp8=_without(SHARED, self.fp8),
             **stream.dtypes,
             rngs=rngs,
         )

@@ -44,6 +44,7 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import PublishedModel, WeightsFormat, read_model
 from jaxattn.models.weight_map.encodings import FLOATS, EncodedTensor
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
+from jaxattn.nn.four_bit_linear import FourBitLinears
 
 DTYPES = ("bfloat16", "float32")
 
@@ -126,14 +127,15 @@ def published_model(
 
 def _as_stored(folder: Path, published: PublishedModel, *, mixed: bool) -> PublishedModel:
     """What config.json says, but for a tied head that the folder has another one of, for 4-bit
-    experts whose scales it has in another dtype, and with `mixed` for FP8 matrices beside the
-    experts that it has in floats.
+    weights whose scales it has in another dtype, or that it has in floats, and with `mixed` for FP8
+    matrices beside the experts that it has in floats.
 
     It is unchanged where the weights are not there yet, or damaged: loading will say so.
     """
     spec = published.model.spec
-    layers = (each for b in spec.blocks for each in (b.mixer, b.feed_forward))
-    mixed = (mixed and any(layer.fp8 for layer in layers)) or any(published.forms)
+    kept = [each.fp8 for b in spec.blocks for each in (b.mixer, b.feed_forward)]
+    four_bit = any(published.forms) or any(isinstance(each, FourBitLinears) for each in kept)
+    mixed = (mixed and any(kept)) or four_bit
     if not mixed and not spec.tie_embeddings:
         return published
     try:

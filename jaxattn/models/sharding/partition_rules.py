@@ -15,6 +15,7 @@ from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.blocks import MoE
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.nn.four_bit_linear import FourBitLinears
 
 # Of a parameter in `nnx.to_flat_state`.
 type Path = tuple[Any, ...]
@@ -108,15 +109,17 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
         case ("segments", int(), "layers", int(), "norm" | "mlp_norm", "weight"):
             return ParamRole(line="norms", split="all", stacked=1)
         case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):
-            line = type(spec.segments[number].pattern[place].mixer).__name__
+            mixer = spec.segments[number].pattern[place].mixer
+            line = type(mixer).__name__
             scales = key[-1] == _SCALE
             fp8 = name not in _NEVER_FP8 and not scales
             split: Split | None = "attention" if name in _BY_HEADS else None
             split = "all" if name in _WHOLE else split
             if split is not None:
                 return ParamRole(
-                    line=line, split=split, stacked=1, published_fp8=fp8, scales=scales
-                )
+                    line=line, split=split, stacked=1, published_fp8=fp8, scales=scales,
+                    form=_form_of(mixer.fp8, name),
+                )  # fmt: skip
         case ("segments", int(number), "layers", int(place), "mlp", *rest):
             kind = spec.segments[number].pattern[place].feed_forward
             if isinstance(kind, MoE):
@@ -124,11 +127,16 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
             else:
                 found = _of_mlp(tuple(rest), "dense MLP")
             if found is not None:
-                return found
+                form = _form_of(kind.fp8, ".".join(map(str, rest[:-1])))
+                return found if form is None else dataclasses.replace(found, form=form)
     raise ValueError(
         f"nothing says how GPUs divide the parameter {'.'.join(map(str, key))!r}; add it to "
         "jaxattn/models/sharding/partition_rules.py"
     )
+
+
+def _form_of(names: tuple[str, ...] | FourBitLinears, name: str) -> FourBitFormat | None:
+    return names.form if isinstance(names, FourBitLinears) and name in names else None
 
 
 def _of_mlp(path: Path, line: str) -> ParamRole | None:

@@ -81,10 +81,14 @@ class WriteIndex(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class WriteTiles(WeightTransform):
-    """Tiles of a matrix of 4 bits as they are, number `number` along an axis that the parameter has
-    before them; None: it has none."""
+    """Tiles of a matrix of 4 bits as they are, below the first `first` rows of the parameter.
+
+    Attributes:
+        number: along an axis that the parameter has before them; None: it has none.
+    """
 
     number: int | None = None
+    first: int = 0
 
     @property
     def anywhere(self) -> WeightTransform:
@@ -94,8 +98,9 @@ class WriteTiles(WeightTransform):
         return rows if self.number is None else rows[None]
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
-        first = () if self.number is None else (self.number,)
-        return (*first, row // TILE_ROWS, *(0,) * (dims - 1 - len(first)))
+        before = () if self.number is None else (self.number,)
+        tile = (self.first + row) // TILE_ROWS
+        return (*before, tile, *(0,) * (dims - 1 - len(before)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ exceptions in config.json differ from publisher to publisher. What is planned be
 tensors goes by the lists.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -92,6 +93,23 @@ def four_bit_format(
     return FourBitFormat("int4", group, "float16" if dtype == "float16" else "bfloat16")
 
 
+def ignored(fields: ConfigFields, module: str) -> bool:
+    """Whether config.json says that a module is not in INT4: by its name, or `re:` and what it
+    begins with."""
+    values = fields.values.get("quantization_config")
+    listed = values.get("ignore") if isinstance(values, dict) else None
+    names = [each for each in listed or () if isinstance(each, str)]
+    patterns = [each.removeprefix("re:") for each in names if each.startswith("re:")]
+    return module in names or any(_begins(pattern, module) for pattern in patterns)
+
+
+def _begins(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:  # what cannot be meant
+        return False
+
+
 def _read_fp8(given: ConfigFields) -> Quantization:
     given.require("fmt", "e4m3", "float8_e4m3fn")
     if given.values.get("weight_block_size") is None:
@@ -118,7 +136,7 @@ def _read_int4(group: ConfigFields, weights: ConfigFields) -> Quantization:
     weights.require("symmetric", True)
     weights.require("strategy", "group")
     weights.require("group_size", *INT4_GROUPS, missing=None)
-    weights.require("actorder", None)
+    weights.require("actorder", None, "weight", "static")  # whose columns stay in their order
     return INT4[weights.values["group_size"]]
 
 
