@@ -227,8 +227,8 @@ def read_model(
     Args:
         experts: what routed experts are kept in; None: as they are stored, and bfloat16 where no
             kernel reads their shapes.
-        dense: what matrices beside them are kept in, `DENSE` if None. "fp8" keeps those that
-            are stored so and that a kernel reads; others become bfloat16.
+        dense: likewise of the matrices beside them: those that are stored so and that a kernel
+            reads stay quantized, and others become bfloat16.
 
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented, or the weights are not

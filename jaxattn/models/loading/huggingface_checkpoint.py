@@ -7,9 +7,9 @@ What is missing, unknown or of another shape or dtype is named, all of it at onc
 parameters are allocated and filled (`weight_loader.py`).
 
 Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups
-(`families/components/quantization.py`). Routed experts in FP8 and 4 bits stay so, and with `dense`
-other FP8 matrices too (`weight_map/fp8_linears.py`). Every other quantized weight becomes a float:
-its product with its scale in float32, rounded once.
+(`families/components/quantization.py`). Routed experts and other matrices in FP8 or 4 bits stay so,
+where a kernel reads their shapes (`weight_map/fp8_linears.py`). Every other quantized weight
+becomes a float: its product with its scale in float32, rounded once.
 
 No code of a repository is run, and no pickle is read.
 """
@@ -66,8 +66,8 @@ def load(
         experts: of the routed experts' weights. None is FP8 or 4 bits where they are stored so, and
             `dtype` otherwise. "fp8" and "4bit" refuse a folder that stores them in another format.
             "bfloat16" makes `dtype` of quantized ones, also where that is float32.
-        dense: the same of the matrices beside the routed experts; None is `registry.DENSE` where
-            they are stored in FP8. Those with a shape that no kernel reads become `dtype`.
+        dense: the same of the matrices beside the routed experts. Those with a shape that no kernel
+            reads become `dtype`.
         readers: threads that read ahead. Loading takes at most `weight_loader.PART_BYTES` of host
             memory for each, whatever the model's size.
         on_progress: called with the bytes that are placed and the bytes in all.

@@ -170,7 +170,7 @@ def read_folder(
             The package's own format says its dtype itself.
         experts: of a folder from the hub: "fp8", "4bit" or "bfloat16", what routed experts are kept
             in; None: as they are stored, where a kernel reads that.
-        dense: likewise, of the matrices beside them; None is `registry.DENSE`.
+        dense: likewise, of the matrices beside them.
 
     Raises:
         CheckpointError: config.json is missing or damaged, or the model is not supported.
