@@ -1,10 +1,12 @@
 """The registry of published model families, by the `model_type` of their config.json."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Literal, NamedTuple
 
+from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
 from jaxattn.core.validation.config_fields import short_repr
 from jaxattn.models.blocks import Block, MoE
 from jaxattn.models.families import (
@@ -19,6 +21,8 @@ from jaxattn.models.families import (
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.quantization import (
     Quantization,
+    four_bit_format,
+    ignored,
     listed_floats,
     read_quantization,
 )
@@ -36,9 +40,20 @@ from jaxattn.models.families.grouped_query import (
     smollm3,
 )
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.fp8_linears import in_floats, kept, listed, with_fp8_linears
+from jaxattn.models.weight_map.encodings import FourBitEncoding
+from jaxattn.models.weight_map.fp8_linears import (
+    four_bit_form,
+    in_floats,
+    kept,
+    linear_of,
+    listed,
+    not_four_bits,
+    with_four_bit_linears,
+    with_fp8_linears,
+)
 from jaxattn.models.weight_map.name_prefix import TensorPrefix
-from jaxattn.models.weight_map.tensor_mapping import WeightMapping
+from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping, layer_places
+from jaxattn.nn.moe import WeightFormat
 
 FAMILIES: dict[str, ModuleType] = {
     name: family
@@ -65,8 +80,8 @@ FAMILIES: dict[str, ModuleType] = {
     for name in family.MODEL_TYPES
 }
 
-type WeightsFormat = Literal["fp8", "bfloat16"]
-WEIGHTS_FORMATS = ("fp8", "bfloat16")
+type WeightsFormat = Literal["fp8", "4bit", "bfloat16"]
+WEIGHTS_FORMATS = ("fp8", "4bit", "bfloat16")
 # What matrices beside the experts are kept in where a checkpoint has them in FP8.
 DENSE: WeightsFormat = "fp8"
 EMBEDDING = ("embedding",)  # the parameter
@@ -126,16 +141,65 @@ class PublishedModel(NamedTuple):
         spec = dataclasses.replace(self.model.spec, tie_embeddings=False)
         return self._replace(model=dataclasses.replace(self.model, spec=spec))
 
+    @property
+    def forms(self) -> list[FourBitFormat | None]:
+        """Of each layer with experts."""
+        return _forms(self.model)
+
     def as_stored(self, dtypes: Mapping[str, str]) -> "PublishedModel":
-        """The same, in which FP8 linears are floats if a weight of that name is stored so.
+        """The same, in which FP8 linears and experts of 4 bits are floats if the folder has those.
 
         Args:
             dtypes: of a folder's tensors, by name.
         """
-        floats = in_floats(self.model.spec, self.placed(dtypes), dtypes)
+        published = self._with_stored_tiles(dtypes)._with_stored_four_bit_linears(dtypes)
+        floats = in_floats(published.model.spec, published.placed(dtypes), dtypes)
         if not floats:
+            return published
+        return published._replace(model=with_fp8_linears(published.model, floats))
+
+    def _with_stored_four_bit_linears(self, dtypes: Mapping[str, str]) -> "PublishedModel":
+        """The same for linears beside the experts; one that is floats in a layer is so in all."""
+        spec, scales_of = self.model.spec, dict[str, set[str | None]]()
+        form: FourBitFormat | None = None
+        for each in self.placed(dtypes):
+            form = four_bit_form(spec, each.key) or form
+            if isinstance(each.stored, FourBitEncoding) and (name := linear_of(spec, each.key)):
+                numbers, scales, *_ = each.stored.parts(each.name, each.shape)
+                dtype = dtypes.get(scales.name) if numbers.name in dtypes else None
+                scales_of.setdefault(name, set()).add(dtype)
+        if form is None:
             return self
-        return self._replace(model=with_fp8_linears(self.model, floats))
+        stored = {name: found for name, found in scales_of.items() if None not in found}
+        kept = form.with_scales(set().union(*stored.values())) if stored else None
+        layers = [each for b in spec.blocks for each in (b.mixer, b.feed_forward)]
+        floats = {name for layer in layers for name in layer.matrices(spec.stream)}
+        if kept is not None:
+            floats -= stored.keys()
+        return self._replace(model=with_four_bit_linears(self.model, kept or form, floats))
+
+    def _with_stored_tiles(self, dtypes: Mapping[str, str]) -> "PublishedModel":
+        """The same, in which experts of 4 bits have the scales' dtype that the folder has. Layers
+        whose experts the folder has otherwise become floats."""
+        if not any(self.forms):
+            return self
+        layers: dict[Key, set[str | None]] = {}
+        for each in self.placed(dtypes):
+            expert = linear_of(self.model.spec, each.key) is None
+            if isinstance(each.stored, FourBitEncoding) and expert:
+                numbers, scales, *_ = each.stored.parts(each.name, each.shape)
+                found = dtypes.get(scales.name) if numbers.name in dtypes else None
+                layers.setdefault((*each.key[:4], each.index[0]), set()).add(found)
+        places = layer_places(self.model.spec)
+        blocks = []
+        for place, block in zip(places, self.model.spec.blocks, strict=True):
+            kind = block.feed_forward
+            if isinstance(kind, MoE) and kind.form is not None:
+                dtype = layers.get((*place.key, place.repeat), {None})
+                kind = dataclasses.replace(kind, weight_format=kind.form.with_scales(dtype))
+            blocks.append(dataclasses.replace(block, feed_forward=kind))
+        spec = dataclasses.replace(self.model.spec, blocks=tuple(blocks))
+        return self._replace(model=dataclasses.replace(self.model, spec=spec))
 
 
 def family_of(fields: ConfigFields) -> ModuleType:
@@ -161,13 +225,14 @@ def read_model(
     """The model of a config.json, and where its tensors go.
 
     Args:
-        experts: what routed experts are kept in; None: as they are stored, and INT4 as bfloat16.
-        dense: what matrices beside them are kept in, `DENSE` if None. "fp8" keeps those that
-            are stored so and that a kernel reads; others become bfloat16.
+        experts: what routed experts are kept in; None: as they are stored, and bfloat16 where no
+            kernel reads their shapes.
+        dense: likewise of the matrices beside them: those that are stored so and that a kernel
+            reads stay quantized, and others become bfloat16.
 
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented, or the weights are not
-            stored in FP8; it is named.
+            stored in the format that is asked for; it is named.
     """
     family = family_of(fields)
     model, quantization = read_decoder(fields, experts, dense)
@@ -180,10 +245,19 @@ def read_decoder(
     """The model of a config.json and the quantization of its weights, as `read_model`."""
     family, fields = family_of(fields), fields.text()
     quantization = read_quantization(fields)
+    form = four_bit_format(quantization, fields)
     model = family.read_model(fields)
     for name, value in (("experts", experts), ("dense", dense)):
         if value not in (None, *WEIGHTS_FORMATS):
-            raise ConfigError(f"{name} must be None, 'fp8' or 'bfloat16'; got {short_repr(value)}")
+            raise ConfigError(
+                f"{name} must be None, 'fp8', '4bit' or 'bfloat16'; got {short_repr(value)}"
+            )
+        if value == "4bit" and form is None:
+            stored = quantization or "floats"
+            raise ConfigError(
+                f"{fields.where}: {name}='4bit' needs a checkpoint in MXFP4 or INT4; this one is "
+                f"in {stored}"
+            )
         if value == "fp8" and quantization != "fp8":
             stored = quantization or "floats"
             raise ConfigError(
@@ -191,7 +265,22 @@ def read_decoder(
                 f"{stored}"
             )
     if quantization == "fp8" and experts != "bfloat16":
-        model = _with_fp8_experts(model)
+        model = with_experts(model, lambda _: "fp8")
+    if form is not None and experts != "bfloat16":
+        model = with_experts(model, partial(_where_it_fits, form, model.spec.stream.hidden_size))
+        if experts == "4bit" and not any(_forms(model)):
+            raise ConfigError(
+                f"{fields.where}: experts='4bit' needs experts of whole tiles of {ROWS} rows and "
+                f"{form.columns} columns, which this model has not"
+            )
+    if form is not None and form.kind == "int4" and dense in (None, "4bit"):
+        model = with_four_bit_linears(model, form)
+        floats = not_four_bits(
+            model,
+            family.placed(model),
+            lambda name: ignored(fields, name.removesuffix(".weight")),
+        )
+        model = with_four_bit_linears(model, form, floats)
     if quantization == "fp8" and (dense or DENSE) == "fp8":
         model = with_fp8_linears(model)
         modules = listed_floats(fields) if dense is None else []
@@ -201,12 +290,26 @@ def read_decoder(
     return model, quantization
 
 
-def _with_fp8_experts(model: DecoderModel) -> DecoderModel:
+def with_experts(model: DecoderModel, chosen: Callable[[MoE], WeightFormat | None]) -> DecoderModel:
+    """The model whose routed experts are in the format that is chosen for each layer's."""
+
     def changed(block: Block) -> Block:
         if not isinstance(block.feed_forward, MoE):
             return block
-        kept = dataclasses.replace(block.feed_forward, weight_format="fp8")
+        kind = block.feed_forward
+        kept = dataclasses.replace(kind, weight_format=chosen(kind))
         return dataclasses.replace(block, feed_forward=kept)
 
     blocks = tuple(map(changed, model.spec.blocks))
-    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks))
+    return DecoderModel(dataclasses.replace(model.spec, blocks=blocks), model.tokens)
+
+
+def _where_it_fits(form: FourBitFormat, hidden: int, moe: MoE) -> FourBitFormat | None:
+    """Of experts that are whole tiles; others become floats."""
+    fits = form.fits(moe.expert_size, hidden) and form.fits(hidden, moe.expert_size)
+    return form if fits else None
+
+
+def _forms(model: DecoderModel) -> list[FourBitFormat | None]:
+    kinds = [block.feed_forward for block in model.spec.blocks]
+    return [kind.form for kind in kinds if isinstance(kind, MoE)]

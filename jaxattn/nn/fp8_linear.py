@@ -19,6 +19,7 @@ from jaxattn.core.numerics.fp8_block_scaling import (
     interleave_columns,
     quantize,
 )
+from jaxattn.nn.four_bit_linear import FourBitLinear, FourBitLinears
 from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer, refusal
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
@@ -133,7 +134,10 @@ def gated(x: Float[Array, "*T K"], gate: Fp8Linear, up: Fp8Linear) -> Array | No
 
 
 def new_linear(fp8: Collection[str], name: str, *sizes: int, **options: Any) -> Linear:
-    """A linear, with an FP8 weight if its name is among `fp8`."""
+    """A linear, with an FP8 weight if its name is among `fp8`, or one of 4 bits if those are
+    `FourBitLinears`."""
+    if isinstance(fp8, FourBitLinears) and name in fp8:
+        return FourBitLinear(*sizes, form=fp8.form, **options)
     kind = Fp8Linear if name in fp8 else Linear
     return kind(*sizes, **options)
 

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.validation.array_checks import check_features, check_sizes
+from jaxattn.nn.four_bit_linear import FourBitLinear, gated_four_bit
 from jaxattn.nn.fp8_linear import Fp8Linear, gated, new_linear
 from jaxattn.ops.linear.linear import gated_layer
 
@@ -51,6 +52,11 @@ class GatedMLP(nnx.Module):
         with jax.named_scope("mlp"):
             if isinstance(self.gate_proj, Fp8Linear) and isinstance(self.up_proj, Fp8Linear):
                 made = gated(x, self.gate_proj, self.up_proj)
+                return self.down_proj(self._apart(x) if made is None else made)
+            if isinstance(self.gate_proj, FourBitLinear) and isinstance(
+                self.up_proj, FourBitLinear
+            ):
+                made = gated_four_bit(x, self.gate_proj, self.up_proj)
                 return self.down_proj(self._apart(x) if made is None else made)
             gate, up = self.gate_proj.in_stack, self.up_proj.in_stack
             if gate and up and gate.serves(x, self.gate_proj.dtype, up, gated=True):

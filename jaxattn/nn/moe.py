@@ -11,6 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics import four_bit_tiles
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
@@ -23,7 +25,7 @@ from jaxattn.ops.moe.router_logits import choose_experts, router_products, sum_s
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
 from jaxattn.ops.moe.routing import Router, route_serves
 
-type WeightFormat = Literal["fp8"]
+type WeightFormat = Literal["fp8"] | FourBitFormat
 
 
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -53,11 +55,13 @@ class MixtureOfExperts(nnx.Module):
         in], as they are published
         of FP8 experts also gate_up_scale [E, 2, ceil(I / 128), ceil(hidden / 128)], the gate's
         first, and down_scale [E, ceil(hidden / 128), ceil(I / 128)], float32 (`core.fp8_blocks`)
+        experts of 4 bits are tiles with their scales, uint8 (`core.numerics.four_bit_tiles`):
+        gate_up_proj [E, 2, I / 64, hidden / C, bytes], down_proj [E, hidden / 64, I / C, bytes]
         shared: a `GatedMLP` of `shared_size` columns. Where these are a whole number of experts
         there is none: the last experts of both stacks are the shared ones, beyond the router's E.
         Every token takes them.
 
-    Differentiable in reverse mode, in the chosen experts' weights too unless they are FP8.
+    Differentiable in reverse mode, in the chosen experts' weights too unless they are quantized.
 
     Args:
         expert_size: I, columns of each routed expert.
@@ -67,7 +71,8 @@ class MixtureOfExperts(nnx.Module):
         biases: the router's logits and both products of each expert have biases (gpt-oss).
         activation: of the routed experts; None is silu(gate) * up.
         bias_parts: GPUs that each add a part of down_bias, as each has some columns of an expert.
-        weight_format: "fp8" keeps the routed experts in FP8; None keeps all in `param_dtype`.
+        weight_format: "fp8" keeps the routed experts in FP8, and a `FourBitFormat` in 4 bits; None
+            keeps all in `param_dtype`.
         own_experts: how many of the router's experts the stacks have, where other GPUs have the
             rest; None: all.
         fp8: of a shared MLP beside the stacks, see `GatedMLP`.
@@ -134,7 +139,13 @@ class MixtureOfExperts(nnx.Module):
             self.gate_up_scale = nnx.Param(scale)
             down_proj, scale = quantize(down_proj)
             self.down_scale = nnx.Param(scale)
-        self.gate_up_proj = nnx.Param(gate_up.reshape(experts, 2 * expert_size, hidden_size))
+        if self.form is None:
+            gate_up = gate_up.reshape(experts, 2 * expert_size, hidden_size)
+        else:
+            gate_up, down_proj = (
+                four_bit_tiles.quantize(each, self.form) for each in (gate_up, down_proj)
+            )
+        self.gate_up_proj = nnx.Param(gate_up)
         self.down_proj = nnx.Param(down_proj)
         self.has_shared = bool(shared_size) and not self.always
         if self.has_shared:
@@ -147,6 +158,11 @@ class MixtureOfExperts(nnx.Module):
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
+
+    @property
+    def form(self) -> FourBitFormat | None:
+        """Of experts of 4 bits."""
+        return self.weight_format if isinstance(self.weight_format, FourBitFormat) else None
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
         names = stacked_names(self.weight_format, self.has_gate, self.has_bias, self.has_biases)
@@ -186,7 +202,7 @@ class MixtureOfExperts(nnx.Module):
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         halves = self.dtype == jnp.bfloat16
-        alone = arena is not None and share is None and not self.has_biases
+        alone = arena is not None and share is None and not self.has_biases and self.form is None
         if isinstance(x, PendingNorm):
             shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
             opened = alone and self._opens(shape, stacks)
@@ -392,6 +408,7 @@ class MixtureOfExperts(nnx.Module):
             gate_up_bias=stacks.get("gate_up_bias"),
             down_bias=down_bias,
             activation=self.activation,
+            form=self.form,
             layer=layer,
             arena=arena,
             listed=listed,
@@ -418,7 +435,10 @@ def experts_of_shared(
     expert_size: int, shared_size: int, weight_format: WeightFormat | None
 ) -> int:
     """How many of the stack's experts are shared ones, which every token takes: 0 where their
-    columns are no whole experts', or blocks of FP8 scales would lie across two."""
+    columns are no whole experts', or blocks of FP8 scales would lie across two. Checkpoints of 4
+    bits leave the shared experts in floats."""
+    if isinstance(weight_format, FourBitFormat):
+        return 0
     count, rest = divmod(shared_size, expert_size)
     across = weight_format == "fp8" and count > 1 and expert_size % BLOCK
     return 0 if rest or across else count

@@ -10,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading import huggingface_checkpoint, read_plan
 from jaxattn.models.weight_map.encodings import (
     FloatEncoding,
+    FourBitEncoding,
     Fp8BlockEncoding,
     Int4GroupEncoding,
     Mxfp4Encoding,
     ScaleEncoding,
 )
+from jaxattn.models.weight_map.transforms import TransposeExperts
 from tests.helpers.safetensors_files import read_file, write_file
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -57,7 +60,7 @@ def loaded(folder: Path, experts=None, dtype="float32"):
     return model, params, params["segments"][0]["layers"][1]
 
 
-@pytest.mark.parametrize("folder, experts", [(FP8, "bfloat16"), (INT4, None)])
+@pytest.mark.parametrize("folder, experts", [(FP8, "bfloat16"), (INT4, "bfloat16")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_become_the_floats_that_are_meant(folder, experts, dtype):
     mlp = loaded(folder, experts, dtype)[2]["mlp"]
@@ -83,6 +86,68 @@ def test_experts_stay_fp8_and_mean_the_same():
         np.asarray(mlp["down_proj"][...])[0, 4].view(np.uint8), stored[shared].view(np.uint8)
     )
     np.testing.assert_array_equal(mlp["down_scale"][...][0, 4], stored[f"{shared}_scale_inv"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_4_bits_stay_so_and_mean_the_same(dtype):
+    model, params, layer = loaded(INT4, dtype=dtype)
+    form = model.spec.blocks[1].feed_forward.form
+    tiles = layer["mlp"]["gate_up_proj"][...]
+    assert tiles.dtype == jnp.uint8 and tiles.shape == (1, 4, 2, *form.tiles(64, 64))
+    up = np.asarray(dequantize(tiles, form, dtype))[0, 3, 1]
+    np.testing.assert_array_equal(up, meant(INT4, EXPERT).astype(jnp.dtype(dtype)))
+    down = np.asarray(dequantize(layer["mlp"]["down_proj"][...], form, dtype))[0, 3]
+    name = EXPERT.replace("up_proj", "down_proj")
+    np.testing.assert_array_equal(down, meant(INT4, name).astype(jnp.dtype(dtype)))
+
+
+def test_experts_of_4_bits_compute_what_their_floats_do():
+    one, other = (loaded(INT4, experts) for experts in (None, "bfloat16"))
+    tokens = np.arange(24).reshape(2, 12) * 7 % 192
+    logits = [jax.jit(model.bind(params))(tokens) for model, params, _ in (one, other)]
+    np.testing.assert_allclose(*logits, atol=1e-5, rtol=1e-5)
+    made = one[0].init_params(jax.random.key(0))
+    sizes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (one[1], made)]
+    assert sizes[0] == sizes[1]
+
+
+def test_tiles_of_mxfp4_experts_are_gate_then_up():
+    """As gpt-oss stores them: the rows of gate and up in turn."""
+    form, stored = FourBitFormat("mxfp4", 32, "e8m0"), Mxfp4Encoding()
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (1, 3, 128, 2, 16)).astype(np.uint8)
+    scales = rng.integers(100, 140, (1, 3, 128, 2)).astype(np.uint8)
+    wanted = TransposeExperts(2).block(stored.decode((blocks, scales))[0])
+    tiles = FourBitEncoding(stored, form, 2).decode((blocks, scales))[0]
+    assert tiles.shape == (3, 2, *form.tiles(64, 64))
+    found = np.asarray(dequantize(tiles, form, jnp.bfloat16)).reshape(3, 128, 64)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_experts_whose_shapes_no_kernel_reads_become_floats():
+    assert set(huggingface_checkpoint.read_config(MXFP4).forms) == {None}  # of 96 columns
+    with pytest.raises(CheckpointError, match="experts='4bit' needs experts of whole tiles of 64"):
+        huggingface_checkpoint.read_config(MXFP4, experts="4bit")
+    with pytest.raises(CheckpointError, match="'4bit' needs a checkpoint in MXFP4 or INT4; .* fp8"):
+        huggingface_checkpoint.read_config(FP8, experts="4bit")
+
+
+def test_scales_of_float16_stay_so_and_others_make_floats(copied):
+    def change(tensors, dtype):
+        for name in [name for name in tensors if name.endswith("_scale")]:
+            tensors[name] = tensors[name].astype(dtype)
+
+    half = copied(INT4, lambda tensors: change(tensors, np.float16))
+    (form,) = huggingface_checkpoint.read_config(half).forms
+    assert form.scale == "float16"
+    _, params = huggingface_checkpoint.load(half, dtype="bfloat16")
+    tiles = params["segments"][0]["layers"][1]["mlp"]["gate_up_proj"][...]
+    up = np.asarray(dequantize(tiles, form, jnp.bfloat16))[0, 3, 1]
+    np.testing.assert_array_equal(up, meant(half, EXPERT).astype(jnp.bfloat16))
+    tensors = tensors_of(half)
+    change(tensors, np.float32)
+    write_file(half / "model.safetensors", tensors)
+    assert huggingface_checkpoint.read_config(half).forms == [None]
 
 
 def test_heads_that_end_within_blocks_are_split_after_the_product():

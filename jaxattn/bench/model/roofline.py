@@ -94,7 +94,7 @@ def flops(model: DecoderModel, tokens: int) -> tuple[float, list[str]]:
         if not matrix or part.scales or part.line in ("embedding", "head"):
             continue
         share = _taken(model, key) if part.line == "experts" else 1.0
-        total += 2 * math.prod(leaf.shape) * share * tokens
+        total += 2 * part.numbers(leaf.shape) * share * tokens
     total += 2 * model.spec.vocab_size * model.spec.stream.hidden_size
     for block in model.spec.blocks:
         mixing = mixer_flops(block.mixer, tokens)

@@ -7,7 +7,6 @@ from typing import NoReturn
 from jaxattn import __version__, interrupt
 from jaxattn.cli.options.value_types import number, size
 from jaxattn.core.cache.formats import CACHE_FORMATS
-from jaxattn.models.registry import DENSE
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
@@ -111,12 +110,13 @@ def add_cache_format(group: argparse._ActionsContainer) -> None:
 
 
 def add_dense(group: argparse._ActionsContainer) -> None:
-    """--dense, what a checkpoint's FP8 matrices beside its experts are kept in."""
+    """--dense, what a checkpoint's quantized matrices beside its experts are kept in."""
     group.add_argument(
         "--dense",
-        choices=("fp8", "bfloat16"),
-        help="format of an FP8 model's matrices except its routed experts; bfloat16 takes twice "
-        f"the bytes of fp8 (default: {DENSE})",
+        choices=("fp8", "4bit", "bfloat16"),
+        help="format of a quantized model's matrices except its routed experts; bfloat16 takes "
+        "twice the bytes of fp8 and about four times those of 4bit (default: as the checkpoint "
+        "stores them)",
     )
 
 

@@ -70,9 +70,9 @@ def add_model(root: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--experts",
-        choices=("fp8", "bfloat16"),
-        help="format in which routed experts are kept; bfloat16 takes twice the bytes of fp8 "
-        "(default: fp8 if the checkpoint stores them in FP8)",
+        choices=("fp8", "4bit", "bfloat16"),
+        help="format in which routed experts are kept; bfloat16 takes twice the bytes of fp8 and "
+        "about four times those of 4bit (default: as the checkpoint stores them)",
     )
     add_dense(group)
     group.add_argument(

@@ -296,20 +296,19 @@ class Fp8BatchedLinearCta:
         def _step(s):
             slot = lax.rem(s, cut.stages)
             pl.when(s >= cut.stages)(lambda: plgpu.barrier_wait(refs.read.at[slot]))
-            some = pl.ds(pl.multiple_of((self.begin + s) * BLOCK, BLOCK), BLOCK)
+            step = self.begin + s
 
             def of_tile(result: int, first: Any) -> None:
                 for half in range(CONSUMERS):
                     matrix, further = (half, 0) if cut.gated else (result, half * ROWS)
-                    row = pl.ds(pl.multiple_of(first + further, ROWS), ROWS)
-                    source = refs.weights_refs[matrix].at[self.layer, row, some]
+                    row = pl.multiple_of(first + further, ROWS)
+                    source = self._source(refs.weights_refs[matrix], row, step)
                     to = refs.w_smem.at[slot, half]
                     plgpu.copy_gmem_to_smem(source, to, refs.loaded.at[slot])
 
             for result, (_, first) in enumerate(self.places):
                 self._when_in(result, partial(of_tile, result, first))
-            tokens = refs.x_ref.at[pl.ds(self.token, cut.columns), some]
-            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], refs.loaded.at[slot])
+            self._copy_tokens(slot, step)
 
         @pl.loop(jnp.maximum(self.mine - cut.stages, 0), self.mine)
         def _drain(s):
@@ -317,6 +316,16 @@ class Fp8BatchedLinearCta:
 
         if cut.parts > 1:
             self._meet_in_cluster()
+
+    def _source(self, weights: Any, row: Any, step: Any) -> Any:
+        """64 rows of a step of K."""
+        some = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
+        return weights.at[self.layer, pl.ds(row, ROWS), some]
+
+    def _copy_tokens(self, slot: Any, step: Any) -> None:
+        some = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
+        tokens = self.refs.x_ref.at[pl.ds(self.token, self.cut.columns), some]
+        plgpu.copy_gmem_to_smem(tokens, self.refs.x_smem.at[slot], self.refs.loaded.at[slot])
 
     def _multiply(self) -> None:
         """A multiplying warpgroup: its 64 rows."""

@@ -14,20 +14,23 @@ cut, so a token's result does not depend on the other tokens.
 
 Products of 16-bit weights may have a bias, and the activation may be another than SwiGLU (gpt-oss).
 
-FP8 weights are widened on their way through registers (hopper/fp8_operands.py). Each step's
-product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in float32.
+FP8 weights are widened on their way through registers (hopper/fp8_operands.py), and so are weights
+of 4 bits, whose scales are multiplied in there (hopper/four_bit_accumulators.py). Each step's
+FP8 product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in
+float32.
 Where few multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through
 shared memory to gate's warpgroup.
 
 Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 
 Limits: K a multiple of 64, rows of weights of `GemmTileConfig.rows` * parts; bfloat16 or float16.
-Of FP8 weights K is a multiple of 128.
+Of FP8 weights K is a multiple of 128, and weights of 4 bits are whole tiles.
 Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
 tests/kernels/moe/test_kernel.py.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,12 +40,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
+from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
+from jaxattn.kernels.moe.four_bit_gemm import lines
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.tile_config import (
     BLOCK,
@@ -103,6 +110,7 @@ def grouped_product(
     product: GemmTileConfig,
     gated: bool,
     name: str,
+    form: FourBitFormat | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> None:
@@ -110,8 +118,9 @@ def grouped_product(
 
     Args:
         tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
-        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn.
-        scales: of the latter, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
+        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn; or tiles, uint8
+            [L, E, ...].
+        scales: of FP8 weights, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], of 16-bit weights.
         activation: of gate_up; None is silu(gate) * up.
         target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in that or float32.
@@ -119,8 +128,13 @@ def grouped_product(
         results: where they go in `target`.
         columns: N.
         gated: whether this is gate_up, and its result h.
+        form: of tiles.
     """
-    height, depth = weights.shape[-2:]
+    if form is None:
+        height, depth = weights.shape[-2:]
+    else:
+        weights, depth = lines(weights), form.matrix(weights.shape)[1]
+        height = weights.shape[2] * ROWS
     dtype, out_dtype = tokens.dtype, jnp.dtype(target.dtype)
     stages = stages_of(product, columns, dtype.name, out_dtype.name, weights.dtype.name)
     pieces = height // (product.rows * product.parts)
@@ -133,18 +147,24 @@ def grouped_product(
         apart=height // 2 if gated else product.rows,
         pieces=pieces,
         blocks=blocks,
-        widths=widths_of(columns) if scales is None else (columns,),
+        widths=widths_of(columns) if scales is None and form is None else (columns,),
         affine=affine,
         gated=gated,
         activation=activation,
         source=source,
         results=results,
+        form=form,
         interpret=interpret,
     )
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
-    ring = (stages, parts, consumers, ROWS, product.depth)
+    tile = (ROWS, product.depth)
+    if form is not None:
+        of_weights, tile = (), (lines_of_step(form, product.depth), LINE)
+    ring = (stages, parts, consumers, *tile)
+    pieces_of_tokens = 1 if form is None else product.depth // form.columns
+    of_tokens = (stages, pieces_of_tokens, columns, product.depth // pieces_of_tokens)
     launch(
         lambda **refs: GroupedGemmCta(cut, GroupedGemmRefs(**refs)).run(),
         name=name,
@@ -161,12 +181,14 @@ def grouped_product(
         },
         scratch={
             "weights_smem": plgpu.SMEM(ring, weights.dtype, transforms=of_weights),
-            "tokens_smem": plgpu.SMEM((stages, columns, product.depth), dtype, transforms=tiled),
+            "tokens_smem": plgpu.SMEM(of_tokens, dtype, transforms=tiled),
             "out_smem": plgpu.SMEM(
                 (consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)
             ),
             "up_smem": plgpu.SMEM((ROWS, columns), jnp.float32) if product.split else None,
-            "loaded": plgpu.Barrier(num_arrivals=parts * consumers + 1, num_barriers=stages),
+            "loaded": plgpu.Barrier(
+                num_arrivals=parts * consumers + pieces_of_tokens, num_barriers=stages
+            ),
             "read": plgpu.Barrier(num_arrivals=product.warpgroups, num_barriers=stages),
             "up_there": plgpu.Barrier(num_arrivals=1) if product.split else None,
             "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
@@ -206,6 +228,7 @@ class GroupedGemmConfig:
     activation: ClampedSwiGLU | None
     source: PanelMatrix
     results: PanelMatrix
+    form: FourBitFormat | None
     interpret: bool
 
     @property
@@ -224,15 +247,15 @@ class GroupedGemmRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     tokens: Any
-    weights: Any  # [L, E, rows, K]
+    weights: Any  # [L, E, rows, K], or lines of tiles
     tiles: Any
     total: Any
     layer: Any
     scales: Any  # of FP8 weights, else None
     biases: Any  # or None
     target: Any
-    weights_smem: Any  # [stage, part, warpgroup, 64, depth]
-    tokens_smem: Any  # [stage, N, depth]
+    weights_smem: Any  # [stage, part, warpgroup, 64, depth], or lines of tiles
+    tokens_smem: Any  # [stage, piece, N, columns]; 16-bit and FP8 weights have them in one piece
     out_smem: Any  # [warpgroup, N, 64]
     up_smem: Any  # [64, N], where up has a warpgroup of its own
     loaded: Any  # of each stage
@@ -325,11 +348,18 @@ class GroupedGemmCta:
             for part in range(product.parts):
                 for warpgroup in range(product.consumers):
                     row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
-                    rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                    if cut.form is None:
+                        rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                    else:
+                        count = lines_of_step(cut.form, depth)
+                        rows = of_expert.at[lax.div(row, ROWS), pl.ds(s * count, count)]
                     to = refs.weights_smem.at[slot, part, warpgroup]
                     plgpu.copy_gmem_to_smem(rows, to, there)
-            rows = cut.source.at(refs.tokens, now.source, width, s * depth, depth)
-            plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot, pl.ds(0, width)], there)
+            _, pieces, _, size = refs.tokens_smem.shape
+            for piece in range(pieces):
+                rows = cut.source.at(refs.tokens, now.source, width, s * depth + piece * size, size)
+                to = refs.tokens_smem.at[slot, piece, pl.ds(0, width)]
+                plgpu.copy_gmem_to_smem(rows, to, there)
 
     def multiply(self) -> None:
         """A multiplying warpgroup: its rows of each item."""
@@ -338,24 +368,54 @@ class GroupedGemmCta:
         if self.cut.product.split:
             self._multiply_split()
             return
-        sums = self._sums if self.refs.scales is None else ScaledAccumulators(self)
-        self.each(partial(self._multiply_item, sums))
+        self.each(self._multiply_item)
         plgpu.wait_smem_to_gmem(0)
 
-    def _multiply_item(self, sums: Any, now: GroupedGemmTile, done: jax.Array) -> None:
-        self.in_width(partial(self._multiply_width, sums, now, done), now)
+    @property
+    def sums(self) -> Any:
+        """`sums(item, steps before it, width)` are an item's."""
+        if self.cut.form is not None:
+            return partial(self._four_bit_sums, self.cut.form)
+        return self._sums if self.refs.scales is None else ScaledAccumulators(self)
 
-    def _multiply_width(self, sums: Any, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
-        every = sums(now, done, width)
-        if self.refs.biases is not None:
-            every = [total + self._bias(now, part, width) for part, total in enumerate(every)]
-        if self.cut.gated:
-            gate, up = every
-            if self.cut.activation is None:
-                every = [gate / (1.0 + jnp.exp(-gate)) * up]
-            else:
-                every = [self.cut.activation(gate, up)]
-        self._store(now, every)
+    def _four_bit_sums(
+        self, form: FourBitFormat, now: GroupedGemmTile, done: jax.Array, width: int
+    ) -> list[jax.Array]:
+        del now
+        cut, refs, product = self.cut, self.refs, self.cut.product
+        # (part, which of its 64 rows)
+        mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
+        if product.split:
+            mine = [(self.wg, 0)]
+        sums = FourBitAccumulators(
+            form=form, dtype=refs.tokens.dtype, columns=width,
+            arrived=lambda step: self.arrived(step, width)[0],
+            tiles=lambda slot: [refs.weights_smem.at[slot, *each] for each in mine],
+            tokens=refs.tokens_smem, read=refs.read, interpret=cut.interpret,
+        )  # fmt: skip
+        return sums(cut.steps, done)
+
+    def _multiply_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+        self.in_width(partial(self._multiply_width, now, done), now)
+
+    def _multiply_width(self, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
+        every = self._biased(now, self.sums(now, done, width), range(self.cut.product.parts))
+        self._store(now, [self._activated(*every)] if self.cut.gated else every)
+
+    def _activated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        if self.cut.activation is None:
+            return gate / (1.0 + jnp.exp(-gate)) * up
+        return self.cut.activation(gate, up)
+
+    def _biased(
+        self, now: GroupedGemmTile, sums: list[jax.Array], parts: Iterable[int]
+    ) -> list[jax.Array]:
+        if self.refs.biases is None:
+            return sums
+        return [
+            total + self._bias(now, part, total.shape[1])
+            for total, part in zip(sums, parts, strict=True)
+        ]
 
     def _bias(self, now: GroupedGemmTile, part: int, width: int) -> jax.Array:
         """A number for each row of the weights of a part, for every token."""
@@ -367,21 +427,27 @@ class GroupedGemmCta:
 
     def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
         """The first of the weights' rows that this warpgroup has of a part."""
-        return now.place * self.cut.piece + part * self.cut.apart + self.wg * ROWS
+        own = 0 if self.cut.product.split else self.wg * ROWS
+        return now.place * self.cut.piece + part * self.cut.apart + own
 
     def _multiply_split(self) -> None:
         """The warpgroup of gate, or that of up."""
-        refs, sums = self.refs, ScaledAccumulators(self)
+        refs = self.refs
+
+        def sums(now: GroupedGemmTile, done: jax.Array, part: int) -> jax.Array:
+            every = self.sums(now, done, self.cut.columns)
+            (total,) = self._biased(now, every, [part])
+            return total
 
         def gate(now: GroupedGemmTile, done: jax.Array) -> None:
-            (total,) = sums(now, done, self.cut.columns)
+            total = sums(now, done, 0)
             plgpu.barrier_wait(refs.up_there)
             up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
             plgpu.barrier_arrive(refs.up_read)
-            self._store(now, [total / (1.0 + jnp.exp(-total)) * up])
+            self._store(now, [self._activated(total, up)])
 
         def up(now: GroupedGemmTile, done: jax.Array) -> None:
-            (total,) = sums(now, done, self.cut.columns)
+            total = sums(now, done, 1)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
             store(refs.up_smem, total, interpret=self.cut.interpret)
             plgpu.barrier_arrive(refs.up_there)
@@ -410,7 +476,7 @@ class GroupedGemmCta:
         """The slot of a step, once it is loaded, and its tokens as columns."""
         slot = lax.rem(step, self.cut.stages)
         plgpu.barrier_wait(self.refs.loaded.at[slot])
-        tokens = self.refs.tokens_smem.at[slot]
+        tokens = self.refs.tokens_smem.at[slot, 0]
         if width < self.cut.columns:
             tokens = tokens.at[pl.ds(0, width)]
         return slot, tokens.transpose((1, 0))
@@ -505,7 +571,7 @@ class ScaledAccumulators:
         if product.split:
             mine = [(block.wg, 0)]
         if block.cut.interpret:
-            tokens = refs.tokens_smem[slot]
+            tokens = refs.tokens_smem[slot, 0]
             return [
                 plain_product(refs.weights_smem[slot, part, rows], tokens) for part, rows in mine
             ]

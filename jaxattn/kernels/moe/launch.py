@@ -7,7 +7,8 @@
     combine.py         the sum of each token's experts
 
 Limits: F and I multiples of 64, of FP8 weights of 128; bfloat16, float16, or weights in
-float8_e4m3fn with scales of 128 x 128. FP8 weights have neither biases nor another activation.
+float8_e4m3fn with scales of 128 x 128, or of 4 bits in tiles. FP8 weights have neither biases nor
+another activation.
 Reference: `jaxattn.ops.moe.experts.mixture_of_experts` (implementation="xla"); tests:
 tests/kernels/moe/test_kernel.py.
 """
@@ -20,9 +21,12 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.four_bit_operands import serves
 from jaxattn.kernels.moe.combine import ExpertOutputs
+from jaxattn.kernels.moe.four_bit_gemm import choose_four_bit
 from jaxattn.kernels.moe.grouped_gemm import PanelMatrix, grouped_product
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.kernels.moe.routing.small_batch_alignment import (
@@ -57,6 +61,7 @@ def scratch(
     expert_size: int,
     dtype: Any = jnp.bfloat16,
     fp8: bool = False,
+    form: FourBitFormat | None = None,
     config: MoeTileConfig | None = None,
 ) -> ArenaSpec:
     """What `mixture_of_experts` keeps in the arena between and behind the experts' products.
@@ -67,8 +72,9 @@ def scratch(
         experts: E.
         hidden: F.
         expert_size: I, columns of each expert.
-        dtype: of the products' operands: the weights', or x's where weights are FP8.
+        dtype: of the products' operands: the weights', or x's where weights are quantized.
         fp8: whether the weights are FP8.
+        form: of weights of 4 bits.
         config: how the kernels cut the products; None is what `mixture_of_experts` chooses.
 
     Returns:
@@ -80,11 +86,19 @@ def scratch(
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
         "expert_size": expert_size,
     }  # fmt: skip
-    config = config or choose(**sizes, quantized=fp8)
+    config = config or _chosen(form, fp8, sizes)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
     outputs = dtype if config.rounded else jnp.float32
     return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), outputs))
+
+
+def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> MoeTileConfig:
+    if form is None:
+        return choose(**sizes, quantized=fp8)
+    if not form.fits(sizes["expert_size"], sizes["hidden"]):  # the reference's, of any size
+        return choose(**sizes)
+    return choose_four_bit(form, **sizes)
 
 
 def _wide(features: int) -> int:
@@ -92,9 +106,20 @@ def _wide(features: int) -> int:
     return -(-features // BLOCK) * BLOCK
 
 
-def refuse(x: jax.Array, gate_up: jax.Array, *, interpret: bool) -> None:
+def refuse(
+    x: jax.Array, gate_up: jax.Array, form: FourBitFormat | None = None, *, interpret: bool
+) -> None:
     """Raises `Refusal` with the reason where the kernels do not serve."""
     require_hopper(OP, interpret=interpret)
+    if x.shape[0] == 0:
+        raise Refusal(f"{OP}: the kernels want some tokens, and got x {x.shape}")
+    if form is not None:
+        if not serves(form, x.dtype):
+            raise Refusal(
+                f"{OP}: the kernels multiply 4-bit weights by bfloat16, or float16 where scales "
+                f"are not bfloat16; got x {x.dtype.name} and {form}"
+            )
+        return
     features, width = gate_up.shape[-1], gate_up.shape[-2] // 2
     quantized = gate_up.dtype == FP8
     least = BLOCK if quantized else ROWS
@@ -109,8 +134,6 @@ def refuse(x: jax.Array, gate_up: jax.Array, *, interpret: bool) -> None:
             f"{OP}: the kernels multiply bfloat16 and float16 numbers, and got x {x.dtype.name}, "
             f"gate_up {gate_up.dtype.name}"
         )
-    if x.shape[0] == 0:
-        raise Refusal(f"{OP}: the kernels want some tokens, and got x {x.shape}")
 
 
 def mixture_of_experts_mosaic(
@@ -125,6 +148,7 @@ def mixture_of_experts_mosaic(
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
     activation: ClampedSwiGLU | None = None,
+    form: FourBitFormat | None = None,
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     arena: Arena | None = None,
@@ -138,7 +162,7 @@ def mixture_of_experts_mosaic(
 
     `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is an `ExpertOutputs`.
     """
-    refuse(x, gate_up, interpret=interpret)
+    refuse(x, gate_up, form, interpret=interpret)
     if gate_up_scale is not None and (gate_up_bias is not None or activation is not None):
         raise Refusal(f"{OP}: the kernels have no biases or other activations beside FP8 weights")
     # Without an arena the op has a gradient of its own, and this is never differentiated.
@@ -149,13 +173,14 @@ def mixture_of_experts_mosaic(
         )
     )
     (tokens, features), top_k = x.shape, ids.shape[1]
-    experts, width = gate_up.shape[1], gate_up.shape[2] // 2
+    experts = gate_up.shape[1]
+    width = gate_up.shape[2] // 2 if form is None else form.matrix(down.shape)[1]
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": features,
         "expert_size": width,
     }  # fmt: skip
-    config = config or choose(**sizes, quantized=gate_up_scale is not None)
-    dtype = gate_up.dtype if gate_up_scale is None else x.dtype
+    config = config or _chosen(form, gate_up_scale is not None, sizes)
+    dtype = gate_up.dtype if gate_up_scale is None and form is None else x.dtype
     spec = scratch(**sizes, dtype=dtype, config=config)
     columns = config.columns
     rows = padded_rows(tokens, top_k, experts, columns)
@@ -192,7 +217,7 @@ def mixture_of_experts_mosaic(
 
     number = jnp.asarray(layer, jnp.int32).reshape(1)
     common: dict[str, Any] = {
-        "layer": number, "affine": affine, "columns": columns, **modes,
+        "layer": number, "affine": affine, "columns": columns, "form": form, **modes,
     }  # fmt: skip
     if gate_up_scale is not None:  # gate's and up's blocks of rows, one after the other
         gate_up_scale = gate_up_scale.reshape(*gate_up_scale.shape[:2], -1, features // BLOCK)

@@ -18,11 +18,13 @@ from jaxtyping import Array, Float
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.fp8_operands import ROWS as FP8_COLUMNS
 from jaxattn.models.caches.layer_cache import Arrays, LayerCache
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.nn.four_bit_linear import FourBitLinears
 from jaxattn.nn.linear import StackedWeight
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.parallel import Dimension
@@ -74,20 +76,27 @@ class Matrix(NamedTuple):
         whole = not any(width % BLOCK for width in self.together)
         return columns and self.inner % BLOCK == 0 and whole
 
+    def fits_four_bits(self, form: FourBitFormat) -> bool:
+        """Whether it may stay 4 bits: a kernel reads it, and what lies side by side is whole
+        tiles."""
+        whole = not any(width % FP8_COLUMNS for width in self.together)
+        return self.out >= 2 * FP8_COLUMNS and form.fits(self.out, self.inner) and whole
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixer(abc.ABC):
     """What mixes the tokens of a row: attention, or a recurrence.
 
     Attributes:
-        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
+        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`, or
+            `FourBitLinears` of 4 bits.
         norms: whether the module's `decode` takes tokens as a `PendingNorm`.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
     """
 
-    fp8: tuple[str, ...] = ()
+    fp8: tuple[str, ...] | FourBitLinears = ()
 
     norms: ClassVar[bool] = False
     cache_formats: ClassVar[tuple[str, ...]] = ()
@@ -236,13 +245,14 @@ class FeedForward(abc.ABC):
     """What follows the mixer: `module(x)` of normed tokens.
 
     Attributes:
-        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`.
+        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`, or
+            `FourBitLinears` of 4 bits.
         norms: whether `step` takes tokens as a `PendingNorm`.
         stacked: parameters that a step reads out of the stack of all repeats, which are too many
             bytes to be sliced out of it.
     """
 
-    fp8: tuple[str, ...] = ()
+    fp8: tuple[str, ...] | FourBitLinears = ()
 
     norms: ClassVar[bool] = False
 

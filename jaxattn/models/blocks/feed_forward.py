@@ -1,7 +1,7 @@
 """The feed-forwards: a gated MLP, and a mixture of experts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,12 +11,14 @@ from jaxtyping import Array
 from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.cta import STEP
 from jaxattn.models.blocks.block import FeedForward, Matrix, Stream
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.nn import GatedMLP, MixtureOfExperts
+from jaxattn.nn.four_bit_linear import FourBitLinears
 from jaxattn.nn.moe import ExpertShare, WeightFormat, experts_of_shared, stacked_names
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.router_logits import split_router
@@ -29,6 +31,12 @@ SHARED = "shared."  # before the names of a shared MLP's linears
 def _of_mlp(hidden: int, columns: int) -> dict[str, Matrix]:
     wide = Matrix(hidden, columns)
     return {"gate_proj": wide, "up_proj": wide, "down_proj": Matrix(columns, hidden)}
+
+
+def _without(prefix: str, names: tuple[str, ...] | FourBitLinears) -> Collection[str]:
+    """The names, less what stands before them."""
+    short = tuple(name.removeprefix(prefix) for name in names)
+    return FourBitLinears(short, names.form) if isinstance(names, FourBitLinears) else short
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,8 @@ class MoE(FeedForward):
         shared_gate: what is shared is times a sigmoid of the token.
         biases: the router's logits and both products of each expert have biases.
         activation: of the experts; None is silu(gate) * up.
-        weight_format: of the routed experts; "fp8" is FP8 in blocks, None the stream's dtype.
+        weight_format: of the routed experts; "fp8" is FP8 in blocks, a `FourBitFormat` is tiles of
+            4 bits, None the stream's dtype.
         parallel: the layout of the GPUs of which one has these columns, and a part of the experts.
     """
 
@@ -89,6 +98,11 @@ class MoE(FeedForward):
     def own_experts(self) -> int:
         """Routed experts that one GPU has."""
         return self.router.experts // self.parallel.size("expert")
+
+    @property
+    def form(self) -> FourBitFormat | None:
+        """Of experts of 4 bits."""
+        return self.weight_format if isinstance(self.weight_format, FourBitFormat) else None
 
     @property
     def stacked(self) -> tuple[str, ...]:
@@ -125,7 +139,7 @@ class MoE(FeedForward):
             bias_parts=self.parallel.size("columns"),
             weight_format=self.weight_format,
             own_experts=self.own_experts,
-            fp8=[name.removeprefix(SHARED) for name in self.fp8],
+            fp8=_without(SHARED, self.fp8),
             **stream.dtypes,
             rngs=rngs,
         )
@@ -178,4 +192,5 @@ class MoE(FeedForward):
             expert_size=self.expert_size,
             dtype=jnp.dtype(stream.dtype),
             fp8=self.weight_format == "fp8",
+            form=self.form,
         )

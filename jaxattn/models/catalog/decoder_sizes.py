@@ -24,6 +24,7 @@ from jaxattn.models.catalog.model_sizes import LayerSizes, ModelSizes, WeightGro
 from jaxattn.models.families.components.quantization import Quantization
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.sharding.partition_rules import param_role, with_local_heads
+from jaxattn.nn.four_bit_linear import FourBitLinears
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,8 +153,19 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
     """What the loader makes of the checkpoint's weights, in words."""
     if quantization is None:
         return "as the loader keeps them"
-    if quantization in ("int4", "mxfp4"):
-        return f"{quantization.upper()} experts dequantized to bfloat16 on loading"
+    if quantization in ("int4", "int4-128", "mxfp4"):
+        name = quantization.partition("-")[0].upper()
+        kinds = [block.feed_forward for block in model.spec.blocks]
+        forms = {each.form for each in kinds if isinstance(each, MoE)}
+        layers = [each for block in model.spec.blocks for each in (block.mixer, block.feed_forward)]
+        dense = any(isinstance(each.fp8, FourBitLinears) for each in layers)
+        kept = [what for what, is_so in (("experts", forms - {None}), ("matrices", dense)) if is_so]
+        if not kept:
+            return f"{name} weights dequantized to bfloat16 on loading"
+        return (
+            f"{name} {' and '.join(kept)} kept in 4 bits, other {name} weights dequantized to "
+            "bfloat16 on loading"
+        )
     if quantization != "fp8":
         scales = quantization.removeprefix("fp8 by ")
         return f"FP8 matrices with a scale for each {scales} dequantized to bfloat16 on loading"
@@ -201,6 +213,7 @@ def weights_of(model: DecoderModel) -> tuple[WeightGroup, ...]:
             quantized=False,
             dtype_bytes=jnp.dtype(leaf.dtype).itemsize,
             scales=part.scales,
+            numbers=None if part.form is None else part.numbers(shape),
         )
         if part.always:
             shared = weights.count // stack[-1] * part.always

@@ -23,6 +23,7 @@ class WeightGroup:
         quantized: stored in the checkpoint's quantized format, if it has one.
         dtype_bytes: otherwise.
         scales: of quantized numbers: they are bytes and no parameters.
+        numbers: of one of them, where they are not its elements.
     """
 
     kind: str
@@ -32,10 +33,12 @@ class WeightGroup:
     quantized: bool = True
     dtype_bytes: int = 2
     scales: bool = False
+    numbers: int | None = None
 
     @property
     def parameters(self) -> int:
-        return 0 if self.scales else math.prod(self.shape) * self.count
+        each = math.prod(self.shape) if self.numbers is None else self.numbers
+        return 0 if self.scales else each * self.count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ What is missing, unknown or of another shape or dtype is named, all of it at onc
 parameters are allocated and filled (`weight_loader.py`).
 
 Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups
-(`families/components/quantization.py`). Routed experts in FP8 stay FP8, and with `dense` other
-matrices too (`weight_map/fp8_linears.py`). Every other quantized weight becomes a float: its
-product with its scale in float32, rounded once.
+(`families/components/quantization.py`). Routed experts and other matrices in FP8 or 4 bits stay so,
+where a kernel reads their shapes (`weight_map/fp8_linears.py`). Every other quantized weight
+becomes a float: its product with its scale in float32, rounded once.
 
 No code of a repository is run, and no pickle is read.
 """
@@ -44,6 +44,7 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import PublishedModel, WeightsFormat, read_model
 from jaxattn.models.weight_map.encodings import FLOATS, EncodedTensor
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
+from jaxattn.nn.four_bit_linear import FourBitLinears
 
 DTYPES = ("bfloat16", "float32")
 
@@ -62,11 +63,11 @@ def load(
     Args:
         folder: config.json, and model.safetensors or the shards that its index names.
         dtype: "bfloat16" or "float32", of the products and the weights; None is bfloat16.
-        experts: of the routed experts' weights. None is FP8 where they are stored so, and `dtype`
-            otherwise. "fp8" refuses a folder that stores them in another format. "bfloat16" makes
-            `dtype` of FP8 ones, also where that is float32.
-        dense: the same of the matrices beside the routed experts; None is `registry.DENSE` where
-            they are stored in FP8. Those with a shape that no kernel reads become `dtype`.
+        experts: of the routed experts' weights. None is FP8 or 4 bits where they are stored so, and
+            `dtype` otherwise. "fp8" and "4bit" refuse a folder that stores them in another format.
+            "bfloat16" makes `dtype` of quantized ones, also where that is float32.
+        dense: the same of the matrices beside the routed experts. Those with a shape that no kernel
+            reads become `dtype`.
         readers: threads that read ahead. Loading takes at most `weight_loader.PART_BYTES` of host
             memory for each, whatever the model's size.
         on_progress: called with the bytes that are placed and the bytes in all.
@@ -125,14 +126,16 @@ def published_model(
 
 
 def _as_stored(folder: Path, published: PublishedModel, *, mixed: bool) -> PublishedModel:
-    """What config.json says, but for a tied head that the folder has another one of, and with
-    `mixed` for FP8 matrices beside the experts that it has in floats.
+    """What config.json says, but for a tied head that the folder has another one of, for 4-bit
+    weights whose scales it has in another dtype, or that it has in floats, and with `mixed` for FP8
+    matrices beside the experts that it has in floats.
 
     It is unchanged where the weights are not there yet, or damaged: loading will say so.
     """
     spec = published.model.spec
-    layers = (each for b in spec.blocks for each in (b.mixer, b.feed_forward))
-    mixed = mixed and any(layer.fp8 for layer in layers)
+    kept = [each.fp8 for b in spec.blocks for each in (b.mixer, b.feed_forward)]
+    four_bit = any(published.forms) or any(isinstance(each, FourBitLinears) for each in kept)
+    mixed = (mixed and any(kept)) or four_bit
     if not mixed and not spec.tie_embeddings:
         return published
     try:

@@ -168,9 +168,9 @@ def read_folder(
     Args:
         dtype: of a folder from the hub or a GGUF file: "bfloat16" or "float32"; None is bfloat16.
             The package's own format says its dtype itself.
-        experts: of a folder from the hub: "fp8" or "bfloat16", what routed experts are kept in;
-            None: FP8 where they are stored so.
-        dense: likewise, of the matrices beside them; None is `registry.DENSE`.
+        experts: of a folder from the hub: "fp8", "4bit" or "bfloat16", what routed experts are kept
+            in; None: as they are stored, where a kernel reads that.
+        dense: likewise, of the matrices beside them.
 
     Raises:
         CheckpointError: config.json is missing or damaged, or the model is not supported.

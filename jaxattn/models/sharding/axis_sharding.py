@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.parallel import Dimension, Parallel
 
@@ -125,6 +126,26 @@ def of_fp8(cut: AxisSharding, parts: int, name: str, scales: bool) -> AxisShardi
             )
         blocks.append((whole, size // BLOCK))
     return dataclasses.replace(cut, axis=axis, heads=tuple(blocks))
+
+
+def of_tiles(cut: AxisSharding, parts: int, name: str, form: FourBitFormat) -> AxisSharding:
+    """The cut of a linear as its weight of 4 bits has it, tiles of [out, in].
+
+    Raises:
+        ShardingError: a part ends within a tile.
+    """
+    side = {-1: ROWS, -2: form.columns}[cut.axis]
+    tiles = []
+    for count, width in cut.heads:
+        each = own_heads(count, 0, parts)[1]
+        whole, size = (parts, each * width) if count >= parts else (count, width)
+        if size % side:
+            raise ShardingError(
+                f"{name} in 4 bits over {parts} GPUs has parts of {size}, no whole tiles of "
+                f"{side}; use fewer, or dense='bfloat16' (--dense bfloat16)"
+            )
+        tiles.append((whole, size // side))
+    return dataclasses.replace(cut, axis={-1: -3, -2: -2}[cut.axis], heads=tuple(tiles))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -25,10 +26,11 @@ from jaxattn.models.sharding.axis_sharding import (
     ShardingError,
     divided_layer,
     of_fp8,
+    of_tiles,
     own,
     partition_spec,
 )
-from jaxattn.models.weight_map.fp8_linears import linear_of
+from jaxattn.models.weight_map.fp8_linears import four_bit_form, linear_of
 from jaxattn.parallel import DeviceGroup, Parallel
 
 
@@ -101,9 +103,9 @@ def divided(model: Model, parallel: Parallel) -> Model:
         spec, blocks=tuple(blocks[block] for block in spec.blocks), parallel=parallel
     )
     made = ShardedDecoder(local, model.tokens, undivided=model)
-    for key, _ in nnx.to_flat_state(model.param_shapes()):
-        if key[-1] == "scale":
-            made.cuts_of(key)  # refuses cuts within blocks of FP8
+    for key, leaf in nnx.to_flat_state(model.param_shapes()):
+        if key[-1] == "scale" or leaf.dtype == jnp.uint8:
+            made.cuts_of(key)  # refuses cuts within blocks of FP8, or tiles of 4 bits
     return made
 
 
@@ -130,6 +132,9 @@ def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cu
             found = cuts.get(path, WHOLE)
             if linear_of(spec, key) is None:
                 return found
+            form = four_bit_form(spec, key)
+            if form is not None:
+                return tuple(of_tiles(cut, parallel.size(cut.over), path, form) for cut in found)
             scales = names[-1] == "scale"
             return tuple(of_fp8(cut, parallel.size(cut.over), path, scales) for cut in found)
     return WHOLE

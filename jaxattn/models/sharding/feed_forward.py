@@ -6,6 +6,7 @@ and each GPU computes them for a part of the tokens.
 
 import dataclasses
 
+from jaxattn.core.numerics.four_bit_tiles import ROWS
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
 from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.feed_forward import MLP, MoE
@@ -47,6 +48,13 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[
             f"whole blocks of {BLOCK} that share a scale; use expert={parallel.size('experts')}, "
             "which divides no expert"
         )
+    if layer.form is not None and not layer.form.fits(size // columns, size // columns):
+        form = layer.form
+        raise ShardingError(
+            f"{size} columns of a 4-bit expert over {columns} GPUs are {size // columns} each, no "
+            f"whole tiles of {ROWS} rows and {form.columns} columns; use expert="
+            f"{all_of_them}, which divides no expert, or experts='bfloat16'"
+        )
     shared = columns if layer.always else all_of_them
     if layer.shared_size % shared:
         raise refuse("columns of the shared experts", layer.shared_size, "tensor", shared)
@@ -75,6 +83,10 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[
         "gate_up_scale": of_experts(-4, -2, ((blocks, 1),)),
         "down_scale": of_experts(-3, -1, ((blocks, 1),)),
     }
+    if layer.form is not None:
+        tiles = ((size // ROWS, 1),), ((size // layer.form.columns, 1),)
+        cuts["gate_up_proj"] = of_experts(-5, -3, tiles[0])
+        cuts["down_proj"] = of_experts(-4, -2, tiles[1])
     if layer.shared_size and not layer.always:
         of_mlp = _cuts_of_mlp(layer.shared_size, "experts")
         cuts |= {f"shared.{name}": cut for name, cut in of_mlp.items()}

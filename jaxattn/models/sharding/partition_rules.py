@@ -8,11 +8,14 @@ This is the one table of it. A plan takes its lines from here, and a mesh its sh
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.blocks import MoE
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.nn.four_bit_linear import FourBitLinears
 
 # Of a parameter in `nnx.to_flat_state`.
 type Path = tuple[Any, ...]
@@ -32,6 +35,7 @@ class ParamRole:
         published_fp8: an FP8 checkpoint stores it in FP8.
         scales: it holds the scales of quantized numbers.
         always: of a stack of experts the last, which every token takes: the shared ones.
+        form: of numbers of 4 bits, in tiles.
     """
 
     line: str
@@ -40,6 +44,13 @@ class ParamRole:
     published_fp8: bool = False
     scales: bool = False
     always: int = 0
+    form: FourBitFormat | None = None
+
+    def numbers(self, shape: tuple[int, ...]) -> int:
+        """Numbers of a parameter of this shape, without scales that lie beside them."""
+        if self.form is None:
+            return math.prod(shape)
+        return math.prod(shape[:-3]) * math.prod(self.form.matrix(shape))
 
 
 # Of a mixer: the latents and low-rank queries have no heads.
@@ -98,27 +109,34 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
         case ("segments", int(), "layers", int(), "norm" | "mlp_norm", "weight"):
             return ParamRole(line="norms", split="all", stacked=1)
         case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):
-            line = type(spec.segments[number].pattern[place].mixer).__name__
+            mixer = spec.segments[number].pattern[place].mixer
+            line = type(mixer).__name__
             scales = key[-1] == _SCALE
             fp8 = name not in _NEVER_FP8 and not scales
             split: Split | None = "attention" if name in _BY_HEADS else None
             split = "all" if name in _WHOLE else split
             if split is not None:
                 return ParamRole(
-                    line=line, split=split, stacked=1, published_fp8=fp8, scales=scales
-                )
+                    line=line, split=split, stacked=1, published_fp8=fp8, scales=scales,
+                    form=_form_of(mixer.fp8, name),
+                )  # fmt: skip
         case ("segments", int(number), "layers", int(place), "mlp", *rest):
             kind = spec.segments[number].pattern[place].feed_forward
             if isinstance(kind, MoE):
-                found = _of_experts(tuple(rest), kind.always)
+                found = _of_experts(tuple(rest), kind)
             else:
                 found = _of_mlp(tuple(rest), "dense MLP")
             if found is not None:
-                return found
+                form = _form_of(kind.fp8, ".".join(map(str, rest[:-1])))
+                return found if form is None else dataclasses.replace(found, form=form)
     raise ValueError(
         f"nothing says how GPUs divide the parameter {'.'.join(map(str, key))!r}; add it to "
         "jaxattn/models/sharding/partition_rules.py"
     )
+
+
+def _form_of(names: tuple[str, ...] | FourBitLinears, name: str) -> FourBitFormat | None:
+    return names.form if isinstance(names, FourBitLinears) and name in names else None
 
 
 def _of_mlp(path: Path, line: str) -> ParamRole | None:
@@ -130,7 +148,7 @@ def _of_mlp(path: Path, line: str) -> ParamRole | None:
     return None
 
 
-def _of_experts(path: Path, always: int) -> ParamRole | None:
+def _of_experts(path: Path, kind: MoE) -> ParamRole | None:
     match path:
         case ("shared", *rest):
             return _of_mlp(tuple(rest), "shared experts")
@@ -144,7 +162,8 @@ def _of_experts(path: Path, always: int) -> ParamRole | None:
                 stacked=2,
                 published_fp8=name in _EXPERTS,
                 scales=scales,
-                always=always,
+                always=kind.always,
+                form=kind.form if name in _EXPERTS else None,
             )
     return None
 

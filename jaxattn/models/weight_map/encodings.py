@@ -4,7 +4,9 @@
     Fp8BlockEncoding   F8_E4M3 numbers, and a scale `weight_scale_inv` for each 128 x 128 block
     Fp8ScaledEncoding  F8_E4M3 numbers, and a scale for each row or for all
     Mxfp4Encoding      two numbers of 4 bits in a byte of `_blocks`, a power of two for 32 of them
-    Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 columns
+    Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 or 128
+                       columns
+    FourBitEncoding    one of the two before that stays 4 bits, in tiles with its scales
     Fp8NumberEncoding  FP8 numbers that stay FP8
     ScaleEncoding      scales that stay beside them
 
@@ -19,15 +21,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxattn.core.numerics import four_bit_tiles
+from jaxattn.core.numerics.four_bit_tiles import MXFP4_GROUP, FourBitFormat, from_e2m1
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, dequantize
 
 FLOATS = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
 SHAPES = ("int32", "int64")  # compressed-tensors writes the second since 0.20
-INT4_GROUP = 32
 INT4_PER_WORD = 8
-MXFP4_GROUP = 32
 
 type Shape = tuple[int, ...]
 
@@ -140,27 +142,38 @@ class Fp8ScaledEncoding(WeightEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class Int4GroupEncoding(WeightEncoding):
-    """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8."""
+    """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8.
+
+    Attributes:
+        group: so many columns share a scale.
+    """
+
+    group: int = 32
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
-        if len(shape) != 2 or shape[1] % INT4_GROUP:
+        if len(shape) != 2 or shape[1] % self.group:
             raise ValueError(
                 f"{name!r} is stored in INT4, and {list(shape)} is no matrix of whole groups of "
-                f"{INT4_GROUP} columns"
+                f"{self.group} columns"
             )
         rows, columns = shape
         return (
             EncodedTensor(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
-            EncodedTensor(f"{name}_scale", (rows, columns // INT4_GROUP), FLOATS),
+            EncodedTensor(f"{name}_scale", (rows, columns // self.group), FLOATS),
             EncodedTensor(f"{name}_shape", (2,), SHAPES, rows=0),
         )
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
+        codes, scales = self.codes(parts)
+        numbers = (codes - 8).reshape(*scales.shape, self.group)
+        weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+        return weights.reshape(codes.shape)
+
+    def codes(self, parts: Sequence[Array]) -> tuple[Int[Array, "n rows columns"], Array]:
+        """The numbers plus 8, and the scales as they are stored."""
         words, scales = parts
         nibbles = (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.int32)) & 15
-        numbers = (nibbles - 8).reshape(*words.shape[:2], -1, INT4_GROUP)
-        weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
-        return weights.reshape(*words.shape[:2], -1)
+        return nibbles.reshape(*words.shape[:2], -1), scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,30 +197,49 @@ class Mxfp4Encoding(WeightEncoding):
         )
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n experts inner out"]:
+        codes, scales = self.codes(parts)
+        numbers = from_e2m1(codes.reshape(*scales.shape, MXFP4_GROUP), scales[..., None])
+        return jnp.swapaxes(numbers.reshape(codes.shape), 2, 3)
+
+    def codes(self, parts: Sequence[Array]) -> tuple[Int[Array, "n experts out inner"], Array]:
+        """The codes, and the scales as they are stored."""
         blocks, scales = parts
         codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
-        numbers = _from_e2m1(codes.reshape(*scales.shape, MXFP4_GROUP), scales[..., None])
-        return jnp.swapaxes(numbers.reshape(*scales.shape[:3], -1), 2, 3)
+        return codes.reshape(*scales.shape[:3], -1), scales
 
 
-def _from_e2m1(codes: Int[Array, "..."], scales: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Numbers of 4 bits (sign, two of exponent, one of mantissa) times 2**(scales - 127).
+@dataclasses.dataclass(frozen=True)
+class FourBitEncoding(WeightEncoding):
+    """Numbers of 4 bits that stay so, in tiles with their scales (`core.numerics.four_bit_tiles`).
 
-    The bits are put together, because devices flush products below 2**-126 to 0. As in
-    transformers, a scale of 255 is 2**128.
+    Attributes:
+        of: how they are stored.
+        interleaved: of MXFP4 experts, so many matrices have their rows in turn; the tiles of one
+            come before those of the next. 0: one matrix.
     """
-    codes, scales = codes.astype(jnp.uint16), scales.astype(jnp.int32)
-    sign, exponent, mantissa = codes >> 3 << 15, (codes >> 1 & 3).astype(jnp.int32), codes & 1
-    small = exponent == 0  # 0 and 0.5
-    power = scales + jnp.where(small, -1, exponent - 1)
-    # The leading 1 and the mantissa's bit, in the places of bfloat16's seven.
-    significand = jnp.where(small, 128 * mantissa, 128 | mantissa << 6)
-    normal = power.astype(jnp.uint16) << 7 | significand & 127
-    subnormal = significand >> jnp.clip(1 - power, 0, 15).astype(jnp.uint16)
-    bits = jnp.where(power > 0, normal, subnormal)
-    bits = jnp.where(power > 254, 0x7F80, bits)
-    bits = jnp.where(significand == 0, 0, bits)
-    return lax.bitcast_convert_type((bits | sign).astype(jnp.uint16), jnp.bfloat16)
+
+    of: Int4GroupEncoding | Mxfp4Encoding
+    form: FourBitFormat
+    interleaved: int = 0
+
+    @property
+    def rows_together(self) -> int:
+        return four_bit_tiles.ROWS if isinstance(self.of, Int4GroupEncoding) else 1
+
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        numbers, scales, *rest = self.of.parts(name, shape)
+        if self.form.scale != "e8m0":
+            scales = dataclasses.replace(scales, dtypes=(self.form.scale,))
+        return numbers, scales, *rest
+
+    def decode(self, parts: Sequence[Array]) -> Array:
+        codes, scales = self.of.codes(parts)
+        if self.interleaved:
+            codes, scales = (
+                jnp.swapaxes(x.reshape(*x.shape[:2], -1, self.interleaved, x.shape[-1]), 2, 3)
+                for x in (codes, scales)
+            )
+        return four_bit_tiles.pack(codes, scales, None, self.form)
 
 
 def _scales(stored: Float[Array, "..."] | Int[Array, "..."]) -> Float[Array, "..."]:

@@ -1,4 +1,4 @@
-"""Matrices beside the experts that stay FP8, and the places of their numbers and scales.
+"""Matrices beside the experts that stay FP8 or 4 bits, and the places of numbers and scales.
 
 A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published but for
 the order of columns, beside a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has
@@ -7,14 +7,20 @@ a shape that no kernel reads becomes bfloat16 on loading, as what would cut bloc
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
-from jaxattn.models.blocks import Block
+from jaxattn.models.blocks import GQA, MLP, Block, MoE
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
-from jaxattn.models.weight_map.encodings import Fp8NumberEncoding, ScaleEncoding
+from jaxattn.models.weight_map.encodings import (
+    FourBitEncoding,
+    Fp8NumberEncoding,
+    Int4GroupEncoding,
+    ScaleEncoding,
+)
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 from jaxattn.models.weight_map.transforms import (
     PairColumns,
@@ -23,7 +29,9 @@ from jaxattn.models.weight_map.transforms import (
     Transpose,
     WeightTransform,
     WriteRowsAt,
+    WriteTiles,
 )
+from jaxattn.nn.four_bit_linear import FourBitLinears
 
 
 def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> DecoderModel:
@@ -35,6 +43,46 @@ def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> Deco
         names = (name for name, matrix in matrices if matrix.fits_fp8 and name not in without)
         return dataclasses.replace(layer, fp8=tuple(names))
 
+    return _with_layers(model, changed)
+
+
+def with_four_bit_linears(
+    model: DecoderModel, form: FourBitFormat, without: Collection[str] = ()
+) -> DecoderModel:
+    """The model whose linears of attention and MLPs are of 4 bits where they can be, but for those
+    of these names."""
+    stream = model.spec.stream
+
+    def changed(layer: Any) -> Any:
+        if not isinstance(layer, GQA | MLP | MoE):
+            return layer
+        matrices = layer.matrices(stream).items()
+        names = (name for name, matrix in matrices if matrix.fits_four_bits(form))
+        kept = tuple(name for name in names if name not in without)
+        return dataclasses.replace(layer, fp8=FourBitLinears(kept, form) if kept else ())
+
+    return _with_layers(model, changed)
+
+
+def not_four_bits(
+    model: DecoderModel, placed: Iterable[WeightMapping], floats: Callable[[str], bool]
+) -> set[str]:
+    """The 4-bit linears that cannot be: parts that are put in another order, or floats.
+
+    Args:
+        placed: of a family.
+        floats: whether the weight of this name is no INT4.
+    """
+    found = set()
+    for each in placed:
+        if four_bit_form(model.spec, each.key) is not None:
+            whole = isinstance(each.change, Transpose) and each.change.first % ROWS == 0
+            if not whole or floats(each.name):
+                found.add(str(linear_of(model.spec, each.key)))
+    return found
+
+
+def _with_layers(model: DecoderModel, changed: Callable[[Any], Any]) -> DecoderModel:
     def block(each: Block) -> Block:
         mixer, feed_forward = changed(each.mixer), changed(each.feed_forward)
         return dataclasses.replace(each, mixer=mixer, feed_forward=feed_forward)
@@ -45,14 +93,26 @@ def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> Deco
 
 
 def linear_of(spec: DecoderSpec, key: Key) -> str | None:
-    """The name of the FP8 linear that a parameter is of, "q_proj" or "shared.down_proj"; None where
-    it is of no such linear."""
+    """The name of the FP8 or 4-bit linear that a parameter is of, "q_proj" or "shared.down_proj";
+    None where it is of no such linear."""
+    found = _quantized(spec, key)
+    return found and found[0]
+
+
+def four_bit_form(spec: DecoderSpec, key: Key) -> FourBitFormat | None:
+    """The format of the 4-bit linear that a parameter is of; None where it is of no such linear."""
+    found = _quantized(spec, key)
+    return found[1].form if found and isinstance(found[1], FourBitLinears) else None
+
+
+def _quantized(spec: DecoderSpec, key: Key) -> tuple[str, tuple[str, ...] | FourBitLinears] | None:
+    """(a linear's name, the names of its layer's quantized linears, where it is one)."""
     match key:
         case ("segments", int(number), "layers", int(place), ("mixer" | "mlp") as part, *names, _):
             block = spec.segments[number].pattern[place]
             layer = block.mixer if part == "mixer" else block.feed_forward
             name = ".".join(map(str, names))
-            return name if name in layer.fp8 else None
+            return (name, layer.fp8) if name in layer.fp8 else None
     return None
 
 
@@ -97,6 +157,13 @@ def kept(spec: DecoderSpec, placed: Iterable[WeightMapping]) -> Iterator[WeightM
     for each in placed:
         if linear_of(spec, each.key) is None:
             yield each
+            continue
+        form = four_bit_form(spec, each.key)
+        if form is not None:
+            assert isinstance(each.change, Transpose)
+            tiles = FourBitEncoding(Int4GroupEncoding(form.group), form)
+            change = WriteTiles(None, each.change.first)
+            yield dataclasses.replace(each, change=change, stored=tiles)
             continue
         rows = PairColumns(_rows(each.change, 1))
         yield dataclasses.replace(each, change=rows, stored=Fp8NumberEncoding())

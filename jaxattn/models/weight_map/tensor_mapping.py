@@ -21,6 +21,7 @@ from jaxattn.models.weight_map.transforms import (
     WeightTransform,
     WriteIndex,
     WriteRowsAt,
+    WriteTiles,
 )
 
 type Key = tuple[str | int, ...]
@@ -103,6 +104,21 @@ class LayerMapping:
         key = (*self.key, *path)
         tensor = f"{self.prefix}.{name}.weight"
         return WeightMapping(tensor, (out, inner), key, index, WriteRowsAt(below), stored)
+
+    def expert_tiles(
+        self,
+        name: str,
+        expert: int,
+        out: int,
+        inner: int,
+        *path: str,
+        number: int | None = None,
+        stored: WeightEncoding,
+    ) -> WeightMapping:
+        """A linear of one expert in tiles of 4 bits: of [E, n, ...] the `number`-th, or all."""
+        index, key = (self.repeat, expert), (*self.key, *path)
+        tensor = f"{self.prefix}.{name}.weight"
+        return WeightMapping(tensor, (out, inner), key, index, WriteTiles(number), stored)
 
     def expert_scale(
         self, name: str, expert: int, out: int, inner: int, *path: str, number: int | None = None

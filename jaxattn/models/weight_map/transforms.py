@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxattn.core.numerics.four_bit_tiles import ROWS as TILE_ROWS
 from jaxattn.core.numerics.fp8_block_scaling import interleave_columns
 
 
@@ -76,6 +77,30 @@ class WriteIndex(WeightTransform):
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         return (self.number, row, *(0,) * (dims - 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteTiles(WeightTransform):
+    """Tiles of a matrix of 4 bits as they are, below the first `first` rows of the parameter.
+
+    Attributes:
+        number: along an axis that the parameter has before them; None: it has none.
+    """
+
+    number: int | None = None
+    first: int = 0
+
+    @property
+    def anywhere(self) -> WeightTransform:
+        return WriteTiles(None if self.number is None else 0)
+
+    def block(self, rows: Array) -> Array:
+        return rows if self.number is None else rows[None]
+
+    def start(self, row: int, dims: int) -> tuple[int, ...]:
+        before = () if self.number is None else (self.number,)
+        tile = (self.first + row) // TILE_ROWS
+        return (*before, tile, *(0,) * (dims - 1 - len(before)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.numerics import four_bit_tiles
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, dequantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
 from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
@@ -31,14 +33,15 @@ def mixture_of_experts(
     x: Float[Array, "T F"],
     ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
-    gate_up: Float[Array, "*L E J F"],
-    down: Float[Array, "*L E F I"],
+    gate_up: Float[Array, "*L E J F"] | UInt8[Array, "*L E 2 r c B"],
+    down: Float[Array, "*L E F I"] | UInt8[Array, "*L E r c B"],
     *,
     gate_up_scale: Float[Array, "*L E 2 I/128 F/128"] | None = None,
     down_scale: Float[Array, "*L E F/128 I/128"] | None = None,
     gate_up_bias: Float[Array, "*L E J"] | None = None,
     down_bias: Float[Array, "*L E F"] | None = None,
     activation: ClampedSwiGLU | None = None,
+    form: FourBitFormat | None = None,
     layer: int | Int[Array, ""] | StackedLayer | None = None,
     arena: Arena | None = None,
     listed: RoutedToken | None = None,
@@ -47,10 +50,11 @@ def mixture_of_experts(
 ) -> Any:
     """Sum over a token's experts of `weights * down(activation(gate(x), up(x)))`, in float32.
 
-    Operands of the products have the weights' dtype, and x's where the weights are FP8; sums are
-    float32. From 1,024 tokens on, the kernels round each expert's output to that dtype before they
-    multiply it by the weight and add it. A token's experts are added in the order of `ids`, so its
-    result does not depend on the other tokens. A NaN in a token stays in that token.
+    Operands of the products have the weights' dtype, and x's where the weights are quantized; sums
+    are float32. From 1,024 tokens on, the kernels round each expert's output to that dtype before
+    they multiply it by the weight and add it, but for weights of 4 bits. A token's experts are
+    added in the order of `ids`, so its result does not depend on the other tokens. A NaN in a token
+    stays in that token.
 
     Padding: an id below 0 or from E on is no expert: it adds exactly 0, and nothing is read for it.
     The kernels read the weights of experts that somebody chose, once per tile of tokens, and no
@@ -69,6 +73,9 @@ def mixture_of_experts(
         down_scale: likewise.
         gate_up_bias, down_bias: what the products have added, both or none, or stacks.
         activation: None is silu(gate(x)) * up(x).
+        form: of weights of 4 bits, which are tiles (`core.numerics.four_bit_tiles`): gate_up
+            [E, 2, I / 64, F / C, bytes] and down [E, F / 64, I / C, bytes], or stacks. Each is
+            rounded to x's dtype once.
         layer: index into the stacks, a Python int, a traced scalar, or the place in a pattern.
         arena: where the kernels keep what is between the products, regions of `scratch`.
         listed: the kernels' work list of these `ids` and this x, where `choose_experts` has made
@@ -92,14 +99,15 @@ def mixture_of_experts(
         raise TypeError(
             f"{op}: listed must be what choose_experts returns, got {type(listed).__name__}"
         )
-    x, ids, weights, gate_up, down = _checked(op, x, ids, weights, gate_up, down, layer)
+    x, ids, weights, gate_up, down = _checked(op, x, ids, weights, gate_up, down, layer, form)
     if not isinstance(activation, ClampedSwiGLU | None):
         raise TypeError(
             f"{op}: activation must be a ClampedSwiGLU or None, got {type(activation).__name__}"
         )
+    rows = [shape[:-1] for shape in _matrices(gate_up, down, form)]
     beside: tuple[Array | None, ...] = (
         *_checked_scales(op, gate_up, down, gate_up_scale, down_scale),
-        *_checked_biases(op, gate_up, down, gate_up_bias, down_bias),
+        *_checked_biases(op, rows, gate_up_bias, down_bias),
     )
     if layer is None:
         gate_up, down = gate_up[None], down[None]
@@ -111,7 +119,9 @@ def mixture_of_experts(
 
     def reference(*operands: Any) -> Array:
         number = affine[0] * operands[-1] + affine[1]
-        return _by_ragged_products(*operands[:-1], layer=number, activation=activation or swiglu)
+        return _by_ragged_products(
+            *operands[:-1], layer=number, activation=activation or swiglu, form=form
+        )
 
     def mosaic(interpret: bool) -> Any:
         def kernels(x, ids, weights, gate_up, down, *beside):
@@ -119,7 +129,7 @@ def mixture_of_experts(
             return mixture_of_experts_mosaic(
                 x, ids, weights, gate_up, down,
                 gate_up_scale=scales[0], down_scale=scales[1], gate_up_bias=gate_up_bias,
-                down_bias=down_bias, activation=activation, layer=first, affine=affine,
+                down_bias=down_bias, activation=activation, form=form, layer=first, affine=affine,
                 arena=arena, listed=listed, apart=apart and arena is not None, interpret=interpret,
             )  # fmt: skip
 
@@ -135,13 +145,23 @@ def mixture_of_experts(
 
 
 def _checked(
-    op: str, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, layer: Any
+    op: str,
+    x: Any,
+    ids: Any,
+    weights: Any,
+    gate_up: Any,
+    down: Any,
+    layer: Any,
+    form: FourBitFormat | None,
 ) -> tuple[Array, ...]:
     arguments = OpArguments(op)
     x = arguments.check("x", x, "T F")
     _, ids = arguments.integers("ids", ids, "T K")
     weights = arguments.check("weights", weights, "T K")
     stack = "" if layer is None else "L "
+    if form is not None:
+        _check_tiles(op, arguments, x, gate_up, down, stack, form)
+        return x, ids, weights, jnp.asarray(gate_up), jnp.asarray(down)
     for name, array, axes in (("gate_up", gate_up, "E J F"), ("down", down, "E F I")):
         check_array(op, name, array)
         if layer is None and len(array.shape) == 4:
@@ -158,6 +178,40 @@ def _checked(
             f"{op}: gate_up and down must have one dtype, got {gate_up.dtype} and {down.dtype}"
         )
     return x, ids, weights, jnp.asarray(gate_up), jnp.asarray(down)
+
+
+def _check_tiles(
+    op: str, arguments: OpArguments, x: Any, gate_up: Any, down: Any, stack: str, form: Any
+) -> None:
+    """Weights of 4 bits are tiles of one pair of sizes."""
+    if not isinstance(form, FourBitFormat):
+        raise TypeError(f"{op}: form must be a FourBitFormat or None, got {type(form).__name__}")
+    for name, array, axes in (("gate_up", gate_up, "E two r c B"), ("down", down, "E m n B")):
+        check_array(op, name, array)
+        arguments.check(name, array, stack + axes, ("uint8",))
+    features, width = form.matrix(down.shape)
+    wanted = {
+        "gate_up": (gate_up, (2, width // four_bit_tiles.ROWS, features // form.columns)),
+        "down": (down, (features // four_bit_tiles.ROWS, width // form.columns)),
+    }
+    for name, (array, sizes) in wanted.items():
+        shape = (*sizes, form.tile_bytes)
+        if tuple(array.shape[-len(shape) :]) != shape or x.shape[-1] != features:
+            raise ValueError(
+                f"{op}: {name} {tuple(array.shape)} must end in {list(shape)}, tiles of F = "
+                f"{x.shape[-1]} and I = {width} in {form}"
+            )
+
+
+def _matrices(
+    gate_up: Array, down: Array, form: FourBitFormat | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of the weights as matrices."""
+    if form is None:
+        return gate_up.shape, down.shape
+    features, width = form.matrix(down.shape)
+    stack = down.shape[:-3]
+    return (*stack, 2 * width, features), (*stack, features, width)
 
 
 def _checked_scales(
@@ -183,16 +237,15 @@ def _checked_scales(
 
 
 def _checked_biases(
-    op: str, gate_up: Array, down: Array, gate_up_bias: Any, down_bias: Any
+    op: str, rows: list[tuple[int, ...]], gate_up_bias: Any, down_bias: Any
 ) -> tuple[Array | None, Array | None]:
     """Both products have biases, or none has."""
     if gate_up_bias is None and down_bias is None:
         return None, None
     found = []
-    for name, bias, weights in (
-        ("gate_up_bias", gate_up_bias, gate_up), ("down_bias", down_bias, down)
+    for name, bias, shape in (
+        ("gate_up_bias", gate_up_bias, rows[0]), ("down_bias", down_bias, rows[1])
     ):  # fmt: skip
-        shape = weights.shape[:-1]
         if bias is None:
             raise ValueError(f"{op}: both products have biases or none; {name} is None")
         check_array(op, name, bias)
@@ -217,9 +270,13 @@ def _by_ragged_products(
     *,
     layer: Array,
     activation: Callable[[Array, Array], Array],
+    form: FourBitFormat | None = None,
 ) -> Array:
     """The plain-JAX path: tokens sorted by expert, each of which multiplies its own rows."""
     gate_up, down = gate_up[layer], down[layer]
+    if form is not None:
+        gate_up, down = (four_bit_tiles.dequantize(w, form, x.dtype) for w in (gate_up, down))
+        gate_up = gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
     experts, rows, _ = gate_up.shape
     dtype = gate_up.dtype
     if gate_up_scale is not None and down_scale is not None:

@@ -4,7 +4,11 @@ import dataclasses
 
 from jaxattn.core.numerics.fp8_block_scaling import block_counts
 from jaxattn.models.blocks import MoE
-from jaxattn.models.weight_map.encodings import Fp8NumberEncoding
+from jaxattn.models.weight_map.encodings import (
+    FourBitEncoding,
+    Fp8NumberEncoding,
+    Int4GroupEncoding,
+)
 from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 from jaxattn.models.weight_map.transforms import SplitExpertColumns, SplitExpertRows
 
@@ -106,6 +110,14 @@ def _expert(
     width = moe.expert_size
     of_gate, of_up, of_down = (f"{names.layer}.experts.{expert}.{each}" for each in names.expert)
     up, down = (expert, width, hidden), (expert, hidden, width)
+    if moe.form is not None and moe.form.kind == "int4":
+        tiles = FourBitEncoding(Int4GroupEncoding(moe.form.group), moe.form)
+        both = ("mlp", "gate_up_proj")
+        return [
+            place.expert_tiles(of_gate, *up, *both, number=0, stored=tiles),
+            place.expert_tiles(of_up, *up, *both, number=1, stored=tiles),
+            place.expert_tiles(of_down, *down, "mlp", "down_proj", stored=tiles),
+        ]
     kept = Fp8NumberEncoding() if moe.weight_format == "fp8" else None
     both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
     found = [

@@ -2,8 +2,8 @@
 
     fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published; without
                         blocks one scale for a matrix, as Ministral 3 is
-    compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are; or
-                        FP8 with a scale for a row or a matrix
+    compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are, or
+                        of 128; or FP8 with a scale for a row or a matrix
     mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
 
 All else is refused by name. Which weights are quantized is read from the tensors: the lists of
@@ -11,14 +11,15 @@ exceptions in config.json differ from publisher to publisher. What is planned be
 tensors goes by the lists.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from jaxattn.core.numerics.four_bit_tiles import INT4_GROUPS, MXFP4_GROUP, FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.core.validation.config_fields import json_object, short_repr
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.weight_map.encodings import (
-    INT4_GROUP,
     FloatEncoding,
     Fp8BlockEncoding,
     Fp8ScaledEncoding,
@@ -27,12 +28,13 @@ from jaxattn.models.weight_map.encodings import (
     WeightEncoding,
 )
 
-type Quantization = Literal["fp8", "fp8 by row", "fp8 by matrix", "int4", "mxfp4"]
+type Quantization = Literal["fp8", "fp8 by row", "fp8 by matrix", "int4", "int4-128", "mxfp4"]
 
 FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
 METHODS = ("fp8", "compressed-tensors", "mxfp4")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # activations stay floats
 STRATEGIES: dict[str, Quantization] = {"channel": "fp8 by row", "tensor": "fp8 by matrix"}
+INT4: dict[int, Quantization] = {32: "int4", 128: "int4-128"}  # by columns of a group
 LISTS = ("modules_to_not_convert", "ignored_layers")  # of modules that are floats
 
 
@@ -70,6 +72,44 @@ def listed_floats(fields: ConfigFields) -> list[str]:
     return [each for some in lists if isinstance(some, list) for each in some if each]
 
 
+def int4_group(quantization: Quantization | None) -> int | None:
+    """The columns of a group that share a scale, of weights in INT4."""
+    return next((group for group, name in INT4.items() if name == quantization), None)
+
+
+def four_bit_format(
+    quantization: Quantization | None, fields: ConfigFields
+) -> FourBitFormat | None:
+    """The format of weights of 4 bits; None where they have others.
+
+    The scales' dtype is the model's, which the tensors may contradict (`with_scales`).
+    """
+    if quantization == "mxfp4":
+        return FourBitFormat("mxfp4", MXFP4_GROUP, "e8m0")
+    group = int4_group(quantization)
+    if group is None:
+        return None
+    dtype = fields.values.get("dtype", fields.values.get("torch_dtype"))
+    return FourBitFormat("int4", group, "float16" if dtype == "float16" else "bfloat16")
+
+
+def ignored(fields: ConfigFields, module: str) -> bool:
+    """Whether config.json says that a module is not in INT4: by its name, or `re:` and what it
+    begins with."""
+    values = fields.values.get("quantization_config")
+    listed = values.get("ignore") if isinstance(values, dict) else None
+    names = [each for each in listed or () if isinstance(each, str)]
+    patterns = [each.removeprefix("re:") for each in names if each.startswith("re:")]
+    return module in names or any(_begins(pattern, module) for pattern in patterns)
+
+
+def _begins(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:  # what cannot be meant
+        return False
+
+
 def _read_fp8(given: ConfigFields) -> Quantization:
     given.require("fmt", "e4m3", "float8_e4m3fn")
     if given.values.get("weight_block_size") is None:
@@ -95,9 +135,9 @@ def _read_int4(group: ConfigFields, weights: ConfigFields) -> Quantization:
     weights.require("type", "int")
     weights.require("symmetric", True)
     weights.require("strategy", "group")
-    weights.require("group_size", INT4_GROUP, missing=None)
-    weights.require("actorder", None)
-    return "int4"
+    weights.require("group_size", *INT4_GROUPS, missing=None)
+    weights.require("actorder", None, "weight", "static")  # whose columns stay in their order
+    return INT4[weights.values["group_size"]]
 
 
 def _read_float(group: ConfigFields, weights: ConfigFields) -> Quantization:
@@ -125,6 +165,7 @@ def stored_as(
         return Fp8ScaledEncoding(quantization == "fp8 by row", scale)
     if quantization == "mxfp4" and f"{name}_blocks" in dtypes:
         return Mxfp4Encoding()
-    if quantization == "int4" and f"{name}_packed" in dtypes:
-        return Int4GroupEncoding()
+    group = int4_group(quantization)
+    if group and f"{name}_packed" in dtypes:
+        return Int4GroupEncoding(group)
     return FloatEncoding()

@@ -17,6 +17,7 @@ from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.families.components.gqa import attention, read_plain, read_windows
 from jaxattn.models.families.grouped_query.qwen3 import skipped as skipped
 from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.encodings import FourBitEncoding, Mxfp4Encoding
 from jaxattn.models.weight_map.tensor_mapping import (
     IDENTITY,
     LayerMapping,
@@ -81,11 +82,16 @@ def _experts(place: LayerMapping, hidden: int, moe: MoE) -> list[WeightMapping]:
         ("down_proj", (count, width, hidden), "down_proj", TransposeExperts()),
         ("down_proj_bias", (count, hidden), "down_bias", IDENTITY),
     )
+    found = [
+        place.plain(f"mlp.experts.{name}", shape, "mlp", key, change=change)
+        for name, shape, key, change in tensors
+    ]
+    if moe.form is not None and moe.form.kind == "mxfp4":
+        for place_of, interleaved in ((0, 2), (2, 0)):
+            tiles = FourBitEncoding(Mxfp4Encoding(), moe.form, interleaved)
+            found[place_of] = dataclasses.replace(found[place_of], change=IDENTITY, stored=tiles)
     return [
         place.matrix("mlp.router", count, hidden, "mlp", "router"),
         place.plain("mlp.router.bias", (count,), "mlp", "router_bias"),
-        *(
-            place.plain(f"mlp.experts.{name}", shape, "mlp", key, change=change)
-            for name, shape, key, change in tensors
-        ),
+        *found,
     ]

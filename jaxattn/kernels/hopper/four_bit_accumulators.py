@@ -1,0 +1,134 @@
+"""Sums over K of products with weights of 4 bits, whose tiles come through a ring of copies.
+
+A step of K is some tiles of a row of them. Scales are multiplied in as a warpgroup widens its tiles
+(four_bit_operands.py), so sums stay in registers over all of K.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
+from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, widened
+from jaxattn.kernels.hopper.fp8_operands import plain_product
+
+MMA_COLUMNS = 32  # up to which single warps' mma is faster than wgmma
+
+
+def lines_of_step(form: FourBitFormat, depth: int) -> int:
+    """Of so many numbers of K."""
+    return depth // form.columns * form.tile_bytes // LINE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FourBitAccumulators:
+    """Sums of a warpgroup.
+
+    Attributes:
+        form: of the weights.
+        dtype: of the tokens.
+        columns: N, tokens.
+        arrived: makes of a step its place in the ring, once it is loaded.
+        tiles: of such a place the tiles of each of the warpgroup's parts, [lines, 128].
+        tokens: the tokens of all places, [stage, tile, N, columns of a tile].
+        read: barriers that say that a place has been read.
+    """
+
+    form: FourBitFormat
+    dtype: DTypeLike
+    columns: int
+    arrived: Callable[[Any], Any]
+    tiles: Callable[[Any], list[Any]]
+    tokens: Any
+    read: Any
+    interpret: bool
+
+    def __call__(self, steps: Any, done: Any) -> list[jax.Array]:
+        """Of each part, [64, N] over so many steps.
+
+        Args:
+            done: steps before the first.
+        """
+        if self.interpret:
+            sums = self._plain_sums
+        else:
+            sums = self._by_mma if self.columns <= MMA_COLUMNS else self._by_wgmma
+        grown = 1 / shrunk(self.form, self.dtype)
+        return [total * grown for total in sums(steps, done)]
+
+    @property
+    def _parts(self) -> int:
+        return len(self.tiles(0))
+
+    @property
+    def _places(self) -> range:
+        """Tiles of a step."""
+        return range(self.tokens.shape[1])
+
+    def _weights(self, tiles: Any, place: int) -> jax.Array:
+        count = self.form.tile_bytes // LINE
+        tile = tiles.at[pl.ds(place * count, count)]
+        return widened(tile, self.dtype, self.form, interpret=self.interpret)
+
+    def _zeros(self) -> list[jax.Array]:
+        zero = jnp.zeros((ROWS, self.columns), jnp.float32)
+        if not self.interpret:
+            zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
+        return [zero] * self._parts
+
+    def _by_mma(self, steps: Any, done: Any) -> list[jax.Array]:
+        """Of few tokens."""
+
+        def step(s: Any, totals: list[jax.Array]) -> list[jax.Array]:
+            slot = self.arrived(done + s)
+            tokens = [self.tokens.at[slot, place] for place in self._places]
+            totals = [
+                accumulated(total, tiles, tokens, self.form)
+                for total, tiles in zip(totals, self.tiles(slot), strict=True)
+            ]
+            plgpu.barrier_arrive(self.read.at[slot])
+            return totals
+
+        return lax.fori_loop(0, steps, step, self._zeros())
+
+    def _by_wgmma(self, steps: Any, done: Any) -> list[jax.Array]:
+        def accumulate(*accs: Any) -> list[jax.Array]:
+            @pl.loop(0, steps)
+            def _step(s):
+                slot = self.arrived(done + s)
+                for place in self._places:
+                    tokens = self.tokens.at[slot, place].transpose((1, 0))
+                    every = [self._weights(tiles, place) for tiles in self.tiles(slot)]
+                    for acc, weights in zip(accs, every, strict=True):
+                        plgpu.wgmma(acc, weights, tokens)
+                    plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(self.read.at[slot])
+
+            return [acc[...] for acc in accs]
+
+        shape = (ROWS, self.columns)
+        return pl.run_scoped(accumulate, *[plgpu.ACC(shape, jnp.float32)] * self._parts)
+
+    def _plain_sums(self, steps: Any, done: Any) -> list[jax.Array]:
+        """In the interpreter, whose wgmma takes nothing from registers."""
+
+        def step(s: Any, totals: list[jax.Array]) -> list[jax.Array]:
+            slot = self.arrived(done + s)
+            for place in self._places:
+                tokens = self.tokens[slot, place]
+                totals = [
+                    total + plain_product(self._weights(tiles, place), tokens)
+                    for total, tiles in zip(totals, self.tiles(slot), strict=True)
+                ]
+            plgpu.commit_smem()  # a fence between a load and the next copy to its place
+            plgpu.barrier_arrive(self.read.at[slot])
+            return totals
+
+        return lax.fori_loop(0, steps, step, self._zeros())

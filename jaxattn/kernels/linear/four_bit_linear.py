@@ -1,0 +1,216 @@
+"""Products of up to 256 tokens with matrices of a layer in 4 bits.
+
+The blocks are those of fp8_batched_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
+two warpgroups that multiply and one that copies. Those of a cluster share the K numbers. Weights
+lie in tiles with their scales, which a warpgroup widens in registers
+(hopper/four_bit_accumulators.py).
+
+Limits: 256 tokens; N a multiple of 64 and at least 128, K whole tiles; bfloat16, and float16 where
+scales are not bfloat16.
+Reference: `jaxattn.ops.linear.four_bit_linear` (implementation="xla"). Tests:
+tests/kernels/linear/test_four_bit_linear.py.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.core.dispatch import Refusal
+from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, require_hopper, swizzled
+from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
+from jaxattn.kernels.hopper.four_bit_operands import LINE, serves
+from jaxattn.kernels.linear.fp8_batched_linear import (
+    AT_A_TIME,
+    BARRIER_BYTES,
+    BEGINNING,
+    CONSUMERS,
+    MOST_TOKENS,
+    SUMMING,
+    Fp8BatchedLinearConfig,
+    Fp8BatchedLinearCta,
+    Fp8BatchedLinearRefs,
+    columns_of,
+    sums_bytes,
+)
+from jaxattn.kernels.linear.launch import LinearTileConfig
+
+OP = "linear_four_bit_layer"
+DEPTH = 128  # numbers of K of a step, where K is a multiple
+MOST_STAGES = 12
+LEAST_ROWS = CONSUMERS * ROWS
+
+
+def depth_of(form: FourBitFormat, inner: int) -> int:
+    """Numbers of K of a step."""
+    return DEPTH if inner % DEPTH == 0 else form.columns
+
+
+def choose(
+    form: FourBitFormat, *, tiles: int, inner: int, columns: int, gated: bool
+) -> LinearTileConfig:
+    """The parts of K with which the last block ends first, by count of steps."""
+    depth = depth_of(form, inner)
+    steps = inner // depth
+
+    def time(parts: int) -> int:
+        turns = -(-tiles // AT_A_TIME[parts])
+        return turns * (-(-steps // parts) + BEGINNING) + SUMMING * (parts > 1)
+
+    parts = min((each for each in AT_A_TIME if each <= steps), key=time)
+    room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
+    room -= sums_bytes(columns) * (gated or parts > 1)
+    stage = CONSUMERS * lines_of_step(form, depth) * LINE + columns * depth * 2
+    stages = max(2, min(MOST_STAGES, steps // parts, room // stage))
+    return LinearTileConfig(parts=parts, stages=stages)
+
+
+def refusal(
+    x: tuple[int, ...], dtype: Any, weights: Sequence[jax.Array], form: FourBitFormat
+) -> str | None:
+    """Why the kernel does not serve x [T, K] of this dtype and stacks of tiles, or None."""
+    if not 0 < x[0] <= MOST_TOKENS:
+        return f"the kernel has 1 to {MOST_TOKENS} tokens, and got x {x}"
+    if not serves(form, dtype):
+        return (
+            "the kernel multiplies by bfloat16, or float16 where scales are not bfloat16; got x "
+            f"{jnp.dtype(dtype).name} and {form}"
+        )
+    rows = [form.matrix(each.shape)[0] for each in weights]
+    if min(rows) < LEAST_ROWS:
+        return f"the kernel has matrices of {LEAST_ROWS} rows at least, and got {rows}"
+    return None
+
+
+def linears_four_bit_mosaic(
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    form: FourBitFormat,
+    *,
+    layer: jax.Array | int,
+    affine: tuple[int, int] = (1, 0),
+    out_dtypes: Sequence[Any],
+    gated: bool = False,
+    config: LinearTileConfig | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> list[jax.Array]:
+    """`x @ weight[layer].T` of each stack of tiles, or silu of the first's times the second's.
+
+    Args:
+        x: [T, K].
+        weights: stacks of tiles, uint8 [L, N / 64, K / C, bytes].
+        layer: the layer is `affine[0] * layer + affine[1]`.
+    """
+    require_hopper(OP, interpret=interpret)
+    if why := refusal(x.shape, x.dtype, weights, form):
+        raise Refusal(f"{OP}: {why}")
+    tokens, inner = x.shape
+    columns, turns = columns_of(tokens)
+    depth, rows = depth_of(form, inner), ROWS * (1 if gated else CONSUMERS)
+    sizes = tuple(form.matrix(each.shape)[0] for each in weights[: 1 if gated else None])
+    tiles = turns * sum(-(-size // rows) for size in sizes)
+    config = config or choose(form, tiles=tiles, inner=inner, columns=columns, gated=gated)
+    cut = FourBitLinearConfig(
+        parts=config.parts, stages=config.stages, columns=columns, turns=turns,
+        steps=inner // depth, sizes=sizes, affine=affine, gated=gated, interpret=interpret,
+        form=form, depth=depth,
+    )  # fmt: skip
+    apart = None
+    if interpret and cut.parts > 1:  # whose blocks have no shared memory in common
+        shape = (cut.parts, tiles, CONSUMERS, ROWS * columns)
+        apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
+    padded, pieces = turns * columns, depth // form.columns
+    of_tokens = (cut.stages, pieces, columns, form.columns)
+    of_weights = (cut.stages, CONSUMERS, lines_of_step(form, depth), LINE)
+    found = launch(
+        lambda **refs: FourBitLinearCta(cut, Fp8BatchedLinearRefs(**refs)).run(),
+        name="linear_four_bit",
+        grid={"tile": tiles},
+        cluster={"part": cut.parts} if cut.parts > 1 else {},
+        inputs={
+            "x_ref": jnp.pad(x, ((0, padded - tokens), (0, 0))),
+            "weights_refs": tuple(each.reshape(*each.shape[:2], -1, LINE) for each in weights),
+            "scales_refs": None,
+            "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
+            "apart_ref": apart,
+        },
+        outputs={
+            "out_refs": tuple(
+                jax.ShapeDtypeStruct((padded, size), dtype)
+                for size, dtype in zip(sizes, out_dtypes, strict=True)
+            )
+        },
+        scratch={
+            "x_smem": plgpu.SMEM(of_tokens, x.dtype, transforms=swizzled(x.dtype)),
+            "w_smem": plgpu.SMEM(of_weights, jnp.uint8),
+            "sums_smem": plgpu.SMEM((CONSUMERS, ROWS * columns), jnp.float32)
+            if cut.summed
+            else None,
+            "loaded": plgpu.Barrier(num_arrivals=pieces + CONSUMERS, num_barriers=cut.stages),
+            "read": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=cut.stages),
+            "met": plgpu.Barrier(num_arrivals=CONSUMERS) if gated and cut.parts == 1 else None,
+            "all_met": None
+            if apart is None
+            else plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS + 1),
+        },
+        warpgroups=CONSUMERS + 1,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )["out_refs"]
+    return [each[:tokens] for each in found]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FourBitLinearConfig(Fp8BatchedLinearConfig):
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        form: of the weights.
+        depth: numbers of K of a step.
+    """
+
+    form: FourBitFormat
+    depth: int
+
+
+class FourBitLinearCta(Fp8BatchedLinearCta):
+    """A block's part of K, its rows and its tokens, with weights in tiles."""
+
+    cut: FourBitLinearConfig
+
+    def _source(self, weights: Any, row: Any, step: Any) -> Any:
+        count = lines_of_step(self.cut.form, self.cut.depth)
+        return weights.at[self.layer, lax.div(row, ROWS), pl.ds(step * count, count)]
+
+    def _copy_tokens(self, slot: Any, step: Any) -> None:
+        cut, refs, size = self.cut, self.refs, self.cut.form.columns
+        for piece in range(cut.depth // size):
+            some = pl.ds(pl.multiple_of(step * cut.depth + piece * size, size), size)
+            tokens = refs.x_ref.at[pl.ds(self.token, cut.columns), some]
+            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot, piece], refs.loaded.at[slot])
+
+    def _total(self) -> jax.Array:
+        cut, refs = self.cut, self.refs
+
+        def arrived(step: Any) -> Any:
+            slot = lax.rem(step, cut.stages)
+            plgpu.barrier_wait(refs.loaded.at[slot])
+            return slot
+
+        sums = FourBitAccumulators(
+            form=cut.form, dtype=refs.x_smem.dtype, columns=cut.columns, arrived=arrived,
+            tiles=lambda slot: [refs.w_smem.at[slot, self.wg]], tokens=refs.x_smem,
+            read=refs.read, interpret=cut.interpret,
+        )  # fmt: skip
+        return sums(self.mine, 0)[0]

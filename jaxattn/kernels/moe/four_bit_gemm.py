@@ -1,0 +1,79 @@
+"""Tile configurations of `grouped_product` with weights of 4 bits.
+
+To widen takes as long as to read, so two warpgroups at least work on a multiprocessor: one has
+gate's rows and another up's, or each has rows of its own.
+"""
+
+import dataclasses
+import math
+
+import jax
+
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
+from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
+from jaxattn.kernels.hopper.four_bit_accumulators import lines_of_step
+from jaxattn.kernels.hopper.four_bit_operands import LINE
+from jaxattn.kernels.moe.tile_config import (
+    BARRIER_BYTES,
+    BLOCK,
+    MOST_STAGES,
+    ROWS,
+    TOKEN_TILES,
+    GemmTileConfig,
+    MoeTileConfig,
+    token_tile,
+)
+
+FEW_COLUMNS = 32  # of tokens, with which two blocks have registers enough
+
+
+def lines(weights: jax.Array) -> jax.Array:
+    """Tiles [L, E, ..., K / C, bytes] as [L, E, R / 64, lines, 128], as they are copied."""
+    layers, experts, *down, across, size = weights.shape
+    return weights.reshape(layers, experts, math.prod(down), across * size // LINE, LINE)
+
+
+def choose_four_bit(
+    form: FourBitFormat,
+    *,
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    expert_size: int,
+) -> MoeTileConfig:
+    """The cut for these sizes.
+
+    With few tokens two blocks work on a multiprocessor, and each has two warpgroups that multiply.
+    """
+    pairs = tokens * top_k
+    used = min(experts, pairs)
+    columns = token_tile(pairs, experts, tokens, TOKEN_TILES[-1])
+
+    def product(rows: int, depth: int, gated: bool) -> GemmTileConfig:
+        step = next(n for n in (BLOCK, 3 * ROWS, ROWS) if depth % n == 0 and n % form.columns == 0)
+        wide = rows % (2 * ROWS) == 0 and used * (rows // (2 * ROWS)) >= 2 * NUM_SMS
+        together = 2 if columns <= FEW_COLUMNS and not (wide and gated) else 1
+        made = GemmTileConfig(
+            consumers=2 if wide else 1, parts=2 if gated else 1, split=gated and not wide,
+            depth=step, together=together,
+        )  # fmt: skip
+        items = used * (rows // made.rows)
+        blocks = min(max(items, NUM_SMS), together * NUM_SMS)
+        made = dataclasses.replace(made, blocks=blocks, together=-(-blocks // NUM_SMS))
+        return dataclasses.replace(made, stages=_stages(made, form, columns, 2 if gated else 4))
+
+    return MoeTileConfig(
+        columns=columns,
+        gate_up=product(expert_size, hidden, True),
+        down=product(hidden, expert_size, False),
+    )
+
+
+def _stages(made: GemmTileConfig, form: FourBitFormat, columns: int, of_result: int) -> int:
+    """All that shared memory has room for."""
+    weights = made.parts * made.consumers * lines_of_step(form, made.depth) * LINE
+    stage = -(-weights // 1024) * 1024 + columns * made.depth * 2
+    results = made.rows * columns * (of_result + 4 * made.split)
+    room = SHARED_BYTES // made.together - RESERVED_BYTES - BARRIER_BYTES - results
+    return max(2, min(MOST_STAGES, room // stage))

@@ -1,0 +1,133 @@
+"""Products of tokens with matrices of a layer in 4 bits, which stay in their stacks.
+
+    q, k = linear_four_bit_layer(x, (q_proj, k_proj), form, layer=l)
+    h = gated_four_bit_layer(x, (gate_proj, up_proj), form, layer=l)
+
+Matrices [N, K] lie in tiles with their scales (`core.numerics.four_bit_tiles`). For up to 256
+tokens a kernel reads them where they lie. XLA's product dequantizes a layer's matrix, rounded to
+the tokens' dtype: it is made for many tokens.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
+from jaxattn.core.stacked_layer import split_layer_index
+from jaxattn.core.validation.arguments import OpArguments
+from jaxattn.core.validation.array_checks import check_layer
+from jaxattn.kernels.linear.four_bit_linear import OP, linears_four_bit_mosaic
+from jaxattn.ops.linear.linear import Layer
+
+
+def linear_four_bit_layer(
+    x: Float[Array, "*T K"],
+    weights: Sequence[UInt8[Array, "L r c B"]],
+    form: FourBitFormat,
+    *,
+    layer: Layer,
+    out_dtypes: Sequence[DTypeLike] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*T N"], ...]:
+    """`x @ weight[layer].T` of each stack of tiles, summed in float32.
+
+    Args:
+        x: tokens; the kernel has bfloat16, and float16 where scales are not bfloat16.
+        weights: stacks of tiles, of any N each and one K.
+        form: of the tiles.
+        layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
+        out_dtypes: of the results; float32 if None.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to 256
+            tokens and N of at least 128. The gradient is "xla"'s.
+
+    Raises:
+        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
+    return tuple(_linears(x, list(weights), form, layer, dtypes, False, implementation))
+
+
+def gated_four_bit_layer(
+    x: Float[Array, "*T K"],
+    weights: tuple[UInt8[Array, "L r c B"], UInt8[Array, "L r c B"]],
+    form: FourBitFormat,
+    *,
+    layer: Layer,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    implementation: Implementation | None = None,
+) -> Float[Array, "*T N"]:
+    """`silu(gate) * up`, of the products with both matrices, float32 until it is rounded once.
+
+    Arguments, limits and errors are those of `linear_four_bit_layer`; gate comes before up.
+    """
+    shapes = [tuple(each.shape) for each in weights]
+    if len(shapes) != 2 or shapes[0] != shapes[1]:
+        raise ValueError(f"{OP}: weights must be gate and up of one shape, got {shapes}")
+    dtypes = [jnp.dtype(out_dtype)]
+    return _linears(x, list(weights), form, layer, dtypes, True, implementation)[0]
+
+
+def _linears(
+    x: Array,
+    weights: list[Array],
+    form: FourBitFormat,
+    layer: Layer,
+    out_dtypes: list[Any],
+    gated: bool,
+    implementation: Implementation | None,
+) -> list[Array]:
+    _check(x, weights, form)
+    first, affine, number = split_layer_index(layer)
+    check_layer(OP, "weights[0]", weights[0].shape, number)
+
+    def kernel(tokens: Array, first: Array, weights: list[Array], interpret: bool) -> list[Array]:
+        return linears_four_bit_mosaic(
+            tokens, weights, form, layer=first, affine=affine, out_dtypes=out_dtypes,
+            gated=gated, interpret=interpret,
+        )  # fmt: skip
+
+    def reference(tokens: Array, first: Array, weights: list[Array]) -> list[Array]:
+        layer = affine[0] * first + affine[1]
+        products = [_product(tokens, weight, form, layer) for weight in weights]
+        if gated:
+            products = [jax.nn.silu(products[0]) * products[1]]
+        return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
+
+    operands = x.reshape(-1, x.shape[-1]), jnp.asarray(first, jnp.int32), weights
+
+    def mosaic(interpret: bool) -> list[Array]:
+        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
+
+    with jax.named_scope(OP):
+        found = dispatch_kernel(OP, implementation, mosaic, lambda: reference(*operands))
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+
+
+def _check(x: Array, weights: list[Array], form: FourBitFormat) -> None:
+    arguments = OpArguments(OP)
+    if not isinstance(form, FourBitFormat):
+        raise TypeError(f"{OP}: form must be a FourBitFormat, got {type(form).__name__}")
+    for place, weight in enumerate(weights):
+        arguments.check(f"weights[{place}]", weight, f"L r{place} c B", ("uint8",))
+        inner = form.matrix(weight.shape)[1]
+        if weight.shape[-1] != form.tile_bytes or x.shape[-1] != inner:
+            raise ValueError(
+                f"{OP}: weights[{place}] {list(weight.shape)} must be [L, N / {64}, K / "
+                f"{form.columns}, {form.tile_bytes}] of x {list(x.shape)} in {form}"
+            )
+
+
+def _product(x: Array, weights: Array, form: FourBitFormat, layer: Array) -> Array:
+    tiles = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
+    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    wide = dequantize(tiles, form, x.dtype)
+    return jnp.matmul(x, wide.T, precision=exact, preferred_element_type=jnp.float32)

@@ -1,0 +1,134 @@
+"""Dense matrices of 4 bits, from a folder of compressed-tensors to the logits."""
+
+import json
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.core.numerics.four_bit_tiles import dequantize
+from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.sharding.axis_sharding import ShardingError
+from jaxattn.models.sharding.decoder import divided
+from jaxattn.nn.four_bit_linear import FourBitLinears
+from jaxattn.parallel import Parallel
+from tests.helpers.safetensors_files import write_file
+
+HIDDEN, WIDE, HEADS, DIM, VOCAB, LAYERS = 128, 256, 4, 32, 96, 2
+SIZES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN, HIDDEN),
+    "self_attn.v_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (WIDE, HIDDEN), "mlp.up_proj": (WIDE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, WIDE),
+}  # fmt: skip
+
+
+def config_of(group: int, **changes) -> dict:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+               "group_size": group, "actorder": "weight"} | changes  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    quantization = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                    "config_groups": groups, "ignore": ["lm_head"]}  # fmt: skip
+    return {
+        "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": WIDE,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "head_dim": DIM, "vocab_size": VOCAB, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "max_position_embeddings": 256, "hidden_act": "silu", "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "eos_token_id": 1, "bos_token_id": 0,
+        "quantization_config": quantization,
+    }  # fmt: skip
+
+
+def folder_of(path, group: int = 128, dtype: str = "bfloat16", floats: str = "") -> dict:
+    """Writes a folder, and returns what its matrices mean, in float32. Those of the name `floats`
+    are floats in the last layer."""
+    rng, tensors, meant = np.random.default_rng(0), {}, {}
+    dtype = jnp.dtype(dtype)
+    for layer in range(LAYERS):
+        before = f"model.layers.{layer}"
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{before}.{norm}.weight"] = np.ones(HIDDEN, dtype)
+        for part, (out, inner) in SIZES.items():
+            name = f"{before}.{part}.weight"
+            if part == floats and layer == LAYERS - 1:
+                tensors[name] = (rng.normal(size=(out, inner)) / 12).astype(dtype)
+                meant[name] = tensors[name].astype(np.float32)
+                continue
+            codes = rng.integers(0, 16, (out, inner))
+            scales = (rng.uniform(0.5, 1, (out, inner // group)) / 50).astype(dtype)
+            words = (codes.reshape(out, -1, 8) << np.arange(0, 32, 4)).sum(-1)
+            tensors[f"{name}_packed"] = words.astype(np.uint32).view(np.int32)
+            tensors[f"{name}_scale"] = scales
+            tensors[f"{name}_shape"] = np.array([out, inner], np.int64)
+            meant[name] = (codes - 8) * np.repeat(scales.astype(np.float32), group, 1)
+    tensors["model.embed_tokens.weight"] = rng.normal(size=(VOCAB, HIDDEN)).astype(dtype)
+    tensors["lm_head.weight"] = (rng.normal(size=(VOCAB, HIDDEN)) / 10).astype(dtype)
+    tensors["model.norm.weight"] = np.ones(HIDDEN, dtype)
+    path.mkdir(exist_ok=True)
+    write_file(path / "model.safetensors", tensors)
+    (path / "config.json").write_text(json.dumps(config_of(group)))
+    return meant
+
+
+@cache
+def small(root, group: int):
+    """(folder, what it means, the model and its parameters in float32)."""
+    folder = root / f"int4_{group}"
+    meant = folder_of(folder, group)
+    return folder, meant, huggingface_checkpoint.load(folder, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("four_bit")
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_matrices_stay_4_bits_and_mean_the_same(root, group):
+    _, meant, (model, params) = small(root, group)
+    block = model.spec.blocks[0]
+    assert isinstance(block.mixer.fp8, FourBitLinears) and block.mixer.fp8.form.group == group
+    layer = params["segments"][0]["layers"][0]
+    for part, module in (("self_attn.k_proj", "mixer"), ("mlp.down_proj", "mlp")):
+        tiles = layer[module][part.split(".")[1]]["weight"][...]
+        assert tiles.dtype == jnp.uint8
+        found = dequantize(tiles[1], block.mixer.fp8.form, jnp.float32)
+        np.testing.assert_array_equal(found, meant[f"model.layers.1.{part}.weight"])
+
+
+def test_logits_are_those_of_the_floats(root):
+    folder, _, (model, params) = small(root, 128)
+    tokens = np.arange(24).reshape(2, 12) * 7 % VOCAB
+    other, floats = huggingface_checkpoint.load(folder, dtype="float32", dense="bfloat16")
+    assert not other.spec.blocks[0].mixer.fp8
+    logits = [jax.jit(m.bind(p))(tokens) for m, p in ((model, params), (other, floats))]
+    np.testing.assert_allclose(*logits, atol=1e-5, rtol=1e-5)
+    made = model.init_params(jax.random.key(0))
+    sizes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (params, made)]
+    assert sizes[0] == sizes[1]
+
+
+def test_a_matrix_that_is_floats_in_a_layer_is_so_in_all(tmp_path):
+    meant = folder_of(tmp_path, dtype="float16", floats="mlp.up_proj")
+    model, params = huggingface_checkpoint.load(tmp_path, dtype="float32")
+    names = model.spec.blocks[0].feed_forward.fp8
+    assert tuple(names) == ("gate_proj", "down_proj") and names.form.scale == "float16"
+    up = params["segments"][0]["layers"][0]["mlp"]["up_proj"]["weight"][...]
+    for layer in range(LAYERS):
+        wanted = meant[f"model.layers.{layer}.mlp.up_proj.weight"]
+        np.testing.assert_array_equal(up[layer], wanted.T)
+
+
+def test_gpus_divide_whole_tiles(root):
+    model = small(root, 128)[2][0]
+    with pytest.raises(ShardingError, match="proj in 4 bits over 2 GPUs has parts of 64, no whole"):
+        divided(model, Parallel(tensor=2))
+    model = small(root, 32)[2][0]
+    local = divided(model, Parallel(tensor=2))
+    shapes = local.param_shapes()["segments"][0]["layers"][0]["mlp"]
+    assert shapes["up_proj"]["weight"].shape[1:3] == (2, 2)  # 128 rows, 128 columns
+    assert shapes["down_proj"]["weight"].shape[1:3] == (2, 2)
+    with pytest.raises(ShardingError, match="no whole tiles of 64; use fewer"):
+        divided(model, Parallel(tensor=4))
