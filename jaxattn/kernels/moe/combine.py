@@ -72,7 +72,7 @@ def combine(
     """float32 [T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
 
     Args:
-        y: a 2-D float32 array, in which `results` says where the rows are.
+        y: a 2-D array of floats, in which `results` says where the rows are.
         columns: at most so many of the output are a block's.
     """
     tokens, top_k = weights.shape
@@ -95,7 +95,7 @@ def combine(
         total = full(jnp.float32(0))
         for k, (place, row) in enumerate(zip(places, rows, strict=True)):
             # A select: where there is no expert, what was read may be NaN.
-            share = row * full(weights_ref[token, k])
+            share = row.astype(jnp.float32) * full(weights_ref[token, k])
             total += jnp.where(full(place) >= 0, share, full(jnp.float32(0)))
         out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total
 

@@ -6,6 +6,9 @@ of them cost a few columns:
     gate_up    h^T [64, N] = silu(gate x^T) * (up x^T)      gate, up [64, K = F] of an expert
     down       y^T [64, N] = down h^T                       down     [64, K = I]
 
+A gradient with respect to the tokens is the same product with transposed weights, which are then
+[K, 64] of an expert: wgmma takes either order. Training also keeps gate x^T and up x^T.
+
 An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A block of each
 multiprocessor takes many, item b, b + blocks and so on. Its last warpgroup issues the TMA copies
 into a ring of `stages` steps of K, the next item's too. One or two warpgroups multiply, each its
@@ -33,6 +36,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -79,6 +83,14 @@ class GroupedGemmTile(NamedTuple):
     place: jax.Array  # which of the expert's pieces of rows
 
 
+def neighbours(limit: float, dtype: Any) -> tuple[float, float]:
+    """The largest number of a dtype below a limit, and the smallest above it."""
+    nearest = np.asarray(limit, dtype)
+    below = nearest if float(nearest) < limit else np.nextafter(nearest, np.asarray(-np.inf, dtype))
+    above = nearest if float(nearest) > limit else np.nextafter(nearest, np.asarray(np.inf, dtype))
+    return float(below), float(above)
+
+
 def grouped_product(
     tokens: jax.Array,
     weights: jax.Array,
@@ -92,6 +104,8 @@ def grouped_product(
     affine: tuple[int, int],
     source: PanelMatrix,
     results: PanelMatrix,
+    saved: Any = None,
+    transposed: bool = False,
     columns: int,
     product: GemmTileConfig,
     gated: bool,
@@ -110,10 +124,12 @@ def grouped_product(
         target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
         results: where they go in `target`.
+        saved: a reference [R, rows] for gate x and up x, in the tokens' dtype; None keeps neither.
+        transposed: whether weights are [L, E, K, rows], of 16 bits.
         columns: N.
         gated: whether this is gate_up, and its result h.
     """
-    height, depth = weights.shape[-2:]
+    height, depth = weights.shape[-2:][:: -1 if transposed else 1]
     dtype, out_dtype = tokens.dtype, jnp.dtype(target.dtype)
     stages = stages_of(product, columns, dtype.name, out_dtype.name, weights.dtype.name)
     pieces = height // (product.rows * product.parts)
@@ -131,12 +147,14 @@ def grouped_product(
         activation=activation,
         source=source,
         results=results,
+        transposed=transposed,
         interpret=interpret,
     )
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
-    ring = (stages, parts, consumers, ROWS, product.depth)
+    tile = (ROWS, product.depth)[:: -1 if transposed else 1]
+    ring = (stages, parts, consumers, *tile)
     launch(
         lambda **refs: GroupedGemmCta(cut, GroupedGemmRefs(**refs)).run(),
         name=name,
@@ -150,6 +168,7 @@ def grouped_product(
             "scales": scales,
             "biases": biases,
             "target": target,
+            "saved": saved,
         },
         scratch={
             "weights_smem": plgpu.SMEM(ring, weights.dtype, transforms=of_weights),
@@ -196,6 +215,7 @@ class GroupedGemmConfig:
     activation: ClampedSwiGLU | None
     source: PanelMatrix
     results: PanelMatrix
+    transposed: bool
     interpret: bool
 
     @property
@@ -214,14 +234,15 @@ class GroupedGemmRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     tokens: Any
-    weights: Any  # [L, E, rows, K]
+    weights: Any  # [L, E, rows, K], or of transposed ones [L, E, K, rows]
     tiles: Any
     total: Any
     layer: Any
     scales: Any  # of FP8 weights, else None
     biases: Any  # or None
     target: Any
-    weights_smem: Any  # [stage, part, warpgroup, 64, depth]
+    saved: Any  # or None
+    weights_smem: Any  # [stage, part, warpgroup, 64, depth], or transposed
     tokens_smem: Any  # [stage, N, depth]
     out_smem: Any  # [warpgroup, N, 64]
     up_smem: Any  # [64, N], where up has a warpgroup of its own
@@ -294,9 +315,10 @@ class GroupedGemmCta:
             for part in range(product.parts):
                 for warpgroup in range(product.consumers):
                     row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
-                    rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                    of_tile = pl.ds(pl.multiple_of(row, ROWS), ROWS), some
+                    tile = of_expert.at[of_tile[:: -1 if cut.transposed else 1]]
                     to = refs.weights_smem.at[slot, part, warpgroup]
-                    plgpu.copy_gmem_to_smem(rows, to, there)
+                    plgpu.copy_gmem_to_smem(tile, to, there)
             rows = cut.source.at(refs.tokens, now.source, cut.columns, s * depth, depth)
             plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot], there)
 
@@ -315,13 +337,29 @@ class GroupedGemmCta:
         every = sums(now, done)
         if self.refs.biases is not None:
             every = [total + self._bias(now, part) for part, total in enumerate(every)]
+        if self.refs.saved is not None:
+            self._store(now, self._kept(every), self.refs.saved, None)
         if self.cut.gated:
             gate, up = every
             if self.cut.activation is None:
                 every = [gate / (1.0 + jnp.exp(-gate)) * up]
             else:
                 every = [self.cut.activation(gate, up)]
-        self._store(now, every)
+        self._store(now, every, self.refs.target, self.cut.results)
+
+    def _kept(self, every: list[jax.Array]) -> list[jax.Array]:
+        """Gate and up, which rounding moves to neither side of a limit: the gradient jumps there."""
+        activation, dtype = self.cut.activation, self.refs.saved.dtype
+        if activation is None:
+            return every
+        gate, up = every
+        below, above = neighbours(activation.limit, dtype)
+        gate = jnp.where(gate < activation.limit, jnp.minimum(gate, below), gate)
+        gate = jnp.where(gate > activation.limit, jnp.maximum(gate, above), gate)
+        size = jnp.abs(up)
+        size = jnp.where(size < activation.limit, jnp.minimum(size, below), size)
+        size = jnp.where(size > activation.limit, jnp.maximum(size, above), size)
+        return [gate, jnp.where(up < 0.0, -size, size)]
 
     def _bias(self, now: GroupedGemmTile, part: int) -> jax.Array:
         """A number for each row of the weights of a part, for every token."""
@@ -344,7 +382,8 @@ class GroupedGemmCta:
             plgpu.barrier_wait(refs.up_there)
             up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
             plgpu.barrier_arrive(refs.up_read)
-            self._store(now, [total / (1.0 + jnp.exp(-total)) * up])
+            gated = total / (1.0 + jnp.exp(-total)) * up
+            self._store(now, [gated], refs.target, self.cut.results)
 
         def up(now: GroupedGemmTile, done: jax.Array) -> None:
             (total,) = sums(now, done)
@@ -362,13 +401,17 @@ class GroupedGemmCta:
             done = self.each(up)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
 
-    def _store(self, now: GroupedGemmTile, every: list[jax.Array]) -> None:
+    def _store(
+        self, now: GroupedGemmTile, every: list[jax.Array], target: Any, panels: PanelMatrix | None
+    ) -> None:
+        """Stores each part; without `panels` the target is a plain matrix."""
         cut, out = self.cut, self.refs.out_smem
+        panels = panels or PanelMatrix(0, target.shape[0], target.shape[1])
         for part, result in enumerate(every):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store_transposed(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
-            self._write(now, self.row(now, part))
+            self._write(now, self.row(now, part), target, panels)
 
     def arrived(self, step: jax.Array) -> tuple[jax.Array, Any]:
         """The slot of a step, once it is loaded, and its tokens as columns."""
@@ -391,7 +434,8 @@ class GroupedGemmCta:
             def _step(s):
                 slot, turned = self.arrived(done + s)
                 for part, acc in enumerate(accs):
-                    plgpu.wgmma(acc, refs.weights_smem.at[slot, part, self.wg], turned)
+                    tile = refs.weights_smem.at[slot, part, self.wg]
+                    plgpu.wgmma(acc, tile.transpose((1, 0)) if cut.transposed else tile, turned)
                 plgpu.wgmma_wait(cut.product.parts)  # all but this step's are done
 
                 @pl.when(s > 0)
@@ -404,14 +448,16 @@ class GroupedGemmCta:
 
         return pl.run_scoped(accumulate, *self.accumulators)
 
-    def _write(self, now: GroupedGemmTile, column: jax.Array) -> None:
+    def _write(
+        self, now: GroupedGemmTile, column: jax.Array, target: Any, panels: PanelMatrix
+    ) -> None:
         """A tile whose first `now.groups` groups of rows are somebody's."""
         for group in range(self.cut.columns // GROUP):
 
             @pl.when(group < now.groups)
             def _some(group=group):
                 row = now.target + group * GROUP
-                to = self.cut.results.at(self.refs.target, row, GROUP, column, ROWS)
+                to = panels.at(target, row, GROUP, column, ROWS)
                 of_group = self.refs.out_smem.at[self.wg, pl.ds(group * GROUP, GROUP)]
                 plgpu.copy_smem_to_gmem(of_group, to)
 

@@ -80,10 +80,10 @@ def scratch(
     config = config or choose(**sizes, quantized=fp8)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
-    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), jnp.float32))
+    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(output_columns(hidden)), jnp.float32))
 
 
-def _wide(features: int) -> int:
+def output_columns(features: int) -> int:
     """Columns of the outputs y: a panel has 128 at least."""
     return -(-features // BLOCK) * BLOCK
 
@@ -176,7 +176,7 @@ def mixture_of_experts_mosaic(
             x = x[work.tokens]
 
     places, lanes = {}, {}
-    for name, size in (("h", width), ("y", _wide(features))):
+    for name, size in (("h", width), ("y", output_columns(features))):
         if arena is None:
             region = spec.region(name)
             lane, first = jnp.empty((math.prod(region.shape[:2]), panel(size)), region.dtype), 0
@@ -205,10 +205,10 @@ def mixture_of_experts_mosaic(
     )  # fmt: skip
     y = jax.freeze(y_ref)
     results = ExpertOutputs(
-        y, work.positions, weights, places["y"], _wide(features), config.combine, modes
+        y, work.positions, weights, places["y"], output_columns(features), config.combine, modes
     )
     # Columns behind F were never written.
-    exact = features == _wide(features)
+    exact = features == output_columns(features)
     out = results if apart and exact else results.total[:, :features]
     if arena is None:
         return out

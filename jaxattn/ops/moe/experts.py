@@ -23,6 +23,7 @@ from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_laye
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.moe.backward.launch import forward_with_residuals, gradients
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
 from jaxattn.kernels.moe.routing.router import RoutedToken
 
@@ -122,8 +123,27 @@ def mixture_of_experts(
                 arena=arena, listed=listed, apart=apart and arena is not None, interpret=interpret,
             )  # fmt: skip
 
-        function = kernels if arena is not None else with_gradient_of(reference, kernels)
-        return function(*operands)
+        if arena is not None:
+            return kernels(*operands)
+        if gate_up.dtype == FP8:
+            return with_gradient_of(reference, kernels)(*operands)
+        options: dict[str, Any] = {
+            "activation": activation, "affine": affine, "interpret": interpret,
+        }  # fmt: skip
+
+        def forward(x, ids, weights, gate_up, down, *beside):
+            *_, gate_up_bias, down_bias, first = beside
+            return forward_with_residuals(
+                x, ids, weights, gate_up, down, gate_up_bias, down_bias, layer=first, **options
+            )
+
+        def backward(kept, cotangent):
+            x, weights, gate_up, down, *biases = gradients(kept, cotangent, **options)
+            return x, None, weights, gate_up, down, None, None, *biases, None
+
+        differentiable = jax.custom_vjp(kernels)
+        differentiable.defvjp(forward, backward)
+        return differentiable(*operands)
 
     def xla() -> Any:
         out = reference(*operands)
