@@ -80,7 +80,9 @@ def scratch(
     config = config or choose(**sizes, quantized=fp8)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
-    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(output_columns(hidden)), jnp.float32))
+    return ArenaSpec.of(
+        OP, h=(shape(expert_size), dtype), y=(shape(output_columns(hidden)), jnp.float32)
+    )
 
 
 def output_columns(features: int) -> int:

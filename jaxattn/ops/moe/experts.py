@@ -56,7 +56,9 @@ def mixture_of_experts(
     The kernels read the weights of experts that somebody chose, once per tile of tokens, and no
     others'.
 
-    The gradient is the "xla" implementation's, in reverse mode; with an arena there is none.
+    The gradient has kernels too, in reverse mode: of x, `weights` (and through them the router),
+    both products' weights and biases. An expert without tokens gets exact zeros, and gradients have
+    the same bits each time. Beside FP8 weights XLA computes it; with an arena there is none.
 
     Args:
         x: tokens, padding included.
@@ -126,7 +128,8 @@ def mixture_of_experts(
         if arena is not None:
             return kernels(*operands)
         if gate_up.dtype == FP8:
-            return with_gradient_of(reference, kernels)(*operands)
+            because = f"{op}: the kernels have no gradient beside FP8 weights"
+            return with_gradient_of(reference, kernels, because=because)(*operands)
         options: dict[str, Any] = {
             "activation": activation, "affine": affine, "interpret": interpret,
         }  # fmt: skip

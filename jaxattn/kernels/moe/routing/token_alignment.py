@@ -42,9 +42,7 @@ def tokens_in_place(tokens: int) -> bool:
     return tokens <= GROUP
 
 
-def align_tokens(
-    ids: jax.Array, experts: int, columns: int, group: int = GROUP
-) -> TokenAlignment:
+def align_tokens(ids: jax.Array, experts: int, columns: int, group: int = GROUP) -> TokenAlignment:
     """The list for `ids` [T, K]; an id that is no expert's has no work. An expert's rows begin at a
     multiple of `group`; of a larger one than 8, few tokens are gathered too."""
     tokens, top_k = ids.shape
