@@ -348,7 +348,7 @@ class GroupedGemmCta:
         self._store(now, every, self.refs.target, self.cut.results)
 
     def _kept(self, every: list[jax.Array]) -> list[jax.Array]:
-        """Gate and up, which rounding moves to neither side of a limit: the gradient jumps there."""
+        """Gate and up. Rounding moves none across a limit, where the gradient jumps."""
         activation, dtype = self.cut.activation, self.refs.saved.dtype
         if activation is None:
             return every

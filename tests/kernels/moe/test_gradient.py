@@ -21,7 +21,7 @@ from jaxattn.kernels.moe.backward.weight_gradient import (
     weight_gradient,
 )
 from jaxattn.kernels.moe.grouped_gemm import neighbours
-from jaxattn.kernels.moe.tile_config import GemmTileConfig, MoeTileConfig, choose
+from jaxattn.kernels.moe.tile_config import choose
 from jaxattn.moe import Router, mixture_of_experts, route
 from tests.helpers.kernel_cases import both_devices, no_races, relative, x64
 from tests.helpers.moe_cases import moe_case

@@ -102,7 +102,7 @@ def forward_with_residuals(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ExpertResiduals]:
-    """`mixture_of_experts_mosaic` of stacks [L, E, ...], to the bit, and what its gradient needs."""
+    """`mixture_of_experts_mosaic` of stacks, to the bit, and what its gradient needs."""
     refuse(x, gate_up, interpret=interpret)
     if gate_up.dtype == FP8:
         raise Refusal(f"{OP}: the kernels have no gradient of FP8 weights")
