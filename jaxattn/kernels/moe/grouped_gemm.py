@@ -112,8 +112,8 @@ def grouped_product(
     name: str,
     interpret: bool = False,
     detect_races: bool = False,
-) -> None:
-    """Writes the product of each tile of tokens with its expert's weights.
+) -> dict[str, jax.Array]:
+    """The product of each tile of tokens with its expert's weights, where `target` says.
 
     Args:
         tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
@@ -121,10 +121,13 @@ def grouped_product(
         scales: of the latter, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], of 16-bit weights.
         activation: of gate_up; None is silu(gate) * up.
-        target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in float32.
+        target: a reference to a 2-D array, which is written, or the `jax.ShapeDtypeStruct` of a new
+            one, which is returned by the name "target": rows of h in the tokens' dtype, of y in
+            float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
         results: where they go in `target`.
-        saved: a reference [R, rows] for gate x and up x, in the tokens' dtype; None keeps neither.
+        saved: of a new array [R, rows] of gate x and up x, in the tokens' dtype, by the name
+            "saved"; None keeps neither.
         transposed: whether weights are [L, E, K, rows], of 16 bits.
         columns: N.
         gated: whether this is gate_up, and its result h.
@@ -155,7 +158,9 @@ def grouped_product(
     consumers, parts = product.consumers, product.parts
     tile = (ROWS, product.depth)[:: -1 if transposed else 1]
     ring = (stages, parts, consumers, *tile)
-    launch(
+    where = {"target": target}
+    is_new = isinstance(target, jax.ShapeDtypeStruct)
+    return launch(
         lambda **refs: GroupedGemmCta(cut, GroupedGemmRefs(**refs)).run(),
         name=name,
         grid={"block": blocks},
@@ -167,9 +172,9 @@ def grouped_product(
             "layer": layer,
             "scales": scales,
             "biases": biases,
-            "target": target,
-            "saved": saved,
+            **({} if is_new else where),
         },
+        outputs={**(where if is_new else {}), "saved": saved},
         scratch={
             "weights_smem": plgpu.SMEM(ring, weights.dtype, transforms=of_weights),
             "tokens_smem": plgpu.SMEM((stages, columns, product.depth), dtype, transforms=tiled),

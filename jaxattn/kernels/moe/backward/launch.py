@@ -123,24 +123,26 @@ def forward_with_residuals(
     gathered = kept.x.astype(dtype)[jnp.maximum(rows.pairs, 0) // top_k]
     count, wide = len(rows.pairs), output_columns(features)
     h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
-    h_ref = jax.new_ref(jnp.empty((count, width), dtype))
-    saved_ref = jax.new_ref(jnp.empty((count, 2 * width), dtype))
-    grouped_product(
-        gathered, kept.gate_up, None, kept.gate_up_bias, rows.work, h_ref, activation=activation,
-        source=PanelMatrix(0, count, features), results=h_at, saved=saved_ref,
+    # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
+    # for known before the loop.
+    shape = jax.ShapeDtypeStruct
+    both = grouped_product(
+        gathered, kept.gate_up, None, kept.gate_up_bias, rows.work, shape((count, width), dtype),
+        activation=activation, source=PanelMatrix(0, count, features), results=h_at,
+        saved=shape((count, 2 * width), dtype),
         product=config.gate_up, gated=True, name="moe_gate_up", **common,
     )  # fmt: skip
-    y_ref = jax.new_ref(jnp.empty((wide // panel(wide) * count, panel(wide)), jnp.float32))
-    grouped_product(
-        jax.freeze(h_ref), kept.down, None, kept.down_bias, rows.work, y_ref, source=h_at,
+    y = grouped_product(
+        both["target"], kept.down, None, kept.down_bias, rows.work,
+        shape((wide // panel(wide) * count, panel(wide)), jnp.float32), source=h_at,
         results=y_at, product=config.down, gated=False, name="moe_down", **common,
-    )  # fmt: skip
+    )["target"]  # fmt: skip
     out = combine(
-        jax.freeze(y_ref), rows.work.positions, kept.weights, results=y_at, features=wide,
+        y, rows.work.positions, kept.weights, results=y_at, features=wide,
         columns=config.combine, **modes,
     )[:, :features]  # fmt: skip
     rows = jax.tree.map(lambda x: checkpoint_name(x, SAVED_NAME), rows)
-    saved = checkpoint_name(jax.freeze(saved_ref), SAVED_NAME)
+    saved = checkpoint_name(both["saved"], SAVED_NAME)
     return out, kept._replace(x=x, rows=rows, saved=saved)
 
 
@@ -176,13 +178,11 @@ def gradients(
     def product(operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str) -> jax.Array:
         height, depth = stack.shape[-1], stack.shape[-2]
         shape = (height // at.width * count if height % at.width == 0 else count, at.width)
-        target = jax.new_ref(jnp.empty(shape, dtype))
-        grouped_product(
-            operand, stack, None, None, rows.work, target,
+        return grouped_product(
+            operand, stack, None, None, rows.work, jax.ShapeDtypeStruct(shape, dtype),
             source=PanelMatrix(0, count, depth), results=at, product=product_config(height, depth),
             name=name, **common,
-        )  # fmt: skip
-        return jax.freeze(target)
+        )["target"]  # fmt: skip
 
     of_out = gathered(cotangent)
     inner = product(of_out, kept.down, PanelMatrix(0, count, width), "moe_down_gradient")
