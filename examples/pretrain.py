@@ -7,10 +7,10 @@
 needs `pip install 'jaxattn[train]'`: optax, and orbax for `--checkpoint`. The text is the reference
 that Python's `help()` shows, 0.7 MB of English, and `--data FILE` another.
 
-Layers are Qwen3.5's: of four, three are `GatedDeltaNet` and one `GroupedQueryAttention` with a gate.
-Each group of four is one turn of a scan, and keeps for its backward pass what `SAVED` names. With
-several devices each holds a part of every parameter, and gathers a group's as the scan comes to it
-(FSDP). `--dtype float32` trains without kernels, which multiply bfloat16: the losses should agree.
+Layers are Qwen3.5's: of four, three are a `GatedDeltaNet` and one a `GroupedQueryAttention` with a
+gate. Each group of four is one turn of a scan, and keeps for its backward pass what `SAVED` names.
+With several devices each holds a part of every parameter, and gathers a group's as the scan comes
+to it (FSDP). `--dtype float32` trains by XLA, as the kernels multiply bfloat16; losses agree.
 
 A run that finds its own checkpoint goes on from there, to the same losses as without a stop: the
 batch of a step depends on nothing but its number.
@@ -45,7 +45,9 @@ from jaxattn.nn import (
 P = jax.P
 BYTES = 256
 # What kernels name of what they keep for a backward pass; the rest of a group is computed again.
-SAVED = jax.checkpoint_policies.save_only_these_names("moe_gate_up")
+SAVED = jax.checkpoint_policies.save_only_these_names(
+    "attention_out", "attention_lse", "moe_gate_up"
+)
 # bfloat16 products of a second, without sparsity.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 
