@@ -23,7 +23,11 @@ from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_laye
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
-from jaxattn.kernels.moe.backward.launch import forward_with_residuals, gradients
+from jaxattn.kernels.moe.backward.launch import (
+    ExpertOperands,
+    forward_with_residuals,
+    gradients,
+)
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
 from jaxattn.kernels.moe.routing.router import RoutedToken
 
@@ -136,9 +140,8 @@ def mixture_of_experts(
 
         def forward(x, ids, weights, gate_up, down, *beside):
             *_, gate_up_bias, down_bias, first = beside
-            return forward_with_residuals(
-                x, ids, weights, gate_up, down, gate_up_bias, down_bias, layer=first, **options
-            )
+            given = ExpertOperands(x, weights, gate_up, down, gate_up_bias, down_bias)
+            return forward_with_residuals(given, ids, layer=first, **options)
 
         def backward(kept, cotangent):
             x, weights, gate_up, down, *biases = gradients(kept, cotangent, **options)

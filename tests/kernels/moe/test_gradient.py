@@ -14,7 +14,11 @@ import pytest
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
 from jaxattn.kernels.moe.backward import launch
-from jaxattn.kernels.moe.backward.launch import forward_with_residuals, gradients
+from jaxattn.kernels.moe.backward.launch import (
+    ExpertOperands,
+    forward_with_residuals,
+    gradients,
+)
 from jaxattn.kernels.moe.backward.weight_gradient import (
     DEPTH,
     WeightGradientTileConfig,
@@ -143,7 +147,8 @@ def test_no_race_and_nothing_of_padding_or_of_other_layers(small_tiles):
     @jax.jit
     def run(x, weights, gate_up, down, cotangent):
         modes = {"interpret": True, "detect_races": True}
-        y, kept = forward_with_residuals(x, ids, weights, gate_up, down, layer=1, **modes)
+        given = ExpertOperands(x, weights, gate_up, down, None, None)
+        y, kept = forward_with_residuals(given, ids, layer=1, **modes)
         return y, gradients(kept, cotangent, **modes)
 
     with no_races():

@@ -61,89 +61,84 @@ class ExpertRows(NamedTuple):
     steps: jax.Array
 
 
-class ExpertResiduals(NamedTuple):
-    """What the forward keeps: `saved` is [R, 2 I], gate x and up x of each row."""
+class ExpertOperands(NamedTuple):
+    """What the op is differentiated with respect to; or the gradients of it, in the same dtypes."""
 
     x: jax.Array
     weights: jax.Array
-    gate_up: jax.Array
+    gate_up: jax.Array  # a stack, as the rest
     down: jax.Array
     gate_up_bias: jax.Array | None
     down_bias: jax.Array | None
+
+
+class ExpertResiduals(NamedTuple):
+    """What the forward keeps: `saved` is [R, 2 I], gate x and up x of each row."""
+
+    operands: ExpertOperands
     layer: jax.Array
     rows: ExpertRows
     saved: jax.Array
 
 
-class ExpertGradients(NamedTuple):
-    """Of the operands of these names, in their dtypes; weights' and biases' are whole stacks."""
-
-    x: jax.Array
-    weights: jax.Array
-    gate_up: jax.Array
-    down: jax.Array
-    gate_up_bias: jax.Array | None
-    down_bias: jax.Array | None
-
-
 def forward_with_residuals(
-    x: jax.Array,
+    operands: ExpertOperands,
     ids: jax.Array,
-    weights: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
-    gate_up_bias: jax.Array | None = None,
-    down_bias: jax.Array | None = None,
     *,
     activation: ClampedSwiGLU | None = None,
-    layer: jax.Array,
+    layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
-    config: MoeTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ExpertResiduals]:
     """`mixture_of_experts_mosaic` of stacks, to the bit, and what its gradient needs."""
-    refuse(x, gate_up, interpret=interpret)
-    if gate_up.dtype == FP8:
+    refuse(operands.x, operands.gate_up, interpret=interpret)
+    if operands.gate_up.dtype == FP8:
         raise Refusal(f"{OP}: the kernels have no gradient of FP8 weights")
-    kept = ExpertResiduals(
-        *without_gradient(OP, (x, weights, gate_up, down, gate_up_bias, down_bias)),
-        layer=jnp.asarray(layer, jnp.int32).reshape(1), rows=None, saved=None,
-    )  # fmt: skip
-    (tokens, features), top_k, experts = x.shape, ids.shape[1], gate_up.shape[1]
-    width, dtype = down.shape[-1], gate_up.dtype
-    config = config or choose(
-        tokens=tokens, top_k=top_k, experts=experts, hidden=features, expert_size=width
-    )
-    rows = rows_of(ids, experts, config.columns)
-    modes = {"interpret": interpret, "detect_races": detect_races}
+    operands = without_gradient(OP, operands)
+    x, weights, gate_up, down, gate_up_bias, down_bias = operands
+    features, width, dtype = x.shape[1], down.shape[-1], gate_up.dtype
+    config = config_of(operands)
+    rows = rows_of(ids, gate_up.shape[1], config.columns)
+    number = jnp.asarray(layer, jnp.int32).reshape(1)
+    modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
     common: dict[str, Any] = {
-        "layer": kept.layer, "affine": affine, "columns": config.columns, **modes,
+        "layer": number, "affine": affine, "columns": config.columns, **modes,
     }  # fmt: skip
-    gathered = kept.x.astype(dtype)[jnp.maximum(rows.pairs, 0) // top_k]
+    gathered = x.astype(dtype)[jnp.maximum(rows.pairs, 0) // ids.shape[1]]
     count, wide = len(rows.pairs), output_columns(features)
     h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
     # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
     # for known before the loop.
     shape = jax.ShapeDtypeStruct
     both = grouped_product(
-        gathered, kept.gate_up, None, kept.gate_up_bias, rows.work, shape((count, width), dtype),
+        gathered, gate_up, None, gate_up_bias, rows.work, shape((count, width), dtype),
         activation=activation, source=PanelMatrix(0, count, features), results=h_at,
-        saved=shape((count, 2 * width), dtype),
-        product=config.gate_up, gated=True, name="moe_gate_up", **common,
+        saved=shape((count, 2 * width), dtype), product=config.gate_up, gated=True,
+        name="moe_gate_up", **common,
     )  # fmt: skip
     y = grouped_product(
-        both["target"], kept.down, None, kept.down_bias, rows.work,
-        shape((wide // panel(wide) * count, panel(wide)), jnp.float32), source=h_at,
-        results=y_at, product=config.down, gated=False, name="moe_down", **common,
+        both["target"], down, None, down_bias, rows.work,
+        shape((wide // panel(wide) * count, panel(wide)), jnp.float32), source=h_at, results=y_at,
+        product=config.down, gated=False, name="moe_down", **common,
     )["target"]  # fmt: skip
     out = combine(
-        y, rows.work.positions, kept.weights, results=y_at, features=wide,
-        columns=config.combine, **modes,
+        y, rows.work.positions, weights, results=y_at, features=wide, columns=config.combine,
+        **modes,
     )[:, :features]  # fmt: skip
     rows = jax.tree.map(lambda x: checkpoint_name(x, SAVED_NAME), rows)
     saved = checkpoint_name(both["saved"], SAVED_NAME)
-    return out, kept._replace(x=x, rows=rows, saved=saved)
+    return out, ExpertResiduals(operands, number, rows, saved)
+
+
+def config_of(operands: ExpertOperands) -> MoeTileConfig:
+    return choose(
+        tokens=operands.x.shape[0],
+        top_k=operands.weights.shape[1],
+        experts=operands.gate_up.shape[1],
+        hidden=operands.x.shape[1],
+        expert_size=operands.down.shape[-1],
+    )
 
 
 def gradients(
@@ -154,92 +149,123 @@ def gradients(
     affine: tuple[int, int] = (1, 0),
     interpret: bool = False,
     detect_races: bool = False,
-) -> ExpertGradients:
+) -> ExpertOperands:
     """Of a sum whose gradient with respect to the output [T, F] is `cotangent`."""
     kept, cotangent = without_gradient(OP, (kept, cotangent))
-    (tokens, features), top_k = kept.x.shape, kept.weights.shape[1]
-    experts, width, dtype = kept.gate_up.shape[1], kept.down.shape[-1], kept.gate_up.dtype
-    rows, count = kept.rows, len(kept.rows.pairs)
-    modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
-    columns = choose(
-        tokens=tokens, top_k=top_k, experts=experts, hidden=features, expert_size=width
-    ).columns
-    common: dict[str, Any] = {
-        "layer": kept.layer, "affine": affine, "columns": columns, "gated": False,
-        "transposed": True, **modes,
-    }  # fmt: skip
-    taken = rows.pairs >= 0
-    token = jnp.maximum(rows.pairs, 0) // top_k
+    modes = {"interpret": interpret, "detect_races": detect_races}
+    return ExpertBackward(kept, affine, modes).gradients(cotangent, activation or swiglu)
 
-    def gathered(x: jax.Array) -> jax.Array:
-        # A select: a row of padding may meet a token that is NaN.
-        return jnp.where(taken[:, None], x.astype(dtype)[token], 0)
 
-    def product(operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str) -> jax.Array:
-        height, depth = stack.shape[-1], stack.shape[-2]
-        shape = (height // at.width * count if height % at.width == 0 else count, at.width)
+class ExpertBackward:
+    """The backward pass, of a forward's residuals."""
+
+    def __init__(self, kept: ExpertResiduals, affine: tuple[int, int], modes: dict[str, Any]):
+        self.kept, self.affine, self.modes = kept, affine, modes
+        self.operands, self.rows = kept.operands, kept.rows
+        self.dtype, self.count = kept.saved.dtype, len(kept.rows.pairs)
+        self.taken = kept.rows.pairs >= 0
+
+    def gradients(self, cotangent: jax.Array, activation: Any) -> ExpertOperands:
+        x, weights, gate_up, down, *biases = self.operands
+        of_out = self.gathered(cotangent)
+        at = PanelMatrix(0, self.count, down.shape[-1])
+        inner = self.product(of_out, down, at, "moe_down_gradient")
+        shares = jnp.where(self.taken, weights.reshape(-1)[self.rows.pairs], 0).astype(jnp.float32)
+        of_gates, hidden, of_shares = _through_activation(
+            inner, self.kept.saved, shares, self.taken, activation
+        )
+        of_biases: list[jax.Array | None] = [None, None]
+        if biases[1] is not None:
+            of_biases = [self.sums(of_gates), self.sums(of_out, shares)]
+            of_shares += self.met_bias(of_out, biases[1])
+        return ExpertOperands(
+            self.summed_up(of_gates).astype(x.dtype),
+            self.of_weights(of_shares).astype(weights.dtype),
+            self.stacked(self.weight_gradient(of_gates, self.gathered(x), "gate_up"), gate_up),
+            self.stacked(self.weight_gradient(of_out, hidden, "down"), down),
+            *(
+                None if one is None or stack is None else self.stacked(one, stack)
+                for one, stack in zip(of_biases, biases, strict=True)
+            ),
+        )
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """The tokens' vectors in rows; a select, as a row of padding may meet NaN."""
+        token = jnp.maximum(self.rows.pairs, 0) // self.operands.weights.shape[1]
+        return jnp.where(self.taken[:, None], x.astype(self.dtype)[token], 0)
+
+    def product(
+        self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
+    ) -> jax.Array:
+        """Rows times the weights' own [out, in], and not their transposes as in the forward."""
+        depth, height = stack.shape[-2:]
+        panels = max(1, height // at.width)
         return grouped_product(
-            operand, stack, None, None, rows.work, jax.ShapeDtypeStruct(shape, dtype),
-            source=PanelMatrix(0, count, depth), results=at, product=product_config(height, depth),
-            name=name, **common,
+            operand, stack, None, None, self.rows.work,
+            jax.ShapeDtypeStruct((panels * self.count, at.width), self.dtype),
+            source=PanelMatrix(0, self.count, depth), results=at, gated=False, transposed=True,
+            product=product_config(height, depth), columns=config_of(self.operands).columns,
+            layer=self.kept.layer, affine=self.affine, name=name, **self.modes,
         )["target"]  # fmt: skip
 
-    of_out = gathered(cotangent)
-    inner = product(of_out, kept.down, PanelMatrix(0, count, width), "moe_down_gradient")
-    shares = jnp.where(taken, kept.weights.reshape(-1)[rows.pairs], 0).astype(jnp.float32)
-    of_gates, hidden, of_shares = _through_activation(
-        inner, kept.saved, shares, taken, activation or swiglu
-    )
-    wide = panel(output_columns(features))
-    at = PanelMatrix(0, count, wide)
-    spread = product(of_gates, kept.gate_up, at, "moe_gate_up_gradient")
-    of_x = combine(
-        spread, rows.work.positions, jnp.ones_like(kept.weights), results=at,
-        features=output_columns(features), columns=512, **modes,
-    )[:, :features]  # fmt: skip
+    def weight_gradient(self, left: jax.Array, right: jax.Array, name: str) -> jax.Array:
+        return weight_gradient(
+            left, right, self.rows.starts, self.rows.steps, name=f"moe_{name}_weights",
+            **self.modes,
+        )  # fmt: skip
 
-    ranges = (rows.starts, rows.steps)
-    of_down = weight_gradient(of_out, hidden, *ranges, name="moe_down_weights", **modes)
-    of_gate_up = weight_gradient(
-        of_gates, gathered(kept.x), *ranges, name="moe_gate_up_weights", **modes
-    )
-    of_biases: tuple[jax.Array | None, jax.Array | None] = (None, None)
-    if kept.gate_up_bias is not None and kept.down_bias is not None:
-        places = jnp.arange(count)[:, None]
-        member = (places >= rows.starts) & (places < rows.starts + rows.steps * DEPTH)
-        sums = lambda rows, factor=1: jnp.einsum(  # noqa: E731
-            "re,rj->ej", member * factor, rows.astype(jnp.float32), precision="highest"
-        )
-        of_biases = sums(of_gates), sums(of_out, shares[:, None])
-        expert = jnp.argmax(member, axis=1)
-        bias = kept.down_bias[affine[0] * kept.layer[0] + affine[1]].astype(jnp.float32)
-        of_shares += jnp.where(taken, (of_out.astype(jnp.float32) * bias[expert]).sum(1), 0)
-    places = rows.work.positions.reshape(tokens, top_k)
-    of_weights = jnp.where(places >= 0, of_shares[jnp.maximum(places, 0)], 0)
+    def summed_up(self, of_gates: jax.Array) -> jax.Array:
+        """The gradient of x, [T, F] float32: a token's experts are added in the order of ids."""
+        weights, features = self.operands.weights, self.operands.x.shape[1]
+        wide = output_columns(features)
+        at = PanelMatrix(0, self.count, panel(wide))
+        spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
+        return combine(
+            spread, self.rows.work.positions, jnp.ones_like(weights), results=at, features=wide,
+            columns=512, **self.modes,
+        )[:, :features]  # fmt: skip
 
-    def stacked(gradient: jax.Array | None, stack: jax.Array | None) -> jax.Array | None:
-        if gradient is None or stack is None:
-            return None
+    def of_weights(self, of_shares: jax.Array) -> jax.Array:
+        """[T, K] of each row's; 0 for an id that is no expert's."""
+        places = self.rows.work.positions.reshape(self.operands.weights.shape)
+        return jnp.where(places >= 0, of_shares[jnp.maximum(places, 0)], 0)
+
+    @property
+    def members(self) -> jax.Array:
+        """[R, E], whether a row is an expert's."""
+        places, ends = jnp.arange(self.count)[:, None], self.rows.steps * DEPTH
+        return (places >= self.rows.starts) & (places < self.rows.starts + ends)
+
+    def sums(self, of_rows: jax.Array, shares: jax.Array | None = None) -> jax.Array:
+        """[E, N]: of each expert's rows, by a product, as its order is fixed."""
+        factors = self.members if shares is None else self.members * shares[:, None]
+        return jnp.einsum(
+            "re,rj->ej", factors.astype(jnp.float32), of_rows.astype(jnp.float32),
+            precision="highest",
+        )  # fmt: skip
+
+    def met_bias(self, of_out: jax.Array, down_bias: jax.Array) -> jax.Array:
+        """[R]: what down's bias has in the gradients of the tokens' weights."""
+        bias = down_bias[self.number].astype(jnp.float32)[jnp.argmax(self.members, axis=1)]
+        return jnp.where(self.taken, (of_out.astype(jnp.float32) * bias).sum(1), 0)
+
+    @property
+    def number(self) -> jax.Array:
+        return self.affine[0] * self.kept.layer[0] + self.affine[1]
+
+    def stacked(self, gradient: jax.Array, stack: jax.Array) -> jax.Array:
+        """That of a stack of layers, of which the others' is 0."""
         gradient = gradient.astype(stack.dtype)
         if len(stack) == 1:
             return gradient[None]
-        number = affine[0] * kept.layer[0] + affine[1]
-        return jnp.zeros_like(stack).at[number].set(gradient)
-
-    return ExpertGradients(
-        of_x.astype(kept.x.dtype),
-        of_weights.astype(kept.weights.dtype),
-        stacked(of_gate_up, kept.gate_up),
-        stacked(of_down, kept.down),
-        stacked(of_biases[0], kept.gate_up_bias),
-        stacked(of_biases[1], kept.down_bias),
-    )
+        return jnp.zeros_like(stack).at[self.number].set(gradient)
 
 
 def rows_of(ids: jax.Array, experts: int, columns: int) -> ExpertRows:
     """The rows of `ids` [T, K], and the list of tiles of `columns` rows."""
     work = align_tokens(ids, experts, columns, DEPTH)
-    count = padded_rows(*ids.shape, experts, columns, DEPTH)
+    tokens, top_k = ids.shape
+    count = padded_rows(tokens, top_k, experts, columns, DEPTH)
     places = jnp.where(work.positions < 0, count, work.positions)
     pairs = jnp.full(count, -1, jnp.int32)
     pairs = pairs.at[places].set(jnp.arange(ids.size, dtype=jnp.int32), mode="drop")
