@@ -54,6 +54,7 @@ from jaxattn.bench.harness.peak_rates import ceilings, peak_fractions
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.host import command as host
 from jaxattn.bench.layers import decode_step, linear, moe, moe_tile_configs
+from jaxattn.bench.layers.gradients import layer_gradients, op_gradients
 from jaxattn.bench.linear_attention import (
     gdn_decode,
     gdn_output_norm,
@@ -66,7 +67,6 @@ from jaxattn.bench.model import command, quality
 from jaxattn.bench.multi_gpu import collectives, context_parallel, parallel_decode
 from jaxattn.bench.offline import command as offline_command
 from jaxattn.bench.plots import roofline_plot
-from jaxattn.bench.training import layer_gradients, op_gradients
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.cache.formats import CACHE_FORMATS

@@ -206,7 +206,7 @@ def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
 
 
 def fla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """Both passes of FLA's own kernels, of shapes of bench/training/op_gradients.py."""
+    """Both passes of FLA's own kernels, of shapes of bench/layers/gradients/op_gradients.py."""
     os.environ["FLA_FLASH_QLA"] = "0"
     if op == "kda":
         operands = delta_rule(rows, tokens, 16, 16)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn import gdn, gqa, kda, mla, moe
-from jaxattn.bench.training.gradient_timing import (
+from jaxattn.bench.layers.gradients.gradient_timing import (
     CompiledPass,
     gradient_columns,
     relative_l2,

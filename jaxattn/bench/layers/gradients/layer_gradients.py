@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxattn import nn
-from jaxattn.bench.training.gradient_timing import (
+from jaxattn.bench.layers.gradients.gradient_timing import (
     gradient_columns,
     relative_l2,
     value_and_gradient,
 )
-from jaxattn.bench.training.op_gradients import CHECKED, draw, label
+from jaxattn.bench.layers.gradients.op_gradients import CHECKED, draw, label
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.moe import Router
