@@ -27,6 +27,7 @@ from jaxattn.kernels.moe.backward.weight_gradient import (
 from jaxattn.kernels.moe.grouped_gemm import neighbours
 from jaxattn.kernels.moe.tile_config import choose
 from jaxattn.moe import Router, mixture_of_experts, route
+from jaxattn.ops.moe.router_logits import choose_experts
 from tests.helpers.kernel_cases import both_devices, no_races, relative, x64
 from tests.helpers.moe_cases import moe_case
 
@@ -218,6 +219,30 @@ def test_the_router_gets_its_gradient_through_the_chosen_weights(scores, normali
     )
     np.testing.assert_allclose(kernel, xla, rtol=1e-5, atol=1e-6)
     assert np.any(xla)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_router_and_the_gate_of_shared_experts_get_gradients(halves):
+    """Of padding, the third token, they are 0."""
+    router = Router(experts=32, top_k=2, scores="softmax", normalize=True)
+    logits = jax.random.normal(jax.random.key(0), (4, 128 if halves else 33))
+    factors = jax.random.normal(jax.random.key(1), (4, 3)).at[2].set(0)
+    valid = jnp.array([True, True, False, True])
+
+    def total(logits, implementation):
+        ids, weights, _ = choose_experts(
+            logits, None, router, halves=halves, always=1, gated=True, valid=valid,
+            implementation=implementation,
+        )  # fmt: skip
+        return (weights * factors).sum(), ids
+
+    kernel, xla = (
+        jax.jit(jax.grad(total, has_aux=True), static_argnums=1)(logits, name)
+        for name in ("mosaic_gpu_interpret", "xla")
+    )
+    np.testing.assert_array_equal(kernel[1], xla[1])
+    np.testing.assert_allclose(kernel[0], xla[0], rtol=1e-5, atol=1e-6)
+    assert np.any(xla[0][:, 32]) and not np.any(kernel[0][2])
 
 
 def test_fp8_weights_warn_that_xla_computes_the_gradient():
