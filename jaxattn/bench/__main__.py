@@ -4,6 +4,7 @@
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
     moe, moe-cuts          a layer of experts, and each way to cut its kernels
+    train                  ops and layers with their gradients
     step                   a decode step of a few layers
     plot                   draws a stored run: plot RUN.json --plot FILE.png
 
@@ -53,6 +54,7 @@ from jaxattn.bench.harness.peak_rates import ceilings, peak_fractions
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.host import command as host
 from jaxattn.bench.layers import decode_step, linear, moe, moe_tile_configs
+from jaxattn.bench.layers.gradients import layer_gradients, op_gradients
 from jaxattn.bench.linear_attention import (
     gdn_decode,
     gdn_output_norm,
@@ -81,9 +83,10 @@ MODULES: dict[str, list[Any]] = {
     "kda": [kda_decode, kda_prefill],
     "moe": [moe],
     "moe-cuts": [moe_tile_configs],
+    "train": [op_gradients, layer_gradients],
 }
 # What has baselines: times of other libraries.
-COMPARED = ("mla", "mla-prefill", "gqa", "gqa-prefill", "gdn", "kda")
+COMPARED = ("mla", "mla-prefill", "gqa", "gqa-prefill", "gdn", "kda", "train")
 BASELINES = Path(__file__).with_name("baselines")  # of a checkout alone
 Times = dict[str, dict[str, float]]  # seconds of baselines, by column and shape
 # What has options of its own: (argv after its name, the program's name) -> exit code.
@@ -168,6 +171,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("RUN.json goes with plot, and plot with RUN.json")
     if args.what == "plot" and args.plot is None:
         parser.error("plot needs --plot FILE.png")
+    if args.what == "train" and args.implementation is not None:
+        parser.error("--implementation: layers, which train times too, choose it themselves")
     if args.what == "step" and args.plot is not None:
         parser.error("--plot draws mla, mla-prefill and gdn")
     if args.only:

@@ -110,11 +110,20 @@ def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callabl
     return dispatch(op, implementation, {**named, "xla": xla})
 
 
-def with_gradient_of(reference: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    """`function`, differentiated as `reference` of the same arguments, in reverse mode only."""
+def with_gradient_of(
+    reference: Callable[..., Any], function: Callable[..., Any], *, because: str | None = None
+) -> Any:
+    """`function`, differentiated as `reference` of the same arguments, in reverse mode only.
+
+    Args:
+        because: the reason why an op whose gradient has a kernel is differentiated so; a warning
+            names it where a GPU is differentiated on.
+    """
     differentiable = jax.custom_vjp(function)
 
     def backward(arguments, cotangents):
+        if because is not None and (jax.default_backend() == "gpu" or traced_for_hopper.value):
+            warnings.warn(f"XLA computes the gradient: {because}", skip_file_prefixes=(PACKAGE,))
         return jax.vjp(reference, *arguments)[1](cotangents)
 
     differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)

@@ -115,6 +115,18 @@ def bare_decode(
     return gdn.gated_delta_rule_decode(q, k, v, a, b, state, state_indices, **options)
 
 
+def gradient_of_experts(*, ids: Any, layer: int, implementation: Any, **given: Any) -> Any:
+    """Of all floats, where all outputs are summed up."""
+    activation = given.pop("activation", None)
+
+    def total(floats: Any) -> Any:
+        return moe.mixture_of_experts(
+            **floats, ids=ids, layer=layer, activation=activation, implementation=implementation
+        ).sum()
+
+    return tuple(jax.grad(total)(given).values())
+
+
 def shared_experts_and_mixture(
     *, x: Any, halves: Any, bias: Any = None, gate_up: Any, down: Any, valid: Any, always: int,
     router: moe.Router, implementation: Any,

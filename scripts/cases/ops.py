@@ -183,6 +183,11 @@ OPS: dict[str, Op] = {
         "gate_up_bias[*L,E,2*W]?biases down_bias[*L,E,F]?biases",
         _arena_of_experts,
     ),
+    "gradient_of_experts": Op(
+        calls.gradient_of_experts,
+        f"x[B,F] ids:i32[B,K] weights:f32[B,K] {OF_EXPERTS} "
+        "gate_up_bias[*L,E,2*W]?biases down_bias[*L,E,F]?biases",
+    ),
     "route": Op(
         lambda logits, bias=None, **options: moe.route(logits, bias, **options),
         "logits:f32[B,E] bias:f32[E]?bias",

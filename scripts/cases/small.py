@@ -177,6 +177,11 @@ def biased_mixture(tokens: int, *sizes: int) -> KernelCase:
     return dataclasses.replace(case, options={**case.options, "activation": activation})
 
 
+def gradient_of(case: KernelCase) -> KernelCase:
+    """Both passes of a mixture of experts."""
+    return dataclasses.replace(case, op="gradient_of_experts")
+
+
 SMALL: dict[str, KernelCase] = {
     "mla_decode_few_rows": decode([200, 1, 700], 16),
     "mla_decode_many_rows": decode([65] * 139 + [3000], 16),
@@ -246,6 +251,8 @@ SMALL: dict[str, KernelCase] = {
     "moe_arena": mixture(9, 6, 2, arena=True),
     "moe_biases": biased_mixture(1, 6, 4, 2880, 192),
     "moe_biases_sorted": biased_mixture(33, 4, 2, 192, 64),
+    "moe_gradient": gradient_of(mixture(70, 5, 3, width=192)),
+    "moe_gradient_biases": gradient_of(biased_mixture(33, 4, 2, 192, 64)),
     "moe_e4m3": mixture(2, 6, 2, fp8=True),
     "moe_e4m3_sorted": mixture(40, 4, 2, fp8=True),
     "out_of_bounds": KernelCase("out_of_bounds", {}, values={"at": [2**31 - 1024]}, bare=True),

@@ -19,6 +19,8 @@ SHARED = {"attention", "hopper"}
 PARTS = {
     "gdn_decode/recent.py",
     "mla/decode/swap_ab/launch.py",
+    "moe/backward/launch.py",
+    "moe/backward/weight_gradient.py",
     "moe/combine.py",
     "moe/grouped_gemm.py",
     "turboquant/cache/dequantization.py",

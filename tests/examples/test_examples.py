@@ -53,6 +53,31 @@ def test_finetuning_lowers_the_loss(capsys):
     assert float(last) < 0.4 * float(first)
 
 
+def test_pretraining_resumes_to_the_same_losses(tmp_path, capsys):
+    pytest.importorskip("optax")
+    pytest.importorskip("orbax.checkpoint")
+    main = main_of("pretrain")
+    common = ["--decay", "6", "--every", "1", "--rows", "2", "--tokens", "32", "--rate", "0.01"]
+    checkpoint = ["--checkpoint", str(tmp_path / "run")]
+
+    trainer = main([*common, "--steps", "6"])
+    whole = losses_of(capsys)
+    trainer.state = trainer.new_state()
+    main([*common, *checkpoint, "--steps", "3"], trainer)
+    trainer.state = trainer.new_state()
+    main([*common, *checkpoint, "--steps", "6", "--log", str(tmp_path / "log")], trainer)
+    parts = losses_of(capsys)
+    assert parts == whole and len(whole) == 6
+    assert whole[5] < whole[0]
+    assert len((tmp_path / "log").read_text().splitlines()) == 3
+
+
+def losses_of(capsys):
+    """By step; the last is printed twice."""
+    found = re.findall(r"step +(\d+): (\S+) nats per byte", capsys.readouterr().out)
+    return {int(step): loss for step, loss in found}
+
+
 def test_a_text_that_is_too_short_is_refused(tmp_path, capsys):
     short = tmp_path / "short.txt"
     short.write_text("too short")

@@ -16,6 +16,7 @@ loop of calls. Plans are made before, as our schedule is. Two times, as ours are
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -59,6 +60,7 @@ class TorchBaseline:
         module: what Python imports of it.
         package: what pip installs.
         build: of a shape of that bench.
+        gradient: whether its calls differentiate.
     """
 
     column: str
@@ -66,6 +68,7 @@ class TorchBaseline:
     module: str
     package: str
     build: Build
+    gradient: bool = False
 
 
 def torch() -> Any:
@@ -202,6 +205,51 @@ def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
     return lambda i: flash_qla.chunk_gated_delta_rule(**operands)
 
 
+def fla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
+    """Both passes of FLA's own kernels, of shapes of bench/layers/gradients/op_gradients.py."""
+    os.environ["FLA_FLASH_QLA"] = "0"
+    if op == "kda":
+        operands = delta_rule(rows, tokens, 16, 16)
+        drawn = torch().rand(rows, tokens, 16, DIM, dtype=torch().float32, device=DEVICE)
+        operands |= {"g": torch().nn.functional.logsigmoid(drawn)}
+        return both_passes(importlib.import_module("fla.ops.kda").chunk_kda, operands)
+    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    return both_passes(rule, gradient_operands(op, rows, tokens))
+
+
+def flashqla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
+    """FlashQLA with the norm of q and k by PyTorch, as it leaves it to torch.compile."""
+    flash_qla, normalize = importlib.import_module("flash_qla"), torch().nn.functional.normalize
+
+    def rule(q: Any, k: Any, *, use_qk_l2norm_in_kernel: bool, **rest: Any) -> Any:
+        del use_qk_l2norm_in_kernel
+        return flash_qla.chunk_gated_delta_rule(
+            q=normalize(q, dim=-1), k=normalize(k, dim=-1), use_qk_l2norm_in_kernel=False, **rest
+        )
+
+    return both_passes(rule, gradient_operands(op, rows, tokens))
+
+
+def gradient_operands(op: str, rows: int, tokens: int) -> dict[str, Any]:
+    if op != "gdn":
+        raise ValueError(f"it has no {op}")
+    return delta_rule(rows, tokens, 16, 32)
+
+
+def both_passes(rule: Callable[..., Any], operands: dict[str, Any]) -> Callable[[int], Any]:
+    """A call that gives the gradients of all operands, of a fixed gradient of the output."""
+    t = torch()
+    operands = {name: x.requires_grad_() for name, x in operands.items()}
+    cotangent = t.randn(*operands["v"].shape, dtype=t.bfloat16, device=DEVICE)
+
+    def call(i: int) -> Any:
+        del i
+        out = rule(**operands, use_qk_l2norm_in_kernel=True)[0]
+        return t.autograd.grad(out, list(operands.values()), cotangent)
+
+    return call
+
+
 def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
     """FlashInfer takes packed tokens without a batch axis, and the decay itself, not its log."""
     module, operands = importlib.import_module("flashinfer.gdn_prefill"), prefill(*shape)
@@ -223,6 +271,12 @@ PEERS = {
     ),
     "flashinfer-prefill": TorchBaseline(
         "flashinfer", "gdn_prefill", "flashinfer", "flashinfer-python", flashinfer_prefill
+    ),
+    "fla-gradient": TorchBaseline(
+        "fla", "op_gradients", "fla", "fla-core", fla_gradient, gradient=True
+    ),
+    "flashqla-gradient": TorchBaseline(
+        "flashqla", "op_gradients", "flash_qla", "flash-qla", flashqla_gradient, gradient=True
     ),
     "vllm-flashmla": TorchBaseline(
         "flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla
@@ -388,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in args.shape:
         line: dict[str, Any] = {"peer": args.peer, "shape": shape}
         try:
-            with torch().no_grad():
+            with contextlib.nullcontext() if peer.gradient else torch().no_grad():
                 call = peer.build(*shape)
                 line["seconds"], line["how"] = seconds(call)
                 line["burst"] = burst_seconds(call)

@@ -6,6 +6,9 @@ of them cost a few columns. A tile of fewer tokens than its N is multiplied as a
     gate_up    h^T [64, N] = silu(gate x^T) * (up x^T)      gate, up [64, K = F] of an expert
     down       y^T [64, N] = down h^T                       down     [64, K = I]
 
+A gradient with respect to the tokens is the same product with transposed weights, which are then
+[K, 64] of an expert: wgmma takes either order. Training also keeps gate x^T and up x^T.
+
 An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A block of each
 multiprocessor takes one of each round of as many items. Its last warpgroup issues the TMA copies
 into a ring of `stages` steps of K, the next item's too. One or two warpgroups multiply, each its
@@ -36,6 +39,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -93,6 +97,14 @@ class GroupedGemmTile(NamedTuple):
     place: jax.Array  # which of the expert's pieces of rows
 
 
+def neighbours(limit: float, dtype: Any) -> tuple[float, float]:
+    """The largest number of a dtype below a limit, and the smallest above it."""
+    nearest = np.asarray(limit, dtype)
+    below = nearest if float(nearest) < limit else np.nextafter(nearest, np.asarray(-np.inf, dtype))
+    above = nearest if float(nearest) > limit else np.nextafter(nearest, np.asarray(np.inf, dtype))
+    return float(below), float(above)
+
+
 def grouped_product(
     tokens: jax.Array,
     weights: jax.Array,
@@ -106,6 +118,8 @@ def grouped_product(
     affine: tuple[int, int],
     source: PanelMatrix,
     results: PanelMatrix,
+    saved: Any = None,
+    transposed: bool = False,
     columns: int,
     product: GemmTileConfig,
     gated: bool,
@@ -113,8 +127,8 @@ def grouped_product(
     form: FourBitFormat | None = None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> None:
-    """Writes the product of each tile of tokens with its expert's weights.
+) -> dict[str, jax.Array]:
+    """The product of each tile of tokens with its expert's weights, where `target` says.
 
     Args:
         tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
@@ -123,15 +137,20 @@ def grouped_product(
         scales: of FP8 weights, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], of 16-bit weights.
         activation: of gate_up; None is silu(gate) * up.
-        target: a reference to a 2-D array: rows of h in the tokens' dtype, of y in that or float32.
+        target: a reference to a 2-D array, which is written, or the `jax.ShapeDtypeStruct` of a new
+            one, which is returned by the name "target": rows of h in the tokens' dtype, of y in
+            that or float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
         results: where they go in `target`.
+        saved: of a new array [R, rows] of gate x and up x, in the tokens' dtype, by the name
+            "saved"; None keeps neither.
+        transposed: whether weights are [L, E, K, rows], of 16 bits.
         columns: N.
         gated: whether this is gate_up, and its result h.
         form: of tiles.
     """
     if form is None:
-        height, depth = weights.shape[-2:]
+        height, depth = weights.shape[-2:][:: -1 if transposed else 1]
     else:
         weights, depth = lines(weights), form.matrix(weights.shape)[1]
         height = weights.shape[2] * ROWS
@@ -154,18 +173,21 @@ def grouped_product(
         source=source,
         results=results,
         form=form,
+        transposed=transposed,
         interpret=interpret,
     )
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
-    tile = (ROWS, product.depth)
+    tile = (ROWS, product.depth)[:: -1 if transposed else 1]
     if form is not None:
         of_weights, tile = (), (lines_of_step(form, product.depth), LINE)
     ring = (stages, parts, consumers, *tile)
     pieces_of_tokens = 1 if form is None else product.depth // form.columns
     of_tokens = (stages, pieces_of_tokens, columns, product.depth // pieces_of_tokens)
-    launch(
+    where = {"target": target}
+    is_new = isinstance(target, jax.ShapeDtypeStruct)
+    return launch(
         lambda **refs: GroupedGemmCta(cut, GroupedGemmRefs(**refs)).run(),
         name=name,
         grid={"block": blocks},
@@ -177,8 +199,9 @@ def grouped_product(
             "layer": layer,
             "scales": scales,
             "biases": biases,
-            "target": target,
+            **({} if is_new else where),
         },
+        outputs={**(where if is_new else {}), "saved": saved},
         scratch={
             "weights_smem": plgpu.SMEM(ring, weights.dtype, transforms=of_weights),
             "tokens_smem": plgpu.SMEM(of_tokens, dtype, transforms=tiled),
@@ -229,6 +252,7 @@ class GroupedGemmConfig:
     source: PanelMatrix
     results: PanelMatrix
     form: FourBitFormat | None
+    transposed: bool
     interpret: bool
 
     @property
@@ -247,14 +271,15 @@ class GroupedGemmRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     tokens: Any
-    weights: Any  # [L, E, rows, K], or lines of tiles
+    weights: Any  # [L, E, rows, K], of transposed ones [L, E, K, rows], or lines of tiles
     tiles: Any
     total: Any
     layer: Any
     scales: Any  # of FP8 weights, else None
     biases: Any  # or None
     target: Any
-    weights_smem: Any  # [stage, part, warpgroup, 64, depth], or lines of tiles
+    saved: Any  # or None
+    weights_smem: Any  # [stage, part, warpgroup, 64, depth], transposed, or lines of tiles
     tokens_smem: Any  # [stage, piece, N, columns]; 16-bit and FP8 weights have them in one piece
     out_smem: Any  # [warpgroup, N, 64]
     up_smem: Any  # [64, N], where up has a warpgroup of its own
@@ -349,12 +374,13 @@ class GroupedGemmCta:
                 for warpgroup in range(product.consumers):
                     row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
                     if cut.form is None:
-                        rows = of_expert.at[pl.ds(pl.multiple_of(row, ROWS), ROWS), some]
+                        of_tile = pl.ds(pl.multiple_of(row, ROWS), ROWS), some
+                        tile = of_expert.at[of_tile[:: -1 if cut.transposed else 1]]
                     else:
                         count = lines_of_step(cut.form, depth)
-                        rows = of_expert.at[lax.div(row, ROWS), pl.ds(s * count, count)]
+                        tile = of_expert.at[lax.div(row, ROWS), pl.ds(s * count, count)]
                     to = refs.weights_smem.at[slot, part, warpgroup]
-                    plgpu.copy_gmem_to_smem(rows, to, there)
+                    plgpu.copy_gmem_to_smem(tile, to, there)
             _, pieces, _, size = refs.tokens_smem.shape
             for piece in range(pieces):
                 rows = cut.source.at(refs.tokens, now.source, width, s * depth + piece * size, size)
@@ -400,7 +426,25 @@ class GroupedGemmCta:
 
     def _multiply_width(self, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
         every = self._biased(now, self.sums(now, done, width), range(self.cut.product.parts))
-        self._store(now, [self._activated(*every)] if self.cut.gated else every)
+        if self.refs.saved is not None:
+            self._store(now, self._kept(every), self.refs.saved, None)
+        if self.cut.gated:
+            every = [self._activated(*every)]
+        self._store(now, every, self.refs.target, self.cut.results)
+
+    def _kept(self, every: list[jax.Array]) -> list[jax.Array]:
+        """Gate and up. Rounding moves none across a limit, where the gradient jumps."""
+        activation, dtype = self.cut.activation, self.refs.saved.dtype
+        if activation is None:
+            return every
+        gate, up = every
+        below, above = neighbours(activation.limit, dtype)
+        gate = jnp.where(gate < activation.limit, jnp.minimum(gate, below), gate)
+        gate = jnp.where(gate > activation.limit, jnp.maximum(gate, above), gate)
+        size = jnp.abs(up)
+        size = jnp.where(size < activation.limit, jnp.minimum(size, below), size)
+        size = jnp.where(size > activation.limit, jnp.maximum(size, above), size)
+        return [gate, jnp.where(up < 0.0, -size, size)]
 
     def _activated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         if self.cut.activation is None:
@@ -444,7 +488,8 @@ class GroupedGemmCta:
             plgpu.barrier_wait(refs.up_there)
             up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
             plgpu.barrier_arrive(refs.up_read)
-            self._store(now, [self._activated(total, up)])
+            gated = self._activated(total, up)
+            self._store(now, [gated], refs.target, self.cut.results)
 
         def up(now: GroupedGemmTile, done: jax.Array) -> None:
             total = sums(now, done, 1)
@@ -462,15 +507,19 @@ class GroupedGemmCta:
             done = self.each(up)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
 
-    def _store(self, now: GroupedGemmTile, every: list[jax.Array]) -> None:
+    def _store(
+        self, now: GroupedGemmTile, every: list[jax.Array], target: Any, panels: PanelMatrix | None
+    ) -> None:
+        """Stores each part; without `panels` the target is a plain matrix."""
         cut, out = self.cut, self.refs.out_smem
+        panels = panels or PanelMatrix(0, target.shape[0], target.shape[1])
         for part, result in enumerate(every):
             width = result.shape[1]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             to = out.at[self.wg] if width == cut.columns else out.at[self.wg, pl.ds(0, width)]
             store_transposed(to, result.astype(out.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
-            self._write(now, self.row(now, part), width)
+            self._write(now, self.row(now, part), width, target, panels)
 
     def arrived(self, step: jax.Array, width: int) -> tuple[jax.Array, Any]:
         """The slot of a step, once it is loaded, and its tokens as columns."""
@@ -495,7 +544,8 @@ class GroupedGemmCta:
             def _step(s):
                 slot, turned = self.arrived(done + s, width)
                 for part, acc in enumerate(accs):
-                    plgpu.wgmma(acc, refs.weights_smem.at[slot, part, self.wg], turned)
+                    tile = refs.weights_smem.at[slot, part, self.wg]
+                    plgpu.wgmma(acc, tile.transpose((1, 0)) if cut.transposed else tile, turned)
                 plgpu.wgmma_wait(cut.product.parts)  # all but this step's are done
 
                 @pl.when(s > 0)
@@ -508,19 +558,21 @@ class GroupedGemmCta:
 
         return pl.run_scoped(accumulate, *self.accumulators(width))
 
-    def _write(self, now: GroupedGemmTile, column: jax.Array, width: int) -> None:
+    def _write(
+        self, now: GroupedGemmTile, column: jax.Array, width: int, target: Any, panels: PanelMatrix
+    ) -> None:
         """A tile whose first `now.groups` groups of rows are somebody's: in one copy as many as no
         narrower tile has, the others in groups."""
+
+        def copy(first: int, rows: int) -> None:
+            to = panels.at(target, now.target + first, rows, column, ROWS)
+            plgpu.copy_smem_to_gmem(self.refs.out_smem.at[self.wg, pl.ds(first, rows)], to)
+
         narrower = max((each for each in self.cut.widths if each < width), default=0)
         if narrower:
-            self._copy_rows(now, column, 0, narrower)
+            copy(0, narrower)
         for first in range(narrower, width, GROUP):
-            there = first // GROUP < now.groups
-            pl.when(there)(partial(self._copy_rows, now, column, first, GROUP))
-
-    def _copy_rows(self, now: GroupedGemmTile, column: jax.Array, first: int, rows: int) -> None:
-        to = self.cut.results.at(self.refs.target, now.target + first, rows, column, ROWS)
-        plgpu.copy_smem_to_gmem(self.refs.out_smem.at[self.wg, pl.ds(first, rows)], to)
+            pl.when(first // GROUP < now.groups)(partial(copy, first, GROUP))
 
 
 class ScaledAccumulators:

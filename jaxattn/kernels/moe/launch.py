@@ -90,7 +90,9 @@ def scratch(
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
     outputs = dtype if config.rounded else jnp.float32
-    return ArenaSpec.of(OP, h=(shape(expert_size), dtype), y=(shape(_wide(hidden)), outputs))
+    return ArenaSpec.of(
+        OP, h=(shape(expert_size), dtype), y=(shape(output_columns(hidden)), outputs)
+    )
 
 
 def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> MoeTileConfig:
@@ -101,7 +103,7 @@ def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> Moe
     return choose_four_bit(form, **sizes)
 
 
-def _wide(features: int) -> int:
+def output_columns(features: int) -> int:
     """Columns of the outputs y: a panel has 128 at least."""
     return -(-features // BLOCK) * BLOCK
 
@@ -207,7 +209,7 @@ def mixture_of_experts_mosaic(
             x = x[work.tokens]
 
     places, lanes = {}, {}
-    for name, size in (("h", width), ("y", _wide(features))):
+    for name, size in (("h", width), ("y", output_columns(features))):
         if arena is None:
             region = spec.region(name)
             lane, first = jnp.empty((math.prod(region.shape[:2]), panel(size)), region.dtype), 0
@@ -236,10 +238,10 @@ def mixture_of_experts_mosaic(
     )  # fmt: skip
     y = jax.freeze(y_ref)
     results = ExpertOutputs(
-        y, work.positions, weights, places["y"], _wide(features), config.combine, modes
+        y, work.positions, weights, places["y"], output_columns(features), config.combine, modes
     )
     # Columns behind F were never written.
-    exact = features == _wide(features)
+    exact = features == output_columns(features)
     out = results if apart and exact else results.total[:, :features]
     if arena is None:
         return out

@@ -145,12 +145,12 @@ def choose(
     )
 
 
-def padded_rows(tokens: int, top_k: int, experts: int, columns: int) -> int:
+def padded_rows(tokens: int, top_k: int, experts: int, columns: int, group: int = GROUP) -> int:
     """R: rows that the tokens have, sorted by expert and padded, whatever they choose. The last
     tile may read past the last expert's own."""
     pairs = tokens * top_k
-    rows = pairs + (GROUP - 1) * min(experts, pairs)
-    return -(-rows // GROUP) * GROUP + columns - GROUP
+    rows = pairs + (group - 1) * min(experts, pairs)
+    return -(-rows // group) * group + max(columns - group, 0)
 
 
 def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:

@@ -25,6 +25,11 @@ from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_laye
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.kernels.moe.backward.launch import (
+    ExpertOperands,
+    forward_with_residuals,
+    gradients,
+)
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
 from jaxattn.kernels.moe.routing.router import RoutedToken
 
@@ -60,7 +65,9 @@ def mixture_of_experts(
     The kernels read the weights of experts that somebody chose, once per tile of tokens, and no
     others'.
 
-    The gradient is the "xla" implementation's, in reverse mode; with an arena there is none.
+    The gradient has kernels too, in reverse mode: of x, `weights` (and through them the router),
+    both products' weights and biases. An expert without tokens gets exact zeros, and gradients have
+    the same bits each time. Beside quantized weights XLA computes it; with an arena there is none.
 
     Args:
         x: tokens, padding included.
@@ -133,8 +140,27 @@ def mixture_of_experts(
                 arena=arena, listed=listed, apart=apart and arena is not None, interpret=interpret,
             )  # fmt: skip
 
-        function = kernels if arena is not None else with_gradient_of(reference, kernels)
-        return function(*operands)
+        if arena is not None:
+            return kernels(*operands)
+        if gate_up.dtype == FP8 or form is not None:
+            because = f"{op}: the kernels have no gradient beside quantized weights"
+            return with_gradient_of(reference, kernels, because=because)(*operands)
+        options: dict[str, Any] = {
+            "activation": activation, "affine": affine, "interpret": interpret,
+        }  # fmt: skip
+
+        def forward(x, ids, weights, gate_up, down, *beside):
+            *_, gate_up_bias, down_bias, first = beside
+            given = ExpertOperands(x, weights, gate_up, down, gate_up_bias, down_bias)
+            return forward_with_residuals(given, ids, layer=first, **options)
+
+        def backward(kept, cotangent):
+            x, weights, gate_up, down, *biases = gradients(kept, cotangent, **options)
+            return x, None, weights, gate_up, down, None, None, *biases, None
+
+        differentiable = jax.custom_vjp(kernels)
+        differentiable.defvjp(forward, backward)
+        return differentiable(*operands)
 
     def xla() -> Any:
         out = reference(*operands)

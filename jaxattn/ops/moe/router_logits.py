@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.dispatch import (
-    Implementation,
-    dispatch_kernel,
-    with_gradient_of,
-    without_gradient,
-)
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.numerics.rounding import rounded
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.kernels.moe.routing.router import RoutedToken, route_mosaic
 from jaxattn.kernels.moe.routing.small_batch_alignment import copies, supports_pairs
 from jaxattn.ops.linear.linear import kernel_serves, linear_layer
-from jaxattn.ops.moe.routing import Router, route
+from jaxattn.ops.moe.routing import (
+    Router,
+    route,
+    weights_of_chosen,
+    with_gradient_of_weights,
+)
 
 # The kernel of the product wants columns by 64, and two halves are side by side.
 HALF = 32
@@ -118,12 +118,24 @@ def choose_experts(
         columns = sum_split_logits(logits) if halves else logits
         own = bias if bias is None or first is None else bias[affine[0] * first + affine[1]]
         ids, weights = route(columns[:, :count], own, router, implementation="xla")
-        shape = len(ids), always
-        last = jnp.broadcast_to(count + jnp.arange(always, dtype=ids.dtype), shape)
-        opened = jax.nn.sigmoid(columns[:, count : count + 1]) if gated else jnp.float32(1)
-        weights = jnp.concatenate([weights, jnp.broadcast_to(opened, shape)], axis=1)
-        ids = jnp.concatenate([ids, last], axis=1)
+        last = jnp.arange(count, count + always, dtype=ids.dtype)
+        ids = jnp.concatenate([ids, jnp.broadcast_to(last, (len(ids), always))], axis=1)
+        weights = with_shared(weights, columns)
         return (ids if valid is None else jnp.where(valid[:, None] != 0, ids, -1)), weights
+
+    def with_shared(weights: Array, columns: Array) -> Array:
+        opened = jax.nn.sigmoid(columns[:, count : count + 1]) if gated else jnp.float32(1)
+        opened = jnp.broadcast_to(opened, (len(weights), always))
+        return jnp.concatenate([weights, opened], axis=1)
+
+    def weights_of(
+        ids: Array, logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+    ) -> Array:
+        del bias, first, valid
+        columns, routed = sum_split_logits(logits) if halves else logits, ids[:, : router.top_k]
+        weights = weights_of_chosen(columns[:, :count], jnp.maximum(routed, 0), router)
+        # The experts of padding are not known any more, and nobody reads their weights.
+        return jnp.where(routed[:, :1] >= 0, with_shared(weights, columns), 0)
 
     def mosaic(interpret: bool) -> tuple[Array, Array, RoutedToken | None]:
         options: dict[str, Any] = {
@@ -139,7 +151,7 @@ def choose_experts(
         ) -> tuple[Array, Array]:
             return route_mosaic(logits, bias, layer=first, valid=valid, **options)[:2]
 
-        return *with_gradient_of(reference, kernel)(logits, bias, first, valid), None
+        return *with_gradient_of_weights(weights_of, kernel)(logits, bias, first, valid), None
 
     return dispatch_kernel(
         "route", implementation, mosaic, lambda: (*reference(logits, bias, first, valid), None)

@@ -4,6 +4,8 @@ A bias rounded to bfloat16 chooses other experts.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.validation.array_checks import check_array, check_sizes, finite
 from jaxattn.kernels.moe.routing.router import LEAST, MOST_EXPERTS, route_mosaic
 
@@ -90,7 +92,7 @@ def route(
         bias: added to the scores that choose, not to the weights (DeepSeek-V3's
             `e_score_correction_bias`).
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has a
-            multiple of 32 experts, at most 1024. The gradient is "xla"'s, in reverse mode.
+            multiple of 32 experts, at most 1024. The gradient is in reverse mode.
 
     Raises:
         TypeError, ValueError: an argument is no array, or its shape does not fit.
@@ -118,7 +120,11 @@ def route(
             *chosen, _ = route_mosaic(rows, bias, **router.choice, interpret=interpret)
             return tuple(x.reshape(*logits.shape[:-1], router.top_k) for x in chosen)
 
-        return with_gradient_of(reference, kernel)(logits, bias)
+        def weights_of(ids: Array, logits: Array, bias: Array | None) -> Array:
+            del bias  # chooses, and is in no weight
+            return weights_of_chosen(logits, ids, router)
+
+        return with_gradient_of_weights(weights_of, kernel)(logits, bias)
 
     with jax.named_scope(op):
         return dispatch_kernel(op, implementation, mosaic, lambda: reference(logits, bias))
@@ -130,15 +136,49 @@ def route_serves(experts: int) -> bool:
 
 
 def _by_sorting(logits: Array, bias: Array | None, router: Router) -> tuple[Array, Array]:
-    scores = jax.nn.softmax(logits) if router.scores == "softmax" else jax.nn.sigmoid(logits)
+    scores = _scores(logits, router)
     choice = scores if bias is None else scores + bias
     if router.top_groups < router.groups:
         choice = _of_best_groups(choice, router)
     _, ids = lax.top_k(choice, router.top_k)
+    return ids.astype(jnp.int32), _weights(scores, ids, router)
+
+
+def weights_of_chosen(
+    logits: Float[Array, "*T E"], ids: Int[Array, "*T K"], router: Router
+) -> Float[Array, "*T K"]:
+    """The weights of experts that are chosen already. Its gradient has no choice in it."""
+    return _weights(_scores(logits, router), ids, router)
+
+
+def with_gradient_of_weights(
+    weights_of: Callable[..., Array], choose: Callable[..., tuple[Array, Array]]
+) -> Callable[..., Any]:
+    """`choose(*operands)` gives ids and weights, and is differentiated, in reverse mode only, as
+    `weights_of(ids, *operands)`: the backward pass does not choose again."""
+    differentiable = jax.custom_vjp(choose)
+
+    def forward(*operands: Any) -> Any:
+        ids, weights = choose(*operands)
+        return (ids, weights), (ids, operands)
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        ids, operands = kept
+        return jax.vjp(partial(weights_of, ids), *operands)[1](cotangents[1])
+
+    differentiable.defvjp(forward, backward)
+    return differentiable
+
+
+def _scores(logits: Array, router: Router) -> Array:
+    return jax.nn.softmax(logits) if router.scores == "softmax" else jax.nn.sigmoid(logits)
+
+
+def _weights(scores: Array, ids: Array, router: Router) -> Array:
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if router.normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return ids.astype(jnp.int32), weights * router.scale
+    return weights * router.scale
 
 
 def _of_best_groups(choice: Array, router: Router) -> Array:

@@ -42,10 +42,11 @@ def tokens_in_place(tokens: int) -> bool:
     return tokens <= GROUP
 
 
-def align_tokens(ids: jax.Array, experts: int, columns: int) -> TokenAlignment:
-    """The list for `ids` [T, K]; an id that is no expert's has no work."""
+def align_tokens(ids: jax.Array, experts: int, columns: int, group: int = GROUP) -> TokenAlignment:
+    """The list for `ids` [T, K]; an id that is no expert's has no work. An expert's rows begin at a
+    multiple of `group`; of a larger one than 8, few tokens are gathered too."""
     tokens, top_k = ids.shape
-    in_place = tokens_in_place(tokens)
+    in_place = group == GROUP and tokens_in_place(tokens)
     valid = (ids >= 0) & (ids < experts)
     flat = jnp.where(valid, ids, experts).reshape(-1)
     every = jnp.arange(experts, dtype=jnp.int32)
@@ -59,7 +60,7 @@ def align_tokens(ids: jax.Array, experts: int, columns: int) -> TokenAlignment:
         ranks = jnp.repeat(jnp.arange(tokens, dtype=jnp.int32), top_k)
     else:
         ranks = _ranks(flat) if compared else _ranks_by_sorting(flat, counts)
-    padded = -(-counts // GROUP) * GROUP
+    padded = -(-counts // group) * group
     starts = _sums_before(padded)
     of_pairs = starts[jnp.minimum(flat, experts - 1)] + ranks
     positions = jnp.where(flat < experts, of_pairs, -1)
@@ -76,7 +77,7 @@ def align_tokens(ids: jax.Array, experts: int, columns: int) -> TokenAlignment:
     tiles = jnp.stack([expert, jnp.zeros_like(row) if in_place else row, row, groups])
     of_rows = None
     if not in_place:
-        rows = padded_rows(tokens, top_k, experts, columns)
+        rows = padded_rows(tokens, top_k, experts, columns, group)
         token = jnp.repeat(jnp.arange(tokens, dtype=jnp.int32), top_k)
         place = jnp.where(positions < 0, rows, positions)
         of_rows = jnp.zeros(rows, jnp.int32).at[place].set(token, mode="drop")

@@ -1,0 +1,368 @@
+"""Trains a hybrid language model of bytes from nothing: delta nets, attention, MLPs or experts.
+
+    python3 examples/pretrain.py --steps 40                       # a tiny model, on a CPU
+    python3 examples/pretrain.py --steps 300 --checkpoint RUN     # 130M parameters, on a GPU
+    python3 examples/pretrain.py --steps 300 --mla                # MLA in place of GQA, and experts
+
+needs `pip install 'jaxattn[train]'`: optax, and orbax for `--checkpoint`. The text is the reference
+that Python's `help()` shows, 0.7 MB of English, and `--data FILE` another.
+
+Layers are Qwen3.5's: of four, three are a `GatedDeltaNet` and one a `GroupedQueryAttention` with a
+gate. Each group of four is one turn of a scan, and keeps for its backward pass what `SAVED` names.
+With several devices each holds a part of every parameter, and gathers a group's as the scan comes
+to it (FSDP). `--dtype float32` trains by XLA, as the kernels multiply bfloat16; losses agree.
+
+A run that finds its own checkpoint goes on from there, to the same losses as without a stop: the
+batch of a step depends on nothing but its number.
+"""
+
+import argparse
+import json
+import pydoc_data.topics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.moe import Router
+from jaxattn.nn import (
+    GatedDeltaNet,
+    GatedMLP,
+    GroupedQueryAttention,
+    MixtureOfExperts,
+    MultiHeadLatentAttention,
+    RMSNorm,
+)
+
+P = jax.P
+BYTES = 256
+# What kernels name of what they keep for a backward pass; the rest of a group is computed again.
+SAVED = jax.checkpoint_policies.save_only_these_names(
+    "attention_out", "attention_lse", "moe_gate_up"
+)
+# bfloat16 products of a second, without sparsity.
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
+
+
+class Size(NamedTuple):
+    """The sizes of a model. Layers come in groups: all but the last are delta nets."""
+
+    hidden: int
+    groups: int
+    group: int  # layers
+    head_dim: int
+    mlp: int
+    expert: int
+    experts: int
+    top_k: int
+    rows: int  # of a batch
+    tokens: int  # of a row
+
+    @property
+    def heads(self) -> int:
+        return max(2, self.hidden // self.head_dim)
+
+
+SIZES = {
+    "tiny": Size(64, 1, 2, 16, 128, 64, 4, 2, 4, 64),
+    "100m": Size(768, 3, 4, 128, 3072, 512, 16, 4, 8, 2048),
+    "1b": Size(2048, 5, 4, 128, 8192, 1024, 16, 4, 8, 2048),
+}
+
+
+class Layer(nnx.Module):
+    """A mixer of tokens and a feed-forward, each added to the stream."""
+
+    def __init__(self, mixer: nnx.Module, feed_forward: nnx.Module, hidden: int):
+        self.norms = nnx.List([RMSNorm(hidden), RMSNorm(hidden)])
+        self.parts = nnx.List([mixer, feed_forward])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for norm, part in zip(self.norms, self.parts, strict=True):
+            x = x + part(norm(x))
+        return x
+
+
+def new_group(size: Size, mla: bool, experts: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.List:
+    """The layers of a group."""
+    hidden, dim = size.hidden, size.head_dim
+    scale = (2 * size.groups * size.group) ** -0.5  # of what is added to the stream
+    options: dict[str, Any] = {"dtype": dtype, "out_init_scale": scale, "rngs": rngs}
+
+    def feed_forward() -> nnx.Module:
+        if not experts:
+            return GatedMLP(hidden, size.mlp, **options)
+        router = Router(experts=size.experts, top_k=size.top_k, scores="softmax", normalize=True)
+        return MixtureOfExperts(hidden, size.expert, router, shared_size=size.expert, **options)
+
+    def delta_net() -> nnx.Module:
+        heads = size.heads
+        return GatedDeltaNet(hidden, heads, 2 * heads, head_k_dim=dim, head_v_dim=dim, **options)
+
+    def attention() -> nnx.Module:
+        if mla:
+            nope, turned = dim, dim // 2
+            return MultiHeadLatentAttention(
+                hidden, size.heads, kv_lora_rank=4 * dim, qk_nope_head_dim=nope,
+                qk_rope_head_dim=turned, v_head_dim=dim, **options,
+            )  # fmt: skip
+        return GroupedQueryAttention(
+            hidden, size.heads, size.heads // 2, dim, rope=RopeConfig(dim=dim // 4),
+            qk_norm=True, gated=True, **options,
+        )  # fmt: skip
+
+    mixers = [*(delta_net() for _ in range(size.group - 1)), attention()]
+    return nnx.List([Layer(mixer, feed_forward(), hidden) for mixer in mixers])
+
+
+class Model(nnx.Module):
+    """Bytes in, logits of the next byte out. The parameters of all groups lie in stacks."""
+
+    def __init__(self, size: Size, mla: bool, experts: bool, dtype: Any, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(BYTES, size.hidden, rngs=rngs)
+        self.norm = RMSNorm(size.hidden)
+        make = nnx.vmap(lambda rngs: new_group(size, mla, experts, dtype, rngs))
+        self.groups = nnx.split_rngs(splits=size.groups)(make)(rngs)
+
+
+def forward(model: Model, tokens: jax.Array, gather: Callable[[Any], Any]) -> jax.Array:
+    """The logits; `gather` makes whole parameters of a device's parts."""
+    definition, groups = nnx.split(model.groups)
+
+    @partial(jax.checkpoint, policy=SAVED)
+    def group(x: jax.Array, params: nnx.State) -> jax.Array:
+        for layer in nnx.merge(definition, gather(params)):
+            x = layer(x)
+        return x
+
+    x = model.embed(tokens)
+    x, _ = jax.lax.scan(lambda x, params: (group(x, params), None), x, groups)
+    return model.embed.attend(model.norm(x).astype(jnp.float32))
+
+
+class Trainer:
+    """A model, its optimizer and their compiled step, over all devices."""
+
+    def __init__(self, args: argparse.Namespace, size: Size):
+        self.size, self.rows, self.tokens = size, args.rows or size.rows, args.tokens or size.tokens
+        self.mesh = jax.make_mesh(
+            (len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        if self.rows % self.mesh.size:
+            raise SystemExit(f"--rows {self.rows} must be a multiple of {self.mesh.size} devices")
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, args.rate, max(1, args.decay // 20), args.decay, 0.1 * args.rate
+        )
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+        )
+
+        def new_state() -> tuple[nnx.State, Any]:
+            model = Model(size, args.mla, args.experts, args.dtype, nnx.Rngs(args.seed))
+            params = nnx.state(model, nnx.Param)
+            return params, self.optimizer.init(params)
+
+        def new_definition() -> nnx.GraphDef:
+            model = Model(size, args.mla, args.experts, args.dtype, nnx.Rngs(args.seed))
+            self.definition, _, self.rest = nnx.split(model, nnx.Param, ...)
+            return jnp.zeros(())
+
+        jax.eval_shape(new_definition)
+        shapes = jax.eval_shape(new_state)
+        self.specs = jax.tree.map(self.spec_of, shapes[0])
+        self.shardings = jax.tree.map(lambda x: NamedSharding(self.mesh, self.spec_of(x)), shapes)
+        self.new_state = jax.jit(new_state, out_shardings=self.shardings)
+        self.state = self.new_state()
+        self.step = jax.jit(self._step, donate_argnums=0)
+
+    def spec_of(self, x: Any) -> P:
+        """Parameters are divided along their last axis, where the devices divide it."""
+        whole = x.ndim < 2 or x.shape[-1] % self.mesh.size
+        return P() if whole else P(*[None] * (x.ndim - 1), "data")
+
+    def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
+        """The mean over all devices, of whom each has some rows."""
+
+        def gather(params: Any, specs: Any) -> Any:
+            whole = lambda x, spec: (  # noqa: E731
+                jax.lax.all_gather(x, "data", axis=x.ndim - 1, tiled=True) if "data" in spec else x
+            )
+            return jax.tree.map(whole, params, specs)
+
+        groups = jax.tree.map(lambda spec: P(*spec[1:]), self.specs.groups)  # of a turn
+        outside = {name: x for name, x in params.items() if name != "groups"}
+        of_outside = {name: x for name, x in self.specs.items() if name != "groups"}
+        model = nnx.merge(
+            self.definition,
+            nnx.State({**gather(outside, of_outside), "groups": params.groups}),
+            self.rest,
+        )
+        logits = forward(model, tokens[:, :-1], lambda params: gather(params, groups))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jax.lax.pmean(losses.mean(), "data")
+
+    def loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
+        """Nats per byte."""
+        run = jax.shard_map(
+            self._loss, mesh=self.mesh, in_specs=(self.specs, P("data")), out_specs=P(),
+            check_vma=False,  # which Mosaic's kernels have no rules for
+        )  # fmt: skip
+        return run(params, tokens)
+
+    def _step(self, state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        params, moments = state
+        loss, gradients = jax.value_and_grad(self.loss)(params, tokens)
+        updates, moments = self.optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    @property
+    def flops(self) -> float:
+        """Of a step's products: 6 for each parameter that a token meets, and those of mixers."""
+        size, total = self.size, 0.0
+        for path, x in jax.tree.leaves_with_path(self.state[0]):
+            name = jax.tree_util.keystr(path)
+            share = size.top_k + 1, size.experts + 1  # with the shared one
+            met = share[0] / share[1] if "gate_up_proj" in name or "down_proj" in name else 1
+            total += 6 * met * x.size if x.ndim > 1 else 0
+        attended = 3 * self.tokens * 2 * size.heads * size.head_dim  # half of all pairs, causal
+        recurred = 18 * 2 * size.heads * size.head_dim**2
+        total += size.groups * (attended + (size.group - 1) * recurred)
+        return total * self.rows * self.tokens
+
+
+def read_text(path: Path | None) -> bytes:
+    if path is not None:
+        return path.read_bytes()
+    return "\n\n".join(pydoc_data.topics.topics.values()).encode()
+
+
+def batch(data: jax.Array, rows: int, tokens: int, step: int) -> jax.Array:
+    """Random pieces of the text, int32 [rows, tokens + 1]."""
+    starts = jax.random.randint(jax.random.key(step), (rows, 1), 0, len(data) - tokens)
+    return data[starts + jnp.arange(tokens + 1)].astype(jnp.int32)
+
+
+class Checkpoints:
+    """A folder of orbax, in which each leaf of the state has the name of its path."""
+
+    def __init__(self, folder: Path | None):
+        self.manager: Any = None
+        if folder is not None:
+            import orbax.checkpoint as ocp
+
+            options = ocp.CheckpointManagerOptions(max_to_keep=2)
+            self.ocp, self.manager = ocp, ocp.CheckpointManager(folder.resolve(), options=options)
+
+    def restore(self, state: Any, shardings: Any) -> tuple[Any, int]:
+        """The newest state, and its step; the given one, and 0, where there is none."""
+        if self.manager is None or self.manager.latest_step() is None:
+            return state, 0
+        wanted = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            state, shardings,
+        )  # fmt: skip
+        step = self.manager.latest_step()
+        found = self.manager.restore(step, args=self.ocp.args.StandardRestore(named(wanted)))
+        return jax.tree.unflatten(jax.tree.structure(state), found.values()), step
+
+    def save(self, state: Any, step: int) -> None:
+        if self.manager is not None:
+            self.manager.save(step, args=self.ocp.args.StandardSave(named(state)))
+            self.manager.wait_until_finished()  # the next step donates the state
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Its leaves in order, by number and path."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {f"{i:04}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
+
+
+def losses(trainer: Trainer, data: jax.Array, steps: range) -> Iterator[tuple[int, float, float]]:
+    """(step, loss, seconds) of each, whose state is then in the trainer."""
+    for step in steps:
+        start = time.perf_counter()
+        tokens = batch(data, trainer.rows, trainer.tokens, step)
+        trainer.state, loss = trainer.step(trainer.state, tokens)
+        yield step, float(loss), time.perf_counter() - start
+
+
+def report(trainer: Trainer, step: int, loss: float, seconds: float) -> dict[str, float]:
+    """Prints a line, and returns its numbers."""
+    rate = trainer.rows * trainer.tokens / seconds
+    kind = jax.devices()[0].device_kind
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
+    line = {"step": step, "loss": loss, "tokens/s": rate}
+    if peak is not None:
+        line["mfu"] = trainer.flops / seconds / (peak * trainer.mesh.size)
+    mfu = f", {line['mfu']:.1%} of the peak" if "mfu" in line else ""
+    print(f"step {step:5}: {loss:.4f} nats per byte, {rate:,.0f} tokens/s{mfu}", flush=True)
+    return line
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a hybrid language model of bytes.")
+    parser.add_argument("--size", choices=SIZES, help="default: 100m on a GPU, else tiny")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--decay", type=int, help="steps until the rate is lowest; default: --steps"
+    )
+    parser.add_argument("--rows", type=int, help="of a batch")
+    parser.add_argument("--tokens", type=int, help="of a row")
+    parser.add_argument("--experts", action="store_true", help="in place of the MLPs")
+    parser.add_argument("--mla", action="store_true", help="in place of GQA; implies --experts")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rate", type=float, default=1e-3, help="of learning, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--data", type=Path, help="a text; default: Python's own reference")
+    parser.add_argument("--every", type=int, default=10, help="steps between printed lines")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, and resume")
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="loss curve, a line of JSON a step"
+    )
+    args = parser.parse_args(argv)
+    args.size = args.size or ("100m" if jax.default_backend() == "gpu" else "tiny")
+    args.experts = args.experts or args.mla
+    args.decay = args.decay or args.steps
+    return args
+
+
+def main(argv: list[str] | None = None, trainer: Trainer | None = None) -> Trainer:
+    """Trains, and returns the trainer; one of the same options goes on with what is compiled."""
+    args = parsed(argv)
+    text = read_text(args.data)
+    trainer = trainer or Trainer(args, SIZES[args.size])
+    if len(text) <= trainer.tokens + 1:
+        raise SystemExit(f"the text has {len(text)} bytes, and a row {trainer.tokens} tokens")
+    count = sum(x.size for x in jax.tree.leaves(trainer.state[0]))
+    print(f"{count:,} parameters, {len(text):,} bytes of text, {trainer.mesh.size} device(s)")
+    checkpoints = Checkpoints(args.checkpoint)
+    trainer.state, done = checkpoints.restore(trainer.state, trainer.shardings)
+    if done:
+        print(f"resumed after step {done}")
+    data, best = jnp.frombuffer(text, jnp.uint8), float("inf")
+    for step, loss, seconds in losses(trainer, data, range(done, args.steps)):
+        last = step + 1 == args.steps
+        best = min(best, seconds)
+        if last or step % args.every == 0:
+            line = report(trainer, step, loss, seconds)
+        if args.log is not None:
+            with args.log.open("a") as file:
+                print(json.dumps({"step": step, "loss": loss, "seconds": seconds}), file=file)
+        if last or (step + 1) % args.save_every == 0:
+            checkpoints.save(trainer.state, step + 1)
+    if done < args.steps:
+        report(trainer, line["step"], line["loss"], best)
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

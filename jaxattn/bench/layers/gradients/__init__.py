@@ -1,0 +1,1 @@
+"""Benchmarks of ops and layers with their gradients."""

@@ -1,0 +1,92 @@
+"""Times and memory of a function and its gradient, as `bench train` reports them.
+
+`ms` is the GPU time of the kernels of both passes, from a profile, and `forward ms` of the forward
+alone; `backward ms` is the rest. `call ms` is a call's share of calls dispatched one after another.
+`forward MiB` and `MiB` are XLA's temporary memory of both executables, beside their arguments and
+results: gradients are results.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxattn.bench.harness.timing import kernel_seconds, seconds
+
+MIB = 2**20
+CALLS = 8  # that are dispatched together
+
+# Floats that are differentiated, by name; then what is not.
+type Differentiated = Callable[[Any, Any], jax.Array]
+
+
+def value_and_gradient(function: Differentiated) -> Callable[..., Any]:
+    """(floats, fixed, cotangent) -> the value that has the cotangent for its gradient, and the
+    gradients of all floats."""
+
+    def total(floats: Any, fixed: Any, cotangent: jax.Array) -> jax.Array:
+        return (function(floats, fixed).astype(jnp.float32) * cotangent).sum()
+
+    return jax.value_and_grad(total)
+
+
+class CompiledPass:
+    """A function that is compiled for its operands, once."""
+
+    def __init__(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
+        self.operands = operands
+        self.compiled = jax.jit(function).lower(*operands).compile()
+
+    def __call__(self, number: int = 0) -> Any:
+        del number
+        return self.compiled(*self.operands)
+
+    @property
+    def mebibytes(self) -> float:
+        analysis = self.compiled.memory_analysis()
+        return 0.0 if analysis is None else analysis.temp_size_in_bytes / MIB
+
+    def loop_seconds(self) -> float:
+        def several() -> Any:
+            for _ in range(CALLS):
+                result = self()
+            return result
+
+        return seconds(several, repeats=3) / CALLS
+
+    def kernel_seconds(self) -> float:
+        """Of a call; where there is no GPU, in a loop."""
+        return kernel_seconds(self) or self.loop_seconds()
+
+
+def gradient_columns(
+    function: Differentiated, floats: Any, fixed: Any, cotangent: jax.Array
+) -> dict[str, float]:
+    """Times in ms, and temporary memory in MiB."""
+    forward = CompiledPass(function, (floats, fixed))
+    forward_seconds, forward_mebibytes = forward.kernel_seconds(), forward.mebibytes
+    del forward
+    both = CompiledPass(value_and_gradient(function), (floats, fixed, cotangent))
+    both_seconds = both.kernel_seconds()
+    return {
+        "ms": both_seconds * 1e3,
+        "call ms": both.loop_seconds() * 1e3,
+        "forward ms": forward_seconds * 1e3,
+        "backward ms": (both_seconds - forward_seconds) * 1e3,
+        "forward MiB": forward_mebibytes,
+        "MiB": both.mebibytes,
+    }
+
+
+def relative_l2(found: Any, wanted: Any) -> float:
+    """The largest relative L2 error of a gradient."""
+
+    @functools.partial(jax.jit)
+    def error(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)
+
+    leaves = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    return max(float(error(a, b)) for a, b in zip(*leaves, strict=True))

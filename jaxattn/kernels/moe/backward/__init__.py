@@ -1,0 +1,1 @@
+"""Gradients of a mixture of experts."""

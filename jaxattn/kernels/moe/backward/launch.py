@@ -1,0 +1,307 @@
+"""`mixture_of_experts` with its gradient on a Hopper GPU: a forward that keeps what the backward
+needs, and the backward.
+
+    forward    gate_up keeps gate x and up x of each (token, expert) pair beside h; down; the sum
+    backward   dh = dout down                     the forward's kernel with transposed weights
+               d gate, d up, d weights            XLA, element by element
+               dx = [d gate, d up] gate_up        the forward's kernel with transposed weights
+               d down, d gate_up                  weight_gradient.py
+
+Between the products lie the rows of the pairs, sorted by expert, 64 of which are a step of the
+weights' gradients. Rows of padding are 0 in all that the backward adds up. Each sum has a fixed
+order: gradients have the same bits each time.
+
+A token's weight meets dh, and not the product with `down`, so that its gradient is dh h of a row:
+the outputs of the experts are not kept.
+
+Limits: of launch.py, without FP8 weights. Reference: `jaxattn.ops.moe.experts`
+(implementation="xla"); tests: tests/kernels/moe/test_gradient.py.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
+from jaxattn.kernels.moe.backward.weight_gradient import DEPTH, weight_gradient
+from jaxattn.kernels.moe.combine import combine
+from jaxattn.kernels.moe.grouped_gemm import PanelMatrix, grouped_product
+from jaxattn.kernels.moe.launch import FP8, OP, output_columns, refuse
+from jaxattn.kernels.moe.routing.token_alignment import TokenAlignment, align_tokens
+from jaxattn.kernels.moe.tile_config import (
+    BLOCK,
+    ROWS,
+    GemmTileConfig,
+    MoeTileConfig,
+    choose,
+    padded_rows,
+    panel,
+)
+
+# What `jax.checkpoint` can keep by name (`jax.checkpoint_policies.save_only_these_names`).
+SAVED_NAME = "moe_gate_up"
+
+
+class ExpertRows(NamedTuple):
+    """The rows of the pairs (token, expert), sorted by expert.
+
+    Attributes:
+        work: the list of tiles; an expert's rows begin at a multiple of 64.
+        pairs: int32 [R], each row's pair t * K + k, -1 of padding.
+        starts, steps: int32 [E], each expert's first row, and how many times 64 rows it has.
+    """
+
+    work: TokenAlignment
+    pairs: jax.Array
+    starts: jax.Array
+    steps: jax.Array
+
+
+class ExpertOperands(NamedTuple):
+    """What the op is differentiated with respect to; or the gradients of it, in the same dtypes."""
+
+    x: jax.Array
+    weights: jax.Array
+    gate_up: jax.Array  # a stack, as the rest
+    down: jax.Array
+    gate_up_bias: jax.Array | None
+    down_bias: jax.Array | None
+
+
+class ExpertResiduals(NamedTuple):
+    """What the forward keeps: `saved` is [R, 2 I], gate x and up x of each row."""
+
+    operands: ExpertOperands
+    layer: jax.Array
+    rows: ExpertRows
+    saved: jax.Array
+
+
+def forward_with_residuals(
+    operands: ExpertOperands,
+    ids: jax.Array,
+    *,
+    activation: ClampedSwiGLU | None = None,
+    layer: jax.Array | int,
+    affine: tuple[int, int] = (1, 0),
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, ExpertResiduals]:
+    """`mixture_of_experts_mosaic` of stacks, to the bit, and what its gradient needs."""
+    refuse(operands.x, operands.gate_up, interpret=interpret)
+    if operands.gate_up.dtype == FP8:
+        raise Refusal(f"{OP}: the kernels have no gradient of FP8 weights")
+    operands = without_gradient(OP, operands)
+    x, weights, gate_up, down, gate_up_bias, down_bias = operands
+    features, width, dtype = x.shape[1], down.shape[-1], gate_up.dtype
+    config = config_of(operands)
+    rows = rows_of(ids, gate_up.shape[1], config.columns)
+    number = jnp.asarray(layer, jnp.int32).reshape(1)
+    modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
+    common: dict[str, Any] = {
+        "layer": number, "affine": affine, "columns": config.columns, **modes,
+    }  # fmt: skip
+    gathered = x.astype(dtype)[jnp.maximum(rows.pairs, 0) // ids.shape[1]]
+    count, wide = len(rows.pairs), output_columns(features)
+    h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
+    # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
+    # for known before the loop.
+    shape = jax.ShapeDtypeStruct
+    both = grouped_product(
+        gathered, gate_up, None, gate_up_bias, rows.work, shape((count, width), dtype),
+        activation=activation, source=PanelMatrix(0, count, features), results=h_at,
+        saved=shape((count, 2 * width), dtype), product=config.gate_up, gated=True,
+        name="moe_gate_up", **common,
+    )  # fmt: skip
+    outputs = dtype if config.rounded else jnp.float32
+    y = grouped_product(
+        both["target"], down, None, down_bias, rows.work,
+        shape((wide // panel(wide) * count, panel(wide)), outputs), source=h_at, results=y_at,
+        product=config.down, gated=False, name="moe_down", **common,
+    )["target"]  # fmt: skip
+    out = combine(
+        y, rows.work.positions, weights, results=y_at, features=wide, columns=config.combine,
+        **modes,
+    )[:, :features]  # fmt: skip
+    rows = jax.tree.map(lambda x: checkpoint_name(x, SAVED_NAME), rows)
+    saved = checkpoint_name(both["saved"], SAVED_NAME)
+    return out, ExpertResiduals(operands, number, rows, saved)
+
+
+def config_of(operands: ExpertOperands) -> MoeTileConfig:
+    return choose(
+        tokens=operands.x.shape[0],
+        top_k=operands.weights.shape[1],
+        experts=operands.gate_up.shape[1],
+        hidden=operands.x.shape[1],
+        expert_size=operands.down.shape[-1],
+    )
+
+
+def gradients(
+    kept: ExpertResiduals,
+    cotangent: jax.Array,
+    *,
+    activation: ClampedSwiGLU | None = None,
+    affine: tuple[int, int] = (1, 0),
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> ExpertOperands:
+    """Of a sum whose gradient with respect to the output [T, F] is `cotangent`."""
+    kept, cotangent = without_gradient(OP, (kept, cotangent))
+    modes = {"interpret": interpret, "detect_races": detect_races}
+    return ExpertBackward(kept, affine, modes).gradients(cotangent, activation or swiglu)
+
+
+class ExpertBackward:
+    """The backward pass, of a forward's residuals."""
+
+    def __init__(self, kept: ExpertResiduals, affine: tuple[int, int], modes: dict[str, Any]):
+        self.kept, self.affine, self.modes = kept, affine, modes
+        self.operands, self.rows = kept.operands, kept.rows
+        self.dtype, self.count = kept.saved.dtype, len(kept.rows.pairs)
+        self.taken = kept.rows.pairs >= 0
+
+    def gradients(self, cotangent: jax.Array, activation: Any) -> ExpertOperands:
+        x, weights, gate_up, down, *biases = self.operands
+        of_out = self.gathered(cotangent)
+        at = PanelMatrix(0, self.count, down.shape[-1])
+        inner = self.product(of_out, down, at, "moe_down_gradient")
+        shares = jnp.where(self.taken, weights.reshape(-1)[self.rows.pairs], 0).astype(jnp.float32)
+        of_gates, hidden, of_shares = _through_activation(
+            inner, self.kept.saved, shares, self.taken, activation
+        )
+        of_biases: list[jax.Array | None] = [None, None]
+        if biases[1] is not None:
+            of_biases = [self.sums(of_gates), self.sums(of_out, shares)]
+            of_shares += self.met_bias(of_out, biases[1])
+        return ExpertOperands(
+            self.summed_up(of_gates).astype(x.dtype),
+            self.of_weights(of_shares).astype(weights.dtype),
+            self.stacked(self.weight_gradient(of_gates, self.gathered(x), "gate_up"), gate_up),
+            self.stacked(self.weight_gradient(of_out, hidden, "down"), down),
+            *(
+                None if one is None or stack is None else self.stacked(one, stack)
+                for one, stack in zip(of_biases, biases, strict=True)
+            ),
+        )
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """The tokens' vectors in rows; a select, as a row of padding may meet NaN."""
+        token = jnp.maximum(self.rows.pairs, 0) // self.operands.weights.shape[1]
+        return jnp.where(self.taken[:, None], x.astype(self.dtype)[token], 0)
+
+    def product(
+        self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
+    ) -> jax.Array:
+        """Rows times the weights' own [out, in], and not their transposes as in the forward."""
+        depth, height = stack.shape[-2:]
+        panels = max(1, height // at.width)
+        return grouped_product(
+            operand, stack, None, None, self.rows.work,
+            jax.ShapeDtypeStruct((panels * self.count, at.width), self.dtype),
+            source=PanelMatrix(0, self.count, depth), results=at, gated=False, transposed=True,
+            product=product_config(height, depth), columns=config_of(self.operands).columns,
+            layer=self.kept.layer, affine=self.affine, name=name, **self.modes,
+        )["target"]  # fmt: skip
+
+    def weight_gradient(self, left: jax.Array, right: jax.Array, name: str) -> jax.Array:
+        return weight_gradient(
+            left, right, self.rows.starts, self.rows.steps, name=f"moe_{name}_weights",
+            **self.modes,
+        )  # fmt: skip
+
+    def summed_up(self, of_gates: jax.Array) -> jax.Array:
+        """The gradient of x, [T, F] float32: a token's experts are added in the order of ids."""
+        weights, features = self.operands.weights, self.operands.x.shape[1]
+        wide = output_columns(features)
+        at = PanelMatrix(0, self.count, panel(wide))
+        spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
+        return combine(
+            spread, self.rows.work.positions, jnp.ones_like(weights), results=at, features=wide,
+            columns=512, **self.modes,
+        )[:, :features]  # fmt: skip
+
+    def of_weights(self, of_shares: jax.Array) -> jax.Array:
+        """[T, K] of each row's; 0 for an id that is no expert's."""
+        places = self.rows.work.positions.reshape(self.operands.weights.shape)
+        return jnp.where(places >= 0, of_shares[jnp.maximum(places, 0)], 0)
+
+    @property
+    def members(self) -> jax.Array:
+        """[R, E], whether a row is an expert's."""
+        places, ends = jnp.arange(self.count)[:, None], self.rows.steps * DEPTH
+        return (places >= self.rows.starts) & (places < self.rows.starts + ends)
+
+    def sums(self, of_rows: jax.Array, shares: jax.Array | None = None) -> jax.Array:
+        """[E, N]: of each expert's rows, by a product, as its order is fixed."""
+        factors = self.members if shares is None else self.members * shares[:, None]
+        return jnp.einsum(
+            "re,rj->ej", factors.astype(jnp.float32), of_rows.astype(jnp.float32),
+            precision="highest",
+        )  # fmt: skip
+
+    def met_bias(self, of_out: jax.Array, down_bias: jax.Array) -> jax.Array:
+        """[R]: what down's bias has in the gradients of the tokens' weights."""
+        bias = down_bias[self.number].astype(jnp.float32)[jnp.argmax(self.members, axis=1)]
+        return jnp.where(self.taken, (of_out.astype(jnp.float32) * bias).sum(1), 0)
+
+    @property
+    def number(self) -> jax.Array:
+        return self.affine[0] * self.kept.layer[0] + self.affine[1]
+
+    def stacked(self, gradient: jax.Array, stack: jax.Array) -> jax.Array:
+        """That of a stack of layers, of which the others' is 0."""
+        gradient = gradient.astype(stack.dtype)
+        if len(stack) == 1:
+            return gradient[None]
+        return jnp.zeros_like(stack).at[self.number].set(gradient)
+
+
+def rows_of(ids: jax.Array, experts: int, columns: int) -> ExpertRows:
+    """The rows of `ids` [T, K], and the list of tiles of `columns` rows."""
+    work = align_tokens(ids, experts, columns, DEPTH)
+    tokens, top_k = ids.shape
+    count = padded_rows(tokens, top_k, experts, columns, DEPTH)
+    places = jnp.where(work.positions < 0, count, work.positions)
+    pairs = jnp.full(count, -1, jnp.int32)
+    pairs = pairs.at[places].set(jnp.arange(ids.size, dtype=jnp.int32), mode="drop")
+    valid = (ids >= 0) & (ids < experts)
+    counts = jnp.bincount(jnp.where(valid, ids, experts).reshape(-1), length=experts + 1)
+    steps = -(-counts[:experts].astype(jnp.int32) // DEPTH)
+    starts = (jnp.cumsum(steps) - steps) * DEPTH
+    return ExpertRows(work._replace(tokens=None), pairs, starts, steps)
+
+
+def product_config(rows: int, depth: int) -> GemmTileConfig:
+    """The largest tile of weights that divides them."""
+    for consumers, parts in ((2, 2), (2, 1)):
+        if rows % (consumers * parts * ROWS) == 0:
+            return GemmTileConfig(consumers=consumers, parts=parts, depth=ROWS)
+    return GemmTileConfig(consumers=1, parts=1, depth=BLOCK if depth % BLOCK == 0 else ROWS)
+
+
+def _through_activation(
+    inner: jax.Array,
+    saved: jax.Array,
+    shares: jax.Array,
+    taken: jax.Array,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of gate and up [R, 2 I], h times the token's weight [R, I], both rounded, and
+    the weights' gradients [R]. Args: `inner` is the gradient of h where all weights were 1."""
+    gate, up = jnp.split(saved.astype(jnp.float32), 2, axis=1)
+    inner = inner.astype(jnp.float32)
+    h, pullback = jax.vjp(activation, gate, up)
+    of_shares = jnp.where(taken, (inner * h).sum(1), 0)
+    of_gates = jnp.concatenate(pullback(inner * shares[:, None]), axis=1)
+    some = taken[:, None]
+    return (
+        jnp.where(some, of_gates, 0).astype(saved.dtype),
+        jnp.where(some, h * shares[:, None], 0).astype(saved.dtype),
+        of_shares,
+    )

@@ -1,0 +1,300 @@
+"""Gradients of the experts' weights: of each expert, the outer products of its rows, summed.
+
+    gradient_e [M, N] = sum over rows r of expert e: left[r]^T right[r]
+
+Rows are sorted by expert; each expert's begin at a multiple of 64, and rows of padding are 0 in
+both operands. The sum is ragged: an expert takes as many steps of 64 rows as it has, and one
+without rows gets exact zeros. One block adds up a tile from its first row to its last, so the order
+of a sum is fixed.
+
+A block of each multiprocessor walks over tiles of the experts, as in grouped_gemm.py: its last
+warpgroup issues the TMA copies into a ring of stages, and one or two others multiply, each its own
+64 rows of `parts` tiles. Both operands lie with the summed axis outermost; wgmma takes them so.
+
+Limits: M and N multiples of 64; bfloat16 or float16.
+Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
+tests/kernels/moe/test_gradient.py.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES, swizzled
+from jaxattn.kernels.hopper.store.unoptimized_store import store
+from jaxattn.kernels.moe.tile_config import BARRIER_BYTES, MOST_STAGES, ROWS
+
+DEPTH = 64  # rows that a step adds up, and a multiple of which an expert's rows begin at
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightGradientTileConfig:
+    """How the gradient of an expert's weights is cut into tiles.
+
+    Attributes:
+        consumers: warpgroups that multiply, each its own rows of the tile: 1 or 2.
+        parts: tiles of 64 rows that each of them has.
+        columns: of the tile.
+        stages: of the ring; None: all that fit.
+        blocks: that work at a time.
+    """
+
+    consumers: int
+    parts: int
+    columns: int
+    stages: int | None = None
+    blocks: int = NUM_SMS
+
+    @property
+    def rows(self) -> int:
+        return self.consumers * self.parts * ROWS
+
+    def stages_of(self, itemsize: int) -> int:
+        """Stages asked for, or all that shared memory has room for."""
+        if self.stages is not None:
+            return self.stages
+        stage = (self.rows + self.columns) * DEPTH * itemsize
+        results = self.consumers * ROWS * self.columns * itemsize
+        room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES - results
+        return max(2, min(MOST_STAGES, room // stage))
+
+
+def tile_config_of(rows: int, columns: int) -> WeightGradientTileConfig:
+    """The largest tile that divides a gradient of these sizes."""
+    for consumers, parts, width in ((2, 2, 128), (2, 1, 256), (2, 1, 128), (1, 2, 128)):
+        if rows % (consumers * parts * ROWS) == 0 and columns % width == 0:
+            return WeightGradientTileConfig(consumers=consumers, parts=parts, columns=width)
+    return WeightGradientTileConfig(consumers=1, parts=1, columns=ROWS)
+
+
+def weight_gradient(
+    left: jax.Array,
+    right: jax.Array,
+    starts: jax.Array,
+    steps: jax.Array,
+    *,
+    name: str,
+    config: WeightGradientTileConfig | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> jax.Array:
+    """[E, M, N] in the operands' dtype.
+
+    Args:
+        left: [R, M].
+        right: [R, N].
+        starts: int32 [E], the first row of each expert, a multiple of 64.
+        steps: int32 [E], how many times 64 rows it has.
+    """
+    experts, height, width = starts.size, left.shape[1], right.shape[1]
+    config = config or tile_config_of(height, width)
+    stages = config.stages_of(left.dtype.itemsize)
+    cut = WeightGradientCut(
+        config=config,
+        stages=stages,
+        down=height // config.rows,
+        across=width // config.columns,
+        experts=experts,
+        interpret=interpret,
+    )
+    tiled = swizzled(left.dtype)
+    multiplying = config.consumers
+    return launch(
+        lambda **refs: WeightGradientCta(cut, WeightGradientRefs(**refs)).run(),
+        name=name,
+        grid={"block": min(config.blocks, cut.items)},
+        inputs={"left": left, "right": right, "starts": starts, "steps": steps},
+        outputs={"out": jax.ShapeDtypeStruct((experts, height, width), left.dtype)},
+        scratch={
+            "left_smem": plgpu.SMEM(
+                (stages, config.parts * multiplying, DEPTH, ROWS), left.dtype, transforms=tiled
+            ),
+            "right_smem": plgpu.SMEM(
+                (stages, DEPTH, config.columns), right.dtype, transforms=tiled
+            ),
+            "out_smem": plgpu.SMEM(
+                (multiplying, ROWS, config.columns), left.dtype, transforms=tiled
+            ),
+            "loaded": plgpu.Barrier(
+                num_arrivals=config.parts * multiplying + 1, num_barriers=stages
+            ),
+            "read": plgpu.Barrier(num_arrivals=multiplying, num_barriers=stages),
+        },
+        warpgroups=multiplying + 1,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        detect_races=detect_races,
+    )["out"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightGradientCut:
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        down, across: tiles of an expert's gradient, one below the other and side by side.
+    """
+
+    config: WeightGradientTileConfig
+    stages: int
+    down: int
+    across: int
+    experts: int
+    interpret: bool
+
+    @property
+    def items(self) -> int:
+        return self.experts * self.down * self.across
+
+    @property
+    def many_registers(self) -> bool:
+        """232 + 232 + 40 = 504, the most that three warpgroups may have."""
+        return self.config.consumers == 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightGradientRefs:
+    """What a block works on: operands, then its shared memory and barriers."""
+
+    left: Any
+    right: Any
+    starts: Any
+    steps: Any
+    out: Any
+    left_smem: Any  # [stage, tile of 64 columns, DEPTH, 64]
+    right_smem: Any  # [stage, DEPTH, N]
+    out_smem: Any  # [warpgroup, 64, N]
+    loaded: Any  # of each stage
+    read: Any  # by every warpgroup that multiplies
+
+
+class WeightGradientTile(NamedTuple):
+    """What a block does next."""
+
+    expert: jax.Array
+    row: jax.Array  # of the gradient
+    column: jax.Array
+    start: jax.Array  # of the expert's rows
+    steps: jax.Array
+
+
+class WeightGradientCta:
+    """A block's tiles: its last warpgroup loads, the others multiply and store."""
+
+    def __init__(self, cut: WeightGradientCut, refs: WeightGradientRefs):
+        self.cut, self.refs = cut, refs
+        self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
+        self.blocks = min(cut.config.blocks, cut.items)
+        self.mine = lax.div(cut.items - self.block + (self.blocks - 1), self.blocks)
+
+    def run(self) -> None:
+        consumers = self.cut.config.consumers
+        pl.when(self.wg == consumers)(self.load)
+        pl.when(self.wg < consumers)(self.multiply)
+
+    def item(self, i: Any) -> WeightGradientTile:
+        """The block's i-th, of which it may have none: then any."""
+        cut = self.cut
+        number = jnp.minimum(self.block + i * self.blocks, cut.items - 1)
+        expert = lax.div(number, cut.down * cut.across)
+        inside = number - expert * (cut.down * cut.across)
+        down = lax.div(inside, cut.across)
+        return WeightGradientTile(
+            expert,
+            down * cut.config.rows,
+            (inside - down * cut.across) * cut.config.columns,
+            self.refs.starts[expert],
+            self.refs.steps[expert],
+        )
+
+    def each(self, function: Any) -> jax.Array:
+        """`function(item, steps before it)` for each item, the next one's numbers read ahead; the
+        steps of all."""
+
+        def one(i: Any, carry: Any) -> Any:
+            done, now = carry
+            following = self.item(i + 1)
+            function(now, done)
+            return done + now.steps, following
+
+        return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
+
+    def load(self) -> None:
+        """The copying warpgroup: steps of 64 rows into the ring, as its stages become free."""
+        stages, read = self.cut.stages, self.refs.read
+        if self.cut.many_registers:
+            plgpu.set_max_registers(40, action="decrease")
+        done = self.each(self._load_item)
+
+        @pl.loop(jnp.maximum(done - stages, 0), done)
+        def _drain(s):
+            plgpu.barrier_wait(read.at[lax.rem(s, stages)])
+
+    def _load_item(self, now: WeightGradientTile, done: jax.Array) -> None:
+        cut, refs, config = self.cut, self.refs, self.cut.config
+
+        @pl.loop(0, now.steps)
+        def _step(s):
+            slot = lax.rem(done + s, cut.stages)
+            pl.when(done + s >= cut.stages)(lambda: plgpu.barrier_wait(refs.read.at[slot]))
+            there = refs.loaded.at[slot]
+            rows = pl.ds(pl.multiple_of(now.start + s * DEPTH, DEPTH), DEPTH)
+            for tile in range(config.parts * config.consumers):
+                some = pl.ds(pl.multiple_of(now.row + tile * ROWS, ROWS), ROWS)
+                to = refs.left_smem.at[slot, tile]
+                plgpu.copy_gmem_to_smem(refs.left.at[rows, some], to, there)
+            some = pl.ds(pl.multiple_of(now.column, ROWS), config.columns)
+            plgpu.copy_gmem_to_smem(refs.right.at[rows, some], refs.right_smem.at[slot], there)
+
+    def multiply(self) -> None:
+        """A multiplying warpgroup: its rows of each tile."""
+        if self.cut.many_registers:
+            plgpu.set_max_registers(232, action="increase")
+        self.each(self._multiply_item)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _multiply_item(self, now: WeightGradientTile, done: jax.Array) -> None:
+        config, out = self.cut.config, self.refs.out_smem
+        for part, total in enumerate(self._sums(now, done)):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store(out.at[self.wg], total.astype(out.dtype), interpret=self.cut.interpret)
+            plgpu.commit_smem()
+            row = pl.multiple_of(now.row + (self.wg * config.parts + part) * ROWS, ROWS)
+            some = pl.ds(pl.multiple_of(now.column, ROWS), config.columns)
+            to = self.refs.out.at[now.expert, pl.ds(row, ROWS), some]
+            plgpu.copy_smem_to_gmem(out.at[self.wg], to)
+
+    def _sums(self, now: WeightGradientTile, done: jax.Array) -> list[jax.Array]:
+        """Of each part, over all rows of the expert."""
+        cut, refs, parts = self.cut, self.refs, self.cut.config.parts
+
+        def accumulate(*accs: Any) -> list[jax.Array]:
+            @pl.loop(0, now.steps)
+            def _step(s):
+                slot = lax.rem(done + s, cut.stages)
+                plgpu.barrier_wait(refs.loaded.at[slot])
+                for part, acc in enumerate(accs):
+                    tile = refs.left_smem.at[slot, self.wg * parts + part]
+                    plgpu.wgmma(acc, tile.transpose((1, 0)), refs.right_smem.at[slot])
+                plgpu.wgmma_wait(parts)  # all but this step's are done
+
+                @pl.when(s > 0)
+                def _before():
+                    plgpu.barrier_arrive(refs.read.at[lax.rem(done + s - 1, cut.stages)])
+
+            every = [acc[...] for acc in accs]
+
+            @pl.when(now.steps > 0)
+            def _last():
+                plgpu.barrier_arrive(refs.read.at[lax.rem(done + now.steps - 1, cut.stages)])
+
+            return every
+
+        shape = (ROWS, cut.config.columns)
+        return pl.run_scoped(accumulate, *[plgpu.ACC(shape, jnp.float32)] * parts)
