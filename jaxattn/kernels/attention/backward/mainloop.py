@@ -279,20 +279,23 @@ class BackwardConsumer:
         scaled = tuple(x * self.scores.scale for x in grads.keys)
         stages = [keys.at[self.rows, self.dims(x.shape[1])] for keys, x in zip(memory.keys, scaled, strict=True)]
         stages.append(memory.values.at[self.rows, self.dims(config.value_grads)])
-        mine = tile.number * config.keys + (0 if config.by_dims else self.wg * ROWS)
-        at = pl.ds(pl.multiple_of(mine, ROWS), ROWS)
-        places = [*outputs.key_grads(config), (outputs.dv, 0)]
         for stage, x in zip(stages, (*scaled, grads.values), strict=True):
             stage[...] = x.astype(self.dtype)
         plgpu.commit_smem()
+        mine = tile.number * config.keys + (0 if config.by_dims else self.wg * ROWS)
+        stores = mine < outputs.dv.shape[1]
+        if config.by_dims:  # half a tile's dims are no one piece of memory: one warpgroup stores all
+            plgpu.barrier_arrive(memory.scores_written.at[0])
+            plgpu.barrier_wait(memory.scores_written.at[0])
+            stores &= self.wg == 0
 
-        @pl.when(mine < outputs.dv.shape[1])
+        @pl.when(stores)
         def _() -> None:
-            for stage, (ref, begin) in zip(stages, places, strict=True):
-                dims = stage.shape[1]
-                begin = begin + self.wg * dims if config.by_dims else begin
-                place = ref.at[tile.row, at, tile.head, pl.ds(begin, dims)]
-                plgpu.copy_smem_to_gmem(stage, place)
+            at = pl.ds(pl.multiple_of(mine, ROWS), ROWS)
+            places = [*outputs.key_grads(config), (outputs.dv, 0)]
+            for stage, (ref, begin) in zip((*memory.keys, memory.values), places, strict=True):
+                place = ref.at[tile.row, at, tile.head, pl.ds(begin, stage.shape[1])]
+                plgpu.copy_smem_to_gmem(stage.at[self.rows], place)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory.tile_read.at[0])
