@@ -76,7 +76,7 @@ def attention_backward(
         delta: float32 [B, T, H], sum(grads * output) - (the gradient of the lse).
         lengths: int32 [B], tokens of each row.
         k_rest: [B, T, P], the last of the keys' dims where all heads share them; k then has D - P.
-        first: int32 [B, T], not decreasing in a row; None: all see key 0.
+        first: int32 [B, T] or [1, T], not decreasing in a row; None: all see key 0.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads, values, dtype = v.shape[2], v.shape[3], q.dtype
@@ -94,6 +94,8 @@ def attention_backward(
     stats = jnp.pad(
         jnp.stack([lse, delta], axis=1), ((0, 0), (0, 0), (0, whole - tokens), (0, 0))
     ).transpose(0, 3, 1, 2)
+    if first is not None:
+        first = jnp.broadcast_to(first, (batch, tokens))
     ranges = ranges_of(lengths.astype(jnp.int32), first, tokens, config)
     turns = jnp.broadcast_to(ranges.turns[:, None, :, None], (batch, heads, steps, 2))
     tiles = BackwardTileScheduler(

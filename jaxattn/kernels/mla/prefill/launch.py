@@ -52,6 +52,7 @@ def attend_mosaic(
     bounds: jax.Array,
     *,
     scale: float,
+    firsts: jax.Array | None = None,
     config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -66,6 +67,8 @@ def attend_mosaic(
         bounds: int32 [B, 4], (first, queries, keys, offset): query t < queries sees the keys from
             `first` up to, and without, min(keys, t + 1 + offset). Keys and values from `keys` on
             and queries from `queries` on may be NaN; values before `first` must be finite.
+        firsts: int32 [B, T], the first key that each query sees, not decreasing in a row. None: as
+            the bounds say.
 
     Returns:
         out [B, T, H, 128] in q's dtype and lse float32 [B, T, H], natural logarithm: 0 and -inf for
@@ -73,7 +76,7 @@ def attend_mosaic(
     """
     out, lse = attend_padded(
         q, k, k_pe, v, bounds, q.dtype,
-        scale=scale, config=config, interpret=interpret, detect_races=detect_races,
+        scale=scale, firsts=firsts, config=config, interpret=interpret, detect_races=detect_races,
     )  # fmt: skip
     return unpad(out, lse, q.shape[1])
 
@@ -92,6 +95,7 @@ def attend_padded(
     out_dtype: Any,
     *,
     scale: float,
+    firsts: jax.Array | None = None,
     state: tuple[jax.Array, jax.Array] | None = None,
     config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
@@ -125,6 +129,9 @@ def attend_padded(
         "lse_ref": jax.ShapeDtypeStruct((batch, heads, padded), jnp.float32),
     }
     bounds = bounds.astype(jnp.int32)
+    if firsts is not None:
+        more = tiles * 2 * TILE - tokens
+        firsts = jnp.pad(firsts.astype(jnp.int32), ((0, 0), (0, more)), mode="edge")
     order = tile_order(batch * heads, tiles, group, blocks)
     if state is not None:
         written = dict(zip(written, map(jax.new_ref, state), strict=True))
@@ -138,6 +145,7 @@ def attend_padded(
             "k_pe_ref": k_pe,
             "v_ref": v,
             "bounds_ref": bounds,
+            "firsts_ref": firsts,
             "order_ref": order,
             **(written if state is not None else {}),
         },
