@@ -81,12 +81,6 @@ def attention_backward(
     batch, tokens, heads, dim = q.shape
     kv_heads, values, dtype = v.shape[2], v.shape[3], q.dtype
     config = config or CONFIGS[dim, values]
-    joined = k_rest is None or len(config.pieces) > 1
-    shared = 0 if k_rest is None else k_rest.shape[2]
-    if not joined:
-        assert k_rest is not None
-        wide = jnp.broadcast_to(k_rest[:, :, None], (*k.shape[:3], shared))
-        k, k_rest = jnp.concatenate([k, wide], axis=-1), None
     group = heads // kv_heads
     steps = -(-tokens // config.queries)
     whole = steps * config.queries
@@ -97,7 +91,7 @@ def attention_backward(
     if first is not None:
         first = jnp.broadcast_to(first, (batch, tokens))
     ranges = ranges_of(lengths.astype(jnp.int32), first, tokens, config)
-    turns = jnp.broadcast_to(ranges.turns[:, None, :, None], (batch, heads, steps, 2))
+    turns = jnp.broadcast_to(ranges.turns[:, None, :, None], (batch, heads, steps, config.parts))
     tiles = BackwardTileScheduler(
         keys=config.keys, queries=config.queries, count=-(-tokens // config.keys),
         heads=kv_heads, group=group,
@@ -134,7 +128,7 @@ def attention_backward(
         },
         outputs={
             "dk": like(k.shape[3]),
-            "dk_rest": None if k_rest is None else like(shared),
+            "dk_rest": None if k_rest is None else like(k_rest.shape[2]),
             "dv": like(values),
         },
         scratch=scratch_types(config, dtype)._asdict(),
@@ -145,8 +139,6 @@ def attention_backward(
     )
     dk, dv = (results[name][:, :tokens] for name in ("dk", "dv"))
     dk_rest = results.get("dk_rest")
-    if not joined:
-        dk, dk_rest = dk[..., :-shared], dk[..., -shared:]
     if dk_rest is not None:
         dk_rest = dk_rest[:, :tokens].sum(axis=2, dtype=jnp.float32)
     there = (jnp.arange(tokens) < lengths[:, None])[..., None, None]

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.backward.producer import BackwardProducer, BackwardSources
 from jaxattn.kernels.attention.backward.smem import (
+    DIMS,
     ROWS,
     WARPGROUPS,
     BackwardSmem,
@@ -36,10 +37,10 @@ COLUMN = TILE.reduce(0)
 
 
 class KeyTileGrads(NamedTuple):
-    """A warpgroup's sums: float32 [64, dims] of each piece of the keys, and [64, Dv]."""
+    """A warpgroup's sums: float32 [64, 64] of each of its pieces."""
 
     keys: tuple[jax.Array, ...]
-    values: jax.Array
+    values: tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class BackwardOutputs:
         dq: float32 [B, whole steps, H, D], 0 before.
         dk, dv: [B, T, Hk, Dk] and [B, T, Hk, Dv].
         dk_rest: [B, T, Hk, P], of the last of the keys' dims, where dk lacks them.
-        turns: int32 [B, H, M, 2], whose turn it is to add to dq.
+        turns: int32 [B, H, M, parts], whose turn it is to add to a part of dq.
     """
 
     dq: Any
@@ -77,14 +78,6 @@ class BackwardOutputs:
     dk_rest: Any
     dv: Any
     turns: Any
-
-    def key_grads(self, config: BackwardTileConfig) -> list[tuple[Any, int]]:
-        """The reference of each piece of dk, and its first dim there."""
-        if len(config.pieces) == 1:
-            return [(self.dk, 0)]
-        if self.dk_rest is None:
-            return [(self.dk, 0), (self.dk, config.pieces[0])]
-        return [(self.dk, 0), (self.dk_rest, 0)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,28 +99,50 @@ class BackwardConsumer:
         """Of the tile's keys, this warpgroup's."""
         return pl.ds(0 if self.config.by_dims else self.wg * ROWS, ROWS)
 
-    def dims(self, count: int) -> Any:
-        """Of the dims of keys or values, those of this warpgroup's sums, `count` of them."""
-        return pl.ds(self.wg * count if self.config.by_dims else 0, count)
+    def own(self, dims: int) -> list[Any]:
+        """The numbers of this warpgroup's pieces of dk or dv."""
+        count = self.config.own_pieces(dims)
+        return [self.wg * count + i if self.config.by_dims else i for i in range(count)]
 
     def zeros(self) -> KeyTileGrads:
-        def some(dims: int) -> jax.Array:
-            return plgpu.layout_cast(jnp.zeros((ROWS, dims), jnp.float32), TILE)
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, DIMS), jnp.float32), TILE)
+        keys, values = (
+            (zero,) * self.config.own_pieces(dims)
+            for dims in (self.config.dims, self.config.values)
+        )
+        return KeyTileGrads(keys, values)
 
-        return KeyTileGrads(tuple(map(some, self.config.key_grads)), some(self.config.value_grads))
+    def slot(self, number: jax.Array) -> jax.Array:
+        return lax.rem(number, jnp.int32(self.config.stages))
 
-    def multiply_keys(self, acc: Any, slot: jax.Array) -> None:
-        for keys, queries in zip(self.memory.keys, self.memory.queries, strict=True):
-            plgpu.wgmma(acc, keys.at[self.rows], queries.at[slot].transpose((1, 0)))
+    def output_slot(self, number: jax.Array) -> jax.Array:
+        return lax.rem(number, jnp.int32(self.config.output_stages))
 
-    def multiply_values(self, acc: Any, slot: jax.Array) -> None:
-        outputs = self.memory.outputs.at[slot]
-        plgpu.wgmma(acc, self.memory.values.at[self.rows], outputs.transpose((1, 0)))
+    def multiply(self, acc: Any, left: Any, right: Any) -> int:
+        """acc += left right^T, piece by piece, of this warpgroup's rows of keys or values; returns
+        the number of products."""
+        for piece in range(left.shape[0]):
+            plgpu.wgmma(acc, left.at[piece, self.rows], right.at[piece].transpose((1, 0)))
+        return left.shape[0]
+
+    def multiply_keys(self, acc: Any, number: jax.Array) -> int:
+        return self.multiply(acc, self.memory.keys, self.memory.queries.at[self.slot(number)])
+
+    def multiply_values(self, acc: Any, number: jax.Array) -> int:
+        outputs = self.memory.outputs.at[self.output_slot(number)]
+        return self.multiply(acc, self.memory.values, outputs)
+
+    def add(self, accs: Any, before: Any, left: jax.Array, right: Any, dims: int) -> int:
+        """accs = before + left right, of this warpgroup's pieces of `right`."""
+        for acc, sums, piece in zip(accs, before, self.own(dims), strict=True):
+            acc[...] = sums
+            plgpu.wgmma(acc, left, right.at[piece])
+        return len(before)
 
     def weights(
         self, products: jax.Array, tile: KeyTile, m: jax.Array, slot: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As `ScoreGradient.weights`, 0 where a query does not see a key."""
+        """As `ScoreGradient.weights` in the operands' dtype, 0 where a query does not see a key."""
         lse = plgpu.load(self.memory.row_stats.at[slot, 0], layout=COLUMN)
         p, slope = self.scores.weights(products, lse)
         shape, config = p.shape, self.config
@@ -146,14 +161,15 @@ class BackwardConsumer:
             return jnp.where(seen, p, 0.0)
 
         p = lax.cond(self.tiles.masked(tile, m), mask, lambda p: p, p)
-        return p, slope
+        return p.astype(self.dtype), slope
 
     def gradient(
         self, p: jax.Array, slope: jax.Array | None, products: jax.Array, slot: jax.Array
     ) -> jax.Array:
-        """dS of P and dP."""
+        """dS of P, as it is multiplied, and dP."""
         delta = plgpu.load(self.memory.row_stats.at[slot, 1], layout=COLUMN)
-        grads = p * (products - lax.broadcast_in_dim(delta, p.shape, [1]))
+        grads = products - lax.broadcast_in_dim(delta, p.shape, [1])
+        grads = grads * p.astype(jnp.float32)
         grads = grads if slope is None else grads * slope
         return grads.astype(self.dtype)
 
@@ -172,170 +188,261 @@ class BackwardConsumer:
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.scores_written.at[0])
 
-    def each_share(self, do: Any) -> None:
-        """do(warpgroup's number, a Python one) in this warpgroup."""
-        for wg in range(WARPGROUPS):
-            pl.when(self.wg == wg)(functools.partial(do, wg))
+    def parts(self, i: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
+        """This warpgroup's parts of step i's dQ, and whether it has them; None is always."""
+        count = self.config.parts
+        even = count // WARPGROUPS
+        mine: list[tuple[jax.Array, jax.Array | None]] = [
+            (self.wg * even + j, None) for j in range(even)
+        ]
+        if count % WARPGROUPS:  # the odd one in turns
+            mine.append((self.wg * 0 + (count - 1), lax.rem(i, jnp.int32(WARPGROUPS)) == self.wg))
+        return mine
 
-    def share(self, wg: int) -> tuple[Any, Any]:
-        """The operands of a warpgroup's part of dQ: dS^T and K."""
-        row, piece, begin, dims = self.config.query_grads(wg)
-        scores = self.memory.scores.at[:, pl.ds(row, ROWS)].transpose((1, 0))
-        return scores, self.memory.keys[piece].at[:, pl.ds(begin, dims)]
+    def each_part(self, i: jax.Array, do: Any) -> None:
+        """do(part) for each that this warpgroup has of step i."""
+        for part, there in self.parts(i):
+            if there is None:
+                do(part)
+            else:
+                pl.when(there)(functools.partial(do, part))
 
-    def dq_of(self, tile: KeyTile, i: jax.Array, wg: int) -> tuple[Any, Any]:
-        """Where a warpgroup's part of step i's dQ goes, and the word that says whose turn it is."""
+    def multiply_scores(self, acc: Any, part: jax.Array) -> None:
+        """A part of dQ: dS^T K."""
+        rows = lax.div(part, jnp.int32(self.config.pieces(self.config.dims)))
+        piece = lax.rem(part, jnp.int32(self.config.pieces(self.config.dims)))
+        scores = self.memory.scores
+        if self.config.queries > ROWS:
+            scores = scores.at[:, pl.ds(pl.multiple_of(rows * ROWS, ROWS), ROWS)]
+        plgpu.wgmma(acc, scores.transpose((1, 0)), self.memory.keys.at[piece])
+
+    def turn_of(self, tile: KeyTile, i: jax.Array, part: jax.Array) -> Any:
+        """The word that says whose turn it is to add to a part of step i's dQ."""
         head, m = self.tiles.step(tile, i)
-        row, piece, begin, dims = self.config.query_grads(wg)
-        rows = pl.ds(pl.multiple_of(m * self.config.queries, ROWS) + row, ROWS)
-        begin += sum(self.config.pieces[:piece])
-        place = self.outputs.dq.at[tile.row, rows, head, pl.ds(begin, dims)]
-        return place, self.outputs.turns.at[tile.row, head, m, pl.ds(wg, 1)]
+        return self.outputs.turns.at[tile.row, head, m, pl.ds(part, 1)]
 
-    def add_query_grads(self, tile: KeyTile, i: jax.Array, wg: int, grads: jax.Array) -> None:
-        """Adds its part of step i's dQ to global memory, once the tiles of keys before have."""
-        place, turn = self.dq_of(tile, i, wg)
+    def add_query_grads(self, tile: KeyTile, i: jax.Array, part: jax.Array, x: jax.Array) -> None:
+        """Adds a part of step i's dQ to global memory, once the tiles of keys before have."""
+        head, m = self.tiles.step(tile, i)
+        pieces = jnp.int32(self.config.pieces(self.config.dims))
+        begin = m * self.config.queries + lax.div(part, pieces) * ROWS
+        rows = pl.ds(pl.multiple_of(begin, ROWS), ROWS)
+        dims = pl.ds(pl.multiple_of(lax.rem(part, pieces) * DIMS, DIMS), DIMS)
+        place = self.outputs.dq.at[tile.row, rows, head, dims]
         if self.interpret:
-            place[...] = place[...] + grads
+            place[...] = place[...] + x
             return
-        self.end_of_turn(tile, i, wg)
-        stage = self.memory.query_grads[wg]
-        stage[...] = grads
+        stage = self.memory.query_grads.at[self.wg]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        stage[...] = x
         plgpu.commit_smem()
-        await_turn(turn, tile.number, interpret=self.interpret)
+        await_turn(self.turn_of(tile, i, part), tile.number, interpret=self.interpret)
         plgpu.copy_smem_to_gmem(stage, place, reduction_op="add")
 
-    def end_of_turn(self, tile: KeyTile, i: jax.Array, wg: int) -> None:
-        """What was added before step i has reached global memory; the next tile may add there."""
+    def end_turns(self, tile: KeyTile, i: jax.Array) -> None:
+        """What was added in the step before i is in global memory; the next tile may add there."""
 
         @pl.when(i > 0)
         def _() -> None:
             plgpu.wait_smem_to_gmem(0)
-            turn = self.dq_of(tile, i - 1, wg)[1]
-            pass_turn(turn, interpret=self.interpret)
+            self.each_part(
+                i - 1,
+                lambda part: pass_turn(
+                    self.turn_of(tile, i - 1, part), interpret=self.interpret
+                ),
+            )
 
-    def step(self, tile: KeyTile, done: jax.Array, i: jax.Array, grads: KeyTileGrads) -> KeyTileGrads:
-        memory, config = self.memory, self.config
-        slot = lax.rem(done + i, jnp.int32(config.stages))
+    def step(
+        self, tile: KeyTile, done: jax.Array, i: jax.Array, carry: tuple[KeyTileGrads, Any]
+    ) -> tuple[KeyTileGrads, Any]:
+        """Step i; the carry has the step's scores where they are begun ahead."""
+        memory, config, (grads, scores) = self.memory, self.config, carry
+        number = done + i
+        slot, outputs = self.slot(number), memory.outputs.at[self.output_slot(number)]
+        last = i + 1 == self.tiles.steps(tile)
         _, m = self.tiles.step(tile, i)
-        plgpu.barrier_wait(memory.queries_loaded.at[slot])
-        values = self.dims(config.value_grads)
 
-        def products(s_acc: Any, dp_acc: Any, dv_acc: Any, *dk_accs: Any) -> KeyTileGrads:
-            self.multiply_keys(s_acc, slot)
-            plgpu.barrier_wait(memory.outputs_loaded.at[slot])
-            self.multiply_values(dp_acc, slot)
-            p, slope = self.weights(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), tile, m, slot)
-            dv_acc[...] = grads.values
-            plgpu.wgmma(dv_acc, p.astype(self.dtype), memory.outputs.at[slot, :, values])
-            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+        def products(dp_acc: Any, s_acc: Any, dv_accs: Any, dk_accs: Any, dq_acc: Any) -> Any:
+            if not config.ahead:
+                plgpu.barrier_wait(memory.queries_loaded.at[slot])
+                self.multiply_keys(s_acc, number)
+            plgpu.barrier_wait(memory.outputs_loaded.at[self.output_slot(number)])
+            if config.ahead:
+                self.multiply_values(dp_acc, number)
+            s = scores if config.ahead else plgpu.wgmma_accumulator_load(s_acc)
+            p, slope = self.weights(s, tile, m, slot)
+            if not config.ahead:
+                self.multiply_values(dp_acc, number)
+            count = self.add(dv_accs, grads.values, p, outputs, config.values)
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=count)
             ds = self.gradient(p, slope, dp, slot)
             self.write_scores(ds, i)
-            for acc, before, queries in zip(dk_accs, grads.keys, memory.queries, strict=True):
-                acc[...] = before
-                plgpu.wgmma(acc, ds, queries.at[slot, :, self.dims(before.shape[1])])
-            dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=len(dk_accs))
-            plgpu.barrier_arrive(memory.outputs_read.at[slot])
-            dk = tuple(plgpu.wgmma_accumulator_load(acc) for acc in dk_accs)
+            count = self.add(dk_accs, grads.keys, ds, memory.queries.at[slot], config.dims)
+            dv = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count) for acc in dv_accs)
+            plgpu.barrier_arrive(memory.outputs_read.at[self.output_slot(number)])
+            plgpu.barrier_wait(memory.scores_written.at[0])
+            first, *others = self.parts(i)
+            self.multiply_scores(dq_acc, first[0])
+            count = 0
+            if config.ahead:
+                # Of the last step: its own scores again, which nobody reads.
+                following = jnp.where(last, number, number + 1)
+                loaded = memory.queries_loaded.at[self.slot(following)]
+                pl.when(jnp.logical_not(last))(lambda: plgpu.barrier_wait(loaded))
+                count = self.multiply_keys(s_acc, following)
+            dk = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count + 1) for acc in dk_accs)
+            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=count)
+            self.end_turns(tile, i)
+            if not others:
+                plgpu.barrier_arrive(memory.scores_read.at[0])
+            self.add_query_grads(tile, i, first[0], dq)
+            s = plgpu.wgmma_accumulator_load(s_acc) if config.ahead else None
             plgpu.barrier_arrive(memory.queries_read.at[slot])
-            return KeyTileGrads(dk, dv)
+            return KeyTileGrads(dk, dv), s
 
-        scores = plgpu.ACC((ROWS, config.queries), jnp.float32)
-        sums = [plgpu.ACC(x.shape, jnp.float32) for x in (grads.values, *grads.keys)]
-        grads = pl.run_scoped(products, scores, scores, *sums)
-        plgpu.barrier_wait(memory.scores_written.at[0])
-        self.each_share(functools.partial(self._query_grads, tile, i))
-        return grads
+        square, piece = ((ROWS, n) for n in (config.queries, DIMS))
+        sums = [[plgpu.ACC(piece, jnp.float32) for _ in some] for some in reversed(grads)]
+        acc = plgpu.ACC(square, jnp.float32)
+        carry = pl.run_scoped(products, acc, acc, *sums, plgpu.ACC(piece, jnp.float32))
+        self.other_parts(tile, i)
+        return carry
 
-    def _query_grads(self, tile: KeyTile, i: jax.Array, wg: int) -> None:
+    def other_parts(self, tile: KeyTile, i: jax.Array) -> None:
+        """This warpgroup's parts of dQ but for the first."""
+        others = self.parts(i)[1:]
+
+        def add(part: jax.Array) -> None:
+            self.add_query_grads(tile, i, part, self.query_grads(part))
+
+        for part, there in others:
+            pl.when(True if there is None else there)(functools.partial(add, part))
+        if others:
+            plgpu.barrier_arrive(self.memory.scores_read.at[0])
+
+    def query_grads(self, part: jax.Array) -> jax.Array:
         def product(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, *self.share(wg))
+            self.multiply_scores(acc, part)
             return plgpu.wgmma_accumulator_load(acc)
 
-        dims = self.config.query_grads(wg)[-1]
-        dq = pl.run_scoped(product, plgpu.ACC((ROWS, dims), jnp.float32))
-        plgpu.barrier_arrive(self.memory.scores_read.at[0])
-        self.add_query_grads(tile, i, wg, dq)
+        return pl.run_scoped(product, plgpu.ACC((ROWS, DIMS), jnp.float32))
+
+    def first_scores(self, number: jax.Array) -> Any:
+        """Those of a tile's first step, where scores are begun ahead."""
+        if not self.config.ahead:
+            return None
+        plgpu.barrier_wait(self.memory.queries_loaded.at[self.slot(number)])
+
+        def product(acc: Any) -> jax.Array:
+            self.multiply_keys(acc, number)
+            return plgpu.wgmma_accumulator_load(acc)
+
+        return pl.run_scoped(product, plgpu.ACC((ROWS, self.config.queries), jnp.float32))
 
     def tile(self, tile: KeyTile, done: jax.Array) -> jax.Array:
         """All of a tile; `done` counts the steps."""
         memory, steps = self.memory, self.tiles.steps(tile)
         plgpu.barrier_wait(memory.tile_loaded.at[0])
-        step = functools.partial(self.step, tile, done)
-        grads = lax.fori_loop(0, steps, step, self.zeros())
 
         @pl.when(steps > 0)
         def _() -> None:
+            carry = self.zeros(), self.first_scores(done)
+            step = functools.partial(self.step, tile, done)
+            grads, _ = lax.fori_loop(0, steps, step, carry)
             plgpu.barrier_wait(memory.scores_read.at[0])  # and all keys
+            if not self.interpret:
+                self.end_turns(tile, steps)
+            self.write(tile, grads)
 
-        if not self.interpret:
-            self.each_share(functools.partial(self.end_of_turn, tile, steps))
-        self.write(tile, grads)
+        pl.when(steps == 0)(lambda: self.write(tile, self.zeros()))
         return done + steps
 
     def write(self, tile: KeyTile, grads: KeyTileGrads) -> None:
         """dK and dV, through the shared memory of the keys and values."""
         memory, config, outputs = self.memory, self.config, self.outputs
         scaled = tuple(x * self.scores.scale for x in grads.keys)
-        stages = [keys.at[self.rows, self.dims(x.shape[1])] for keys, x in zip(memory.keys, scaled, strict=True)]
-        stages.append(memory.values.at[self.rows, self.dims(config.value_grads)])
-        for stage, x in zip(stages, (*scaled, grads.values), strict=True):
-            stage[...] = x.astype(self.dtype)
+        kinds = (
+            (memory.keys, config.dims, scaled, outputs.dk, outputs.dk_rest),
+            (memory.values, config.values, grads.values, outputs.dv, None),
+        )
+        for stage, dims, sums, *_ in kinds:
+            for piece, x in zip(self.own(dims), sums, strict=True):
+                stage.at[piece, self.rows][...] = x.astype(self.dtype)
         plgpu.commit_smem()
-        mine = tile.number * config.keys + (0 if config.by_dims else self.wg * ROWS)
-        stores = mine < outputs.dv.shape[1]
-        if config.by_dims:  # half a tile's dims are no one piece of memory: one warpgroup stores all
-            plgpu.barrier_arrive(memory.scores_written.at[0])
-            plgpu.barrier_wait(memory.scores_written.at[0])
-            stores &= self.wg == 0
+        first = tile.number * config.keys + (0 if config.by_dims else self.wg * ROWS)
 
-        @pl.when(stores)
+        @pl.when(first < outputs.dv.shape[1])
         def _() -> None:
-            at = pl.ds(pl.multiple_of(mine, ROWS), ROWS)
-            places = [*outputs.key_grads(config), (outputs.dv, 0)]
-            for stage, (ref, begin) in zip((*memory.keys, memory.values), places, strict=True):
-                place = ref.at[tile.row, at, tile.head, pl.ds(begin, stage.shape[1])]
-                plgpu.copy_smem_to_gmem(stage.at[self.rows], place)
+            at = tile.row, pl.ds(pl.multiple_of(first, ROWS), ROWS), tile.head
+            for stage, dims, _, ref, rest in kinds:
+                for piece in self.own(dims):
+                    _store(stage.at[piece, self.rows], piece * DIMS, at, ref, rest)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory.tile_read.at[0])
 
 
+def _store(stage: Any, begin: Any, at: tuple[Any, ...], ref: Any, rest: Any) -> None:
+    """Starts the copy of a piece to its place in `ref`, or behind its dims in `rest`."""
+    dims = ref.shape[3]
+
+    def copy(to: Any, begin: Any) -> None:
+        begin = begin if isinstance(begin, int) else pl.multiple_of(begin, DIMS)
+        plgpu.copy_smem_to_gmem(stage, to.at[*at, pl.ds(begin, DIMS)])
+
+    if rest is None:
+        copy(ref, begin)
+    elif isinstance(begin, int):
+        copy(*((ref, begin) if begin < dims else (rest, begin - dims)))
+    else:
+        pl.when(begin < dims)(lambda: copy(ref, jnp.minimum(begin, dims - DIMS)))
+        pl.when(begin >= dims)(lambda: copy(rest, jnp.maximum(begin - dims, 0)))
+
+
 class InterpretedBackwardConsumer(BackwardConsumer):
     """JAX 0.11.2's interpreter has no wgmma with operands in registers, and no sums that go on."""
 
-    def step(self, tile: KeyTile, done: jax.Array, i: jax.Array, grads: KeyTileGrads) -> KeyTileGrads:
-        memory, config = self.memory, self.config
-        slot = lax.rem(done + i, jnp.int32(config.stages))
+    def step(
+        self, tile: KeyTile, done: jax.Array, i: jax.Array, carry: tuple[KeyTileGrads, Any]
+    ) -> tuple[KeyTileGrads, Any]:
+        memory, config, (grads, _) = self.memory, self.config, carry
+        number = done + i
+        slot, outputs = self.slot(number), self.output_slot(number)
         _, m = self.tiles.step(tile, i)
-        plgpu.barrier_wait(memory.queries_loaded.at[slot])
-        plgpu.barrier_wait(memory.outputs_loaded.at[slot])
+        if not config.ahead:
+            plgpu.barrier_wait(memory.queries_loaded.at[slot])
+        plgpu.barrier_wait(memory.outputs_loaded.at[outputs])
 
         def product(multiply: Any) -> jax.Array:
             def run(acc: Any) -> jax.Array:
-                multiply(acc, slot)
+                multiply(acc, number)
                 return plgpu.wgmma_accumulator_load(acc)
 
             return pl.run_scoped(run, plgpu.ACC((ROWS, config.queries), jnp.float32))
 
-        def times(left: jax.Array, right: Any) -> jax.Array:
-            return jnp.dot(left.astype(jnp.float32), right[...].astype(jnp.float32))
+        def added(before: Any, left: jax.Array, right: Any, dims: int) -> tuple[jax.Array, ...]:
+            left = left.astype(jnp.float32)
+            of_each = (right.at[piece][...].astype(jnp.float32) for piece in self.own(dims))
+            return tuple(x + jnp.dot(left, y) for x, y in zip(before, of_each, strict=True))
 
         p, slope = self.weights(product(self.multiply_keys), tile, m, slot)
         ds = self.gradient(p, slope, product(self.multiply_values), slot)
-        values = memory.outputs.at[slot, :, self.dims(config.value_grads)]
-        dv = grads.values + times(p.astype(self.dtype), values)
+        dv = added(grads.values, p, memory.outputs.at[outputs], config.values)
         self.write_scores(ds, i)
-        dk = tuple(
-            before + times(ds, queries.at[slot, :, self.dims(before.shape[1])])
-            for before, queries in zip(grads.keys, memory.queries, strict=True)
-        )
+        dk = added(grads.keys, ds, memory.queries.at[slot], config.dims)
         plgpu.commit_smem()  # they are read as wgmma does not, before TMA writes over them
-        plgpu.barrier_arrive(memory.outputs_read.at[slot])
+        plgpu.barrier_arrive(memory.outputs_read.at[outputs])
         plgpu.barrier_arrive(memory.queries_read.at[slot])
         plgpu.barrier_wait(memory.scores_written.at[0])
-        self.each_share(functools.partial(self._query_grads, tile, i))
-        return KeyTileGrads(dk, dv)
+        first, *others = self.parts(i)
+        self.add_query_grads(tile, i, first[0], self.query_grads(first[0]))
+        if not others:
+            plgpu.barrier_arrive(memory.scores_read.at[0])
+        self.other_parts(tile, i)
+        if config.ahead:
+            following = memory.queries_loaded.at[self.slot(number + 1)]
+            more = i + 1 < self.tiles.steps(tile)
+            pl.when(more)(lambda: plgpu.barrier_wait(following))
+        return KeyTileGrads(dk, dv), carry[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.backward.smem import BackwardSmem, BackwardTileConfig
+from jaxattn.kernels.attention.backward.smem import DIMS, BackwardSmem, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
 
 
@@ -34,15 +34,6 @@ class BackwardSources:
     grads: Any
     stats: Any
 
-    def pieces(self, ref: Any, place: Any, rest: Any, config: BackwardTileConfig) -> list[Any]:
-        """References to the pieces of queries or keys."""
-        if len(config.pieces) == 1:
-            return [ref.at[place]]
-        dims, more = config.pieces
-        whole = ref.at[place]
-        last = whole.at[:, pl.ds(dims, more)] if rest is None else rest
-        return [whole.at[:, pl.ds(0, dims)], last]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardProducer:
@@ -60,42 +51,51 @@ class BackwardProducer:
         pl.when(loaded > 0)(lambda: plgpu.barrier_wait(memory.tile_read.at[0]))
         at = pl.ds(pl.multiple_of(tile.number * config.keys, config.keys), config.keys)
         there = memory.tile_loaded.at[0]
+        place = tile.row, at, tile.head
         rest = None if sources.k_rest is None else sources.k_rest.at[tile.row, at]
-        keys = sources.pieces(sources.k, (tile.row, at, tile.head), rest, config)
-        for piece, to in zip(keys, memory.keys, strict=True):
-            plgpu.copy_gmem_to_smem(piece, to, there)
-        plgpu.copy_gmem_to_smem(sources.v.at[tile.row, at, tile.head], memory.values, there)
+        self._copy(sources.k.at[place], memory.keys, there, rest)
+        self._copy(sources.v.at[place], memory.values, there)
         steps = self.tiles.steps(tile)
         lax.fori_loop(0, steps, functools.partial(self._step, tile, done), None)
         return done + steps, loaded + 1
 
+    def _copy(self, source: Any, to: Any, there: Any, rest: Any = None) -> None:
+        """Starts the copies of all pieces; `rest` has the last."""
+        for piece in range(to.shape[0]):
+            begin, ref = piece * DIMS, source
+            if begin >= source.shape[1]:
+                begin, ref = begin - source.shape[1], rest
+            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(begin, DIMS)], to.at[piece], there)
+
     def _step(self, tile: KeyTile, done: jax.Array, i: jax.Array, _: Any) -> None:
         memory, sources, config = self.memory, self.sources, self.config
         number = done + i
-        slot = lax.rem(number, jnp.int32(config.stages))
-        again = number >= config.stages
         head, m = self.tiles.step(tile, i)
         at = pl.ds(pl.multiple_of(m * config.queries, config.queries), config.queries)
-        pl.when(again)(lambda: plgpu.barrier_wait(memory.queries_read.at[slot]))
+
+        def free(read: Any, stages: int) -> jax.Array:
+            slot = lax.rem(number, jnp.int32(stages))
+            pl.when(number >= stages)(lambda: plgpu.barrier_wait(read.at[slot]))
+            return slot
+
+        slot = free(memory.queries_read, config.stages)
         there = memory.queries_loaded.at[slot]
-        queries = sources.pieces(sources.q, (tile.row, at, head), None, config)
-        for piece, to in zip(queries, memory.queries, strict=True):
-            plgpu.copy_gmem_to_smem(piece, to.at[slot], there)
+        self._copy(sources.q.at[tile.row, at, head], memory.queries.at[slot], there)
         stats = sources.stats.at[tile.row, head, :, at]
         plgpu.copy_gmem_to_smem(stats, memory.row_stats.at[slot], there)
-        pl.when(again)(lambda: plgpu.barrier_wait(memory.outputs_read.at[slot]))
-        grads = sources.grads.at[tile.row, at, head]
-        plgpu.copy_gmem_to_smem(grads, memory.outputs.at[slot], memory.outputs_loaded.at[slot])
+        slot = free(memory.outputs_read, config.output_stages)
+        there = memory.outputs_loaded.at[slot]
+        self._copy(sources.grads.at[tile.row, at, head], memory.outputs.at[slot], there)
 
     def drain(self, carry: tuple[jax.Array, jax.Array]) -> None:
         """A thread that waits on a barrier has to see each of its completions."""
         done, loaded = carry
-        memory, stages = self.memory, self.config.stages
+        memory, config = self.memory, self.config
+        rings = (memory.queries_read, config.stages), (memory.outputs_read, config.output_stages)
+        for read, stages in rings:
 
-        @pl.loop(jnp.maximum(done - stages, 0), done)
-        def _(i: jax.Array) -> None:
-            slot = lax.rem(i, jnp.int32(stages))
-            plgpu.barrier_wait(memory.queries_read.at[slot])
-            plgpu.barrier_wait(memory.outputs_read.at[slot])
+            @pl.loop(jnp.maximum(done - stages, 0), done)
+            def _(i: jax.Array, read: Any = read, stages: int = stages) -> None:
+                plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(stages))])
 
         pl.when(loaded > 0)(lambda: plgpu.barrier_wait(memory.tile_read.at[0]))

@@ -11,6 +11,7 @@ from jaxattn.kernels.hopper.device import swizzled
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 ROWS = 64  # rows of a product of a warpgroup
+DIMS = 64  # dims of a piece, as wide as wgmma's tiles in shared memory
 WARPGROUPS = 2  # that compute; one more loads
 
 
@@ -19,22 +20,26 @@ class BackwardTileConfig:
     """How the kernel is cut.
 
     Attributes:
-        pieces: dims of the pieces in which queries and keys come.
-        values: dims of a value.
+        dims, values: of a query and of a value, multiples of 64.
         keys: of a tile. With 128 each warpgroup has 64 of them; with 64 both have all, and half of
             the dims of dk and dv each.
         queries: of a step.
-        stages: steps whose queries and output gradients are in shared memory, or on their way.
+        stages, output_stages: steps whose queries, and output gradients, are in shared memory or on
+            their way.
+        ahead: whether a step begins the next one's scores. Else it begins with its own, and its
+            exponentials wait for nothing else: with fewer registers.
         compute_registers, memory_registers: of a thread; 504 of all three warpgroups together.
         blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
         heads_together: key-value heads that are worked on at one time, at most. They share the L2.
     """
 
-    pieces: tuple[int, ...]
+    dims: int
     values: int
     keys: int = 128
     queries: int = 64
     stages: int = 2
+    output_stages: int = 2
+    ahead: bool = False
     compute_registers: int = 240
     memory_registers: int = 24
     blocks: int | None = None
@@ -45,35 +50,25 @@ class BackwardTileConfig:
         """Whether the warpgroups share the dims of dk and dv, and not the keys."""
         return self.keys == ROWS
 
-    @property
-    def dim(self) -> int:
-        return sum(self.pieces)
+    def pieces(self, dims: int) -> int:
+        return dims // DIMS
+
+    def own_pieces(self, dims: int) -> int:
+        """Pieces of dk or dv that a warpgroup sums."""
+        return self.pieces(dims) // (WARPGROUPS if self.by_dims else 1)
 
     @property
-    def key_grads(self) -> tuple[int, ...]:
-        """Dims of a warpgroup's pieces of dk."""
-        return tuple(dims // 2 for dims in self.pieces) if self.by_dims else self.pieces
-
-    @property
-    def value_grads(self) -> int:
-        return self.values // 2 if self.by_dims else self.values
-
-    def query_grads(self, wg: int) -> tuple[int, int, int, int]:
-        """A warpgroup's part of a step's dq: (first query, piece, first dim of it, dims)."""
-        if self.queries > ROWS:
-            return wg * ROWS, 0, 0, self.pieces[0]
-        if len(self.pieces) > 1:
-            return 0, wg, 0, self.pieces[wg]
-        half = self.pieces[0] // 2
-        return 0, 0, wg * half, half
+    def parts(self) -> int:
+        """Parts of a step's dq, 64 queries and 64 dims each."""
+        return self.pieces(self.dims) * self.queries // ROWS
 
 
 # (dims of a query, of a value): widths that the kernel has.
 CONFIGS = {
-    (64, 64): BackwardTileConfig(pieces=(64,), values=64, queries=128),
-    (128, 128): BackwardTileConfig(pieces=(128,), values=128),
-    (192, 128): BackwardTileConfig(pieces=(128, 64), values=128),
-    (256, 256): BackwardTileConfig(pieces=(256,), values=256, keys=64, stages=1),
+    (64, 64): BackwardTileConfig(dims=64, values=64, queries=128),
+    (128, 128): BackwardTileConfig(dims=128, values=128, ahead=True),
+    (192, 128): BackwardTileConfig(dims=192, values=128),
+    (256, 256): BackwardTileConfig(dims=256, values=256, keys=64, output_stages=1, ahead=True),
 }
 
 
@@ -81,13 +76,11 @@ class BackwardSmem(NamedTuple):
     """A block's shared memory and barriers; s is a stage.
 
     Attributes:
-        keys: a tuple of [keys, dims], the tile's; on their way out, its dk.
-        values: [keys, Dv] likewise.
-        queries: a tuple of [s, queries, dims].
-        outputs: [s, queries, Dv], gradients of the output.
+        keys, values: [pieces, keys, 64], the tile's; on their way out, its dk and dv.
+        queries, outputs: [s, pieces, queries, 64], the latter gradients of the output.
         row_stats: float32 [s, 2, queries], LSE and delta of each query.
         scores: [keys, queries], gradients of the scores.
-        query_grads: float32 of each warpgroup, its part of dq on its way out.
+        query_grads: float32 [w, 64, 64], a part of dq on its way out, of each warpgroup.
         tile_loaded, queries_loaded, outputs_loaded: what has come.
         tile_read, queries_read, outputs_read: what may be overwritten.
         scores_written, scores_read: by both warpgroups.
@@ -114,7 +107,8 @@ class BackwardSmem(NamedTuple):
 
 def scratch_types(config: BackwardTileConfig, dtype: Any) -> BackwardSmem:
     """Types of a `BackwardSmem`."""
-    stages, pieces = config.stages, config.pieces
+    stages, outputs, queries = config.stages, config.output_stages, config.queries
+    key_pieces, value_pieces = (config.pieces(dims) for dims in (config.dims, config.values))
 
     def tile(*shape: int, of: Any = dtype) -> Any:
         return plgpu.SMEM(shape, of, transforms=swizzled(of))
@@ -123,21 +117,19 @@ def scratch_types(config: BackwardTileConfig, dtype: Any) -> BackwardSmem:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
 
     return BackwardSmem(
-        keys=tuple(tile(config.keys, dims) for dims in pieces),
-        values=tile(config.keys, config.values),
-        queries=tuple(tile(stages, config.queries, dims) for dims in pieces),
-        outputs=tile(stages, config.queries, config.values),
-        row_stats=plgpu.SMEM((stages, 2, config.queries), jnp.float32),
-        scores=tile(config.keys, config.queries),
-        query_grads=tuple(
-            tile(ROWS, config.query_grads(wg)[-1], of=jnp.float32) for wg in range(WARPGROUPS)
-        ),
-        tile_loaded=barriers(len(pieces) + 1, 1),
-        queries_loaded=barriers(len(pieces) + 1, stages),
-        outputs_loaded=barriers(1, stages),
+        keys=tile(key_pieces, config.keys, DIMS),
+        values=tile(value_pieces, config.keys, DIMS),
+        queries=tile(stages, key_pieces, queries, DIMS),
+        outputs=tile(outputs, value_pieces, queries, DIMS),
+        row_stats=plgpu.SMEM((stages, 2, queries), jnp.float32),
+        scores=tile(config.keys, queries),
+        query_grads=tile(WARPGROUPS, ROWS, DIMS, of=jnp.float32),
+        tile_loaded=barriers(key_pieces + value_pieces, 1),
+        queries_loaded=barriers(key_pieces + 1, stages),
+        outputs_loaded=barriers(value_pieces, outputs),
         tile_read=barriers(WARPGROUPS, 1),
         queries_read=barriers(WARPGROUPS, stages),
-        outputs_read=barriers(WARPGROUPS, stages),
+        outputs_read=barriers(WARPGROUPS, outputs),
         scores_written=barriers(WARPGROUPS, 1),
         scores_read=barriers(WARPGROUPS, 1),
         queue=queue_scratch(WARPGROUPS),
