@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxattn.core.dispatch import in_reverse_mode_only
+from jaxattn.core.dispatch import in_reverse_mode_only, without_gradient
 from jaxattn.kernels.attention.backward.launch import attention_backward
 from jaxattn.ops.gqa.scores import AttentionScoring
 
@@ -54,11 +54,15 @@ def with_backward_kernel(
     differentiable = jax.custom_vjp(forward)
 
     def keep(operands: CausalOperands) -> Any:
-        out, lse = map(checkpoint_name, forward(operands), RESIDUALS)
+        # Not `forward`: of a second gradient the error is this one's, too.
+        out, lse = map(checkpoint_name, differentiable(operands), RESIDUALS)
         return (out, lse), (operands, out, lse)
 
-    backward = functools.partial(_backward, scores, whole, interpret)
-    differentiable.defvjp(keep, lambda kept, cotangents: (backward(*kept, *cotangents),))
+    def backward(kept: Any, cotangents: Any) -> tuple[CausalOperands]:
+        given = without_gradient(f"the gradient of {op}", (*kept, *cotangents))
+        return (_backward(scores, whole, interpret, *given),)
+
+    differentiable.defvjp(keep, backward)
     return in_reverse_mode_only(op, differentiable)
 
 

@@ -18,10 +18,10 @@ from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 SCALE = 0.1
 
 
-def firsts(*runs: int) -> np.ndarray:
-    """[1, T], the first token of each token's run."""
-    begins = np.cumsum((0, *runs[:-1]))
-    return np.repeat(begins, runs)[None].astype(np.int32)
+def first_seen(runs: tuple[int, ...], window: int) -> np.ndarray:
+    """[1, T], the first token of each token's run and window."""
+    begins = np.repeat(np.cumsum((0, *runs[:-1])), runs)
+    return np.maximum(begins, np.arange(len(begins)) - (window - 1))[None].astype(np.int32)
 
 
 def dense(q, k, v, first, soft_cap):
@@ -61,15 +61,16 @@ def backward(*args, first, soft_cap, interpret):
 @both_devices
 @pytest.mark.slow_cases(reason="other widths; the ops' own gradients have those of 64 and 192 dims")
 @pytest.mark.parametrize(
-    "heads, kv_heads, dim, values, first, soft_cap",
+    "heads, kv_heads, dim, values, runs, window, soft_cap",
     [
-        (2, 1, 128, 128, firsts(50, 86), 3.0),
-        slow(1, 1, 256, 256, firsts(136), None),
-        slow(2, 1, 64, 64, firsts(20, 100, 30), None),
-        slow(1, 1, 192, 128, np.maximum(np.arange(150) - 40, 0)[None], None),
+        (2, 1, 128, 128, (50, 86), 200, 3.0),
+        slow(1, 1, 256, 256, (136,), 200, None),
+        slow(2, 1, 64, 64, (20, 100, 30), 200, None),
+        slow(1, 1, 192, 128, (150,), 41, None),
     ],
 )
-def test_matches_float64(heads, kv_heads, dim, values, first, soft_cap, implementation):
+def test_matches_float64(heads, kv_heads, dim, values, runs, window, soft_cap, implementation):
+    first = first_seen(runs, window)
     rng, tokens = np.random.default_rng(0), first.shape[1]
     shapes = (heads, dim), (kv_heads, dim), (kv_heads, values), (heads, values)
     q, k, v, d_out = (
@@ -85,7 +86,7 @@ def test_matches_float64(heads, kv_heads, dim, values, first, soft_cap, implemen
     options = dict(first=jnp.asarray(first, jnp.int32), soft_cap=soft_cap)
     interpret = implementation == "mosaic_gpu_interpret"
     with no_races():
-        grads = backward(*args, **options, interpret=interpret)
+        grads = jax.block_until_ready(backward(*args, **options, interpret=interpret))
     expected = pullback(d_out.astype(np.float64), d_lse)
     for got, wanted in zip((grads.dq, grads.dk, grads.dv), expected, strict=True):
         assert got.dtype == q.dtype and relative(got, wanted) < 4e-3
@@ -133,34 +134,37 @@ def test_each_query_is_visited_by_its_keys_tiles_in_their_order(seen):
     assert not visits
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_lower_for_a_gpu(dtype):
-    """Of each width, with all that a call may have: one launch forward and one backward."""
+FEATURES = dict(window=99, soft_cap=9.0)
 
-    def shape(*sizes, of=dtype):
-        return jax.ShapeDtypeStruct((1, 512, *sizes), of)
 
-    def launches(op, names, *arrays, **options):
-        def grads(*arrays):
-            given = dict(zip(names, arrays, strict=True))
-            out, pull = jax.vjp(lambda given: op(**given, **options), given)
-            return pull(out)
+@pytest.mark.slow_cases(reason="other widths; each has the launches that this one has, and room")
+@pytest.mark.parametrize(
+    "dims, options",
+    [
+        ((128, 64, 128), {}),
+        slow((192, 64, 256), {}),
+        *(slow((dim, 0, dim), options) for dim in (64, 128, 256) for options in ({}, FEATURES)),
+    ],
+)
+def test_gradients_lower_for_a_gpu(dims, options):
+    """One launch forward and one backward, with and without what a call may have beside q, k, v."""
+    (dim, rope, values), dtype = dims, jnp.bfloat16 if options else jnp.float16
 
-        with traced_for_hopper(True):
-            lowered = jax.jit(grads).trace(*arrays).lower(lowering_platforms=("cuda",))
-        return lowered.as_text().count("custom_call @mosaic_gpu")
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct((1, 512, *sizes), dtype)
 
-    ids = jnp.zeros((1, 512), jnp.int32)
-    for dim in (64, 128, 256):
-        q, kv = shape(4, dim), shape(2, dim)
-        sinks = jax.ShapeDtypeStruct((4,), jnp.float32)
-        names = "q", "k", "v", "gate", "sinks"
-        options = dict(segment_ids=ids, window=99, soft_cap=9.0)
-        assert launches(gqa.gqa_attention, names, q, kv, kv, q, sinks, **options) == 2
-        assert launches(gqa.gqa_attention, names[:3], q, kv, kv) == 2
-    for nope, values in ((128, 128), (192, 256)):
-        q, k, v = shape(2, nope + 64), shape(2, nope), shape(2, values)
-        names = "q", "k", "v", "k_pe"
-        assert launches(mla.causal_attention, names, q, k, v, shape(64), scale=0.1) == 2
-        options = dict(scale=0.1, segment_ids=ids)
-        assert launches(mla.causal_attention, names[:3], q, q, v, **options) == 2
+    given = {"q": shape(4, dim + rope), "k": shape(2, dim), "v": shape(2, values)}
+    op, more = gqa.gqa_attention, {"segment_ids": np.zeros((1, 512), np.int32)}
+    if rope:
+        given |= {"k": shape(4, dim), "v": shape(4, values), "k_pe": shape(rope)}
+        op = functools.partial(mla.causal_attention, scale=0.1)
+    if options:
+        given |= {"gate": given["q"], "sinks": jax.ShapeDtypeStruct((4,), jnp.float32)}
+
+    def grads(given):
+        out, pull = jax.vjp(lambda given: op(**given, **options, **more), given)
+        return pull(out)
+
+    with traced_for_hopper(True):
+        lowered = jax.jit(grads).trace(given).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 2

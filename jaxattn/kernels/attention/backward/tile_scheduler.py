@@ -118,9 +118,9 @@ class BackwardTileScheduler:
         """(query head, tile of queries) of the tile's i-th step."""
         if self.group == 1:
             return tile.head, tile.end - 1 - i
-        per_head = jnp.maximum(tile.per_head, 1)
-        head = tile.head * self.group + lax.div(i, per_head)
-        return head, tile.end - 1 - lax.rem(i, per_head)
+        # The group's heads in turns: head by head, a short tile would wait for a long one at each.
+        turn, place = (f(i, jnp.int32(self.group)) for f in (lax.div, lax.rem))
+        return tile.head * self.group + place, tile.end - 1 - turn
 
     def masked(self, tile: KeyTile, m: jax.Array) -> jax.Array:
         """Whether a query of tile m of queries does not see a key of the tile."""
