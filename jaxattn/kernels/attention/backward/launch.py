@@ -104,7 +104,9 @@ def attention_backward(
         config=config, tiles=tiles, scores=ScoreGradient(scale=scale, soft_cap=soft_cap),
         dtype=dtype, blocks=blocks, items=items, interpret=interpret,
     )  # fmt: skip
-    dq = jax.new_ref(jnp.zeros((batch, whole, heads, dim), jnp.float32))
+    dq: Any = jax.ShapeDtypeStruct((batch, whole, heads, dim), jnp.float32)
+    if first is not None:
+        dq = jax.new_ref(jnp.zeros(dq.shape, dq.dtype))
 
     def like(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((batch, padded, kv_heads, *shape), dtype)
@@ -123,10 +125,11 @@ def attention_backward(
             "ranges": ranges.tiles,
             "first": ranges.first,
             "drawn": jax.new_ref(jnp.zeros(1, jnp.uint32)) if items > blocks else None,
-            "dq": dq,
+            **({} if first is None else {"dq": dq}),
             "turns": jax.new_ref(turns),
         },
         outputs={
+            **({"dq": dq} if first is None else {}),
             "dk": like(k.shape[3]),
             "dk_rest": None if k_rest is None else like(k_rest.shape[2]),
             "dv": like(values),
@@ -142,7 +145,8 @@ def attention_backward(
     if dk_rest is not None:
         dk_rest = dk_rest[:, :tokens].sum(axis=2, dtype=jnp.float32)
     there = (jnp.arange(tokens) < lengths[:, None])[..., None, None]
-    dq = jnp.where(there, jax.freeze(dq)[:, :tokens] * scale, 0).astype(dtype)
+    dq = results["dq"] if first is None else jax.freeze(dq)
+    dq = jnp.where(there, dq[:, :tokens] * scale, 0).astype(dtype)
     return AttentionGrads(dq, dk, dk_rest, dv)
 
 

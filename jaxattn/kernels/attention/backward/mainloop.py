@@ -67,7 +67,8 @@ class BackwardOutputs:
     """Where the gradients go.
 
     Attributes:
-        dq: float32 [B, whole steps, H, D], 0 before.
+        dq: float32 [B, whole steps, H, D]. Where queries see key 0 the first tile's part is stored
+            there, and the others' are added; else all are added to zeros.
         dk, dv: [B, T, Hk, Dk] and [B, T, Hk, Dv].
         dk_rest: [B, T, Hk, P], of the last of the keys' dims, where dk lacks them.
         turns: int32 [B, H, M, parts], whose turn it is to add to a part of dq.
@@ -229,15 +230,22 @@ class BackwardConsumer:
         rows = pl.ds(pl.multiple_of(begin, ROWS), ROWS)
         dims = pl.ds(pl.multiple_of(lax.rem(part, pieces) * DIMS, DIMS), DIMS)
         place = self.outputs.dq.at[tile.row, rows, head, dims]
+        stores = tile.number == 0 if self.first is None else None
         if self.interpret:
-            place[...] = place[...] + x
+            before = place[...]
+            place[...] = x + (before if stores is None else jnp.where(stores, 0, before))
             return
         stage = self.memory.query_grads.at[self.wg]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         stage[...] = x
         plgpu.commit_smem()
         await_turn(self.turn_of(tile, i, part), tile.number, interpret=self.interpret)
-        plgpu.copy_smem_to_gmem(stage, place, reduction_op="add")
+        add = functools.partial(plgpu.copy_smem_to_gmem, stage, place, reduction_op="add")
+        if stores is None:
+            add()
+        else:
+            pl.when(stores)(lambda: plgpu.copy_smem_to_gmem(stage, place))
+            pl.when(jnp.logical_not(stores))(add)
 
     def end_turns(self, tile: KeyTile, i: jax.Array) -> None:
         """What was added in the step before i is in global memory; the next tile may add there."""

@@ -70,8 +70,7 @@ def ranges_of(
 
         def reach(key: jax.Array) -> jax.Array:
             """How many queries may see each of these keys, or one before it."""
-            find = lambda row: jnp.searchsorted(row, key, side="right")  # noqa: E731
-            return jax.vmap(find)(first).astype(jnp.int32)
+            return (first[:, :, None] <= key).sum(axis=1, dtype=jnp.int32)
 
         seen, full = reach(begins + keys - 1), reach(begins) // queries
         first = jnp.pad(
