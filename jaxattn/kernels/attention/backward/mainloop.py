@@ -90,7 +90,7 @@ class BackwardConsumer:
     memory: BackwardSmem
     scores: ScoreGradient
     dtype: Any
-    wg: jax.Array
+    wg: int
     first: Any
     outputs: BackwardOutputs
     interpret: bool
@@ -100,7 +100,7 @@ class BackwardConsumer:
         """Of the tile's keys, this warpgroup's."""
         return pl.ds(0 if self.config.by_dims else self.wg * ROWS, ROWS)
 
-    def own(self, dims: int) -> list[Any]:
+    def own(self, dims: int) -> list[int]:
         """The numbers of this warpgroup's pieces of dk or dv."""
         count = self.config.own_pieces(dims)
         return [self.wg * count + i if self.config.by_dims else i for i in range(count)]
@@ -178,26 +178,19 @@ class BackwardConsumer:
         """dS to shared memory, where both warpgroups find the whole tile's."""
         memory = self.memory
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory.scores_read.at[0]))
-        if self.config.by_dims:  # both have the same
-
-            @pl.when(self.wg == 0)
-            def _() -> None:
-                memory.scores[...] = grads
-
-        else:
+        if not self.config.by_dims or self.wg == 0:  # of dims both have the same
             memory.scores[self.rows] = grads
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory.scores_written.at[0])
 
-    def parts(self, i: jax.Array) -> list[tuple[jax.Array, jax.Array | None]]:
+    def parts(self, i: jax.Array) -> list[tuple[int, jax.Array | None]]:
         """This warpgroup's parts of step i's dQ, and whether it has them; None is always."""
         count = self.config.parts
         even = count // WARPGROUPS
-        mine: list[tuple[jax.Array, jax.Array | None]] = [
-            (self.wg * even + j, None) for j in range(even)
-        ]
+        mine: list[tuple[int, jax.Array | None]]
+        mine = [(self.wg * even + j, None) for j in range(even)]
         if count % WARPGROUPS:  # the odd one in turns
-            mine.append((self.wg * 0 + (count - 1), lax.rem(i, jnp.int32(WARPGROUPS)) == self.wg))
+            mine.append((count - 1, lax.rem(i, jnp.int32(WARPGROUPS)) == self.wg))
         return mine
 
     def each_part(self, i: jax.Array, do: Any) -> None:
@@ -208,28 +201,23 @@ class BackwardConsumer:
             else:
                 pl.when(there)(functools.partial(do, part))
 
-    def multiply_scores(self, acc: Any, part: jax.Array) -> None:
+    def multiply_scores(self, acc: Any, part: int) -> None:
         """A part of dQ: dS^T K."""
-        rows = lax.div(part, jnp.int32(self.config.pieces(self.config.dims)))
-        piece = lax.rem(part, jnp.int32(self.config.pieces(self.config.dims)))
-        scores = self.memory.scores
-        if self.config.queries > ROWS:
-            scores = scores.at[:, pl.ds(pl.multiple_of(rows * ROWS, ROWS), ROWS)]
+        rows, piece = divmod(part, self.config.pieces(self.config.dims))
+        scores = self.memory.scores.at[:, pl.ds(rows * ROWS, ROWS)]
         plgpu.wgmma(acc, scores.transpose((1, 0)), self.memory.keys.at[piece])
 
-    def turn_of(self, tile: KeyTile, i: jax.Array, part: jax.Array) -> Any:
+    def turn_of(self, tile: KeyTile, i: jax.Array, part: int) -> Any:
         """The word that says whose turn it is to add to a part of step i's dQ."""
         head, m = self.tiles.step(tile, i)
         return self.outputs.turns.at[tile.row, head, m, pl.ds(part, 1)]
 
-    def add_query_grads(self, tile: KeyTile, i: jax.Array, part: jax.Array, x: jax.Array) -> None:
+    def add_query_grads(self, tile: KeyTile, i: jax.Array, part: int, x: jax.Array) -> None:
         """Adds a part of step i's dQ to global memory, once the tiles of keys before have."""
         head, m = self.tiles.step(tile, i)
-        pieces = jnp.int32(self.config.pieces(self.config.dims))
-        begin = m * self.config.queries + lax.div(part, pieces) * ROWS
-        rows = pl.ds(pl.multiple_of(begin, ROWS), ROWS)
-        dims = pl.ds(pl.multiple_of(lax.rem(part, pieces) * DIMS, DIMS), DIMS)
-        place = self.outputs.dq.at[tile.row, rows, head, dims]
+        rows, piece = divmod(part, self.config.pieces(self.config.dims))
+        at = pl.ds(pl.multiple_of(m * self.config.queries + rows * ROWS, ROWS), ROWS)
+        place = self.outputs.dq.at[tile.row, at, head, pl.ds(piece * DIMS, DIMS)]
         stores = tile.number == 0 if self.first is None else None
         if self.interpret:
             before = place[...]
@@ -319,7 +307,7 @@ class BackwardConsumer:
         """This warpgroup's parts of dQ but for the first."""
         others = self.parts(i)[1:]
 
-        def add(part: jax.Array) -> None:
+        def add(part: int) -> None:
             self.add_query_grads(tile, i, part, self.query_grads(part))
 
         for part, there in others:
@@ -327,7 +315,7 @@ class BackwardConsumer:
         if others:
             plgpu.barrier_arrive(self.memory.scores_read.at[0])
 
-    def query_grads(self, part: jax.Array) -> jax.Array:
+    def query_grads(self, part: int) -> jax.Array:
         def product(acc: Any) -> jax.Array:
             self.multiply_scores(acc, part)
             return plgpu.wgmma_accumulator_load(acc)
@@ -383,27 +371,14 @@ class BackwardConsumer:
             at = tile.row, pl.ds(pl.multiple_of(first, ROWS), ROWS), tile.head
             for stage, dims, _, ref, rest in kinds:
                 for piece in self.own(dims):
-                    _store(stage.at[piece, self.rows], piece * DIMS, at, ref, rest)
+                    begin, to = piece * DIMS, ref
+                    if begin >= ref.shape[3]:
+                        begin, to = begin - ref.shape[3], rest
+                    place = to.at[*at, pl.ds(begin, DIMS)]
+                    plgpu.copy_smem_to_gmem(stage.at[piece, self.rows], place)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory.tile_read.at[0])
-
-
-def _store(stage: Any, begin: Any, at: tuple[Any, ...], ref: Any, rest: Any) -> None:
-    """Starts the copy of a piece to its place in `ref`, or behind its dims in `rest`."""
-    dims = ref.shape[3]
-
-    def copy(to: Any, begin: Any) -> None:
-        begin = begin if isinstance(begin, int) else pl.multiple_of(begin, DIMS)
-        plgpu.copy_smem_to_gmem(stage, to.at[*at, pl.ds(begin, DIMS)])
-
-    if rest is None:
-        copy(ref, begin)
-    elif isinstance(begin, int):
-        copy(*((ref, begin) if begin < dims else (rest, begin - dims)))
-    else:
-        pl.when(begin < dims)(lambda: copy(ref, jnp.minimum(begin, dims - DIMS)))
-        pl.when(begin >= dims)(lambda: copy(rest, jnp.maximum(begin - dims, 0)))
 
 
 class InterpretedBackwardConsumer(BackwardConsumer):
@@ -483,12 +458,19 @@ class BackwardCta:
         def _compute() -> None:
             plgpu.set_max_registers(config.compute_registers, action="increase")
             kind = InterpretedBackwardConsumer if self.interpret else BackwardConsumer
-            consumer = kind(
-                config=config, tiles=self.tiles, memory=memory, scores=self.scores,
-                dtype=self.dtype, wg=wg, first=first, outputs=outputs, interpret=self.interpret,
-            )  # fmt: skip
-            each(False, consumer.tile, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
+            # The code of each warpgroup is its own: places in shared memory that depended on the
+            # warpgroup would take the registers of the sums.
+            for number in range(WARPGROUPS):
+                consumer = kind(
+                    config=config, tiles=self.tiles, memory=memory, scores=self.scores,
+                    dtype=self.dtype, wg=number, first=first, outputs=outputs,
+                    interpret=self.interpret,
+                )  # fmt: skip
+
+                @pl.when(wg == number)
+                def _(consumer: BackwardConsumer = consumer) -> None:
+                    each(False, consumer.tile, jnp.int32(0))
+                    plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == WARPGROUPS)
         def _load() -> None:
