@@ -133,7 +133,7 @@ class BackwardConsumer:
         outputs = self.memory.outputs.at[self.output_slot(number)]
         return self.multiply(acc, self.memory.values, outputs)
 
-    def add(self, accs: Any, before: Any, left: jax.Array, right: Any, dims: int) -> int:
+    def add(self, accs: Any, before: Any, left: Any, right: Any, dims: int) -> int:
         """accs = before + left right, of this warpgroup's pieces of `right`."""
         for acc, sums, piece in zip(accs, before, self.own(dims), strict=True):
             acc[...] = sums
@@ -165,14 +165,17 @@ class BackwardConsumer:
         return p.astype(self.dtype), slope
 
     def gradient(
-        self, p: jax.Array, slope: jax.Array | None, products: jax.Array, slot: jax.Array
+        self, p: jax.Array, slope: jax.Array | None, products: jax.Array
     ) -> jax.Array:
-        """dS of P, as it is multiplied, and dP."""
-        delta = plgpu.load(self.memory.row_stats.at[slot, 1], layout=COLUMN)
-        grads = products - lax.broadcast_in_dim(delta, p.shape, [1])
-        grads = grads * p.astype(jnp.float32)
+        """dS of P, as it is multiplied, and dP - delta."""
+        grads = products * p.astype(jnp.float32)
         grads = grads if slope is None else grads * slope
         return grads.astype(self.dtype)
+
+    def begin_values(self, slot: jax.Array) -> jax.Array:
+        """-delta: what a step's sums of dP begin with."""
+        delta = plgpu.load(self.memory.row_stats.at[slot, 1], layout=COLUMN)
+        return lax.broadcast_in_dim(-delta, (ROWS, self.config.queries), [1])
 
     def write_scores(self, grads: jax.Array, i: jax.Array) -> None:
         """dS to shared memory, where both warpgroups find the whole tile's."""
@@ -264,16 +267,19 @@ class BackwardConsumer:
                 self.multiply_keys(s_acc, number)
             plgpu.barrier_wait(memory.outputs_loaded.at[self.output_slot(number)])
             if config.ahead:
+                dp_acc[...] = self.begin_values(slot)
                 self.multiply_values(dp_acc, number)
             s = scores if config.ahead else plgpu.wgmma_accumulator_load(s_acc)
             p, slope = self.weights(s, tile, m, slot)
             if not config.ahead:
+                dp_acc[...] = self.begin_values(slot)
                 self.multiply_values(dp_acc, number)
             count = self.add(dv_accs, grads.values, p, outputs, config.values)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=count)
-            ds = self.gradient(p, slope, dp, slot)
+            ds = self.gradient(p, slope, dp)
             self.write_scores(ds, i)
-            count = self.add(dk_accs, grads.keys, ds, memory.queries.at[slot], config.dims)
+            left = memory.scores.at[self.rows] if config.reread else ds
+            count = self.add(dk_accs, grads.keys, left, memory.queries.at[slot], config.dims)
             dv = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count) for acc in dv_accs)
             plgpu.barrier_arrive(memory.outputs_read.at[self.output_slot(number)])
             plgpu.barrier_wait(memory.scores_written.at[0])
@@ -408,7 +414,8 @@ class InterpretedBackwardConsumer(BackwardConsumer):
             return tuple(x + jnp.dot(left, y) for x, y in zip(before, of_each, strict=True))
 
         p, slope = self.weights(product(self.multiply_keys), tile, m, slot)
-        ds = self.gradient(p, slope, product(self.multiply_values), slot)
+        products = product(self.multiply_values) + self.begin_values(slot)
+        ds = self.gradient(p, slope, products)
         dv = added(grads.values, p, memory.outputs.at[outputs], config.values)
         self.write_scores(ds, i)
         dk = added(grads.keys, ds, memory.queries.at[slot], config.dims)

@@ -28,6 +28,7 @@ class BackwardTileConfig:
             their way.
         ahead: whether a step begins the next one's scores. Else it begins with its own, and its
             exponentials wait for nothing else: with fewer registers.
+        reread: whether dS is multiplied out of shared memory, and not out of registers.
         compute_registers, memory_registers: of a thread; 504 of all three warpgroups together.
         blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
         heads_together: key-value heads that are worked on at one time, at most. They share the L2.
@@ -40,6 +41,7 @@ class BackwardTileConfig:
     stages: int = 2
     output_stages: int = 2
     ahead: bool = False
+    reread: bool = False
     compute_registers: int = 240
     memory_registers: int = 24
     blocks: int | None = None
@@ -67,7 +69,7 @@ class BackwardTileConfig:
 CONFIGS = {
     (64, 64): BackwardTileConfig(dims=64, values=64, queries=128),
     (128, 128): BackwardTileConfig(dims=128, values=128, ahead=True),
-    (192, 128): BackwardTileConfig(dims=192, values=128),
+    (192, 128): BackwardTileConfig(dims=192, values=128, reread=True),
     (256, 256): BackwardTileConfig(dims=256, values=256, keys=64, output_stages=1, ahead=True),
 }
 
