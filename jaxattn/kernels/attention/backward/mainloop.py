@@ -31,6 +31,7 @@ from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileSchedu
 from jaxattn.kernels.attention.backward.turns import await_turn, pass_turn
 from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.work_queue import WorkQueue
+from jaxattn.kernels.hopper.device import fence_proxy_async, warpgroup_barrier
 
 TILE = plgpu.Layout.WGMMA
 COLUMN = TILE.reduce(0)
@@ -126,12 +127,18 @@ class BackwardConsumer:
             plgpu.wgmma(acc, left.at[piece, self.rows], right.at[piece].transpose((1, 0)))
         return left.shape[0]
 
+    def again(self, number: jax.Array) -> jax.Array:
+        """0, of which the compiler does not know that it is the same in each step. What wgmma wants
+        to know of an operand would else be made before the loop, and fill the registers."""
+        return lax.shift_right_logical(number, jnp.int32(30))
+
     def multiply_keys(self, acc: Any, number: jax.Array) -> int:
-        return self.multiply(acc, self.memory.keys, self.memory.queries.at[self.slot(number)])
+        keys = self.memory.keys.at[self.again(number)]
+        return self.multiply(acc, keys, self.memory.queries.at[self.slot(number)])
 
     def multiply_values(self, acc: Any, number: jax.Array) -> int:
-        outputs = self.memory.outputs.at[self.output_slot(number)]
-        return self.multiply(acc, self.memory.values, outputs)
+        values = self.memory.values.at[self.again(number)]
+        return self.multiply(acc, values, self.memory.outputs.at[self.output_slot(number)])
 
     def add(self, accs: Any, before: Any, left: Any, right: Any, dims: int) -> int:
         """accs = before + left right, of this warpgroup's pieces of `right`."""
@@ -182,8 +189,8 @@ class BackwardConsumer:
         memory = self.memory
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory.scores_read.at[0]))
         if not self.config.by_dims or self.wg == 0:  # of dims both have the same
-            memory.scores[self.rows] = grads
-        plgpu.commit_smem()
+            memory.scores.at[0, self.rows][...] = grads
+        fence_proxy_async(interpret=self.interpret)
         plgpu.barrier_arrive(memory.scores_written.at[0])
 
     def parts(self, i: jax.Array) -> list[tuple[int, jax.Array | None]]:
@@ -204,11 +211,12 @@ class BackwardConsumer:
             else:
                 pl.when(there)(functools.partial(do, part))
 
-    def multiply_scores(self, acc: Any, part: int) -> None:
+    def multiply_scores(self, acc: Any, number: jax.Array, part: int) -> None:
         """A part of dQ: dS^T K."""
         rows, piece = divmod(part, self.config.pieces(self.config.dims))
-        scores = self.memory.scores.at[:, pl.ds(rows * ROWS, ROWS)]
-        plgpu.wgmma(acc, scores.transpose((1, 0)), self.memory.keys.at[piece])
+        again = self.again(number)
+        scores = self.memory.scores.at[again, :, pl.ds(rows * ROWS, ROWS)]
+        plgpu.wgmma(acc, scores.transpose((1, 0)), self.memory.keys.at[again, piece])
 
     def turn_of(self, tile: KeyTile, i: jax.Array, part: int) -> Any:
         """The word that says whose turn it is to add to a part of step i's dQ."""
@@ -229,7 +237,8 @@ class BackwardConsumer:
         stage = self.memory.query_grads.at[self.wg]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         stage[...] = x
-        plgpu.commit_smem()
+        fence_proxy_async(interpret=False)
+        warpgroup_barrier(interpret=False)
         await_turn(self.turn_of(tile, i, part), tile.number, interpret=self.interpret)
         add = functools.partial(plgpu.copy_smem_to_gmem, stage, place, reduction_op="add")
         if stores is None:
@@ -278,13 +287,16 @@ class BackwardConsumer:
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=count)
             ds = self.gradient(p, slope, dp)
             self.write_scores(ds, i)
-            left = memory.scores.at[self.rows] if config.reread else ds
+            left = ds
+            if config.reread:
+                warpgroup_barrier(interpret=False)
+                left = memory.scores.at[self.again(number), self.rows]
             count = self.add(dk_accs, grads.keys, left, memory.queries.at[slot], config.dims)
             dv = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count) for acc in dv_accs)
             plgpu.barrier_arrive(memory.outputs_read.at[self.output_slot(number)])
             plgpu.barrier_wait(memory.scores_written.at[0])
             first, *others = self.parts(i)
-            self.multiply_scores(dq_acc, first[0])
+            self.multiply_scores(dq_acc, number, first[0])
             count = 0
             if config.ahead:
                 # Of the last step: its own scores again, which nobody reads.
@@ -306,24 +318,24 @@ class BackwardConsumer:
         sums = [[plgpu.ACC(piece, jnp.float32) for _ in some] for some in reversed(grads)]
         acc = plgpu.ACC(square, jnp.float32)
         carry = pl.run_scoped(products, acc, acc, *sums, plgpu.ACC(piece, jnp.float32))
-        self.other_parts(tile, i)
+        self.other_parts(tile, number, i)
         return carry
 
-    def other_parts(self, tile: KeyTile, i: jax.Array) -> None:
+    def other_parts(self, tile: KeyTile, number: jax.Array, i: jax.Array) -> None:
         """This warpgroup's parts of dQ but for the first."""
         others = self.parts(i)[1:]
 
         def add(part: int) -> None:
-            self.add_query_grads(tile, i, part, self.query_grads(part))
+            self.add_query_grads(tile, i, part, self.query_grads(number, part))
 
         for part, there in others:
             pl.when(True if there is None else there)(functools.partial(add, part))
         if others:
             plgpu.barrier_arrive(self.memory.scores_read.at[0])
 
-    def query_grads(self, part: int) -> jax.Array:
+    def query_grads(self, number: jax.Array, part: int) -> jax.Array:
         def product(acc: Any) -> jax.Array:
-            self.multiply_scores(acc, part)
+            self.multiply_scores(acc, number, part)
             return plgpu.wgmma_accumulator_load(acc)
 
         return pl.run_scoped(product, plgpu.ACC((ROWS, DIMS), jnp.float32))
@@ -363,8 +375,8 @@ class BackwardConsumer:
         memory, config, outputs = self.memory, self.config, self.outputs
         scaled = tuple(x * self.scores.scale for x in grads.keys)
         kinds = (
-            (memory.keys, config.dims, scaled, outputs.dk, outputs.dk_rest),
-            (memory.values, config.values, grads.values, outputs.dv, None),
+            (memory.keys.at[0], config.dims, scaled, outputs.dk, outputs.dk_rest),
+            (memory.values.at[0], config.values, grads.values, outputs.dv, None),
         )
         for stage, dims, sums, *_ in kinds:
             for piece, x in zip(self.own(dims), sums, strict=True):
@@ -424,10 +436,10 @@ class InterpretedBackwardConsumer(BackwardConsumer):
         plgpu.barrier_arrive(memory.queries_read.at[slot])
         plgpu.barrier_wait(memory.scores_written.at[0])
         first, *others = self.parts(i)
-        self.add_query_grads(tile, i, first[0], self.query_grads(first[0]))
+        self.add_query_grads(tile, i, first[0], self.query_grads(number, first[0]))
         if not others:
             plgpu.barrier_arrive(memory.scores_read.at[0])
-        self.other_parts(tile, i)
+        self.other_parts(tile, number, i)
         if config.ahead:
             following = memory.queries_loaded.at[self.slot(number + 1)]
             more = i + 1 < self.tiles.steps(tile)

@@ -53,8 +53,8 @@ class BackwardProducer:
         there = memory.tile_loaded.at[0]
         place = tile.row, at, tile.head
         rest = None if sources.k_rest is None else sources.k_rest.at[tile.row, at]
-        self._copy(sources.k.at[place], memory.keys, there, rest)
-        self._copy(sources.v.at[place], memory.values, there)
+        self._copy(sources.k.at[place], memory.keys.at[0], there, rest)
+        self._copy(sources.v.at[place], memory.values.at[0], there)
         steps = self.tiles.steps(tile)
         lax.fori_loop(0, steps, functools.partial(self._step, tile, done), None)
         return done + steps, loaded + 1

@@ -78,10 +78,10 @@ class BackwardSmem(NamedTuple):
     """A block's shared memory and barriers; s is a stage.
 
     Attributes:
-        keys, values: [pieces, keys, 64], the tile's; on their way out, its dk and dv.
+        keys, values: [1, pieces, keys, 64], the tile's; on their way out, its dk and dv.
         queries, outputs: [s, pieces, queries, 64], the latter gradients of the output.
         row_stats: float32 [s, 2, queries], LSE and delta of each query.
-        scores: [keys, queries], gradients of the scores.
+        scores: [1, keys, queries], gradients of the scores.
         query_grads: float32 [w, 64, 64], a part of dq on its way out, of each warpgroup.
         tile_loaded, queries_loaded, outputs_loaded: what has come.
         tile_read, queries_read, outputs_read: what may be overwritten.
@@ -119,12 +119,12 @@ def scratch_types(config: BackwardTileConfig, dtype: Any) -> BackwardSmem:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
 
     return BackwardSmem(
-        keys=tile(key_pieces, config.keys, DIMS),
-        values=tile(value_pieces, config.keys, DIMS),
+        keys=tile(1, key_pieces, config.keys, DIMS),
+        values=tile(1, value_pieces, config.keys, DIMS),
         queries=tile(stages, key_pieces, queries, DIMS),
         outputs=tile(outputs, value_pieces, queries, DIMS),
         row_stats=plgpu.SMEM((stages, 2, queries), jnp.float32),
-        scores=tile(config.keys, queries),
+        scores=tile(1, config.keys, queries),
         query_grads=tile(WARPGROUPS, ROWS, DIMS, of=jnp.float32),
         tile_loaded=barriers(key_pieces + value_pieces, 1),
         queries_loaded=barriers(key_pieces + 1, stages),
