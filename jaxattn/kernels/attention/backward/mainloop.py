@@ -235,10 +235,13 @@ class BackwardConsumer:
             place[...] = x + (before if stores is None else jnp.where(stores, 0, before))
             return
         stage = self.memory.query_grads.at[self.wg]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        first = part == self.parts(i)[0][0]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not first)
         stage[...] = x
         fence_proxy_async(interpret=False)
         warpgroup_barrier(interpret=False)
+        if first:
+            self.end_turns(tile, i)
         await_turn(self.turn_of(tile, i, part), tile.number, interpret=self.interpret)
         add = functools.partial(plgpu.copy_smem_to_gmem, stage, place, reduction_op="add")
         if stores is None:
@@ -250,15 +253,10 @@ class BackwardConsumer:
     def end_turns(self, tile: KeyTile, i: jax.Array) -> None:
         """What was added in the step before i is in global memory; the next tile may add there."""
 
-        @pl.when(i > 0)
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(0)
-            self.each_part(
-                i - 1,
-                lambda part: pass_turn(
-                    self.turn_of(tile, i - 1, part), interpret=self.interpret
-                ),
-            )
+        def end(part: int) -> None:
+            pass_turn(self.turn_of(tile, i - 1, part), interpret=self.interpret)
+
+        pl.when(i > 0)(lambda: self.each_part(i - 1, end))
 
     def step(
         self, tile: KeyTile, done: jax.Array, i: jax.Array, carry: tuple[KeyTileGrads, Any]
@@ -306,7 +304,6 @@ class BackwardConsumer:
                 count = self.multiply_keys(s_acc, following)
             dk = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count + 1) for acc in dk_accs)
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=count)
-            self.end_turns(tile, i)
             if not others:
                 plgpu.barrier_arrive(memory.scores_read.at[0])
             self.add_query_grads(tile, i, first[0], dq)
@@ -364,6 +361,7 @@ class BackwardConsumer:
             grads, _ = lax.fori_loop(0, steps, step, carry)
             plgpu.barrier_wait(memory.scores_read.at[0])  # and all keys
             if not self.interpret:
+                plgpu.wait_smem_to_gmem(0)
                 self.end_turns(tile, steps)
             self.write(tile, grads)
 
