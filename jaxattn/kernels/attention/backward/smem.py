@@ -67,7 +67,7 @@ class BackwardTileConfig:
 
 # (dims of a query, of a value): widths that the kernel has.
 CONFIGS = {
-    (64, 64): BackwardTileConfig(dims=64, values=64, queries=128),
+    (64, 64): BackwardTileConfig(dims=64, values=64, queries=128, ahead=True),
     (128, 128): BackwardTileConfig(dims=128, values=128, ahead=True),
     (192, 128): BackwardTileConfig(dims=192, values=128, reread=True),
     (256, 256): BackwardTileConfig(dims=256, values=256, keys=64, output_stages=1, ahead=True),
