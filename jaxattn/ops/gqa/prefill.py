@@ -23,7 +23,12 @@ from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.prefill.launch import refuse
-from jaxattn.ops.gqa.backward import CausalOperands, with_backward_kernel
+from jaxattn.ops.attention.backward import (
+    CausalOperands,
+    CausalScoring,
+    with_backward_kernel,
+)
+from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
@@ -35,7 +40,6 @@ from jaxattn.ops.gqa.scores import (
     weigh,
     window_begins,
 )
-from jaxattn.ops.gqa.segments import SegmentBounds
 
 # New tokens, as queries and as keys, and cached tokens that are held at a time, of every row.
 QUERY_BLOCK = 512
@@ -103,9 +107,11 @@ def gqa_attention(
         refuse(arguments.op, q, k, v, interpret=interpret)
         kernel = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
         forward = functools.partial(run, kernel)
-        return with_backward_kernel(
-            arguments.op, forward, scores, whole=bounds.whole, interpret=interpret
-        )(operands)
+        scoring = CausalScoring(
+            scale=scores.scale, window=scores.window, soft_cap=scores.soft_cap, whole=bounds.whole
+        )
+        attend = with_backward_kernel(arguments.op, forward, scoring, interpret=interpret)
+        return attend(operands)
 
     return dispatch_kernel(arguments.op, implementation, mosaic, lambda: xla(operands))
 

@@ -50,8 +50,8 @@ def prefill_mosaic(
     scores: AttentionScoring,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.gqa.gqa_prefill`, or without a cache `gqa_attention`, by the kernel; without one a token
-    sees those from segments[b, t] on."""
+    """`jaxattn.gqa.gqa_prefill`, or without a cache `gqa_attention`, by the kernel. There a token
+    may see those from segments[b, t] on alone."""
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, q.shape[1]), 0)
     first = jnp.maximum(query_lens - seq_lens, 0)
     prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)

@@ -3,13 +3,12 @@
 Prefill does not absorb: keys and values of each head are expanded from the latent, which for many
 tokens at once costs less than attending in the latent's R dims.
 
-The gradient of `causal_attention` has a kernel as well (`jaxattn.ops.gqa.backward`). That of
+The gradient of `causal_attention` has a kernel as well (`jaxattn.ops.attention.backward`). That of
 `mla_prefill` is the plain JAX path's, which starts again from the inputs: nothing of the attention
 is kept for the backward pass, and that pass holds the scores of an eighth of the queries at a time.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,12 @@ from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
-from jaxattn.ops.gqa.backward import CausalOperands, with_backward_kernel
-from jaxattn.ops.gqa.scores import AttentionScoring
-from jaxattn.ops.gqa.segments import SegmentBounds
+from jaxattn.ops.attention.backward import (
+    CausalOperands,
+    CausalScoring,
+    with_backward_kernel,
+)
+from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.prefill_mosaic import (
     PREFIX_BLOCK,
@@ -157,10 +159,9 @@ def causal_attention(
                 interpret=interpret,
             )  # fmt: skip
 
-        scores = AttentionScoring(scale=scale)
-        return with_backward_kernel(
-            "causal_attention", forward, scores, whole=bounds.whole, interpret=interpret
-        )(operands)
+        scoring = CausalScoring(scale=scale, whole=bounds.whole)
+        run = with_backward_kernel("causal_attention", forward, scoring, interpret=interpret)
+        return run(operands)
 
     return dispatch_kernel("causal_attention", implementation, mosaic, xla)
 

@@ -171,9 +171,7 @@ class BackwardConsumer:
         p = lax.cond(self.tiles.masked(tile, m), mask, lambda p: p, p)
         return p.astype(self.dtype), slope
 
-    def gradient(
-        self, p: jax.Array, slope: jax.Array | None, products: jax.Array
-    ) -> jax.Array:
+    def gradient(self, p: jax.Array, slope: jax.Array | None, products: jax.Array) -> jax.Array:
         """dS of P, as it is multiplied, and dP - delta."""
         grads = products * p.astype(jnp.float32)
         grads = grads if slope is None else grads * slope
@@ -383,7 +381,7 @@ class BackwardConsumer:
         first = tile.number * config.keys + (0 if config.by_dims else self.wg * ROWS)
 
         @pl.when(first < outputs.dv.shape[1])
-        def _() -> None:
+        def _store() -> None:
             at = tile.row, pl.ds(pl.multiple_of(first, ROWS), ROWS), tile.head
             for stage, dims, _, ref, rest in kinds:
                 for piece in self.own(dims):

@@ -1,5 +1,5 @@
-"""The warpgroup of `attention_backward` that loads: tiles of keys and values, and each step's queries
-and output gradients."""
+"""The warpgroup of `attention_backward` that loads: tiles of keys and values, and of each step the
+queries and the output's gradients."""
 
 import dataclasses
 import functools

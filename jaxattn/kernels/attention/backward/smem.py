@@ -1,4 +1,4 @@
-"""Tile configurations of `attention_backward` for each width of the heads, and its shared memory."""
+"""Tile configurations of `attention_backward` for each width, and its shared memory."""
 
 import dataclasses
 from typing import Any, NamedTuple

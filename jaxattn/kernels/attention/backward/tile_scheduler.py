@@ -66,16 +66,13 @@ def ranges_of(
         turns = jnp.zeros((lengths.shape[0], steps), jnp.int32)
     else:
         first = jnp.where(jnp.arange(tokens) < lengths[:, None], first, jnp.int32(2**30))
-        first = first.astype(jnp.int32)
-
-        def reach(key: jax.Array) -> jax.Array:
-            """How many queries may see each of these keys, or one before it."""
-            return (first[:, :, None] <= key).sum(axis=1, dtype=jnp.int32)
-
-        seen, full = reach(begins + keys - 1), reach(begins) // queries
-        first = jnp.pad(
-            first, ((0, 0), (0, steps * queries - tokens)), constant_values=2**30
+        # How many queries may see each tile's last key and its first one, or one before it.
+        seen, full = (
+            (first[:, :, None] <= key).sum(axis=1, dtype=jnp.int32)
+            for key in (begins + keys - 1, begins)
         )
+        full = full // queries
+        first = jnp.pad(first, ((0, 0), (0, steps * queries - tokens)), constant_values=2**30)
         turns = first[:, ::queries] // keys
     end = jnp.where(there, (seen + queries - 1) // queries, 0)
     return BackwardRanges(jnp.stack([end, full], axis=-1).astype(jnp.int32), turns, first)
@@ -105,7 +102,9 @@ class BackwardTileScheduler:
         """The line's tile at a place."""
         outer, inner = (f(item, jnp.int32(self.count * self.together)) for f in (lax.div, lax.rem))
         number, place = (f(inner, jnp.int32(self.together)) for f in (lax.div, lax.rem))
-        row, head = (f(outer * self.together + place, jnp.int32(self.heads)) for f in (lax.div, lax.rem))
+        row, head = (
+            f(outer * self.together + place, jnp.int32(self.heads)) for f in (lax.div, lax.rem)
+        )
         end, full = tiles_ref[row, number, 0], tiles_ref[row, number, 1]
         begin = lax.div(number * self.keys, jnp.int32(self.queries))
         return KeyTile(row, head, number, end, full, jnp.maximum(end - begin, 0))

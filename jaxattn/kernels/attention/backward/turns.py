@@ -8,7 +8,6 @@ in L2, and who comes next reads nothing.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.mlir import arith, utils

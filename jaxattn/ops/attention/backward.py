@@ -5,6 +5,7 @@ Under `jax.checkpoint` both have the names of `RESIDUALS`, for policies such as
 `jax.checkpoint_policies.save_only_these_names`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxattn.core.dispatch import in_reverse_mode_only, without_gradient
 from jaxattn.kernels.attention.backward.launch import attention_backward
-from jaxattn.ops.gqa.scores import AttentionScoring
 
 RESIDUALS = ("attention_out", "attention_lse")
 
@@ -40,17 +40,34 @@ class CausalOperands(NamedTuple):
     first: jax.Array | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalScoring:
+    """
+    Attributes:
+        scale, window, soft_cap: as for `gqa_decode`.
+        whole: whether all rows are known to be as long as they look: there is no padding then.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    whole: bool
+
+    def first_seen(self, first: jax.Array | None, tokens: int) -> jax.Array | None:
+        """The first key that each token sees, its window included, [B, T] or [1, T]."""
+        if self.window is None:
+            return first
+        begin = jnp.maximum(jnp.arange(tokens, dtype=jnp.int32) - (self.window - 1), 0)[None]
+        return begin if first is None else jnp.maximum(first, begin)
+
+
 type Attend = Callable[[CausalOperands], tuple[jax.Array, jax.Array]]
 
 
 def with_backward_kernel(
-    op: str, forward: Attend, scores: AttentionScoring, *, whole: bool, interpret: bool
+    op: str, forward: Attend, scores: CausalScoring, *, interpret: bool
 ) -> Attend:
-    """`forward`, an attention's (out, lse) by its kernel, differentiated by the backward kernel.
-
-    Args:
-        whole: whether all rows are known to be as long as they look: there is no padding then.
-    """
+    """`forward`, an attention's (out, lse) by its kernel, differentiated by the backward kernel."""
     differentiable = jax.custom_vjp(forward)
 
     def keep(operands: CausalOperands) -> Any:
@@ -60,16 +77,15 @@ def with_backward_kernel(
 
     def backward(kept: Any, cotangents: Any) -> tuple[CausalOperands]:
         given = without_gradient(f"the gradient of {op}", (*kept, *cotangents))
-        return (_backward(scores, whole, interpret, *given),)
+        return (_backward(scores, interpret, *given),)
 
     differentiable.defvjp(keep, backward)
     return in_reverse_mode_only(op, differentiable)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(
-    scores: AttentionScoring,
-    whole: bool,
+    scores: CausalScoring,
     interpret: bool,
     operands: CausalOperands,
     out: jax.Array,
@@ -83,7 +99,11 @@ def _backward(
 
     def kept(x: jax.Array) -> jax.Array:
         """Zeros for padding, which may be NaN."""
-        return x if whole else jnp.where(there.reshape(there.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+        return (
+            x
+            if scores.whole
+            else jnp.where(there.reshape(there.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+        )
 
     d_out, d_lse = map(kept, (d_out, d_lse))
     product = d_out.astype(jnp.float32) * out.astype(jnp.float32)
@@ -102,18 +122,8 @@ def _backward(
         d_sinks = -(weight * delta).sum(axis=(0, 1))
     grads = attention_backward(
         kept(q), kept(k), kept(v), d_out, lse, delta, lengths,
-        scale=scores.scale, soft_cap=scores.soft_cap, first=_first_seen(first, scores, q.shape[1]),
+        scale=scores.scale, soft_cap=scores.soft_cap, first=scores.first_seen(first, q.shape[1]),
         k_rest=None if k_rest is None else kept(k_rest), interpret=interpret,
     )  # fmt: skip
     d_rest = None if k_rest is None else grads.dk_rest.astype(k_rest.dtype)  # type: ignore[union-attr]
     return CausalOperands(grads.dq, grads.dk, grads.dv, d_rest, d_sinks, d_gate, None, None)  # type: ignore[arg-type]
-
-
-def _first_seen(
-    first: jax.Array | None, scores: AttentionScoring, tokens: int
-) -> jax.Array | None:
-    """The first key that each token sees, [B, T] or [1, T], its window included."""
-    if scores.window is None:
-        return first
-    begin = scores.first_seen(jnp.arange(tokens, dtype=jnp.int32))[None]
-    return begin if first is None else jnp.maximum(first, begin)
