@@ -48,7 +48,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # Kimi Delta Attention shares the checks, pools and chunk scan of gdn, TurboQuant those of gqa,
     # and experts the linear layers.
     ("ops.kda", "ops.turboquant", "ops.moe"),
-    ("ops.mla", "ops.gdn", "ops.gqa", "ops.linear", "ops.collectives", "ops"),
+    ("ops.mla", "ops.gdn", "ops.gqa", "ops.linear", "ops.collectives"),
+    ("ops.attention", "ops"),
     ("kernels.turboquant",),  # whose tile scheduler, combine and epilogue are those of gqa
     ("kernels.gqa", "kernels.mla", "kernels.gdn", "kernels.moe"),
     ("kernels.collectives",),

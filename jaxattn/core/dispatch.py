@@ -110,6 +110,28 @@ def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callabl
     return dispatch(op, implementation, {**named, "xla": xla})
 
 
+def in_reverse_mode_only[**P, T](op: str, function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, a `jax.custom_vjp`, whose error in forward mode says what to use.
+
+    Raises:
+        TypeError: `jax.jvp` differentiates it. Inside `jax.jit` the error is JAX's own, as it comes
+            when JAX lowers the program.
+    """
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(
+                f"{op}: its kernel has no forward-mode gradient; use jax.grad or jax.vjp, or pass "
+                "implementation='xla' for jax.jvp"
+            ) from error
+
+    return run
+
+
 def with_gradient_of(
     reference: Callable[..., Any], function: Callable[..., Any], *, because: str | None = None
 ) -> Any:

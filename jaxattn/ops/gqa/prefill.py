@@ -2,8 +2,9 @@
 
 In plain JAX queries are taken `QUERY_BLOCK` at a time, each block against its row's cached prefix
 and then the new tokens, a block of keys at a time: scores of two blocks are all that is held of
-T x context. The kernel (gqa/prefill/launch.py) holds none. It goes forward only: its
-gradient is the plain JAX path's, which starts again from the inputs.
+T x context. The kernel (gqa/prefill/launch.py) holds none. The gradient of `gqa_attention` has a
+kernel too (backward.py); that of `gqa_prefill` is the plain JAX path's, which starts again from the
+inputs.
 """
 
 import functools
@@ -22,6 +23,12 @@ from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.prefill.launch import refuse
+from jaxattn.ops.attention.backward import (
+    CausalOperands,
+    CausalScoring,
+    with_backward_kernel,
+)
+from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
@@ -47,6 +54,8 @@ def gqa_attention(
     *,
     scale: float | None = None,
     lengths: Int[Array, "B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, "n_and_1"] | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
@@ -56,12 +65,19 @@ def gqa_attention(
     """Causal attention of tokens to themselves, without a cache: for training.
 
     Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
+    The kernel's gradient is a kernel too. It has the same bits each time, keeps `out` and `lse`,
+    and holds dq in float32.
 
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
         lengths: int32, valid tokens of each row, at most T (all, if None; none, of a traced row
             with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
             it receives and causes no gradient.
+        segment_ids: int32, the sequence that each token is of. They must not decrease along a row,
+            and a token sees those of its own sequence alone. A traced row in which they do has no
+            valid tokens.
+        cu_seqlens: int32 offsets of n sequences packed in one row (B = 1), starting at 0, instead
+            of lengths and segment_ids. Tokens from the last one on are padding.
         scale, window, sinks, soft_cap, gate: as for `gqa_decode`.
         implementation: as for `gqa_prefill`.
 
@@ -78,15 +94,26 @@ def gqa_attention(
     sinks = check_sinks(arguments, sinks)
     if gate is not None:
         gate = arguments.check("gate", gate, "B T H D")
-    batch, tokens = q.shape[:2]
-    if lengths is None:
-        lengths = jnp.full(batch, tokens, jnp.int32)
-    else:
-        but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
-        lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
+    bounds = SegmentBounds.checked(arguments, q, lengths, segment_ids, cu_seqlens)
+    operands = CausalOperands(q, k, v, None, sinks, gate, bounds.lengths, bounds.first)
 
-    operands = q, k, v, None, None, lengths, lengths, None, sinks, gate, None
-    return _dispatch(arguments.op, implementation, scores, *operands)
+    def run(attend: Any, operands: CausalOperands) -> tuple[jax.Array, jax.Array]:
+        q, k, v, _, sinks, gate, lengths, first = operands
+        return attend(q, k, v, None, None, lengths, lengths, None, sinks, gate, None, first)
+
+    xla = functools.partial(run, functools.partial(_attend, scores=scores))
+
+    def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
+        refuse(arguments.op, q, k, v, interpret=interpret)
+        kernel = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
+        forward = functools.partial(run, kernel)
+        scoring = CausalScoring(
+            scale=scores.scale, window=scores.window, soft_cap=scores.soft_cap, whole=bounds.whole
+        )
+        attend = with_backward_kernel(arguments.op, forward, scoring, interpret=interpret)
+        return attend(operands)
+
+    return dispatch_kernel(arguments.op, implementation, mosaic, lambda: xla(operands))
 
 
 @jax.named_scope("gqa_prefill")
@@ -163,21 +190,14 @@ def gqa_prefill(
 
     addressing = block_tables, seq_lens, query_lens, split_layer_index(layer)[2]
     operands = q, k, v, kv_cache, *addressing, sinks, gate, kv_scale
-    return _dispatch(arguments.op, implementation, scores, *operands)
-
-
-def _dispatch(
-    op: str, implementation: Implementation | None, scores: AttentionScoring, *operands: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Runs what `_attend` takes by the implementation."""
     xla = functools.partial(_attend, scores=scores)
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
-        refuse(op, *operands[:3], interpret=interpret)
+        refuse(arguments.op, q, k, v, interpret=interpret)
         forward = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
         return with_gradient_of(xla, forward)(*operands)
 
-    return dispatch_kernel(op, implementation, mosaic, lambda: xla(*operands))
+    return dispatch_kernel(arguments.op, implementation, mosaic, lambda: xla(*operands))
 
 
 def _check_new(arguments: OpArguments, q: Any, k: Any, v: Any) -> tuple[jax.Array, ...]:
@@ -206,10 +226,12 @@ def _attend(
     sinks: jax.Array | None,
     gate: jax.Array | None,
     kv_scale: jax.Array | None = None,
+    segments: jax.Array | None = None,
     *,
     scores: AttentionScoring,
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries in blocks, one after another; without a cache no row has a prefix."""
+    """Queries in blocks, one after another; without a cache no row has a prefix, and a token may
+    see the new ones from segments[b, t] on alone."""
     q, k, v, kv_cache, sinks, gate, kv_scale = match_varying_axes(
         (q, k, v, kv_cache, sinks, gate, kv_scale), block_tables, seq_lens, query_lens, layer
     )
@@ -238,7 +260,7 @@ def _attend(
 
     @jax.checkpoint
     def attend(xs: Any) -> tuple[jax.Array, jax.Array]:
-        queries, sees, gates, first = xs
+        queries, sees, gates, begins, first = xs
         rows = grouped(queries, k.shape[2])
         state = OnlineSoftmax.empty(
             rows.shape[:3], q.shape[-1], jnp.promote_types(q.dtype, jnp.float32)
@@ -261,11 +283,13 @@ def _attend(
                     scores,
                 )
         with jax.named_scope("new_tokens"):
-            state = _add_new(state, rows, own, first, keys, scores)
+            if begins is not None:
+                begins = jnp.repeat(begins, q.shape[2] // k.shape[2], axis=1)
+            state = _add_new(state, rows, own, begins, first, keys, scores)
         out, lse = finish(state, sees, sinks, gates)
         return out.astype(q.dtype), lse
 
-    out, lse = lax.map(attend, (cut(q), cut(valid), cut(gate), keys[3]))
+    out, lse = lax.map(attend, (cut(q), cut(valid), cut(gate), cut(segments), keys[3]))
 
     def joined(x: jax.Array) -> jax.Array:
         x = x.swapaxes(0, 1)
@@ -313,18 +337,26 @@ def _add_new(
     state: OnlineSoftmax,
     rows: Float[Array, "B Hk R D"],
     own: Int[Array, "R"],
+    begins: Int[Array, "B R"] | None,
     first: jax.Array,
     keys: tuple[Any, ...],
     scores: AttentionScoring,
 ) -> OnlineSoftmax:
-    """Adds the new tokens, a block at a time; blocks that no query sees are not computed."""
+    """Adds the new tokens, a block at a time; blocks that no query sees are not computed.
+
+    Args:
+        begins: the first new token that each query sees; None: it is the window's.
+    """
     size = keys[0].shape[2]
 
     @jax.checkpoint
     def add(state: OnlineSoftmax, block: tuple[jax.Array, ...]) -> OnlineSoftmax:
         k, v, valid, start = block
-        visible: Bool[Array, "B R K"] = scores.visible(own[:, None], start + jnp.arange(size))
+        key = start + jnp.arange(size)
+        visible: Bool[Array, "B R K"] = scores.visible(own[:, None], key)
         visible = visible & valid[:, None]
+        if begins is not None:
+            visible &= key >= begins[..., None]
         return state.add(scores.of(rows, k), visible[:, None], weigh(v))
 
     def step(state: OnlineSoftmax, block: tuple[jax.Array, ...]) -> tuple[OnlineSoftmax, None]:

@@ -45,11 +45,13 @@ def prefill_mosaic(
     sinks: jax.Array | None,
     gate: jax.Array | None,
     kv_scale: jax.Array | None,
+    segments: jax.Array | None = None,
     *,
     scores: AttentionScoring,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.gqa.gqa_prefill`, or without a cache `gqa_attention`, by the kernel."""
+    """`jaxattn.gqa.gqa_prefill`, or without a cache `gqa_attention`, by the kernel. There a token
+    may see those from segments[b, t] on alone."""
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, q.shape[1]), 0)
     first = jnp.maximum(query_lens - seq_lens, 0)
     prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
@@ -59,7 +61,7 @@ def prefill_mosaic(
         return gqa_prefill_mosaic(
             q, k, v, jnp.stack(bounds, axis=1),
             scale=scores.scale, paged=paged, window=scores.window, sinks=sinks,
-            soft_cap=scores.soft_cap, gate=gate, interpret=interpret,
+            soft_cap=scores.soft_cap, firsts=segments, gate=gate, interpret=interpret,
         )  # fmt: skip
 
     own = first, query_lens, zero, query_lens, zero

@@ -3,13 +3,12 @@
 Prefill does not absorb: keys and values of each head are expanded from the latent, which for many
 tokens at once costs less than attending in the latent's R dims.
 
-The kernels (prefill_mosaic.py) go forward only. Their gradient is the plain JAX path's, which
-starts again from the inputs: nothing of the attention is kept for the backward pass, and that pass
-holds the scores of an eighth of the queries at a time.
+The gradient of `causal_attention` has a kernel as well (`jaxattn.ops.attention.backward`). That of
+`mla_prefill` is the plain JAX path's, which starts again from the inputs: nothing of the attention
+is kept for the backward pass, and that pass holds the scores of an eighth of the queries at a time.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,12 @@ from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.ops.attention.backward import (
+    CausalOperands,
+    CausalScoring,
+    with_backward_kernel,
+)
+from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.mla.cache import check_format
 from jaxattn.ops.mla.prefill_mosaic import (
     PREFIX_BLOCK,
@@ -45,11 +50,12 @@ def _causal(
     v: jax.Array,
     valid: Bool[Array, "B T"],
     owner: Int[Array, "T"] | None = None,
+    begins: Int[Array, "B T"] | None = None,
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention among valid tokens, (out [B, T, H, V], lse [B, T, H]) not yet narrowed;
-    with `owner` among those of one."""
+    """Causal attention among valid tokens, (out [B, T, H, V], lse [B, T, H]) not yet narrowed; with
+    `owner` among those of one, and a token sees those from begins[b, t] on."""
     if k_pe is not None:
         k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k.shape[:3], k_pe.shape[-1]))
         k = jnp.concatenate([k, k_pe], axis=-1)
@@ -68,6 +74,8 @@ def _causal(
         causal = jnp.arange(stop) <= jnp.arange(first, stop)[:, None]
         if owner is not None:
             causal &= owner[:stop] == owner[first:stop, None]
+        if begins is not None:
+            causal = causal & (jnp.arange(stop) >= begins[:, None, first:stop, None])
         state = OnlineSoftmax.empty((batch, heads, stop - first), v.shape[-1], scores.dtype)
         return state.add(
             scores,
@@ -89,12 +97,16 @@ def causal_attention(
     *,
     scale: float,
     lengths: Int[Array, "B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    cu_seqlens: Int[Array, "n_and_1"] | None = None,
     k_pe: Float[Array, "B T P"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Causal attention of tokens to themselves, values as wide as they like.
 
     Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
+    The kernel's gradient is a kernel too. It has the same bits each time, keeps `out` and `lse`,
+    and holds dq in float32.
 
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
@@ -102,10 +114,10 @@ def causal_attention(
         lengths: int32, valid tokens of each row, at most T (all, if None; none, of a traced row
             with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
             it receives and causes no gradient.
+        segment_ids, cu_seqlens: sequences packed in a row, as for `jaxattn.gqa.gqa_attention`.
         k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. The
-            kernel has Dqk 128 + 64 and Dv 128, or 192 + 64 and 256, bfloat16 or float16. It is
-            forward only: "xla" recomputes its gradient.
+            kernels have Dqk 128 + 64 and Dv 128, or 192 + 64 and 256, bfloat16 or float16.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm.
@@ -132,18 +144,12 @@ def causal_attention(
             + ", ".join(f"{name} {x.dtype} {x.shape}" for name, x in arrays.items())
         )
     scale = arguments.check_scale(scale)
-    batch, tokens = q.shape[:2]
-    whole = lengths is None
-    if lengths is None:
-        lengths = jnp.full(batch, tokens, jnp.int32)
-    else:
-        but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
-        lengths = arguments.lengths("lengths", lengths, tokens, but)[1]
+    bounds = SegmentBounds.checked(arguments, q, lengths, segment_ids, cu_seqlens)
+    operands = CausalOperands(q, k, v, k_pe, None, None, bounds.lengths, bounds.first)
 
-    def xla(*args: Any) -> tuple[jax.Array, jax.Array]:
-        *operands, lengths = args
-        valid = jnp.arange(tokens) < lengths[:, None]
-        out, lse = _causal(*operands, valid, scale=scale)
+    def xla() -> tuple[jax.Array, jax.Array]:
+        valid = jnp.arange(q.shape[1]) < bounds.lengths[:, None]
+        out, lse = _causal(q, k, k_pe, v, valid, begins=bounds.first, scale=scale)
         return out.astype(q.dtype), lse
 
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
@@ -151,16 +157,20 @@ def causal_attention(
         dims = dict(nope=q.shape[-1] - rope, rope=rope, values=v.shape[-1])
         refuse("causal_attention", q, **dims, interpret=interpret)
 
-        def forward(q, k, k_pe, v, lengths):
-            count = jnp.clip(lengths, 0, tokens)
-            bounds = jnp.stack([0 * count, count, count, 0 * count], axis=1)
-            return attend(q, k, k_pe, v, bounds, scale=scale, whole=whole, interpret=interpret)
+        def forward(operands: CausalOperands) -> tuple[jax.Array, jax.Array]:
+            q, k, v, k_pe, _, _, lengths, first = operands
+            count = jnp.clip(lengths, 0, q.shape[1])
+            rows = jnp.stack([0 * count, count, count, 0 * count], axis=1)
+            return attend(
+                q, k, k_pe, v, rows, scale=scale, firsts=first, whole=bounds.whole,
+                interpret=interpret,
+            )  # fmt: skip
 
-        return with_gradient_of(xla, forward)(q, k, k_pe, v, lengths)
+        scoring = CausalScoring(scale=scale, whole=bounds.whole)
+        run = with_backward_kernel("causal_attention", forward, scoring, interpret=interpret)
+        return run(operands)
 
-    return dispatch_kernel(
-        "causal_attention", implementation, mosaic, lambda: xla(q, k, k_pe, v, lengths)
-    )
+    return dispatch_kernel("causal_attention", implementation, mosaic, xla)
 
 
 @jax.named_scope("mla_prefill")

@@ -65,6 +65,7 @@ def attend(
     bounds: jax.Array,
     *,
     scale: float,
+    firsts: jax.Array | None = None,
     whole: bool = False,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -76,12 +77,12 @@ def attend(
     if v.shape[-1] != WIDE[2]:
         config = launch.MlaPrefillTileConfig.resident() if whole else launch.MlaPrefillTileConfig()
         return launch.attend_mosaic(
-            q, k, k_pe, v, bounds, scale=scale, config=config, interpret=interpret
+            q, k, k_pe, v, bounds, scale=scale, firsts=firsts, config=config, interpret=interpret
         )
     first, queries, keys, *rest = bounds.T
     bounds = jnp.stack([first, queries, 0 * keys, keys, *rest], axis=1)
     return grouped.gqa_prefill_mosaic(
-        q, k, v, bounds, scale=scale, k_rest=k_pe, interpret=interpret
+        q, k, v, bounds, scale=scale, k_rest=k_pe, firsts=firsts, interpret=interpret
     )
 
 

@@ -100,6 +100,7 @@ def gqa_prefill_mosaic(
     window: int | None = None,
     sinks: jax.Array | None = None,
     soft_cap: float | None = None,
+    firsts: jax.Array | None = None,
     shift: jax.Array | None = None,
     gate: jax.Array | None = None,
     config: GqaPrefillTileConfig | None = None,
@@ -120,6 +121,8 @@ def gqa_prefill_mosaic(
             prefix and each 128 queries: t is still counted from token 0 of all, and `first` and
             `keys` from the key that is the sixth, a multiple of 8.
         window, sinks, soft_cap, gate: as for `jaxattn.gqa.gqa_decode`.
+        firsts: int32 [B, T], the first new key that each token sees, not decreasing in a row; there
+            is no prefix then. None: as the bounds say.
         shift: float32 [B, T, H], what is added to each of a query's scores before the soft cap,
             or None. Without a cap it would change nothing but the LSE.
 
@@ -169,6 +172,9 @@ def gqa_prefill_mosaic(
         sinks = jnp.tile(sinks, (1, tokens if packed > 1 else ROWS))
         whole = tiles.count * config.rows if packed > 1 else ROWS  # the last tile's rows too
         sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
+    if firsts is not None:
+        firsts = jnp.repeat(firsts.astype(jnp.int32), packed, axis=1)
+        firsts = jnp.pad(firsts, ((0, 0), (0, tiles.count * config.rows - rows)), mode="edge")
     scores = ScoreScaling(scale=scale, soft_cap=soft_cap)
     if shift is not None:
         shift = (shift * scores.power).reshape(batch, tokens, tiles.heads, packed)
@@ -201,6 +207,7 @@ def gqa_prefill_mosaic(
             "layer": None if paged is None else paged.layer.astype(jnp.int32).reshape(1),
             "bounds": bounds.astype(jnp.int32),
             "sinks": sinks,
+            "firsts": firsts,
             "shift": shift,
             "gate": None if gate is None else pack(gate.astype(dtype)),
             "drawn": drawn,

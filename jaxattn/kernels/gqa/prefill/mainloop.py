@@ -108,6 +108,7 @@ class GqaPrefillConsumer:
         wg: its number.
         sinks: float32 [heads, rows], of the packed rows of a head, or of 64 that are alike; or
             None.
+        firsts: int32 [B, whole tiles], the first key that each packed row sees, or None.
         shift: float32 [B, heads, rows] as `ScoreScaling.capped` takes it, or None.
         gate: [B, R, heads, D], or None.
         out, lse: [B, R, heads, D] and float32 [B, heads, whole tiles].
@@ -121,6 +122,7 @@ class GqaPrefillConsumer:
     dtype: Any
     wg: jax.Array
     sinks: Any
+    firsts: Any
     shift: Any
     gate: Any
     out: Any
@@ -179,6 +181,9 @@ class GqaPrefillConsumer:
         seen = (key <= query) & (key < step.high) & (key >= tile.bounds[FIRST])
         if self.tiles.window is not None:
             seen &= key > query - self.tiles.window
+        if self.firsts is not None:
+            mine = self.firsts.at[tile.row, pl.ds(self.first_row(tile), ROWS)]
+            seen &= key >= over(plgpu.load(mine, layout=ROW, optimized=False), shape[1])
         return seen
 
     def first_row(self, tile: GqaQueryTile) -> jax.Array:
@@ -428,8 +433,10 @@ class GqaPrefillCta:
         config, wg = self.config, lax.axis_index("wg")
         memory = GqaPrefillSmem(**{name: refs.pop(name) for name in GqaPrefillSmem._fields})
         bounds, drawn = refs.pop("bounds"), refs.pop("drawn")
-        results = {name: refs.pop(name) for name in ("sinks", "shift", "gate", "out", "lse")}
-        each = functools.partial(self.each_tile, bounds, drawn, memory)
+        named = ("sinks", "firsts", "shift", "gate", "out", "lse")
+        results = {name: refs.pop(name) for name in named}
+        at = functools.partial(self.tiles.at, bounds_ref=bounds, firsts_ref=results["firsts"])
+        each = functools.partial(self.each_tile, at, drawn, memory)
 
         @pl.when(wg < config.warpgroups)
         def _compute() -> None:
@@ -463,11 +470,11 @@ class GqaPrefillCta:
             loader.drain(each(True, load, (jnp.int32(0), jnp.int32(0))))
 
     def each_tile(
-        self, bounds: Any, drawn: Any, memory: GqaPrefillSmem, draws: bool, do: Any, carry: Any
+        self, at: Any, drawn: Any, memory: GqaPrefillSmem, draws: bool, do: Any, carry: Any
     ) -> Any:
         """carry = do(tile, carry) for each of the block's; one warpgroup draws them."""
         block = lax.axis_index("block")
-        run = lambda item, carry: do(self.tiles.at(item, bounds), carry)  # noqa: E731
+        run = lambda item, carry: do(at(item), carry)  # noqa: E731
         if self.items == self.blocks:
             return run(block, carry)
         turns = WorkQueue(

@@ -22,6 +22,7 @@ class GqaQueryTile(NamedTuple):
         prefix: cached tokens of the row.
         low, high: positions from which and up to which, without, any query sees keys; between them
             all keys are there.
+        seen_from: the position from which on all queries see what is not after them.
         prefix_low, new_low: the first step of the prefix, and of the new tokens.
         prefix_steps, steps: of the prefix, and of both together.
         bounds: the row's.
@@ -33,6 +34,7 @@ class GqaQueryTile(NamedTuple):
     prefix: jax.Array
     low: jax.Array
     high: jax.Array
+    seen_from: jax.Array
     prefix_low: jax.Array
     new_low: jax.Array
     prefix_steps: jax.Array
@@ -84,8 +86,9 @@ class GqaPrefillTileScheduler:
         """The token of a packed row."""
         return row if self.packed == 1 else lax.div(row, jnp.int32(self.packed))
 
-    def at(self, item: jax.Array, bounds_ref: Any) -> GqaQueryTile:
-        """The line's tile at a place, with the bounds int32 [B, 5] of the rows, or [tiles, 6]."""
+    def at(self, item: jax.Array, bounds_ref: Any, firsts_ref: Any = None) -> GqaQueryTile:
+        """The line's tile at a place, with the bounds int32 [B, 5] of the rows, or [tiles, 6], and
+        int32 [B, whole tiles] the first key that each packed row sees, or None."""
         outer, inner = (f(item, self.count * self.group) for f in (lax.div, lax.rem))
         groups = self.heads // self.group
         row = lax.div(outer, groups)
@@ -97,11 +100,15 @@ class GqaPrefillTileScheduler:
         token = self.token_of(start)
         last = jnp.minimum(self.token_of(start + (self.rows - 1)), queries - 1)
         # Of new tokens: the first that any of the queries sees, and the end of those.
+        seen_from = first
+        if firsts_ref is not None:
+            seen_from = jnp.maximum(first, firsts_ref[row, start + (self.rows - 1)])
+            first = jnp.maximum(first, firsts_ref[row, start])
         begin = first
         if self.window is not None:
             begin = jnp.maximum(first, token + offset - (self.window - 1))
         end = jnp.minimum(keys, last + offset + 1)
-        works = last >= jnp.maximum(token, first)
+        works = last >= jnp.maximum(token, bounds[FIRST])
         low = first
         if self.window is not None:
             low = jnp.maximum(first, prefix + token + offset - (self.window - 1))
@@ -112,8 +119,8 @@ class GqaPrefillTileScheduler:
         prefix_steps = jnp.where(works & (low < prefix), prefix_steps, 0)
         steps = jnp.where(works, prefix_steps + new_steps, 0)
         return GqaQueryTile(
-            row, head, start, prefix, low, prefix + keys, prefix_low, new_low, prefix_steps, steps,
-            bounds,
+            row, head, start, prefix, low, prefix + keys, seen_from, prefix_low, new_low,
+            prefix_steps, steps, bounds,
         )  # fmt: skip
 
     def step(self, tile: GqaQueryTile, i: jax.Array) -> GqaKeyTile:
@@ -134,7 +141,7 @@ class GqaPrefillTileScheduler:
         """Whether each of so many packed rows sees all of the step's keys."""
         ahead = tile.prefix + tile.bounds[OFFSET]
         end = jnp.minimum(step.high, ahead + self.token_of(first_row) + 1)
-        begin = tile.bounds[FIRST]
+        begin = tile.seen_from
         if self.window is not None:
             last = ahead + self.token_of(first_row + (rows - 1))
             begin = jnp.maximum(begin, last - (self.window - 1))
@@ -143,10 +150,10 @@ class GqaPrefillTileScheduler:
     def seen_first(self, tile: GqaQueryTile, first_row: jax.Array) -> jax.Array:
         """How many steps, from the first on, have keys that all packed rows from `first_row` on
         see, each as `all_seen` says; there is no window."""
-        first, _, prefix, _, offset = tile.bounds[:5]
+        _, _, prefix, _, offset = tile.bounds[:5]
         end = jnp.minimum(tile.high, prefix + offset + self.token_of(first_row) + 1)
         cached = lax.div(jnp.minimum(prefix, end), self.keys) - tile.prefix_low
         cached = jnp.clip(cached, 0, tile.prefix_steps)
         new = lax.div(jnp.maximum(end - prefix, 0), self.keys) - tile.new_low
         seen = jnp.where(cached == tile.prefix_steps, cached + jnp.maximum(new, 0), cached)
-        return jnp.where(self.step(tile, jnp.int32(0)).position >= first, seen, 0)
+        return jnp.where(self.step(tile, jnp.int32(0)).position >= tile.seen_from, seen, 0)

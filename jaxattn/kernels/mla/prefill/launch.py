@@ -53,6 +53,7 @@ def attend_mosaic(
     bounds: jax.Array,
     *,
     scale: float,
+    firsts: jax.Array | None = None,
     config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -69,6 +70,8 @@ def attend_mosaic(
             and queries from `queries` on may be NaN; values before `first` must be finite. Or int32
             [T / 128, 5], of B 1 and of each 128 queries: t is still counted from query 0 of all,
             and `first` and `keys` from the key that is the fifth, a multiple of 8.
+        firsts: int32 [B, T], the first key that each query sees, not decreasing in a row; beside
+            bounds [B, 4] only. None: as the bounds say.
 
     Returns:
         out [B, T, H, 128] in q's dtype and lse float32 [B, T, H], natural logarithm: 0 and -inf for
@@ -76,7 +79,7 @@ def attend_mosaic(
     """
     out, lse = attend_padded(
         q, k, k_pe, v, bounds, q.dtype,
-        scale=scale, config=config, interpret=interpret, detect_races=detect_races,
+        scale=scale, firsts=firsts, config=config, interpret=interpret, detect_races=detect_races,
     )  # fmt: skip
     return unpad(out, lse, q.shape[1])
 
@@ -95,6 +98,7 @@ def attend_padded(
     out_dtype: Any,
     *,
     scale: float,
+    firsts: jax.Array | None = None,
     state: tuple[jax.Array, jax.Array] | None = None,
     config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
@@ -130,6 +134,9 @@ def attend_padded(
         "lse_ref": jax.ShapeDtypeStruct((batch, heads, padded), jnp.float32),
     }
     bounds = bounds.astype(jnp.int32)
+    if firsts is not None:
+        more = tiles * 2 * TILE - tokens
+        firsts = jnp.pad(firsts.astype(jnp.int32), ((0, 0), (0, more)), mode="edge")
     order = tile_order(batch * heads, tiles, group, blocks)
     if state is not None:
         written = dict(zip(written, map(jax.new_ref, state), strict=True))
@@ -143,6 +150,7 @@ def attend_padded(
             "k_pe_ref": k_pe,
             "v_ref": v,
             "bounds_ref": bounds,
+            "firsts_ref": firsts,
             "order_ref": order,
             **(written if state is not None else {}),
         },

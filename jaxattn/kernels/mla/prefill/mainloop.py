@@ -84,6 +84,7 @@ class MlaPrefillRefs:
     k_pe_ref: Any
     v_ref: Any
     bounds_ref: Any
+    firsts_ref: Any
     order_ref: Any
     out_ref: Any
     lse_ref: Any
@@ -111,6 +112,7 @@ class MlaPrefillTile(NamedTuple):
     start: jax.Array  # first query
     low: jax.Array  # first step of KEYS keys
     steps: jax.Array
+    seen_from: jax.Array  # from which key on all queries see what is not after them
     bounds: tuple[jax.Array, ...]
     base: jax.Array  # where key 0 is among all
 
@@ -163,9 +165,14 @@ class MlaPrefillCta:
         base = refs.bounds_ref[place, 4] if cut.lined else jnp.int32(0)
         seen = jnp.minimum(keys, jnp.minimum(start + 2 * TILE, queries) + offset)
         seen = jnp.where(exists & (start < queries), seen, 0)
+        seen_from = first
+        if refs.firsts_ref is not None:
+            first, seen_from = (
+                jnp.maximum(bounds[0], refs.firsts_ref[row, start + i]) for i in (0, 2 * TILE - 1)
+            )
         low = lax.div(first, KEYS)
         steps = jnp.maximum(lax.div(seen + KEYS - 1, KEYS) - low, 0)
-        return MlaPrefillTile(exists, row, head, start, low, steps, bounds, base)
+        return MlaPrefillTile(exists, row, head, start, low, steps, seen_from, bounds, base)
 
     def _load(self) -> None:
         """The rounds' keys and values into the rings, as places become free."""
@@ -179,7 +186,7 @@ class MlaPrefillCta:
 
     def _load_item(self, r: jax.Array, done: jax.Array) -> jax.Array:
         refs, stages = self.refs, self.cut.config.stages
-        _, row, head, _, low, steps, _, base = self.work(r)
+        _, row, head, _, low, steps, *_, base = self.work(r)
 
         @pl.loop(0, steps)
         def _step(i):
@@ -357,7 +364,7 @@ class MlaPrefillMainloop:
     def attend(self) -> None:
         attention, item = self.attention, self.item
         refs, wg, stages = attention.refs, attention.wg, attention.cut.config.stages
-        steps, (first, _, keys, offset) = item.steps, item.bounds
+        steps, (_, _, keys, offset) = item.steps, item.bounds
         slot = lax.rem(self.done, stages)
         plgpu.barrier_wait(refs.k_loaded.at[slot])
         plgpu.barrier_wait(refs.turn.at[wg])
@@ -366,7 +373,7 @@ class MlaPrefillMainloop:
 
         # Steps whose keys all of this warpgroup's queries see; the last is masked.
         whole = lax.div(jnp.maximum(jnp.minimum(self.mine + 1 + offset, keys), 0), KEYS)
-        whole = jnp.where(first > 0, 0, jnp.minimum(whole, steps - 1))
+        whole = jnp.where(item.seen_from > 0, 0, jnp.minimum(whole, steps - 1))
         carry = (s, attention.zero_rows + EMPTY, attention.zero_rows, attention.zero_out)
         carry = lax.fori_loop(0, whole, functools.partial(self._step, masked=False), carry)
         masked = functools.partial(self._step, masked=True)
@@ -405,7 +412,12 @@ class MlaPrefillMainloop:
         first, _, keys, offset = self.item.bounds
         key = (self.item.low + i) * KEYS + _iota(1)
         last = jnp.minimum(self.mine + _iota(0) + offset, keys - 1)
-        return jnp.where((key >= first) & (key <= last), s, -jnp.inf)
+        seen = (key >= first) & (key <= last)
+        firsts = self.attention.refs.firsts_ref
+        if firsts is not None:
+            mine = firsts.at[self.item.row, pl.ds(self.mine, TILE)]
+            seen &= key >= _over_rows(plgpu.load(mine, layout=BY_ROW, optimized=False), KEYS)
+        return jnp.where(seen, s, -jnp.inf)
 
     def write(self, o: jax.Array, top: jax.Array, total: jax.Array) -> None:
         """The queries' output and LSE, or what merges them into earlier ones."""

@@ -1,0 +1,1 @@
+"""The backward pass of causal attention: one kernel gives dq, dk and dv."""

@@ -1,0 +1,155 @@
+"""Gradients of causal attention: one launch that gives dq, dk and dv, and the same bits every time.
+
+A block takes 128 keys of a key-value head, keeps their dK and dV in registers, and walks over all
+queries that see them, of all query heads of the group. Each step's part of dQ is added to global
+memory in float32, the tiles of keys in their order. mainloop.py says how, tile_scheduler.py which
+tiles a block takes, turns.py who adds when, and smem.py has the numbers for each width.
+
+Limits: queries and values of 64 and 64 dims, 128 and 128, 192 and 128, or 256 and 256; all operands
+bfloat16 or all float16; any T, heads, group and number of rows. Memory beside the results: dq in
+float32.
+Reference: the gradient of `jaxattn.gqa.gqa_attention` and `jaxattn.mla.causal_attention`
+(implementation="xla"); tests: tests/kernels/attention/test_backward.py.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.backward.mainloop import BackwardCta, ScoreGradient
+from jaxattn.kernels.attention.backward.smem import (
+    CONFIGS,
+    BackwardTileConfig,
+    scratch_types,
+)
+from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, ranges_of
+from jaxattn.kernels.attention.causal_tile_order import head_group
+from jaxattn.kernels.attention.softmax import LOG2E
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS
+
+SEES_NOTHING = 1e30  # the LSE, in powers of 2, of a query without keys: its weights are 0
+
+
+class AttentionGrads(NamedTuple):
+    """
+    Attributes:
+        dq: [B, T, H, D].
+        dk: [B, T, Hk, D], or without the dims that all heads share.
+        dk_rest: [B, T, P] of those, float32, or None.
+        dv: [B, T, Hk, Dv].
+    """
+
+    dq: jax.Array
+    dk: jax.Array
+    dk_rest: jax.Array | None
+    dv: jax.Array
+
+
+def attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    grads: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    k_rest: jax.Array | None = None,
+    first: jax.Array | None = None,
+    soft_cap: float | None = None,
+    config: BackwardTileConfig | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> AttentionGrads:
+    """Gradients of attention in which token t sees the keys from first[t] to t.
+
+    Args:
+        q: [B, T, H, D] bfloat16 or float16, as k, k_rest, v and grads; all of them, and the
+            others, finite past a row's length, and grads and delta 0 there.
+        k, v: [B, T, Hk, D] and [B, T, Hk, Dv].
+        grads: [B, T, H, Dv], of the output.
+        lse: float32 [B, T, H], natural logarithm, -inf for a query that sees nothing.
+        delta: float32 [B, T, H], sum(grads * output) - (the gradient of the lse).
+        lengths: int32 [B], tokens of each row.
+        k_rest: [B, T, P], the last of the keys' dims where all heads share them; k then has D - P.
+        first: int32 [B, T] or [1, T], not decreasing in a row; None: all see key 0.
+    """
+    batch, tokens, heads, dim = q.shape
+    kv_heads, values, dtype = v.shape[2], v.shape[3], q.dtype
+    config = config or CONFIGS[dim, values]
+    group = heads // kv_heads
+    steps = -(-tokens // config.queries)
+    whole = steps * config.queries
+    lse = jnp.where(lse == -jnp.inf, SEES_NOTHING, lse * LOG2E)
+    stats = jnp.pad(
+        jnp.stack([lse, delta], axis=1), ((0, 0), (0, 0), (0, whole - tokens), (0, 0))
+    ).transpose(0, 3, 1, 2)
+    if first is not None:
+        first = jnp.broadcast_to(first, (batch, tokens))
+    ranges = ranges_of(lengths.astype(jnp.int32), first, tokens, config)
+    turns = jnp.broadcast_to(ranges.turns[:, None, :, None], (batch, heads, steps, config.parts))
+    tiles = BackwardTileScheduler(
+        keys=config.keys, queries=config.queries, count=-(-tokens // config.keys),
+        heads=kv_heads, group=group,
+        together=head_group(batch * kv_heads, 1, config.heads_together),
+    )  # fmt: skip
+    items = batch * kv_heads * tiles.count
+    blocks = min(items, 1 if interpret else config.blocks or NUM_SMS)
+    padded = -(-tokens // 8) * 8
+    cta = BackwardCta(
+        config=config, tiles=tiles, scores=ScoreGradient(scale=scale, soft_cap=soft_cap),
+        dtype=dtype, blocks=blocks, items=items, interpret=interpret,
+    )  # fmt: skip
+    dq: Any = jax.ShapeDtypeStruct((batch, whole, heads, dim), jnp.float32)
+    if first is not None:
+        dq = jax.new_ref(jnp.zeros(dq.shape, dq.dtype))
+
+    def like(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct((batch, padded, kv_heads, *shape), dtype)
+
+    results = launch(
+        cta.run,
+        name="attention_backward",
+        grid={"block": blocks},
+        inputs={
+            "q": _whole(q),
+            "k": _whole(k),
+            "k_rest": None if k_rest is None else _whole(k_rest),
+            "v": _whole(v),
+            "grads": _whole(grads),
+            "stats": stats,
+            "ranges": ranges.tiles,
+            "first": ranges.first,
+            "drawn": jax.new_ref(jnp.zeros(1, jnp.uint32)) if items > blocks else None,
+            **({} if first is None else {"dq": dq}),
+            "turns": jax.new_ref(turns),
+        },
+        outputs={
+            **({"dq": dq} if first is None else {}),
+            "dk": like(k.shape[3]),
+            "dk_rest": None if k_rest is None else like(k_rest.shape[2]),
+            "dv": like(values),
+        },
+        scratch=scratch_types(config, dtype)._asdict(),
+        warpgroups=3,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    dk, dv = (results[name][:, :tokens] for name in ("dk", "dv"))
+    dk_rest = results.get("dk_rest")
+    if dk_rest is not None:
+        dk_rest = dk_rest[:, :tokens].sum(axis=2, dtype=jnp.float32)
+    there = (jnp.arange(tokens) < lengths[:, None])[..., None, None]
+    dq = results["dq"] if first is None else jax.freeze(dq)
+    dq = jnp.where(there, dq[:, :tokens] * scale, 0).astype(dtype)
+    return AttentionGrads(dq, dk, dk_rest, dv)
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """Zeros up to a multiple of 8 tokens: a copy, where the tokens are not one already."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))

@@ -1,0 +1,101 @@
+"""The warpgroup of `attention_backward` that loads: tiles of keys and values, and of each step the
+queries and the output's gradients."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.backward.smem import DIMS, BackwardSmem, BackwardTileConfig
+from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardSources:
+    """Where the operands lie.
+
+    Attributes:
+        q: [B, T, H, D].
+        k, v: [B, T, Hk, D] and [B, T, Hk, Dv].
+        k_rest: [B, T, P], the last of the keys' dims where all heads share them, or None.
+        grads: [B, T, H, Dv] of the output.
+        stats: float32 [B, H, 2, whole steps].
+    """
+
+    q: Any
+    k: Any
+    k_rest: Any
+    v: Any
+    grads: Any
+    stats: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardProducer:
+    """Walks over a block's tiles ahead of the warpgroups that compute."""
+
+    config: BackwardTileConfig
+    tiles: BackwardTileScheduler
+    sources: BackwardSources
+    memory: BackwardSmem
+
+    def tile(self, tile: KeyTile, carry: tuple[jax.Array, jax.Array]) -> Any:
+        """Starts the copies of a tile. `carry` counts steps and tiles."""
+        done, loaded = carry
+        memory, sources, config = self.memory, self.sources, self.config
+        pl.when(loaded > 0)(lambda: plgpu.barrier_wait(memory.tile_read.at[0]))
+        at = pl.ds(pl.multiple_of(tile.number * config.keys, config.keys), config.keys)
+        there = memory.tile_loaded.at[0]
+        place = tile.row, at, tile.head
+        rest = None if sources.k_rest is None else sources.k_rest.at[tile.row, at]
+        self._copy(sources.k.at[place], memory.keys.at[0], there, rest)
+        self._copy(sources.v.at[place], memory.values.at[0], there)
+        steps = self.tiles.steps(tile)
+        lax.fori_loop(0, steps, functools.partial(self._step, tile, done), None)
+        return done + steps, loaded + 1
+
+    def _copy(self, source: Any, to: Any, there: Any, rest: Any = None) -> None:
+        """Starts the copies of all pieces; `rest` has the last."""
+        for piece in range(to.shape[0]):
+            begin, ref = piece * DIMS, source
+            if begin >= source.shape[1]:
+                begin, ref = begin - source.shape[1], rest
+            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(begin, DIMS)], to.at[piece], there)
+
+    def _step(self, tile: KeyTile, done: jax.Array, i: jax.Array, _: Any) -> None:
+        memory, sources, config = self.memory, self.sources, self.config
+        number = done + i
+        head, m = self.tiles.step(tile, i)
+        at = pl.ds(pl.multiple_of(m * config.queries, config.queries), config.queries)
+
+        def free(read: Any, stages: int) -> jax.Array:
+            slot = lax.rem(number, jnp.int32(stages))
+            pl.when(number >= stages)(lambda: plgpu.barrier_wait(read.at[slot]))
+            return slot
+
+        slot = free(memory.queries_read, config.stages)
+        there = memory.queries_loaded.at[slot]
+        self._copy(sources.q.at[tile.row, at, head], memory.queries.at[slot], there)
+        stats = sources.stats.at[tile.row, head, :, at]
+        plgpu.copy_gmem_to_smem(stats, memory.row_stats.at[slot], there)
+        slot = free(memory.outputs_read, config.output_stages)
+        there = memory.outputs_loaded.at[slot]
+        self._copy(sources.grads.at[tile.row, at, head], memory.outputs.at[slot], there)
+
+    def drain(self, carry: tuple[jax.Array, jax.Array]) -> None:
+        """A thread that waits on a barrier has to see each of its completions."""
+        done, loaded = carry
+        memory, config = self.memory, self.config
+        rings = (memory.queries_read, config.stages), (memory.outputs_read, config.output_stages)
+        for read, stages in rings:
+
+            @pl.loop(jnp.maximum(done - stages, 0), done)
+            def _(i: jax.Array, read: Any = read, stages: int = stages) -> None:
+                plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(stages))])
+
+        pl.when(loaded > 0)(lambda: plgpu.barrier_wait(memory.tile_read.at[0]))

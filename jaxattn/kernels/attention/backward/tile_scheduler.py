@@ -1,0 +1,126 @@
+"""The tiles of keys that blocks of `attention_backward` take, and the queries each walks over.
+
+A tile's queries come from the last to the first, and the tiles of a head from the first keys to the
+last. So the longest tiles come first, and a head's tiles that run at one time are at about the same
+queries: their loads meet in L2, and each adds to a query's gradient just behind the tile before it.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.kernels.attention.backward.smem import BackwardTileConfig
+
+
+class KeyTile(NamedTuple):
+    """Keys of a key-value head and the steps of queries that see them.
+
+    Attributes:
+        row, head, number: of the batch; of keys and values; of the tile among the head's.
+        end: of its steps' tiles of queries, without.
+        full: the tile of queries from which on a query may not see the tile's first keys.
+        per_head: steps of a query head.
+    """
+
+    row: jax.Array
+    head: jax.Array
+    number: jax.Array
+    end: jax.Array
+    full: jax.Array
+    per_head: jax.Array
+
+
+class BackwardRanges(NamedTuple):
+    """What decides which queries see which keys.
+
+    Attributes:
+        tiles: int32 [B, N, 2], `KeyTile.end` and `full` of each tile.
+        turns: int32 [B, M], the first tile of keys that each tile of queries sees.
+        first: int32 [B, M * queries], the first key that each query sees; None: all see key 0.
+    """
+
+    tiles: jax.Array
+    turns: jax.Array
+    first: jax.Array | None
+
+
+def ranges_of(
+    lengths: jax.Array, first: jax.Array | None, tokens: int, config: BackwardTileConfig
+) -> BackwardRanges:
+    """The ranges of rows of so many tokens, whose token t sees keys from first[t] to t.
+
+    Args:
+        lengths: int32 [B].
+        first: int32 [B, T], not decreasing, or None.
+    """
+    keys, queries = config.keys, config.queries
+    count, steps = -(-tokens // keys), -(-tokens // queries)
+    begins = jnp.arange(count, dtype=jnp.int32) * keys
+    there = begins < lengths[:, None]
+    if first is None:
+        seen = jnp.broadcast_to(lengths[:, None], there.shape)
+        full = jnp.full_like(seen, steps)
+        turns = jnp.zeros((lengths.shape[0], steps), jnp.int32)
+    else:
+        first = jnp.where(jnp.arange(tokens) < lengths[:, None], first, jnp.int32(2**30))
+        # How many queries may see each tile's last key and its first one, or one before it.
+        seen, full = (
+            (first[:, :, None] <= key).sum(axis=1, dtype=jnp.int32)
+            for key in (begins + keys - 1, begins)
+        )
+        full = full // queries
+        first = jnp.pad(first, ((0, 0), (0, steps * queries - tokens)), constant_values=2**30)
+        turns = first[:, ::queries] // keys
+    end = jnp.where(there, (seen + queries - 1) // queries, 0)
+    return BackwardRanges(jnp.stack([end, full], axis=-1).astype(jnp.int32), turns, first)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardTileScheduler:
+    """The line of tiles.
+
+    Attributes:
+        keys, queries: of a tile and of a step.
+        count: tiles of a key-value head.
+        heads: key-value heads.
+        group: query heads of each.
+        together: key-value heads, of all rows, that are worked on at one time; a divisor of
+            rows * heads.
+    """
+
+    keys: int
+    queries: int
+    count: int
+    heads: int
+    group: int
+    together: int
+
+    def at(self, item: jax.Array, tiles_ref: Any) -> KeyTile:
+        """The line's tile at a place."""
+        outer, inner = (f(item, jnp.int32(self.count * self.together)) for f in (lax.div, lax.rem))
+        number, place = (f(inner, jnp.int32(self.together)) for f in (lax.div, lax.rem))
+        row, head = (
+            f(outer * self.together + place, jnp.int32(self.heads)) for f in (lax.div, lax.rem)
+        )
+        end, full = tiles_ref[row, number, 0], tiles_ref[row, number, 1]
+        begin = lax.div(number * self.keys, jnp.int32(self.queries))
+        return KeyTile(row, head, number, end, full, jnp.maximum(end - begin, 0))
+
+    def steps(self, tile: KeyTile) -> jax.Array:
+        return tile.per_head * self.group
+
+    def step(self, tile: KeyTile, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(query head, tile of queries) of the tile's i-th step."""
+        if self.group == 1:
+            return tile.head, tile.end - 1 - i
+        # The group's heads in turns: head by head, a short tile would wait for a long one at each.
+        turn, place = (f(i, jnp.int32(self.group)) for f in (lax.div, lax.rem))
+        return tile.head * self.group + place, tile.end - 1 - turn
+
+    def masked(self, tile: KeyTile, m: jax.Array) -> jax.Array:
+        """Whether a query of tile m of queries does not see a key of the tile."""
+        behind = m * self.queries >= tile.number * self.keys + (self.keys - 1)
+        return jnp.logical_not(behind & (m < tile.full))

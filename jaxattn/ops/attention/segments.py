@@ -1,0 +1,80 @@
+"""Sequences packed behind one another in a row: the first token that each token sees."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxattn.core.cache.slots import as_offsets, check_cu_seqlens
+from jaxattn.core.validation.arguments import OpArguments
+from jaxattn.core.validation.array_checks import keep_concrete
+
+
+class SegmentBounds(NamedTuple):
+    """Which tokens are there, and which of them see each other: token t sees first[t] to t.
+
+    Attributes:
+        lengths: valid tokens of each row.
+        first: not decreasing in a row. None: all see token 0.
+        whole: whether all rows are known to be as long as they look.
+    """
+
+    lengths: Int[Array, "B"]
+    first: Int[Array, "B T"] | None
+    whole: bool
+
+    @classmethod
+    def checked(
+        cls, arguments: OpArguments, q: jax.Array, lengths: Any, segment_ids: Any, cu_seqlens: Any
+    ) -> "SegmentBounds":
+        """Of an op's arguments; it raises in the op's name."""
+        op, (batch, tokens) = arguments.op, q.shape[:2]
+        but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
+        valid = jnp.full(batch, tokens, jnp.int32)
+        if lengths is not None:
+            valid = arguments.lengths("lengths", lengths, tokens, but)[1]
+        if cu_seqlens is None and segment_ids is None:
+            return cls(valid, None, lengths is None)
+        if cu_seqlens is None:
+            known, ids = arguments.integers("segment_ids", segment_ids, "B T")
+            _check_sorted(op, known)
+            # Of a traced row whose ids are not sorted nothing is valid.
+            ordered = jnp.all(ids[:, 1:] >= ids[:, :-1], axis=1)
+            return cls(jnp.where(ordered, valid, 0), _first_of_run(ids), False)
+        given = "lengths" if lengths is not None else "segment_ids"
+        if lengths is not None or segment_ids is not None:
+            raise ValueError(
+                f"{op}: cu_seqlens says where sequences begin and end, and {given} was given too; "
+                f"drop {given}"
+            )
+        cu_seqlens = keep_concrete(cu_seqlens)
+        check_cu_seqlens(op, cu_seqlens, batch, tokens)
+        ends = as_offsets(cu_seqlens)
+        assert ends is not None
+        token = jnp.arange(tokens, dtype=jnp.int32)
+        sequence = jnp.searchsorted(ends[1:-1], token, side="right", method="compare_all")
+        return cls(ends[-1:], jnp.minimum(ends[sequence], token)[None], False)
+
+
+def _check_sorted(op: str, ids: Any) -> None:
+    """Raises unless the ids [B, T] do not decrease along a row; traced ones are not looked at."""
+    if isinstance(ids, jax.core.Tracer):
+        return
+    ids = np.asarray(ids).astype(np.int64)  # of which a difference may be negative
+    falls = np.argwhere(np.diff(ids, axis=1) < 0)
+    if len(falls):
+        row, t = falls[0].tolist()
+        raise ValueError(
+            f"{op}: segment_ids must not decrease along a row, and row {row} has "
+            f"{ids[row, t]} at token {t} and {ids[row, t + 1]} behind it; sort the row's tokens "
+            "by segment"
+        )
+
+
+def _first_of_run(ids: jax.Array) -> jax.Array:
+    """The place of the first of each run of equal ids."""
+    place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
