@@ -1,12 +1,13 @@
 """Gated delta rule over whole sequences, in chunks; the XLA reference is in chunk_xla.py."""
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.slots import (
     as_offsets,
 )
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.validation.array_checks import (
     check_integer,
     floats,
@@ -16,6 +17,7 @@ from jaxattn.core.validation.array_checks import (
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefill
+from jaxattn.ops.gdn.chunk_gradient import chunk_gradient, with_chunk_gradient
 from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
 from jaxattn.ops.gdn.delta_rule import GATED, DeltaRule
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
@@ -154,7 +156,21 @@ def chunk_rule(
                 interpret=interpret,
             )
 
-        return run(with_gradient_of(reference, kernel))
+        def backward(arguments, cotangents):
+            *tokens, initial_state, cu_seqlens = arguments
+            return chunk_gradient(
+                tuple(tokens),
+                initial_state,
+                cu_seqlens if known is None else np.asarray(known),
+                cotangents,
+                scale=factor,
+                use_qk_l2norm=use_qk_l2norm,
+                interpret=interpret,
+            )
+
+        return run(
+            with_chunk_gradient(op, kernel, None if rule.channels else backward, reference)
+        )
 
     def run(function):
         with jax.named_scope(op):

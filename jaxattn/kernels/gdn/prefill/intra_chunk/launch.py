@@ -53,6 +53,7 @@ def chunk_matrices(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    weighted: bool = True,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -65,6 +66,7 @@ def chunk_matrices(
             and in column N how many chunks from the first are to be done.
         count: N.
         scale: greater than 0.
+        weighted: whether X has beta, or is the inverse alone.
 
     Returns:
         X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 4, 64]; undefined for
@@ -84,6 +86,7 @@ def chunk_matrices(
         workers=blocks * WARPGROUPS,
         scale=scale,
         l2norm=use_qk_l2norm,
+        weighted=weighted,
         dtype=dtype,
         interpret=interpret,
     )

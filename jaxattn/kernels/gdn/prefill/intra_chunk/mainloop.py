@@ -72,6 +72,7 @@ class GdnIntraChunkConfig:
         share: of them, those that a warpgroup takes at once.
         workers: warpgroups of the launch.
         l2norm: whether q and k become unit vectors.
+        weighted: whether the inverse's columns are multiplied by beta.
     """
 
     count: int
@@ -80,6 +81,7 @@ class GdnIntraChunkConfig:
     workers: int
     scale: float
     l2norm: bool
+    weighted: bool
     dtype: Any
     interpret: bool
 
@@ -385,7 +387,8 @@ class GdnIntraChunkCta:
             row = refs.gates_smem.at[self._own(), n, BETAS, pl.ds(first, CHUNK // 2)]
             return over_columns(_load(row, BY_COLUMN))
 
-        x = unit_lower_inverse(a, betas, half_smem, interpret=cut.interpret)
+        weights = betas if cut.weighted else None
+        x = unit_lower_inverse(a, weights, half_smem, interpret=cut.interpret)
         wg = self._own()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self._keep(wg, *x)

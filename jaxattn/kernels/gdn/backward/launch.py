@@ -1,0 +1,86 @@
+"""Gradient of the chunked gated delta rule on a Hopper GPU: the kernels in order.
+
+    prefill/intra_chunk/launch.py   of every chunk of 64 tokens alone: its inverse, masked scores
+    state_pass.py                   states before the chunks, and gradients of those behind them
+    input_gradients.py              of every chunk alone again: gradients of q, k, v, and the gates
+
+Nothing of the forward pass is kept but its arguments. States are kept for each chunk, in bfloat16.
+
+Limits: those of gdn/prefill/launch.py; float16 is taken as bfloat16. Reference: the gradient of
+`jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn/backward/test_kernel.py.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxattn.kernels.gdn.backward.chunk_vectors import (
+    as_rows,
+    by_chunk,
+    chunk_vectors,
+    gate_gradients,
+)
+from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
+from jaxattn.kernels.gdn.backward.state_pass import state_pass
+from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
+from jaxattn.kernels.gdn.prefill.tiles import CHUNK
+
+
+class ChunkedTokens(NamedTuple):
+    """Tokens in whole chunks of 64, each of one sequence; what there is no token for is 0."""
+
+    q: jax.Array  # [N * 64, Hk, 128]
+    k: jax.Array
+    v: jax.Array  # [N * 64, Hv, 128]
+    g: jax.Array  # [N * 64, Hv]
+    beta: jax.Array
+
+
+def gdn_backward_mosaic(
+    tokens: ChunkedTokens,
+    do: jax.Array,
+    runs: jax.Array | np.ndarray,
+    *,
+    scale: float,
+    initial_state: jax.Array | None,
+    dfinal: jax.Array | None,
+    use_qk_l2norm: bool,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[ChunkedTokens, jax.Array]:
+    """Gradients of the tokens and, float32 [n, Hv, 128, 128], of the initial states.
+
+    Args:
+        do: gradient of the output, [N * 64, Hv, 128].
+        runs: int32 [2, n], first chunk of a sequence, and how many it has.
+        dfinal: gradient of the final states, float32 [n, Hv, 128, 128]; None: zeros.
+    """
+    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
+    dtypes = [x.dtype for x in tokens]
+    if scale <= 0:  # of which the kernels have no logarithm
+        do, scale = do.astype(jnp.float32) * scale, 1.0
+    q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
+    g, beta = (x.astype(jnp.float32) for x in tokens[3:])
+    count = q.shape[0] // CHUNK
+    first = np.arange(count, dtype=np.int32) * CHUNK
+    chunks = np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32)
+    m, p, _, _ = chunk_matrices(
+        q, k, g, beta, jnp.asarray(chunks), count,
+        scale=scale, use_qk_l2norm=use_qk_l2norm, weighted=False, **mode,
+    )  # fmt: skip
+    q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
+    g, beta = by_chunk(g), by_chunk(beta)
+    vectors = chunk_vectors(q, k, g, beta, scale=scale, l2norm=use_qk_l2norm)
+    start, dend = (None if x is None else x[None] for x in (initial_state, dfinal))
+    states, dstates, y, dstart = state_pass(
+        q, k, v, do, m, p, vectors, jnp.asarray(runs), start=start, dend=dend, **mode
+    )
+    dq, dk, dv, parts = input_gradients(
+        q, k, v, do, m, vectors, states, dstates, y, scale=scale, l2norm=use_qk_l2norm, **mode
+    )
+    of_gates = (as_rows(x) for x in gate_gradients(parts, g))
+    of_tokens = (*(x.reshape(-1, *x.shape[2:]) for x in (dq, dk, dv)), *of_gates)
+    cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
+    return ChunkedTokens(*cast), dstart[0]
