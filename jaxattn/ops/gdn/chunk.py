@@ -159,6 +159,7 @@ def chunk_rule(
         def backward(arguments, cotangents):
             *tokens, initial_state, cu_seqlens = arguments
             return chunk_gradient(
+                rule,
                 tuple(tokens),
                 initial_state,
                 cu_seqlens if known is None else np.asarray(known),
@@ -168,9 +169,7 @@ def chunk_rule(
                 interpret=interpret,
             )
 
-        return run(
-            with_chunk_gradient(op, kernel, None if rule.channels else backward, reference)
-        )
+        return run(with_chunk_gradient(kernel, backward))
 
     def run(function):
         with jax.named_scope(op):

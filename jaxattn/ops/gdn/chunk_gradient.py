@@ -1,20 +1,30 @@
-"""The gradient of the chunked delta rules where a kernel ran forward: by kernels, or by XLA."""
+"""The gradient of the chunked delta rules where a kernel ran forward, by kernels.
 
-import warnings
+Where channels have decays of their own, the kernels make the states of the chunks and their
+gradients, which is all that goes from chunk to chunk; XLA differentiates each chunk alone.
+"""
+
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.core.dispatch import PACKAGE
-from jaxattn.kernels.gdn.backward.launch import ChunkedTokens, gdn_backward_mosaic
+from jaxattn.core.numerics.matmul import matmul
+from jaxattn.kernels.gdn.backward.launch import (
+    ChunkedTokens,
+    channel_states,
+    gdn_backward_mosaic,
+)
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
-from jaxattn.ops.gdn.chunk_xla import pack
+from jaxattn.ops.gdn.chunk_xla import LOWEST_LOG_DECAY, l2norm, pack
+from jaxattn.ops.gdn.delta_rule import DeltaRule
 
 
 def chunk_gradient(
+    rule: DeltaRule,
     tokens: tuple[jax.Array, ...],
     initial_state: jax.Array | None,
     cu_seqlens: Any,
@@ -33,16 +43,15 @@ def chunk_gradient(
     """
     do, dfinal = cotangents
     *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
-    gradients, dstart = gdn_backward_mosaic(
-        ChunkedTokens(*chunked),
-        do,
-        runs,
-        scale=scale,
-        initial_state=initial_state,
-        dfinal=dfinal,
-        use_qk_l2norm=use_qk_l2norm,
-        interpret=interpret,
-    )
+    options: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
+    given = ChunkedTokens(*chunked), do, runs
+    ends = {"initial_state": initial_state, "dfinal": dfinal, "interpret": interpret}
+    if rule.channels:
+        states, dstates, dstart = channel_states(*given, **ends, **options)
+        alone = partial(_chunk_alone, rule, states, **options)
+        gradients = jax.vjp(alone, *chunked)[1]((do, dstates.astype(jnp.float32)))
+    else:
+        gradients, dstart = gdn_backward_mosaic(*given, **ends, **options)
     return *map(restore, gradients), None if initial_state is None else dstart
 
 
@@ -84,26 +93,46 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
     return *map(gathered, arrays), runs, scattered
 
 
-def with_chunk_gradient(
-    op: str, kernel: Callable[..., Any], backward: Callable[..., Any] | None, reference: Any
-) -> Any:
-    """`kernel(q, k, v, g, beta, initial_state, cu_seqlens)`, differentiated in reverse mode.
+def _chunk_alone(
+    rule: DeltaRule,
+    states: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [N * 64, Hv, 128] of chunks, and the states behind them, from those before them."""
+    dtype, heads = jnp.dtype(jnp.bfloat16), v.shape[1]  # the states' own
+    if use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, k = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
+    g = jnp.maximum(g.astype(jnp.float32), LOWEST_LOG_DECAY)
 
-    Args:
-        backward: makes the gradients, of those arguments and the cotangents; None where no kernel
-            does, and then XLA differentiates `reference`, with a warning.
-    """
+    def by_head(x: jax.Array) -> jax.Array:
+        """[N * 64, H, ...] -> [N, 1, H, 64, ...]"""
+        return jnp.moveaxis(x.reshape(-1, 1, CHUNK, *x.shape[1:]), 3, 2)
+
+    q, k, rows, g, beta = map(by_head, (q, k, v, g, beta.astype(jnp.float32)))
+    made, before = rule.operands(q, k, g, beta, dtype), states[:, None].astype(jnp.float32)
+    seen = matmul("nbhcd,nbhvd->nbhcv", made.k_read, before, dtype)
+    u = matmul("nbhij,nbhjv->nbhiv", made.x, rows.astype(jnp.float32) - seen, dtype)
+    behind = made.decay * before + matmul("nbhcv,nbhcd->nbhvd", u, made.k_written, dtype)
+    out = matmul("nbhcd,nbhvd->nbhcv", made.q_read, before, dtype)
+    out = scale * (out + matmul("nbhij,nbhjv->nbhiv", made.p(), u, dtype))
+    return jnp.moveaxis(out.astype(v.dtype), 3, 2).reshape(v.shape), behind[:, 0]
+
+
+def with_chunk_gradient(kernel: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
+    """`kernel(q, k, v, g, beta, initial_state, cu_seqlens)`, differentiated in reverse mode by
+    `gradient` of those arguments and the cotangents."""
     differentiable = jax.custom_vjp(kernel)
 
-    def gradient(arguments: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
-        if backward is None:
-            warnings.warn(
-                f"{op}: 'xla' computes the gradient instead of the GPU's kernel: no kernel has "
-                "decays per channel backward",
-                skip_file_prefixes=(PACKAGE,),
-            )
-            return jax.vjp(reference, *arguments)[1](cotangents)
-        return *backward(arguments, cotangents), None
+    def backward(arguments: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
+        return *gradient(arguments, cotangents), None
 
-    differentiable.defvjp(lambda *arguments: (kernel(*arguments), arguments), gradient)
+    differentiable.defvjp(lambda *arguments: (kernel(*arguments), arguments), backward)
     return differentiable

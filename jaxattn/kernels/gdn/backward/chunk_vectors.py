@@ -15,11 +15,22 @@ from jaxattn.kernels.gdn.prefill.tiles import CHUNK, VECTORS
 # brings a query and a key to length 1, or 0.
 BETA, SUM, LOG_Q, LOG_K = range(VECTORS, VECTORS + 4)
 ROWS = VECTORS + 4
+# Where channels have decays of their own, behind the two halves of exp(G_last).
+CHANNEL_BETA = 2
 # Rows that the input gradients' kernel writes, of each half of the channels: the gradient of the
 # gates' sums; its part that is also one of the chunk's last sum, negative; of the state's decay,
 # for 64 of its rows; and of beta.
 OF_SUM, OF_WRITE, OF_DECAY, OF_BETA = range(4)
 GRADIENTS = 4
+
+# The bodies name their layouts: to infer them takes minutes. What orders stores to shared memory is
+# told in prefill/tiles.py.
+LANE = plgpu.CompilerParams(
+    approx_math=True,
+    reduction_scratch_bytes=0,
+    unsafe_no_auto_barriers=True,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
 
 
 def log2_sums(g: jax.Array) -> jax.Array:
@@ -69,4 +80,3 @@ def as_rows(gates: jax.Array) -> jax.Array:
 def by_chunk(gates: jax.Array) -> jax.Array:
     """Tokens [N * 64, Hv] -> [N, Hv, 64]."""
     return gates.reshape(-1, CHUNK, gates.shape[1]).swapaxes(1, 2)
-LANE = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -182,9 +182,7 @@ class InputGradientCta:
         key_heads = refs.k_ref.shape[2]
         self.group = refs.v_ref.shape[2] // key_heads
         self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        self.chunk, self.key_head = (
-            op(block, jnp.int32(key_heads)) for op in (lax.div, lax.rem)
-        )
+        self.chunk, self.key_head = (op(block, jnp.int32(key_heads)) for op in (lax.div, lax.rem))
 
     def run(self) -> None:
         refs, chunk, wg = self.refs, self.chunk, self.wg

@@ -25,6 +25,7 @@ from jaxattn.kernels.gdn.backward.chunk_vectors import (
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
+from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 
 
@@ -64,10 +65,8 @@ def gdn_backward_mosaic(
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
     g, beta = (x.astype(jnp.float32) for x in tokens[3:])
     count = q.shape[0] // CHUNK
-    first = np.arange(count, dtype=np.int32) * CHUNK
-    chunks = np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32)
     m, p, _, _ = chunk_matrices(
-        q, k, g, beta, jnp.asarray(chunks), count,
+        q, k, g, beta, _whole_chunks(count), count,
         scale=scale, use_qk_l2norm=use_qk_l2norm, weighted=False, **mode,
     )  # fmt: skip
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
@@ -84,3 +83,45 @@ def gdn_backward_mosaic(
     of_tokens = (*(x.reshape(-1, *x.shape[2:]) for x in (dq, dk, dv)), *of_gates)
     cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
     return ChunkedTokens(*cast), dstart[0]
+
+
+def channel_states(
+    tokens: ChunkedTokens,
+    do: jax.Array,
+    runs: jax.Array | np.ndarray,
+    *,
+    scale: float,
+    initial_state: jax.Array | None,
+    dfinal: jax.Array | None,
+    use_qk_l2norm: bool,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where g is [N * 64, Hv, 128], decays per channel: the states before the chunks, and the
+    gradients of those behind them, bfloat16 [N, Hv, 128, 128], and of the initial states.
+
+    The other arguments are those of `gdn_backward_mosaic`.
+    """
+    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
+    q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
+    g, beta = (x.astype(jnp.float32) for x in tokens[3:])
+    count = q.shape[0] // CHUNK
+    of_chunks = channel_chunks(
+        q, k, g, beta, _whole_chunks(count), count, scale=scale, use_qk_l2norm=use_qk_l2norm, **mode
+    )
+    # X has beta already, and X^T dU is the gradient of V.
+    ones = jnp.ones_like(of_chunks.ends[:, :, :1])
+    v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (v, do))
+    start, dend = (None if x is None else x[None] for x in (initial_state, dfinal))
+    states, dstates, _, dstart = state_pass(
+        of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p,
+        jnp.concatenate([of_chunks.ends, ones], axis=2), jnp.asarray(runs),
+        written=of_chunks.written, start=start, dend=dend, **mode,
+    )  # fmt: skip
+    return states, dstates, dstart[0]
+
+
+def _whole_chunks(count: int) -> jax.Array:
+    """The plan of chunks that the kernels of prefill take, of which every chunk is full."""
+    first = np.arange(count, dtype=np.int32) * CHUNK
+    return jnp.asarray(np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32))

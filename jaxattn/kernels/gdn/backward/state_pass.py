@@ -14,6 +14,9 @@ and their gradients
     dU^T = dO^T P + write * (dS K^T)
     Y^T  = dU^T M                                  beta * Y is the gradient of V
     dS   = decay dS + (out * dO^T) Q + (read * beta * Y^T) K
+
+Where channels of the key have decays of their own, keys and queries come times them, and read, write
+and out are 1: see `ChunkStateUpdate`.
 """
 
 import dataclasses
@@ -25,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.backward.chunk_vectors import BETA, LANE, ROWS
+from jaxattn.kernels.gdn.backward.chunk_vectors import BETA, CHANNEL_BETA, LANE
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     ChunkStateUpdate,
@@ -35,6 +38,7 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     next_slot,
     store_state,
     stream,
+    times,
     zero_tile,
 )
 from jaxattn.kernels.gdn.prefill.tiles import (
@@ -42,7 +46,6 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     DIM,
     OUT,
     READ,
-    TILE,
     WRITE,
     clear_triangles,
     copy_rows,
@@ -61,6 +64,7 @@ class StatePassRefs:
 
     q_ref: Any
     k_ref: Any
+    written_ref: Any  # keys where the state is written, of decays per channel, else None
     v_ref: Any
     do_ref: Any
     m_ref: Any
@@ -75,6 +79,7 @@ class StatePassRefs:
     dstart_ref: Any
     q_smem: Any
     k_smem: Any
+    written_smem: Any
     v_smem: Any  # V or dO
     m_smem: Any
     p_smem: Any
@@ -96,6 +101,7 @@ def state_pass(
     vectors: jax.Array,
     runs: jax.Array,
     *,
+    written: jax.Array | None = None,
     start: jax.Array | None,
     dend: jax.Array | None,
     interpret: bool = False,
@@ -108,6 +114,8 @@ def state_pass(
             token for is 0.
         m, p: [N, Hv, *TRIANGLE], (I + A)^-1 and the masked scores.
         vectors: of `chunk_vectors`.
+        written: where channels have decays of their own [N, Hv, 64, 128], and then q and k are of
+            that shape, of `channel_chunks`, and vectors [N, Hv, 3, 64], its last one and beta.
         runs: int32 [2, n], first chunk of a sequence, and how many it has.
         start, dend: float32 [1, n, Hv, 128, 128], states before the sequences, and gradients of
             those behind them; None: zeros.
@@ -117,9 +125,9 @@ def state_pass(
         float32 [1, n, Hv, 128, 128]. Nothing is written of chunks that no sequence has.
     """
     chunks, _, value_heads, _ = v.shape
-    count, dtype = runs.shape[1], q.dtype
+    count, dtype, channels = runs.shape[1], q.dtype, written is not None
     halves = 1 if count * value_heads * 4 <= NUM_SMS else 2
-    stages = 4 - halves
+    stages = 3 if halves == 1 and not channels else 2
     tile = swizzled(dtype)
     tokens = plgpu.SMEM((stages, 2, CHUNK, 64), dtype, transforms=tile)
     part = plgpu.SMEM((stages, halves, CHUNK, 64), dtype, transforms=tile)
@@ -133,6 +141,7 @@ def state_pass(
         inputs={
             "q_ref": q,
             "k_ref": k,
+            "written_ref": written,
             "v_ref": v,
             "do_ref": do,
             "m_ref": m,
@@ -151,14 +160,15 @@ def state_pass(
         scratch={
             "q_smem": tokens,
             "k_smem": tokens,
+            "written_smem": tokens if channels else None,
             "v_smem": part,
             "m_smem": triangles(stages, dtype),
             "p_smem": triangles(stages, dtype),
-            "vectors_smem": plgpu.SMEM((stages, ROWS, CHUNK), jnp.float32),
+            "vectors_smem": plgpu.SMEM((stages, *vectors.shape[2:]), jnp.float32),
             "state_smem": plgpu.SMEM((halves, 2, CHUNK, 64), dtype, transforms=tile),
             "y_smem": plgpu.SMEM((halves, CHUNK, 64), dtype, transforms=tile),
-            "loaded": plgpu.Barrier(num_arrivals=5 + halves, num_barriers=stages),
-            "dloaded": plgpu.Barrier(num_arrivals=9 + halves, num_barriers=stages),
+            "loaded": plgpu.Barrier(num_arrivals=5 + 2 * channels + halves, num_barriers=stages),
+            "dloaded": plgpu.Barrier(num_arrivals=9 + 2 * channels + halves, num_barriers=stages),
             "read": plgpu.Barrier(num_arrivals=halves, num_barriers=stages),
         },
         warpgroups=halves + 1,
@@ -174,14 +184,18 @@ class StatePassCta:
 
     def __init__(self, refs: StatePassRefs, *, halves: int, stages: int, interpret: bool):
         self.refs, self.halves, self.stages, self.interpret = refs, halves, stages, interpret
-        self.dtype = refs.states_ref.dtype
+        self.dtype, self.channels = refs.states_ref.dtype, refs.written_ref is not None
         self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
         self.kind = lax.rem(block, jnp.int32(2))
         index, self.first_part = first_half(lax.div(block, jnp.int32(2)), halves)
         heads = refs.v_ref.shape[2]
-        group = heads // refs.k_ref.shape[2]
-        self.sequence, self.head = lax.div(index, jnp.int32(heads)), lax.rem(index, jnp.int32(heads))
+        group = 1 if self.channels else heads // refs.k_ref.shape[2]
+        self.sequence, self.head = (
+            lax.div(index, jnp.int32(heads)),
+            lax.rem(index, jnp.int32(heads)),
+        )
         self.key_head = lax.div(self.head, jnp.int32(group))
+        self.beta = CHANNEL_BETA if self.channels else BETA  # row of the vectors
         self.part = self.first_part + self.wg  # of a warpgroup that computes
         self.first, self.steps = refs.runs_ref[0, self.sequence], refs.runs_ref[1, self.sequence]
 
@@ -236,23 +250,32 @@ class StatePassCta:
     def _copy_for_gradients(self, i: jax.Array, slot: jax.Array, barrier: Any) -> None:
         refs, chunk = self.refs, self.first + self.steps - 1 - i
         self._copy_shared(chunk, refs.do_ref, slot, barrier)
-        copy_rows(refs.q_ref.at[chunk, :, self.key_head], refs.q_smem.at[slot], barrier)
+        copy_rows(refs.q_ref.at[self._rows_of(chunk)], refs.q_smem.at[slot], barrier)
         copy_triangle(refs.p_ref.at[chunk, self.head], refs.p_smem.at[slot], barrier)
 
     def _copy_shared(self, chunk: jax.Array, values: Any, slot: jax.Array, barrier: Any) -> None:
-        refs = self.refs
-        copy_rows(refs.k_ref.at[chunk, :, self.key_head], refs.k_smem.at[slot], barrier)
+        refs, keys = self.refs, self._rows_of(chunk)
+        copy_rows(refs.k_ref.at[keys], refs.k_smem.at[slot], barrier)
+        if self.channels:
+            copy_rows(refs.written_ref.at[keys], refs.written_smem.at[slot], barrier)
         rows = values.at[chunk, :, self.head]
         copy_rows(rows, refs.v_smem.at[slot], barrier, self.first_part, self.halves)
         copy_triangle(refs.m_ref.at[chunk, self.head], refs.m_smem.at[slot], barrier)
         vectors = refs.vectors_ref.at[chunk, self.head]
         plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], barrier)
 
+    def _rows_of(self, chunk: jax.Array) -> tuple[Any, ...]:
+        """Where a chunk's keys and queries lie."""
+        if self.channels:
+            return chunk, self.head
+        return chunk, slice(None), self.key_head
+
     def _update(self, slot: jax.Array) -> ChunkStateUpdate:
         refs = self.refs
         return ChunkStateUpdate(
             refs.k_smem.at[slot], refs.v_smem.at[slot, self.wg], refs.m_smem.at[slot],
             refs.vectors_smem.at[slot], self.dtype,
+            refs.written_smem.at[slot] if self.channels else None,
         )  # fmt: skip
 
     def _release(self, slot: jax.Array) -> None:
@@ -280,11 +303,11 @@ class StatePassCta:
             seen, u = (WgmmaAccumulator(ref) for ref in accs[:2])
             step.times_transposed(seen, operand, step.k)
             self._keep(operand.tiles, refs.states_ref, self.first + i)
-            w = step.values().astype(jnp.float32) + step.vector(READ) * seen.read()
-            u.add_transposed((step.vector(BETA) * w).astype(self.dtype), step.x)
+            w = step.values().astype(jnp.float32) + times(step.factor(READ), seen.read())
+            u.add_transposed((step.vector(self.beta) * w).astype(self.dtype), step.x)
             added = u.read()
             into = [WgmmaAccumulator(*each) for each in zip(accs[2:], decayed, strict=True)]
-            step.write(into, added, step.vector(WRITE))
+            step.write(into, added, step.factor(WRITE))
             return tuple(acc.read() for acc in into)
 
         state = with_accumulators(products, 4, interpret=self.interpret)
@@ -300,15 +323,15 @@ class StatePassCta:
         def products(*accs: Any) -> tuple[jax.Array, ...]:
             operand = step.rounded(state)
             written = WgmmaAccumulator(accs[0])
-            step.times_transposed(written, operand, step.k)
+            step.times_transposed(written, operand, step.written)
             self._keep(operand.tiles, refs.dstates_ref, chunk)
             values = step.values()  # dO^T
             inside = self._times_triangle(values, refs.p_smem.at[slot])
-            added = inside + step.vector(WRITE) * written.read()
+            added = inside + times(step.factor(WRITE), written.read())
             y = self._times_triangle(added.astype(self.dtype), refs.m_smem.at[slot])
             into = [WgmmaAccumulator(*x) for x in zip(accs[1:], step.decayed(state), strict=True)]
-            out = (step.vector(OUT) * values.astype(jnp.float32)).astype(self.dtype)
-            back = (step.vector(READ) * step.vector(BETA) * y).astype(self.dtype)
+            out = times(step.factor(OUT), values.astype(jnp.float32)).astype(self.dtype)
+            back = times(step.factor(READ), step.vector(self.beta) * y).astype(self.dtype)
             for half, acc in enumerate(into):
                 acc.add(out, refs.q_smem.at[slot, half])
                 acc.add(back, refs.k_smem.at[slot, half])
