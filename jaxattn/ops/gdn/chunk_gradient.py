@@ -4,7 +4,8 @@ Where channels have decays of their own, the kernels make the states of the chun
 gradients, which is all that goes from chunk to chunk; XLA differentiates each chunk alone.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -136,3 +137,17 @@ def with_chunk_gradient(kernel: Callable[..., Any], gradient: Callable[..., Any]
 
     differentiable.defvjp(lambda *arguments: (kernel(*arguments), arguments), backward)
     return differentiable
+
+
+@contextlib.contextmanager
+def reverse_mode_only(op: str) -> Iterator[None]:
+    """JAX's error in forward mode says what to use instead; inside of `jax.jit` it is JAX's own."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        recurrent = op.replace("chunk_", "recurrent_")
+        raise TypeError(
+            f"{op}: it has no forward-mode gradient; use jax.grad or jax.vjp, or {recurrent}"
+        ) from error
