@@ -18,7 +18,9 @@ and k with these terms, those of the second half of dK negative; XLA adds them u
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,29 +29,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.backward.chunk_vectors import (
-    BETA,
-    GRADIENTS,
+from jaxattn.kernels.gdn.backward.gate_gradients import (
     LANE,
-    LOG_K,
-    LOG_Q,
     OF_BETA,
     OF_DECAY,
     OF_SUM,
     OF_WRITE,
-    ROWS,
-    SUM,
+    PARTS,
 )
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import zero_tile
 from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import fill_above
 from jaxattn.kernels.gdn.prefill.tiles import (
+    BACKWARD_VECTORS,
+    BETA,
     BY_COLUMN,
     BY_ROW,
     CHUNK,
     DIM,
+    LOG_K,
+    LOG_Q,
     OUT,
     READ,
+    SUM,
     TILE,
     WRITE,
     clear_triangles,
@@ -61,9 +63,10 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.device import NUM_SMS, swizzled
 
 WARPGROUPS = 2  # one for each half of the channels
+SLOTS = 2  # value heads whose states and values are in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,18 +87,19 @@ class InputGradientRefs:
     parts_ref: Any
     q_smem: Any
     k_smem: Any
-    v_smem: Any  # V, then beta * W, then U
+    v_smem: Any
     do_smem: Any
     y_smem: Any
-    state_smem: Any
+    state_smem: Any  # S, then dQ and dK
     dstate_smem: Any
     m_smem: Any
     scores_smem: Any  # F and H, then dV
     vectors_smem: Any
     parts_smem: Any
     products_smem: Any  # of q and k with their gradients, of each half of the channels
-    shared: Any  # q and k
-    loaded: Any
+    keys: Any  # and queries
+    first: Any
+    rest: Any
     met: Any
 
 
@@ -123,15 +127,19 @@ def input_gradients(
     value_heads, dtype = v.shape[2], q.dtype
     tile = swizzled(dtype)
     tokens = plgpu.SMEM((2, CHUNK, 64), dtype, transforms=tile)
-    state = plgpu.SMEM((2, DIM, 64), dtype, transforms=tile)
-    parts = jax.ShapeDtypeStruct((chunks, value_heads, WARPGROUPS, GRADIENTS, CHUNK), jnp.float32)
+    blocks = min(chunks * key_heads, NUM_SMS)
+    parts = jax.ShapeDtypeStruct((chunks, value_heads, WARPGROUPS, PARTS, CHUNK), jnp.float32)
     of_v = jax.new_ref(y)
     out = launch(
         lambda **refs: InputGradientCta(
-            InputGradientRefs(**refs), scale=scale, l2norm=l2norm, interpret=interpret
+            InputGradientRefs(**refs),
+            blocks=blocks,
+            scale=scale,
+            l2norm=l2norm,
+            interpret=interpret,
         ).run(),
         name="gdn_backward_inputs",
-        grid={"block": chunks * key_heads},
+        grid={"block": blocks},
         inputs={
             "q_ref": q,
             "k_ref": k,
@@ -151,18 +159,19 @@ def input_gradients(
         scratch={
             "q_smem": tokens,
             "k_smem": tokens,
-            "v_smem": tokens,
+            "v_smem": plgpu.SMEM((SLOTS, 2, CHUNK, 64), dtype, transforms=tile),
             "do_smem": tokens,
             "y_smem": tokens,
-            "state_smem": state,
-            "dstate_smem": state,
+            "state_smem": plgpu.SMEM((SLOTS, 2, DIM, 64), dtype, transforms=tile),
+            "dstate_smem": plgpu.SMEM((2, DIM, 64), dtype, transforms=tile),
             "m_smem": triangles(1, dtype),
             "scores_smem": tokens,
-            "vectors_smem": plgpu.SMEM((ROWS, CHUNK), jnp.float32),
-            "parts_smem": plgpu.SMEM((WARPGROUPS, GRADIENTS, CHUNK), jnp.float32),
+            "vectors_smem": plgpu.SMEM((SLOTS, BACKWARD_VECTORS, CHUNK), jnp.float32),
+            "parts_smem": plgpu.SMEM((WARPGROUPS, PARTS, CHUNK), jnp.float32),
             "products_smem": plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.float32),
-            "shared": plgpu.Barrier(num_arrivals=4),
-            "loaded": plgpu.Barrier(num_arrivals=13),
+            "keys": plgpu.Barrier(num_arrivals=4),
+            "first": plgpu.Barrier(num_arrivals=7, num_barriers=SLOTS),
+            "rest": plgpu.Barrier(num_arrivals=6),
             "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
         },
         warpgroups=WARPGROUPS,
@@ -174,219 +183,303 @@ def input_gradients(
 
 
 class InputGradientCta:
-    """A chunk of a key head, and the value heads that share it."""
+    """Chunks of key heads, one after another, and the value heads that share each.
 
-    def __init__(self, refs: InputGradientRefs, *, scale: float, l2norm: bool, interpret: bool):
+    The next value head's state and values are on their way while this one is worked on, its other
+    tiles and the next keys from its end on.
+    """
+
+    def __init__(
+        self,
+        refs: InputGradientRefs,
+        *,
+        blocks: int,
+        scale: float,
+        l2norm: bool,
+        interpret: bool,
+    ):
         self.refs, self.log2_scale, self.l2norm = refs, math.log2(scale), l2norm
-        self.interpret, self.dtype = interpret, refs.dq_ref.dtype
-        key_heads = refs.k_ref.shape[2]
-        self.group = refs.v_ref.shape[2] // key_heads
-        self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
-        self.chunk, self.key_head = (op(block, jnp.int32(key_heads)) for op in (lax.div, lax.rem))
+        self.interpret, self.dtype, self.blocks = interpret, refs.dq_ref.dtype, blocks
+        chunks, _, self.key_heads, _ = refs.k_ref.shape
+        self.group = refs.v_ref.shape[2] // self.key_heads
+        self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
+        self.items = lax.div(chunks * self.key_heads - self.block + (blocks - 1), jnp.int32(blocks))
 
     def run(self) -> None:
-        refs, chunk, wg = self.refs, self.chunk, self.wg
-
-        @pl.when(wg == 0)
+        @pl.when(self.wg == 0)
         def _():
-            clear_triangles(refs.m_smem)
+            clear_triangles(self.refs.m_smem)
             plgpu.commit_smem()
-            for source, target in ((refs.k_ref, refs.k_smem), (refs.q_ref, refs.q_smem)):
-                copy_rows(source.at[chunk, :, self.key_head], target, refs.shared)
+            self._copy_keys(jnp.int32(0))
+            self._copy_first(jnp.int32(0))
+            self._copy_rest(jnp.int32(0))
 
-        plgpu.barrier_wait(refs.shared)
-        total = lax.fori_loop(0, self.group, self._value_head, (zero_tile(), zero_tile()))
-        if self.l2norm:
-            total = self._of_lengths(total)
-        # Every product has been read, and keys and queries with them.
-        outputs = (refs.q_smem, refs.dq_ref), (refs.k_smem, refs.dk_ref)
-        for gradient, (smem, ref) in zip(total, outputs, strict=True):
-            smem.at[wg][...] = gradient.astype(self.dtype)
-        plgpu.commit_smem()
-        for smem, ref in outputs:
-            target = ref.at[chunk, :, self.key_head, pl.ds(wg * 64, 64)]
-            plgpu.copy_smem_to_gmem(smem.at[wg], target)
+        lax.fori_loop(0, self.items, self._item, None)
         plgpu.wait_smem_to_gmem(0)
 
-    def _copy(self, head: jax.Array) -> None:
-        refs, chunk = self.refs, self.chunk
-        for ref, smem in (
-            (refs.v_ref, refs.v_smem), (refs.do_ref, refs.do_smem), (refs.y_ref, refs.y_smem),
-        ):  # fmt: skip
-            copy_rows(ref.at[chunk, :, head], smem, refs.loaded)
-        for ref, smem in (
-            (refs.states_ref, refs.state_smem), (refs.dstates_ref, refs.dstate_smem),
-        ):  # fmt: skip
-            copy_rows(ref.at[chunk, head], smem, refs.loaded)
-        copy_triangle(refs.m_ref.at[chunk, head], refs.m_smem.at[0], refs.loaded)
-        plgpu.copy_gmem_to_smem(refs.vectors_ref.at[chunk, head], refs.vectors_smem, refs.loaded)
+    def _item(self, i: jax.Array, carry: None) -> None:
+        plgpu.barrier_wait(self.refs.keys)
+        first = i * self.group
+        head = functools.partial(self._value_head, first)
+        total = lax.fori_loop(0, self.group, head, (zero_tile(), zero_tile()))
+        self._write_keys(i, total)
+        return carry
 
-    def _meet(self) -> None:
-        """Both warpgroups see what either has written, and have done with what it has read."""
+    def _place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Chunk and key head of an item."""
+        item, heads = self.block + i * self.blocks, jnp.int32(self.key_heads)
+        return lax.div(item, heads), lax.rem(item, heads)
+
+    def _head(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Chunk and value head of a step."""
+        group = jnp.int32(self.group)
+        chunk, key_head = self._place(lax.div(step, group))
+        return chunk, key_head * self.group + lax.rem(step, group)
+
+    def _copy_keys(self, i: jax.Array) -> None:
+        refs, (chunk, head) = self.refs, self._place(i)
+        copy_rows(refs.k_ref.at[chunk, :, head], refs.k_smem, refs.keys)
+        copy_rows(refs.q_ref.at[chunk, :, head], refs.q_smem, refs.keys)
+
+    def _copy_first(self, step: jax.Array) -> None:
+        """What a step begins with: its slot, and M."""
+        refs, (chunk, head), slot = self.refs, self._head(step), lax.rem(step, jnp.int32(SLOTS))
+        barrier = refs.first.at[slot]
+        copy_rows(refs.states_ref.at[chunk, head], refs.state_smem.at[slot], barrier)
+        copy_rows(refs.v_ref.at[chunk, :, head], refs.v_smem.at[slot], barrier)
+        copy_triangle(refs.m_ref.at[chunk, head], refs.m_smem.at[0], barrier)
+        vectors = refs.vectors_ref.at[chunk, head]
+        plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], barrier)
+
+    def _copy_rest(self, step: jax.Array) -> None:
+        refs, (chunk, head) = self.refs, self._head(step)
+        copy_rows(refs.do_ref.at[chunk, :, head], refs.do_smem, refs.rest)
+        copy_rows(refs.y_ref.at[chunk, :, head], refs.y_smem, refs.rest)
+        copy_rows(refs.dstates_ref.at[chunk, head], refs.dstate_smem, refs.rest)
+
+    def _meet(self, then: Callable[[], None] | None = None) -> None:
+        """Both warpgroups see what either has written, and have done with what it has read; one
+        does what is to follow."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.met)
         plgpu.barrier_wait(self.refs.met)
+        if then is not None:
+            pl.when(self.wg == 0)(then)
+
+    def _value_head(
+        self, first: jax.Array, n: jax.Array, total: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        step, steps = first + n, self.items * self.group
+        slot = lax.rem(step, jnp.int32(SLOTS))
+        head = ValueHead(self, slot)
+
+        def copy(do: Callable[[jax.Array], None]) -> Callable[[], None]:
+            return lambda: pl.when(step + 1 < steps)(lambda: do(step + 1))
+
+        plgpu.barrier_wait(self.refs.first.at[slot])
+        w = head.values()
+        self._meet(copy(self._copy_first))
+        plgpu.barrier_wait(self.refs.rest)
+        y, of_beta = head.of_values(w)
+        pl.when(self.wg == 0)(head.scores_of_queries)
+        of_beta = lax.cond(self.wg == 1, lambda: of_beta - head.scores_of_keys(), lambda: of_beta)
+        head.parts[OF_BETA, :] = of_beta
+        self._meet()
+        total = head.keys(total)
+        self._meet(copy(self._copy_rest))
+        self._write_values(y, *self._head(step))
+        return total
+
+    def _write_values(self, y: jax.Array, chunk: jax.Array, head: jax.Array) -> None:
+        """dV and the gates' parts, on their way."""
+        refs, wg = self.refs, self.wg
+        dv = refs.scores_smem.at[wg]
+        dv[...] = y
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(dv, refs.y_ref.at[chunk, :, head, pl.ds(wg * 64, 64)])
+        plgpu.copy_smem_to_gmem(refs.parts_smem.at[wg], refs.parts_ref.at[chunk, head, wg])
+
+    def _write_keys(self, i: jax.Array, total: tuple[jax.Array, ...]) -> None:
+        """dQ and dK, on their way by the slot of the last value head."""
+        refs, wg, (chunk, key_head) = self.refs, self.wg, self._place(i)
+        slot = lax.rem((i + 1) * self.group - 1, jnp.int32(SLOTS))
+
+        def copy() -> None:
+            pl.when(i + 1 < self.items)(lambda: self._copy_keys(i + 1))
+
+        if self.l2norm:
+            total = self._of_lengths(slot, total, copy)
+        else:
+            pl.when(wg == 0)(copy)
+        staged = [refs.state_smem.at[slot, wg, pl.ds(at, CHUNK)] for at in (0, CHUNK)]
+        for smem, gradient in zip(staged, total, strict=True):
+            smem[...] = gradient.astype(self.dtype)
+        plgpu.commit_smem()
+        for smem, ref in zip(staged, (refs.dq_ref, refs.dk_ref), strict=True):
+            plgpu.copy_smem_to_gmem(smem, ref.at[chunk, :, key_head, pl.ds(wg * 64, 64)])
+
+    def _of_lengths(
+        self, slot: jax.Array, total: tuple[jax.Array, ...], then: Callable[[], None]
+    ) -> tuple[jax.Array, ...]:
+        """Gradients of unit vectors, times the inverse lengths, to those of q and k: less their
+        part along q and k."""
+        refs, wg = self.refs, self.wg
+        rows = [_tile(ref.at[wg]) for ref in (refs.q_smem, refs.k_smem)]
+        for i, (x, gradient) in enumerate(zip(rows, total, strict=True)):
+            refs.products_smem.at[wg][i, :] = (x * gradient).sum(axis=1)
+        self._meet(then)
+
+        def across(i: int, log: int, scale: float) -> jax.Array:
+            along = [_vector(refs.products_smem.at[half, i], BY_ROW) for half in range(WARPGROUPS)]
+            length = _vector(refs.vectors_smem.at[slot, log], BY_ROW) - scale
+            along_unit = (along[0] + along[1]) * jnp.exp2(2.0 * length)
+            return total[i] - over_rows(along_unit) * rows[i]
+
+        return across(0, LOG_Q, self.log2_scale), across(1, LOG_K, 0.0)
+
+
+class ValueHead:
+    """What a warpgroup does of a value head in shared memory."""
+
+    def __init__(self, block: InputGradientCta, slot: jax.Array):
+        self.refs, self.wg, self.dtype = block.refs, block.wg, block.dtype
+        self.interpret = block.interpret
+        self.vectors, self.state = (
+            x.at[slot] for x in (block.refs.vectors_smem, block.refs.state_smem)
+        )
+        self.u = block.refs.v_smem.at[slot]  # V, then beta * W, then U
+        self.parts = block.refs.parts_smem.at[block.wg]
+        self.own = pl.ds(block.wg * 64, 64)
 
     def _row(self, row: int) -> jax.Array:
-        """A vector [64], by row."""
-        return plgpu.load(self.refs.vectors_smem.at[row], layout=BY_ROW, optimized=False)
+        return _vector(self.vectors.at[row], BY_ROW)
 
     def _rows(self, row: int) -> jax.Array:
         return over_rows(self._row(row))
 
-    def _column(self, row: int) -> jax.Array:
-        return plgpu.load(self.refs.vectors_smem.at[row], layout=BY_COLUMN, optimized=False)
+    def _with(self, products: Any, count: int) -> Any:
+        return with_accumulators(products, count, interpret=self.interpret)
 
-    def _tile(self, ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=TILE).astype(jnp.float32)
-
-    def _scores(self, left: Any, right: Any) -> jax.Array:
-        """left right^T, of [2, 64, 64]."""
+    def values(self) -> jax.Array:
+        """W, of the warpgroup's channels, and U in the values' place."""
+        refs, values = self.refs, self.u.at[self.wg]
+        state = [self.state.at[half, self.own].transpose((1, 0)) for half in range(2)]
 
         def product(ref: Any) -> jax.Array:
-            acc = WgmmaAccumulator(ref)
+            seen = WgmmaAccumulator(ref)
             for half in range(2):
-                acc.add(left.at[half], right.at[half].transpose((1, 0)))
+                seen.add(refs.k_smem.at[half], state[half])
+            rows, read = _tile(values), self._rows(READ)
+            return rows + read * seen.read()
+
+        w = self._with(product, 1)
+        # What was copied out before.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        values[...] = (self._rows(BETA) * w).astype(self.dtype)
+        plgpu.commit_smem()
+
+        def solved(ref: Any) -> jax.Array:
+            acc = WgmmaAccumulator(ref)
+            m = [plgpu.load(refs.m_smem.at[0, half], layout=TILE) for half in range(2)]
+            acc.add(jnp.concatenate(m, axis=1), values)
             return acc.read()
 
-        return with_accumulators(product, 1, interpret=self.interpret)
+        values[...] = self._with(solved, 1).astype(self.dtype)
+        return w
 
-    def _product(self, *pairs: Any, onto: jax.Array | None = None) -> jax.Array:
-        """The sum of the pairs' products, and of what they are added to."""
-
-        def product(ref: Any) -> jax.Array:
-            acc = WgmmaAccumulator(ref, onto)
-            for left, right in pairs:
-                acc.add(left, right)
-            return acc.read()
-
-        return with_accumulators(product, 1, interpret=self.interpret)
-
-    def _value_head(self, n: jax.Array, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        refs, wg = self.refs, self.wg
-        head = self.key_head * self.group + n
-        pl.when(wg == 0)(lambda: self._copy(head))
-        plgpu.barrier_wait(refs.loaded)
-        self._values()
-        self._meet()
-
-        @pl.when(wg == 0)
-        def _():
-            self._scores_of_queries()
-
-        @pl.when(wg == 1)
-        def _():
-            self._scores_of_keys()
-
-        self._meet()
-        total = self._keys(total)
-        self._meet()
-        self._write_out(head)
-        return total
+    def of_values(self, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """dV and the rows of Y * W, of the warpgroup's channels."""
+        y = _tile(self.refs.y_smem.at[self.wg])
+        return (self._rows(BETA) * y).astype(self.dtype), (y * w).sum(axis=1)
 
     def _decays(self, by_row: int) -> jax.Array:
         """log2 of what multiplies the product of row i, with its length, and key j."""
-        rows = self._row(SUM) + self._row(by_row)
-        return over_rows(rows) - over_columns(self._column(SUM) - self._column(LOG_K))
+        columns = [_vector(self.vectors.at[row], BY_COLUMN) for row in (SUM, LOG_K)]
+        return over_rows(self._row(SUM) + self._row(by_row)) - over_columns(columns[0] - columns[1])
 
-    def _values(self) -> None:
-        """U, in the values' place, and parts of beta's gradient; channels of values."""
-        refs, wg = self.refs, self.wg
-        own, values = pl.ds(wg * 64, 64), refs.v_smem.at[wg]
-        state = [refs.state_smem.at[half, own].transpose((1, 0)) for half in range(2)]
-        seen = self._product(*((refs.k_smem.at[half], state[half]) for half in range(2)))
-        w = self._tile(values) + self._rows(READ) * seen
-        of_beta = (self._tile(refs.y_smem.at[wg]) * w).sum(axis=1)
-        beta = self._rows(BETA)
-        # The last head's parts and dV have left.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        refs.parts_smem.at[wg][OF_BETA, :] = of_beta
-        values[...] = (beta * w).astype(self.dtype)
-        plgpu.commit_smem()
-        m = [plgpu.load(refs.m_smem.at[0, half], layout=TILE) for half in range(2)]
-        u = self._product((jnp.concatenate(m, axis=1), values))
-        values[...] = u.astype(self.dtype)
-
-    def _scores_of_queries(self) -> None:
+    def scores_of_queries(self) -> None:
         """F"""
-        refs = self.refs
-        f = self._scores(refs.do_smem, refs.v_smem)
-        between = self._decays(LOG_Q) + self.log2_scale
-        f = f * jnp.exp2(fill_above(between, -1e30, interpret=self.interpret))
-        refs.scores_smem.at[0][...] = f.astype(self.dtype)
 
-    def _scores_of_keys(self) -> None:
-        """H, and the rest of beta's gradient."""
-        refs = self.refs
-        e = self._scores(refs.y_smem, refs.v_smem)
-        below = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
-        between = jnp.where(below, self._decays(LOG_K), -1e30)
-        e = e * jnp.exp2(between)
-        refs.scores_smem.at[1][...] = (-self._rows(BETA) * e).astype(self.dtype)
-        of_beta = (self._scores(refs.k_smem, refs.k_smem) * e).sum(axis=1)
-        parts = refs.parts_smem.at[1]
-        before = plgpu.load(parts.at[OF_BETA], layout=BY_ROW, optimized=False)
-        parts[OF_BETA, :] = before - of_beta
+        def scores(ref: Any) -> jax.Array:
+            acc = WgmmaAccumulator(ref)
+            _add_scores(acc, self.refs.do_smem, self.u)
+            decays = fill_above(self._decays(LOG_Q), -1e30, interpret=self.interpret)
+            decays = jnp.exp2(decays)
+            return acc.read() * decays
 
-    def _keys(self, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Adds the gradients of q and k; channels of keys."""
+        self.refs.scores_smem.at[0][...] = self._with(scores, 1).astype(self.dtype)
+
+    def scores_of_keys(self) -> jax.Array:
+        """H, and what beta's gradient loses."""
+        refs = self.refs
+
+        def scores(*accs: Any) -> jax.Array:
+            e, keys = (WgmmaAccumulator(ref) for ref in accs)
+            _add_scores(e, refs.y_smem, self.u)
+            _add_scores(keys, refs.k_smem, refs.k_smem)
+            below = iota((CHUNK, CHUNK), 0) > iota((CHUNK, CHUNK), 1)
+            decays = jnp.exp2(jnp.where(below, self._decays(LOG_K), -1e30))
+            product = e.read(pending=2) * decays
+            refs.scores_smem.at[1][...] = (-self._rows(BETA) * product).astype(self.dtype)
+            return (product * keys.read()).sum(axis=1)
+
+        return self._with(scores, 2)
+
+    def keys(self, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Adds the gradients of q and k, of the warpgroup's channels."""
         refs, wg = self.refs, self.wg
         keys, queries = refs.k_smem.at[wg], refs.q_smem.at[wg]
         f, h = refs.scores_smem.at[0], refs.scores_smem.at[1]
-        parts = refs.parts_smem.at[wg]
 
-        def with_state(left: Any, state: Any) -> jax.Array:
-            pairs = ((left.at[half], state.at[wg, pl.ds(64 * half, 64)]) for half in range(2))
-            return self._product(*pairs)
+        def products(*accs: Any) -> tuple[jax.Array, ...]:
+            read = [WgmmaAccumulator(ref) for ref in accs[:3]]
+            pairs = (
+                (refs.do_smem, self.state),
+                (refs.y_smem, self.state),
+                (self.u, refs.dstate_smem),
+            )
+            for acc, (left, state) in zip(read, pairs, strict=True):
+                for half in range(2):
+                    acc.add(left.at[half], state.at[wg, pl.ds(64 * half, 64)])
+            # Each sum goes on where the last one left it.
+            of_q = WgmmaAccumulator(accs[3], self._rows(OUT) * read[0].read(pending=4))
+            of_q.add(f, keys)
+            by_row = over_rows(self._row(READ) * self._row(BETA))
+            of_k = WgmmaAccumulator(accs[4], by_row * read[1].read(pending=3))
+            of_k.add(h, keys)
+            key_rows, write = _tile(keys), self._rows(WRITE)
+            outer = write * read[2].read(pending=2)
+            written = WgmmaAccumulator(accs[5], outer)
+            written.add(f.transpose((1, 0)), queries)
+            written.add(h.transpose((1, 0)), keys)
+            self.parts[OF_WRITE, :] = (key_rows * outer).sum(axis=1)
+            self.parts[OF_DECAY, :] = self._of_decay()
+            of_q, query_rows = of_q.read(pending=3), _tile(queries)
+            of_sum = (query_rows * of_q).sum(axis=1)
+            of_k, written = of_k.read(pending=2), written.read()
+            self.parts[OF_SUM, :] = of_sum + (key_rows * (of_k - written)).sum(axis=1)
+            return total[0] + of_q, total[1] + of_k + written
 
-        def times_keys(x: jax.Array) -> jax.Array:
-            return (self._tile(keys) * x).sum(axis=1)
+        return self._with(products, 6)
 
-        of_q = self._rows(OUT) * with_state(refs.do_smem, refs.state_smem)
-        of_q = self._product((f, keys), onto=of_q)
-        of_sum = (self._tile(queries) * of_q).sum(axis=1)
-        read = over_rows(self._row(READ) * self._row(BETA))
-        of_k = read * with_state(refs.y_smem, refs.state_smem)
-        of_k = self._product((h, keys), onto=of_k)
-        of_sum += times_keys(of_k)
-        written = self._rows(WRITE) * with_state(refs.v_smem, refs.dstate_smem)
-        parts[OF_WRITE, :] = times_keys(written)
-        pairs = (f.transpose((1, 0)), queries), (h.transpose((1, 0)), keys)
-        written = self._product(*pairs, onto=written)
-        parts[OF_SUM, :] = of_sum - times_keys(written)
-        own = pl.ds(wg * 64, 64)
+    def _of_decay(self) -> jax.Array:
+        """Rows of S * dS, of the warpgroup's half of the rows."""
         states = [
-            self._tile(refs.state_smem.at[half, own]) * self._tile(refs.dstate_smem.at[half, own])
+            _tile(self.state.at[half, self.own]) * _tile(self.refs.dstate_smem.at[half, self.own])
             for half in range(2)
         ]
-        parts[OF_DECAY, :] = (states[0] + states[1]).sum(axis=1)
-        return total[0] + of_q, total[1] + of_k + written
+        return (states[0] + states[1]).sum(axis=1)
 
-    def _write_out(self, head: jax.Array) -> None:
-        """dV and the gates' parts, on their way."""
-        refs, wg = self.refs, self.wg
-        dv = refs.scores_smem.at[wg]
-        dv[...] = (self._rows(BETA) * self._tile(refs.y_smem.at[wg])).astype(self.dtype)
-        self._meet()  # the next head's copies come
-        target = refs.y_ref.at[self.chunk, :, head, pl.ds(wg * 64, 64)]
-        plgpu.copy_smem_to_gmem(dv, target)
-        plgpu.copy_smem_to_gmem(refs.parts_smem.at[wg], refs.parts_ref.at[self.chunk, head, wg])
 
-    def _of_lengths(self, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Gradients of unit vectors, times the inverse lengths, to those of q and k: less their
-        part along q and k."""
-        refs, wg = self.refs, self.wg
-        rows = [self._tile(ref.at[wg]) for ref in (refs.q_smem, refs.k_smem)]
-        for i, (x, gradient) in enumerate(zip(rows, total, strict=True)):
-            refs.products_smem.at[wg][i, :] = (x * gradient).sum(axis=1)
-        self._meet()
+def _tile(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=TILE).astype(jnp.float32)
 
-        def across(i: int, log: int) -> jax.Array:
-            along = [
-                plgpu.load(refs.products_smem.at[half, i], layout=BY_ROW, optimized=False)
-                for half in range(WARPGROUPS)
-            ]
-            scale = (along[0] + along[1]) * jnp.exp2(2.0 * self._row(log))
-            return total[i] - over_rows(scale) * rows[i]
 
-        return across(0, LOG_Q), across(1, LOG_K)
+def _vector(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _add_scores(acc: WgmmaAccumulator, left: Any, right: Any) -> None:
+    """acc += left right^T, of [2, 64, 64]."""
+    for half in range(2):
+        acc.add(left.at[half], right.at[half].transpose((1, 0)))

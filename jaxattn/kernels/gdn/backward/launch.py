@@ -16,12 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.kernels.gdn.backward.chunk_vectors import (
-    as_rows,
-    by_chunk,
-    chunk_vectors,
-    gate_gradients,
-)
+from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
@@ -65,13 +60,11 @@ def gdn_backward_mosaic(
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
     g, beta = (x.astype(jnp.float32) for x in tokens[3:])
     count = q.shape[0] // CHUNK
-    m, p, _, _ = chunk_matrices(
+    m, p, vectors, _ = chunk_matrices(
         q, k, g, beta, _whole_chunks(count), count,
-        scale=scale, use_qk_l2norm=use_qk_l2norm, weighted=False, **mode,
+        scale=scale, use_qk_l2norm=use_qk_l2norm, backward=True, **mode,
     )  # fmt: skip
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
-    g, beta = by_chunk(g), by_chunk(beta)
-    vectors = chunk_vectors(q, k, g, beta, scale=scale, l2norm=use_qk_l2norm)
     start, dend = (None if x is None else x[None] for x in (initial_state, dfinal))
     states, dstates, y, dstart = state_pass(
         q, k, v, do, m, p, vectors, jnp.asarray(runs), start=start, dend=dend, **mode
@@ -79,7 +72,7 @@ def gdn_backward_mosaic(
     dq, dk, dv, parts = input_gradients(
         q, k, v, do, m, vectors, states, dstates, y, scale=scale, l2norm=use_qk_l2norm, **mode
     )
-    of_gates = (as_rows(x) for x in gate_gradients(parts, g))
+    of_gates = gate_gradients(parts, vectors, g)
     of_tokens = (*(x.reshape(-1, *x.shape[2:]) for x in (dq, dk, dv)), *of_gates)
     cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
     return ChunkedTokens(*cast), dstart[0]

@@ -15,8 +15,8 @@ and their gradients
     Y^T  = dU^T M                                  beta * Y is the gradient of V
     dS   = decay dS + (out * dO^T) Q + (read * beta * Y^T) K
 
-Where channels of the key have decays of their own, keys and queries come times them, and read, write
-and out are 1: see `ChunkStateUpdate`.
+Where channels of the key have decays of their own, keys and queries come times them, and read,
+write and out are 1: see `ChunkStateUpdate`.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.backward.chunk_vectors import BETA, CHANNEL_BETA, LANE
+from jaxattn.kernels.gdn.backward.gate_gradients import LANE
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     ChunkStateUpdate,
@@ -42,6 +42,8 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     zero_tile,
 )
 from jaxattn.kernels.gdn.prefill.tiles import (
+    BETA,
+    CHANNEL_BETA,
     CHUNK,
     DIM,
     OUT,
@@ -113,7 +115,7 @@ def state_pass(
         q, k: [N, 64, Hk, 128]; v, do: [N, 64, Hv, 128], of one 16-bit dtype. What a chunk has no
             token for is 0.
         m, p: [N, Hv, *TRIANGLE], (I + A)^-1 and the masked scores.
-        vectors: of `chunk_vectors`.
+        vectors: of `chunk_matrices`, for the backward pass.
         written: where channels have decays of their own [N, Hv, 64, 128], and then q and k are of
             that shape, of `channel_chunks`, and vectors [N, Hv, 3, 64], its last one and beta.
         runs: int32 [2, n], first chunk of a sequence, and how many it has.
