@@ -58,6 +58,7 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, fence_proxy_async, swizzled
 
 STATES, GRADIENTS = 0, 1  # what a block makes
+MULTIPLIES, COPIES = 232, 40  # registers of a thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,18 +205,16 @@ class StatePassCta:
     def run(self) -> None:
         refs, multiplies = self.refs, self.wg < self.halves
 
-        @pl.when(multiplies)
-        def _():
-            plgpu.set_max_registers(232, action="increase")
-
         @pl.when(multiplies & (self.kind == STATES))
         def _states():
+            plgpu.set_max_registers(MULTIPLIES, action="increase")
             start = self._first_state(refs.start_ref)
             lax.fori_loop(0, self.steps, self._state_step, (start, jnp.int32(0)))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(multiplies & (self.kind == GRADIENTS))
         def _gradients():
+            plgpu.set_max_registers(MULTIPLIES, action="increase")
             end = self._first_state(refs.dend_ref)
             state, _ = lax.fori_loop(0, self.steps, self._gradient_step, (end, jnp.int32(0)))
             index = 0, self.sequence, self.head
@@ -224,7 +223,7 @@ class StatePassCta:
 
         @pl.when(self.wg == self.halves)
         def _memory():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(COPIES, action="decrease")
             clear_triangles(refs.m_smem)
             clear_triangles(refs.p_smem)
             plgpu.commit_smem()
@@ -322,38 +321,37 @@ class StatePassCta:
         plgpu.barrier_wait(refs.dloaded.at[slot])
         step = self._update(slot)
 
-        def products(*accs: Any) -> tuple[jax.Array, ...]:
-            operand = step.rounded(state)
-            written = WgmmaAccumulator(accs[0])
+        def products(wide: tuple[Any, ...], narrow: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+            # What waits for nothing runs behind the first product, and the copies out beside it.
+            operand, decayed = step.rounded(state), step.decayed(state)
+            written = WgmmaAccumulator(wide[0])
             step.times_transposed(written, operand, step.written)
-            self._keep(operand.tiles, refs.dstates_ref, chunk)
+            inside, solved = (_Halves(narrow[at : at + 2]) for at in (0, 2))
             values = step.values()  # dO^T
-            inside = self._times_triangle(values, refs.p_smem.at[slot])
-            added = inside + times(step.factor(WRITE), written.read())
-            y = self._times_triangle(added.astype(self.dtype), refs.m_smem.at[slot])
-            into = [WgmmaAccumulator(*x) for x in zip(accs[1:], step.decayed(state), strict=True)]
+            inside.add(values, refs.p_smem.at[slot])
+            into = [WgmmaAccumulator(*each) for each in zip(wide[1:], decayed, strict=True)]
             out = times(step.factor(OUT), values.astype(jnp.float32)).astype(self.dtype)
-            back = times(step.factor(READ), step.vector(self.beta) * y).astype(self.dtype)
             for half, acc in enumerate(into):
                 acc.add(out, refs.q_smem.at[slot, half])
+            self._keep(operand.tiles, refs.dstates_ref, chunk)
+            added = times(step.factor(WRITE), written.read(pending=4)) + inside.read(pending=2)
+            solved.add(added.astype(self.dtype), refs.m_smem.at[slot])
+            y = solved.read()
+            back = times(step.factor(READ), step.vector(self.beta) * y).astype(self.dtype)
+            for half, acc in enumerate(into):
                 acc.add(back, refs.k_smem.at[slot, half])
             self._write_y(y.astype(self.dtype), chunk)
             return tuple(acc.read() for acc in into)
 
-        state = with_accumulators(products, 3, interpret=self.interpret)
+        def with_wide(*wide: Any) -> tuple[jax.Array, ...]:
+            def with_narrow(*narrow: Any) -> tuple[jax.Array, ...]:
+                return products(wide, narrow)
+
+            return with_accumulators(with_narrow, 4, columns=32, interpret=self.interpret)
+
+        state = with_accumulators(with_wide, 3, interpret=self.interpret)
         self._release(slot)
         return state, next_slot(slot, self.stages)
-
-    def _times_triangle(self, left: jax.Array, triangle: Any) -> jax.Array:
-        """left [64, 64] times a lower triangular matrix."""
-
-        def products(*accs: Any) -> jax.Array:
-            halves = [WgmmaAccumulator(ref) for ref in accs]
-            for half, acc in enumerate(halves):
-                acc.add(left, triangle.at[half])
-            return jnp.concatenate([acc.read() for acc in halves], axis=1)
-
-        return with_accumulators(products, 2, columns=32, interpret=self.interpret)
 
     def _write_y(self, tile: jax.Array, chunk: jax.Array) -> None:
         """Y^T to its tokens; the wait and barrier of `_keep` lie before its next write."""
@@ -362,3 +360,17 @@ class StatePassCta:
         plgpu.commit_smem()
         rows = self.refs.y_ref.at[chunk, :, self.head, pl.ds(self.part * 64, 64)]
         plgpu.copy_smem_to_gmem(smem, rows)
+
+
+class _Halves:
+    """A float32 [64, 64] in two accumulators, to which products with `triangles` are added."""
+
+    def __init__(self, accs: tuple[Any, ...]):
+        self.accs = [WgmmaAccumulator(ref) for ref in accs]
+
+    def add(self, left: jax.Array, triangle: Any) -> None:
+        for half, acc in enumerate(self.accs):
+            acc.add(left, triangle.at[half])
+
+    def read(self, pending: int = 0) -> jax.Array:
+        return jnp.concatenate([acc.read(pending) for acc in self.accs], axis=1)
