@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +182,20 @@ def input_gradients(
     return out["dq_ref"], out["dk_ref"], jax.freeze(of_v), out["parts_ref"]
 
 
+class KeyGradients(NamedTuple):
+    """Gradients of q and k so far, of a warpgroup's channels, and their products with q and k."""
+
+    q: jax.Array  # [64, 64]
+    k: jax.Array
+    along_q: jax.Array  # [64]
+    along_k: jax.Array
+
+    @classmethod
+    def zeros(cls) -> "KeyGradients":
+        rows = plgpu.layout_cast(jnp.zeros((CHUNK,), jnp.float32), BY_ROW)
+        return cls(zero_tile(), zero_tile(), rows, rows)
+
+
 class InputGradientCta:
     """Chunks of key heads, one after another, and the value heads that share each.
 
@@ -221,7 +235,7 @@ class InputGradientCta:
         plgpu.barrier_wait(self.refs.keys)
         first = i * self.group
         head = functools.partial(self._value_head, first)
-        total = lax.fori_loop(0, self.group, head, (zero_tile(), zero_tile()))
+        total = lax.fori_loop(0, self.group, head, KeyGradients.zeros())
         self._write_keys(i, total)
         return carry
 
@@ -266,9 +280,7 @@ class InputGradientCta:
         if then is not None:
             pl.when(self.wg == 0)(then)
 
-    def _value_head(
-        self, first: jax.Array, n: jax.Array, total: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
+    def _value_head(self, first: jax.Array, n: jax.Array, total: KeyGradients) -> KeyGradients:
         step, steps = first + n, self.items * self.group
         slot = lax.rem(step, jnp.int32(SLOTS))
         head = ValueHead(self, slot)
@@ -299,7 +311,7 @@ class InputGradientCta:
         plgpu.copy_smem_to_gmem(dv, refs.y_ref.at[chunk, :, head, pl.ds(wg * 64, 64)])
         plgpu.copy_smem_to_gmem(refs.parts_smem.at[wg], refs.parts_ref.at[chunk, head, wg])
 
-    def _write_keys(self, i: jax.Array, total: tuple[jax.Array, ...]) -> None:
+    def _write_keys(self, i: jax.Array, total: KeyGradients) -> None:
         """dQ and dK, on their way by the slot of the last value head."""
         refs, wg, (chunk, key_head) = self.refs, self.wg, self._place(i)
         slot = lax.rem((i + 1) * self.group - 1, jnp.int32(SLOTS))
@@ -308,32 +320,33 @@ class InputGradientCta:
             pl.when(i + 1 < self.items)(lambda: self._copy_keys(i + 1))
 
         if self.l2norm:
-            total = self._of_lengths(slot, total, copy)
+            gradients = self._of_lengths(slot, total, copy)
         else:
+            gradients = total.q, total.k
             pl.when(wg == 0)(copy)
         staged = [refs.state_smem.at[slot, wg, pl.ds(at, CHUNK)] for at in (0, CHUNK)]
-        for smem, gradient in zip(staged, total, strict=True):
+        for smem, gradient in zip(staged, gradients, strict=True):
             smem[...] = gradient.astype(self.dtype)
         plgpu.commit_smem()
         for smem, ref in zip(staged, (refs.dq_ref, refs.dk_ref), strict=True):
             plgpu.copy_smem_to_gmem(smem, ref.at[chunk, :, key_head, pl.ds(wg * 64, 64)])
 
     def _of_lengths(
-        self, slot: jax.Array, total: tuple[jax.Array, ...], then: Callable[[], None]
+        self, slot: jax.Array, total: KeyGradients, then: Callable[[], None]
     ) -> tuple[jax.Array, ...]:
         """Gradients of unit vectors, times the inverse lengths, to those of q and k: less their
         part along q and k."""
         refs, wg = self.refs, self.wg
         rows = [_tile(ref.at[wg]) for ref in (refs.q_smem, refs.k_smem)]
-        for i, (x, gradient) in enumerate(zip(rows, total, strict=True)):
-            refs.products_smem.at[wg][i, :] = (x * gradient).sum(axis=1)
+        products = refs.products_smem.at[wg]
+        products[0, :], products[1, :] = total.along_q, total.along_k
         self._meet(then)
 
         def across(i: int, log: int, scale: float) -> jax.Array:
             along = [_vector(refs.products_smem.at[half, i], BY_ROW) for half in range(WARPGROUPS)]
             length = _vector(refs.vectors_smem.at[slot, log], BY_ROW) - scale
             along_unit = (along[0] + along[1]) * jnp.exp2(2.0 * length)
-            return total[i] - over_rows(along_unit) * rows[i]
+            return (total.q, total.k)[i] - over_rows(along_unit) * rows[i]
 
         return across(0, LOG_Q, self.log2_scale), across(1, LOG_K, 0.0)
 
@@ -425,40 +438,42 @@ class ValueHead:
 
         return self._with(scores, 2)
 
-    def keys(self, total: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def keys(self, total: KeyGradients) -> KeyGradients:
         """Adds the gradients of q and k, of the warpgroup's channels."""
         refs, wg = self.refs, self.wg
         keys, queries = refs.k_smem.at[wg], refs.q_smem.at[wg]
         f, h = refs.scores_smem.at[0], refs.scores_smem.at[1]
 
-        def products(*accs: Any) -> tuple[jax.Array, ...]:
+        def products(*accs: Any) -> KeyGradients:
             read = [WgmmaAccumulator(ref) for ref in accs[:3]]
-            pairs = (
-                (refs.do_smem, self.state),
-                (refs.y_smem, self.state),
-                (self.u, refs.dstate_smem),
-            )
+            lefts = refs.do_smem, refs.y_smem, self.u
+            pairs = zip(lefts, (self.state, self.state, refs.dstate_smem), strict=True)
             for acc, (left, state) in zip(read, pairs, strict=True):
                 for half in range(2):
                     acc.add(left.at[half], state.at[wg, pl.ds(64 * half, 64)])
-            # Each sum goes on where the last one left it.
-            of_q = WgmmaAccumulator(accs[3], self._rows(OUT) * read[0].read(pending=4))
+            # Each sum goes on where another one left it.
+            of_q = total.q + self._rows(OUT) * read[0].read(pending=4)
+            of_q = WgmmaAccumulator(accs[3], of_q)
             of_q.add(f, keys)
-            by_row = over_rows(self._row(READ) * self._row(BETA))
-            of_k = WgmmaAccumulator(accs[4], by_row * read[1].read(pending=3))
+            of_k = over_rows(self._row(READ) * self._row(BETA)) * read[1].read(pending=3)
+            of_k = WgmmaAccumulator(accs[4], total.k + of_k)
             of_k.add(h, keys)
-            key_rows, write = _tile(keys), self._rows(WRITE)
-            outer = write * read[2].read(pending=2)
+            outer = self._rows(WRITE) * read[2].read(pending=2)
             written = WgmmaAccumulator(accs[5], outer)
             written.add(f.transpose((1, 0)), queries)
             written.add(h.transpose((1, 0)), keys)
-            self.parts[OF_WRITE, :] = (key_rows * outer).sum(axis=1)
+            rows = _tile(keys)
+            self.parts[OF_WRITE, :] = (rows * outer).sum(axis=1)
             self.parts[OF_DECAY, :] = self._of_decay()
-            of_q, query_rows = of_q.read(pending=3), _tile(queries)
-            of_sum = (query_rows * of_q).sum(axis=1)
-            of_k, written = of_k.read(pending=2), written.read()
-            self.parts[OF_SUM, :] = of_sum + (key_rows * (of_k - written)).sum(axis=1)
-            return total[0] + of_q, total[1] + of_k + written
+            of_k = of_k.read(pending=2)
+            along_k = (rows * of_k).sum(axis=1)
+            of_q = of_q.read(pending=2)
+            along_q = (_tile(queries) * of_q).sum(axis=1)
+            written = written.read()
+            along_written = (rows * written).sum(axis=1)
+            of_head = along_q - total.along_q + along_k - total.along_k
+            self.parts[OF_SUM, :] = of_head - along_written
+            return KeyGradients(of_q, of_k + written, along_q, along_k + along_written)
 
         return self._with(products, 6)
 

@@ -69,9 +69,7 @@ def test_packed_sequences_before_nan(lens, key_heads, value_heads, implementatio
 
 
 @both_devices
-@pytest.mark.slow(
-    reason="an overflow or 0 * inf; found by gradients of such gates in XLA too"
-)
+@pytest.mark.slow(reason="an overflow or 0 * inf; found by gradients of such gates in XLA too")
 def test_gates_from_nothing_to_minus_infinity(implementation):
     case = make_case([130], value_heads=4, padding=3)
     g, beta = np.array(case.g), np.array(case.beta)
@@ -81,16 +79,17 @@ def test_gates_from_nothing_to_minus_infinity(implementation):
     beta[:, :32, 0], beta[:, 40:50, 2] = 1e-6, 0.0
     case.g, case.beta = jnp.asarray(g), jnp.asarray(beta)
     actual, expected = assert_right(case, implementation)
-    for ours, theirs in zip(actual[2:5], expected[2:5], strict=True):
-        for head in (0, 2, 3):  # gradients differ in size: each head has to be right
-            assert relative(ours[:, :130, head], theirs[:, :, head]) < BOUND
+    # Gradients differ in size: each head has to be right. A gate's is a sum whose terms cancel.
+    for ours, theirs, bound in zip(
+        actual[2:5], expected[2:5], (BOUND, 2 * BOUND, BOUND), strict=True
+    ):
+        for head in (0, 2, 3):
+            assert relative(ours[:, :130, head], theirs[:, :, head]) < bound
     assert not np.any(actual[3][:, :130, 1])
 
 
 @both_devices
-@pytest.mark.slow(
-    reason="a factor of a length; found with l2norm, and by scales forward"
-)
+@pytest.mark.slow(reason="a factor of a length; found with l2norm, and by scales forward")
 def test_rows_without_l2norm_in_float16_and_a_negative_scale(implementation):
     case = make_case([100], padding=0, dtype=jnp.float16)
     norm = lambda x: x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)  # noqa: E731
@@ -105,9 +104,7 @@ def test_decays_per_channel(implementation):
     assert_right(case, implementation)
 
 
-@pytest.mark.slow(
-    reason="a race between warpgroups; found by wrong gradients above too"
-)
+@pytest.mark.slow(reason="a race between warpgroups; found by wrong gradients above too")
 @pytest.mark.parametrize("sms", [1, 132])
 def test_no_race_in_the_interpreter(sms, monkeypatch):
     """With both halves of a state in a block, and with one."""
