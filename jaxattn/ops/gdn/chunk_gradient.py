@@ -16,6 +16,7 @@ import numpy as np
 from jaxattn.core.numerics.matmul import matmul
 from jaxattn.kernels.gdn.backward.launch import (
     ChunkedTokens,
+    DeltaRuleBackwardCall,
     channel_states,
     gdn_backward_mosaic,
 )
@@ -44,15 +45,16 @@ def chunk_gradient(
     """
     do, dfinal = cotangents
     *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
-    options: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
-    given = ChunkedTokens(*chunked), do, runs
-    ends = {"initial_state": initial_state, "dfinal": dfinal, "interpret": interpret}
+    tokens = ChunkedTokens(*chunked)
+    call = DeltaRuleBackwardCall(
+        tokens, do, runs, initial_state, dfinal, scale=scale, use_qk_l2norm=use_qk_l2norm
+    )
     if rule.channels:
-        states, dstates, dstart = channel_states(*given, **ends, **options)
-        alone = partial(_chunk_alone, rule, states, **options)
-        gradients = jax.vjp(alone, *chunked)[1]((do, dstates.astype(jnp.float32)))
+        states, dstates, dstart = channel_states(call, interpret=interpret)
+        alone = partial(_chunk_alone, rule, states, scale=scale, use_qk_l2norm=use_qk_l2norm)
+        gradients = jax.vjp(alone, *tokens)[1]((do, dstates.astype(jnp.float32)))
     else:
-        gradients, dstart = gdn_backward_mosaic(*given, **ends, **options)
+        gradients, dstart = gdn_backward_mosaic(call, interpret=interpret)
     return *map(restore, gradients), None if initial_state is None else dstart
 
 

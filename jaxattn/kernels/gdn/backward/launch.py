@@ -34,26 +34,31 @@ class ChunkedTokens(NamedTuple):
     beta: jax.Array
 
 
-def gdn_backward_mosaic(
-    tokens: ChunkedTokens,
-    do: jax.Array,
-    runs: jax.Array | np.ndarray,
-    *,
-    scale: float,
-    initial_state: jax.Array | None,
-    dfinal: jax.Array | None,
-    use_qk_l2norm: bool,
-    interpret: bool = False,
-    detect_races: bool = False,
-) -> tuple[ChunkedTokens, jax.Array]:
-    """Gradients of the tokens and, float32 [n, Hv, 128, 128], of the initial states.
+class DeltaRuleBackwardCall(NamedTuple):
+    """What the gradients are of.
 
-    Args:
+    Attributes:
         do: gradient of the output, [N * 64, Hv, 128].
         runs: int32 [2, n], first chunk of a sequence, and how many it has.
-        dfinal: gradient of the final states, float32 [n, Hv, 128, 128]; None: zeros.
+        initial_state, dfinal: float32 [n, Hv, 128, 128], the latter the gradient of the final
+            states; None: zeros.
     """
+
+    tokens: ChunkedTokens
+    do: jax.Array
+    runs: jax.Array | np.ndarray
+    initial_state: jax.Array | None
+    dfinal: jax.Array | None
+    scale: float
+    use_qk_l2norm: bool
+
+
+def gdn_backward_mosaic(
+    call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
+) -> tuple[ChunkedTokens, jax.Array]:
+    """Gradients of the tokens and, float32 [n, Hv, 128, 128], of the initial states."""
     mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
+    tokens, do, scale = call.tokens, call.do, call.scale
     dtypes = [x.dtype for x in tokens]
     if scale <= 0:  # of which the kernels have no logarithm
         do, scale = do.astype(jnp.float32) * scale, 1.0
@@ -62,15 +67,15 @@ def gdn_backward_mosaic(
     count = q.shape[0] // CHUNK
     m, p, vectors, _ = chunk_matrices(
         q, k, g, beta, _whole_chunks(count), count,
-        scale=scale, use_qk_l2norm=use_qk_l2norm, backward=True, **mode,
+        scale=scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, **mode,
     )  # fmt: skip
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
-    start, dend = (None if x is None else x[None] for x in (initial_state, dfinal))
+    start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
     states, dstates, y, dstart = state_pass(
-        q, k, v, do, m, p, vectors, jnp.asarray(runs), start=start, dend=dend, **mode
+        q, k, v, do, m, p, vectors, jnp.asarray(call.runs), start=start, dend=dend, **mode
     )
     dq, dk, dv, parts = input_gradients(
-        q, k, v, do, m, vectors, states, dstates, y, scale=scale, l2norm=use_qk_l2norm, **mode
+        q, k, v, do, m, vectors, states, dstates, y, scale=scale, l2norm=call.use_qk_l2norm, **mode
     )
     of_gates = gate_gradients(parts, vectors, g)
     of_tokens = (*(x.reshape(-1, *x.shape[2:]) for x in (dq, dk, dv)), *of_gates)
@@ -79,36 +84,32 @@ def gdn_backward_mosaic(
 
 
 def channel_states(
-    tokens: ChunkedTokens,
-    do: jax.Array,
-    runs: jax.Array | np.ndarray,
-    *,
-    scale: float,
-    initial_state: jax.Array | None,
-    dfinal: jax.Array | None,
-    use_qk_l2norm: bool,
-    interpret: bool = False,
-    detect_races: bool = False,
+    call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where g is [N * 64, Hv, 128], decays per channel: the states before the chunks, and the
-    gradients of those behind them, bfloat16 [N, Hv, 128, 128], and of the initial states.
-
-    The other arguments are those of `gdn_backward_mosaic`.
-    """
+    gradients of those behind them, bfloat16 [N, Hv, 128, 128], and of the initial states."""
     mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
-    q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
-    g, beta = (x.astype(jnp.float32) for x in tokens[3:])
+    q, k, v, do = (x.astype(jnp.bfloat16) for x in (*call.tokens[:3], call.do))
+    g, beta = (x.astype(jnp.float32) for x in call.tokens[3:])
     count = q.shape[0] // CHUNK
     of_chunks = channel_chunks(
-        q, k, g, beta, _whole_chunks(count), count, scale=scale, use_qk_l2norm=use_qk_l2norm, **mode
+        q,
+        k,
+        g,
+        beta,
+        _whole_chunks(count),
+        count,
+        scale=call.scale,
+        use_qk_l2norm=call.use_qk_l2norm,
+        **mode,
     )
     # X has beta already, and X^T dU is the gradient of V.
     ones = jnp.ones_like(of_chunks.ends[:, :, :1])
     v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (v, do))
-    start, dend = (None if x is None else x[None] for x in (initial_state, dfinal))
+    start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
     states, dstates, _, dstart = state_pass(
         of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p,
-        jnp.concatenate([of_chunks.ends, ones], axis=2), jnp.asarray(runs),
+        jnp.concatenate([of_chunks.ends, ones], axis=2), jnp.asarray(call.runs),
         written=of_chunks.written, start=start, dend=dend, **mode,
     )  # fmt: skip
     return states, dstates, dstart[0]

@@ -9,7 +9,11 @@ import pytest
 
 from jaxattn import gdn, kda
 from jaxattn.kernels.gdn.backward import state_pass
-from jaxattn.kernels.gdn.backward.launch import ChunkedTokens, gdn_backward_mosaic
+from jaxattn.kernels.gdn.backward.launch import (
+    ChunkedTokens,
+    DeltaRuleBackwardCall,
+    gdn_backward_mosaic,
+)
 from tests.helpers.gdn_gradients import assert_gradients, oracle_gradients
 from tests.helpers.gdn_prefill_cases import make_case
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
@@ -111,14 +115,14 @@ def test_no_race_in_the_interpreter(sms, monkeypatch):
     monkeypatch.setattr(state_pass, "NUM_SMS", sms)
     case = make_case([192], padding=0)
     dout, dfinal = make_cotangents(case)
-    run = functools.partial(
-        gdn_backward_mosaic, scale=0.1, initial_state=case.initial_state, dfinal=dfinal,
-        use_qk_l2norm=True, interpret=True, detect_races=True,
-    )  # fmt: skip
+    tokens = ChunkedTokens(*(x[0] for x in case.args))
     runs = np.array([[0], [3]], np.int32)
+    call = DeltaRuleBackwardCall(
+        tokens, dout[0], runs, case.initial_state, dfinal, scale=0.1, use_qk_l2norm=True
+    )
     with no_races():
-        tokens = ChunkedTokens(*(x[0] for x in case.args))
-        found, dstart = jax.block_until_ready(jax.jit(run)(tokens, dout[0], runs))
+        run = functools.partial(gdn_backward_mosaic, interpret=True, detect_races=True)
+        found, dstart = jax.block_until_ready(run(call))
     expected = oracle_gradients(case, dout, dfinal, scale=0.1)
     assert_gradients(case, (*(x[None] for x in found), dstart), expected, bound=BOUND)
 
