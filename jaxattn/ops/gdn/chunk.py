@@ -72,9 +72,9 @@ def chunk_gated_delta_rule(
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
 
     Where the kernel runs forward, kernels compute the gradient too, and take float16 as bfloat16.
-    They keep two bfloat16 states per chunk and head, [Dv, Dk], of the state and of its gradient. The
-    "xla" implementation keeps one float32 state per chunk and head. Both recompute the forward pass
-    from the arguments, and what else they keep grows as T x (Dk + Dv + chunk_size) per head.
+    They keep two bfloat16 states per chunk and head, [Dv, Dk]: of the state and of its gradient.
+    "xla" keeps one float32 state per chunk and head. Both recompute the forward pass from the
+    arguments, and what else they keep grows as T x (Dk + Dv + chunk_size) per head.
 
     Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is, to a
     float32's rounding where the kernel splits: rows of different lengths can be padded with it.
