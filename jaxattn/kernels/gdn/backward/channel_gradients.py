@@ -323,7 +323,7 @@ class ChannelGradientCta:
 
     def _diagonal(
         self, of_q: jax.Array, of_row: jax.Array, of_column: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Adds the products of each token with itself."""
         f = self._masked(self._f, self.row == self.column)
         of_q = of_q + self._product((f, self.refs.k_smem.at[self.wg]))
