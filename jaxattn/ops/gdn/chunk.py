@@ -1,12 +1,13 @@
 """Gated delta rule over whole sequences, in chunks; the XLA reference is in chunk_xla.py."""
 
 import jax
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.slots import (
     as_offsets,
 )
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.validation.array_checks import (
     check_integer,
     floats,
@@ -16,6 +17,11 @@ from jaxattn.core.validation.array_checks import (
 )
 from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefill
+from jaxattn.ops.gdn.chunk_gradient import (
+    chunk_gradient,
+    reverse_mode_only,
+    with_chunk_gradient,
+)
 from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
 from jaxattn.ops.gdn.delta_rule import GATED, DeltaRule
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
@@ -65,10 +71,10 @@ def chunk_gated_delta_rule(
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
             Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
 
-    The gradient is the "xla" implementation's, whichever ran forward; a kernel for it may come
-    later. It recomputes the forward pass from the arguments and keeps one float32 state per chunk
-    and head, [Dv, Dk], never one per token. What else it keeps grows as
-    T x (Dk + Dv + chunk_size) per head.
+    Where the kernel runs forward, kernels compute the gradient too, and take float16 as bfloat16.
+    They keep two bfloat16 states per chunk and head, [Dv, Dk]: of the state and of its gradient.
+    "xla" keeps one float32 state per chunk and head. Both recompute the forward pass from the
+    arguments, and what else they keep grows as T x (Dk + Dv + chunk_size) per head.
 
     Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is, to a
     float32's rounding where the kernel splits: rows of different lengths can be padded with it.
@@ -154,10 +160,23 @@ def chunk_rule(
                 interpret=interpret,
             )
 
-        return run(with_gradient_of(reference, kernel))
+        def backward(arguments, cotangents):
+            *tokens, initial_state, cu_seqlens = arguments
+            return chunk_gradient(
+                rule,
+                tuple(tokens),
+                initial_state,
+                cu_seqlens if known is None else np.asarray(known),
+                cotangents,
+                scale=factor,
+                use_qk_l2norm=use_qk_l2norm,
+                interpret=interpret,
+            )
+
+        return run(with_chunk_gradient(kernel, backward))
 
     def run(function):
-        with jax.named_scope(op):
+        with jax.named_scope(op), reverse_mode_only(op):
             o, final = function(q, k, v, g, beta, initial_state, cu_seqlens)
         return o, final if output_final_state else None
 

@@ -16,6 +16,12 @@ CHUNK = 64
 # in every place. Without l2norm the inverse lengths are 1.
 READ, OUT, WRITE, DECAY = range(4)
 VECTORS = 4
+# Behind them, for the backward pass: beta, the running sum of the log2 decays, and log2 of
+# scale |q|^-1 and |k|^-1. Where channels have decays of their own, behind the two halves of
+# exp(G_last): beta.
+BETA, SUM, LOG_Q, LOG_K = range(VECTORS, VECTORS + 4)
+BACKWARD_VECTORS = VECTORS + 4
+CHANNEL_BETA = 2
 
 # X and P are lower triangular and kept as [96, 32], a quarter less to write and read: columns 0 to
 # 31 of all rows, then columns 32 to 63 of rows 32 to 63.

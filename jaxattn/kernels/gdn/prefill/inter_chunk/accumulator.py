@@ -1,4 +1,4 @@
-"""Accumulators of the tensor cores, for products whose left operand is in registers."""
+"""Accumulators of the tensor cores, to which products are added asynchronously."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 
 
 class WgmmaAccumulator:
-    """A float32 [64, 64] that products are added to, asynchronously on the GPU.
+    """A float32 [64, 64], or of fewer columns, that products are added to.
 
     The interpreter of JAX 0.11.2 knows neither operands in registers nor stores to an accumulator:
     there this is a plain value.
@@ -20,17 +20,16 @@ class WgmmaAccumulator:
 
     def __init__(self, ref: Any, value: jax.Array | None = None):
         self.ref, self.value = ref, value
-        if ref is None:
-            self.value = jnp.zeros((CHUNK, CHUNK), jnp.float32) if value is None else value
-        elif value is not None:
+        if ref is not None and value is not None:
             ref[...] = value
 
-    def add(self, a: jax.Array, b: Any) -> None:
-        if self.ref is None:
-            product = jnp.dot(a.astype(jnp.float32), b[...].astype(jnp.float32))
-            self.value = self.read() + product
-        else:
+    def add(self, a: Any, b: Any) -> None:
+        """+= a b, with a in registers or shared memory, and b in shared memory."""
+        if self.ref is not None:
             plgpu.wgmma(self.ref, a, b)
+            return
+        product = jnp.dot(*(x[...].astype(jnp.float32) for x in (a, b)))
+        self.value = product if self.value is None else self.value + product
 
     def add_transposed(self, a: jax.Array, triangle: Any) -> None:
         """+= a b^T, with b in `triangles`."""
@@ -46,8 +45,8 @@ class WgmmaAccumulator:
         return plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
 
 
-def with_accumulators(body: Any, count: int, *, interpret: bool) -> Any:
+def with_accumulators(body: Any, count: int, *, columns: int = CHUNK, interpret: bool) -> Any:
     """`body` with the refs of `count` accumulators, which start at zero."""
     if interpret:
         return body(*([None] * count))
-    return pl.run_scoped(body, *([plgpu.ACC((CHUNK, CHUNK), jnp.float32)] * count))
+    return pl.run_scoped(body, *([plgpu.ACC((CHUNK, columns), jnp.float32)] * count))

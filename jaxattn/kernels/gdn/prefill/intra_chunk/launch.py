@@ -24,7 +24,13 @@ from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import (
     GdnIntraChunkRefs,
     scratch_types,
 )
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, TRIANGLE, VECTORS, compiler_params
+from jaxattn.kernels.gdn.prefill.tiles import (
+    BACKWARD_VECTORS,
+    CHUNK,
+    TRIANGLE,
+    VECTORS,
+    compiler_params,
+)
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 
@@ -53,6 +59,7 @@ def chunk_matrices(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    backward: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -65,6 +72,7 @@ def chunk_matrices(
             and in column N how many chunks from the first are to be done.
         count: N.
         scale: greater than 0.
+        backward: X is the inverse alone, without beta, and there are BACKWARD_VECTORS vectors.
 
     Returns:
         X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 4, 64]; undefined for
@@ -84,11 +92,13 @@ def chunk_matrices(
         workers=blocks * WARPGROUPS,
         scale=scale,
         l2norm=use_qk_l2norm,
+        backward=backward,
         dtype=dtype,
         interpret=interpret,
     )
     matrix = jax.ShapeDtypeStruct((count, value_heads, *TRIANGLE), dtype)
-    vectors = jax.ShapeDtypeStruct((count, value_heads, VECTORS, CHUNK), jnp.float32)
+    rows = BACKWARD_VECTORS if backward else VECTORS
+    vectors = jax.ShapeDtypeStruct((count, value_heads, rows, CHUNK), jnp.float32)
     out = launch(
         lambda **refs: GdnIntraChunkCta(cut, GdnIntraChunkRefs(**refs)).run(),
         name="gdn_prefill_chunk",
@@ -106,7 +116,7 @@ def chunk_matrices(
             "vectors_ref": vectors,
             "zero_ref": jax.ShapeDtypeStruct((1,), jnp.int32),
         },
-        scratch=scratch_types(share, dtype, interpret=interpret),
+        scratch=scratch_types(share, rows, dtype, interpret=interpret),
         warpgroups=WARPGROUPS,
         compiler_params=compiler_params(),
         interpret=interpret,

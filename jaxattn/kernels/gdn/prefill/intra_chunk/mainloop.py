@@ -24,14 +24,17 @@ from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import (
 )
 from jaxattn.kernels.gdn.prefill.intra_chunk.triangular_inverse import unit_lower_inverse
 from jaxattn.kernels.gdn.prefill.tiles import (
+    BETA,
     BY_COLUMN,
     BY_ROW,
     CHUNK,
     DECAY,
+    LOG_K,
+    LOG_Q,
     OUT,
     READ,
+    SUM,
     TILE,
-    VECTORS,
     WRITE,
     both_views,
     copy_rows,
@@ -72,6 +75,7 @@ class GdnIntraChunkConfig:
         share: of them, those that a warpgroup takes at once.
         workers: warpgroups of the launch.
         l2norm: whether q and k become unit vectors.
+        backward: the inverse is kept without beta, and more vectors are.
     """
 
     count: int
@@ -80,6 +84,7 @@ class GdnIntraChunkConfig:
     workers: int
     scale: float
     l2norm: bool
+    backward: bool
     dtype: Any
     interpret: bool
 
@@ -110,7 +115,7 @@ class GdnIntraChunkRefs:
     loaded: Any
 
 
-def scratch_types(share: int, dtype: Any, *, interpret: bool) -> dict[str, Any]:
+def scratch_types(share: int, vectors: int, dtype: Any, *, interpret: bool) -> dict[str, Any]:
     each = WARPGROUPS
     half = plgpu.SMEM((each, CHUNK, 32), jnp.float16, transforms=swizzled(jnp.float16, 32))
     return {
@@ -120,7 +125,7 @@ def scratch_types(share: int, dtype: Any, *, interpret: bool) -> dict[str, Any]:
         "gates_smem": plgpu.SMEM((each, share, 2, CHUNK), jnp.float32),
         "sums_smem": plgpu.SMEM((each, CHUNK), jnp.float32),
         "out_smem": triangles(each, dtype),
-        "vectors_smem": plgpu.SMEM((each, VECTORS, CHUNK), jnp.float32),
+        "vectors_smem": plgpu.SMEM((each, vectors, CHUNK), jnp.float32),
         "low_smem": half,
         "high_smem": half,
         "own_smem": plgpu.SMEM((each,), jnp.int32),
@@ -385,7 +390,8 @@ class GdnIntraChunkCta:
             row = refs.gates_smem.at[self._own(), n, BETAS, pl.ds(first, CHUNK // 2)]
             return over_columns(_load(row, BY_COLUMN))
 
-        x = unit_lower_inverse(a, betas, half_smem, interpret=cut.interpret)
+        weights = None if cut.backward else betas
+        x = unit_lower_inverse(a, weights, half_smem, interpret=cut.interpret)
         wg = self._own()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self._keep(wg, *x)
@@ -406,6 +412,9 @@ class GdnIntraChunkCta:
         vectors[OUT, :] = jnp.exp2(running + lengths.q)
         vectors[WRITE, :] = jnp.exp2(total - running + lengths.k)
         vectors[DECAY, :] = every
+        if self.cut.backward:
+            vectors[BETA, :], vectors[SUM, :] = beta, running
+            vectors[LOG_Q, :], vectors[LOG_K, :] = lengths.q, lengths.k
         # exp(G_i - G_j), times what multiplies query i and key j; 0 above the diagonal, where it
         # might be inf.
         columns = over_columns(_load(sums, BY_COLUMN))

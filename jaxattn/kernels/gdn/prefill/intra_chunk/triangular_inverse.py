@@ -69,7 +69,11 @@ def _block_product(ctx: Any, x: Any, y: Any) -> Any:
 
 
 def unit_lower_inverse(
-    a: jax.Array, weights: Callable[[int], jax.Array], half_smem: list[Any], *, interpret: bool
+    a: jax.Array,
+    weights: Callable[[int], jax.Array] | None,
+    half_smem: list[Any],
+    *,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`(I - tril(a, -1))^-1 diag(w)` of a float32 [64, 64] in registers; the rest of `a` is not
     looked at.
@@ -78,7 +82,7 @@ def unit_lower_inverse(
 
     Args:
         weights: makes of the first of 32 columns float32 [64, 32], w in each row. Only results are
-            multiplied by it: in float16 numbers below 1e-4 lose bits.
+            multiplied by it: in float16 numbers below 1e-4 lose bits. None: w is 1.
         half_smem: float16 scratch, two of [64, 32] that products use in turn: no operand is
             written before every warp has finished the product two before it.
     """
@@ -134,4 +138,5 @@ def unit_lower_inverse(
     (corner,) = times([(columns(a, 0, 32), 0)], x, half_smem[0])
     (step,) = times([(x, 32)], corner, half_smem[1])
     half = iota((CHUNK, 32), 0) >= 32
-    return jnp.where(half, step, x) * weights(0), x * weights(32)
+    halves = jnp.where(half, step, x), x
+    return halves if weights is None else (halves[0] * weights(0), halves[1] * weights(32))

@@ -1,0 +1,133 @@
+"""Gradient of the chunked gated delta rule on a Hopper GPU: the kernels in order.
+
+    prefill/intra_chunk/launch.py   of every chunk of 64 tokens alone: its inverse, masked scores
+    state_pass.py                   states before the chunks, and gradients of those behind them
+    input_gradients.py              of every chunk alone again: gradients of q, k, v, and the gates
+    channel_gradients.py            the same where every channel of the key decays by itself
+
+Nothing of the forward pass is kept but its arguments. States are kept for each chunk, in bfloat16.
+
+Limits: those of gdn/prefill/launch.py; float16 is taken as bfloat16. Reference: the gradient of
+`jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn/backward/test_kernel.py.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxattn.kernels.gdn.backward.channel_gradients import channel_gradients
+from jaxattn.kernels.gdn.backward.gate_gradients import (
+    channel_gate_gradients,
+    gate_gradients,
+    two_terms,
+)
+from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
+from jaxattn.kernels.gdn.backward.state_pass import state_pass
+from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
+from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
+from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
+
+
+class ChunkedTokens(NamedTuple):
+    """Tokens in whole chunks of 64, each of one sequence; what there is no token for is 0."""
+
+    q: jax.Array  # [N * 64, Hk, 128]
+    k: jax.Array
+    v: jax.Array  # [N * 64, Hv, 128]
+    g: jax.Array  # [N * 64, Hv]
+    beta: jax.Array
+
+
+class DeltaRuleBackwardCall(NamedTuple):
+    """What the gradients are of.
+
+    Attributes:
+        do: gradient of the output, [N * 64, Hv, 128].
+        runs: int32 [2, n], first chunk of a sequence, and how many it has.
+        initial_state, dfinal: float32 [n, Hv, 128, 128], the latter the gradient of the final
+            states; None: zeros.
+    """
+
+    tokens: ChunkedTokens
+    do: jax.Array
+    runs: jax.Array | np.ndarray
+    initial_state: jax.Array | None
+    dfinal: jax.Array | None
+    scale: float
+    use_qk_l2norm: bool
+
+
+def gdn_backward_mosaic(
+    call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
+) -> tuple[ChunkedTokens, jax.Array]:
+    """Gradients of the tokens and, float32 [n, Hv, 128, 128], of the initial states."""
+    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
+    tokens, do, scale = call.tokens, call.do, call.scale
+    dtypes = [x.dtype for x in tokens]
+    if scale <= 0:  # of which the kernels have no logarithm
+        do, scale = do.astype(jnp.float32) * scale, 1.0
+    q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
+    g, beta = (x.astype(jnp.float32) for x in tokens[3:])
+    count = q.shape[0] // CHUNK
+    m, p, vectors, _ = chunk_matrices(
+        q, k, g, beta, _whole_chunks(count), count,
+        scale=scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, **mode,
+    )  # fmt: skip
+    q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
+    start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
+    states, dstates, y, dstart = state_pass(
+        q, k, v, do, m, p, vectors, jnp.asarray(call.runs), start=start, dend=dend, **mode
+    )
+    dq, dk, dv, parts = input_gradients(
+        q, k, v, do, m, vectors, states, dstates, y, scale=scale, l2norm=call.use_qk_l2norm, **mode
+    )
+    of_gates = gate_gradients(parts, vectors, g)
+    of_tokens = (*(x.reshape(-1, *x.shape[2:]) for x in (dq, dk, dv)), *of_gates)
+    cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
+    return ChunkedTokens(*cast), dstart[0]
+
+
+def kda_backward_mosaic(
+    call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
+) -> tuple[ChunkedTokens, jax.Array]:
+    """The same where g is [N * 64, Hv, 128], decays per channel; q and k come normalised."""
+    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
+    dtypes = [x.dtype for x in call.tokens]
+    q, k, v, do = (x.astype(jnp.bfloat16) for x in (*call.tokens[:3], call.do))
+    g, beta = (x.astype(jnp.float32) for x in call.tokens[3:])
+    count, heads = q.shape[0] // CHUNK, v.shape[1]
+    of_chunks = channel_chunks(
+        q, k, g, beta, _whole_chunks(count), count,
+        scale=call.scale, use_qk_l2norm=False, backward=True, **mode,
+    )  # fmt: skip
+    q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
+    by_head = beta.reshape(count, CHUNK, heads).swapaxes(1, 2)[:, :, None]
+    vectors = jnp.concatenate([of_chunks.ends, by_head], axis=2)
+    start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
+    states, dstates, y, dstart = state_pass(
+        of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p, vectors,
+        jnp.asarray(call.runs), written=of_chunks.written, start=start, dend=dend, **mode,
+    )  # fmt: skip
+    dq, dk, dv, of_sums, of_beta = channel_gradients(
+        q, k, of_chunks.k, two_terms(g).reshape(2, *v.shape), v, do, of_chunks.x, vectors,
+        states, dstates, y, scale=call.scale, **mode,
+    )  # fmt: skip
+    of_g = channel_gate_gradients(of_sums, of_chunks.ends, states, dstates, g)
+    of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
+    group = heads // k.shape[2]
+    dq, dk = (
+        x.reshape(-1, k.shape[2], group, DIM).astype(jnp.float32).sum(axis=2) if group > 1
+        else x.reshape(-1, heads, DIM)
+        for x in (dq, dk)
+    )  # fmt: skip
+    of_tokens = dq, dk, dv.reshape(-1, heads, DIM), of_g, of_beta
+    cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
+    return ChunkedTokens(*cast), dstart[0]
+
+
+def _whole_chunks(count: int) -> jax.Array:
+    """The plan of chunks that the kernels of prefill take, of which every chunk is full."""
+    first = np.arange(count, dtype=np.int32) * CHUNK
+    return jnp.asarray(np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32))

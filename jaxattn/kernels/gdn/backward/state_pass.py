@@ -1,0 +1,376 @@
+"""States before every chunk, and gradients of the states behind every chunk, side by side.
+
+The states are those of the forward pass, once more; their gradients go from a sequence's last chunk
+to its first. Neither needs the other, so that they are blocks of one launch. As in the forward
+pass a warpgroup owns 64 of the 128 rows of a value head's state, which never meet. Transposed, with
+M = (I + A)^-1, per chunk of 64 tokens the states take
+
+    W^T = V^T + read * (S K^T)
+    U^T = (beta * W^T) M^T
+    S   = decay S + (write * U^T) K
+
+and their gradients
+
+    dU^T = dO^T P + write * (dS K^T)
+    Y^T  = dU^T M                                  beta * Y is the gradient of V
+    dS   = decay dS + (out * dO^T) Q + (read * beta * Y^T) K
+
+Where channels of the key have decays of their own, keys and queries come times them, and read,
+write and out are 1: see `ChunkStateUpdate`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gdn.backward.gate_gradients import LANE
+from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
+from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
+    ChunkStateUpdate,
+    drain,
+    first_half,
+    first_state,
+    next_slot,
+    store_state,
+    stream,
+    times,
+    zero_tile,
+)
+from jaxattn.kernels.gdn.prefill.tiles import (
+    BETA,
+    CHANNEL_BETA,
+    CHUNK,
+    DIM,
+    OUT,
+    READ,
+    WRITE,
+    clear_triangles,
+    copy_rows,
+    copy_triangle,
+    triangles,
+)
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS, fence_proxy_async, swizzled
+
+STATES, GRADIENTS = 0, 1  # what a block makes
+MULTIPLIES, COPIES = 232, 40  # registers of a thread
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StatePassRefs:
+    """What a block works on: operands and results, then its shared memory and barriers."""
+
+    q_ref: Any
+    k_ref: Any
+    written_ref: Any  # keys where the state is written, of decays per channel, else None
+    v_ref: Any
+    do_ref: Any
+    m_ref: Any
+    p_ref: Any
+    vectors_ref: Any
+    runs_ref: Any
+    start_ref: Any  # None: zeros
+    dend_ref: Any  # None: zeros
+    states_ref: Any
+    dstates_ref: Any
+    y_ref: Any
+    dstart_ref: Any
+    q_smem: Any
+    k_smem: Any
+    written_smem: Any
+    v_smem: Any  # V or dO
+    m_smem: Any
+    p_smem: Any
+    vectors_smem: Any
+    state_smem: Any
+    y_smem: Any
+    loaded: Any  # of states' blocks
+    dloaded: Any  # of gradients' blocks
+    read: Any
+
+
+def state_pass(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    do: jax.Array,
+    m: jax.Array,
+    p: jax.Array,
+    vectors: jax.Array,
+    runs: jax.Array,
+    *,
+    written: jax.Array | None = None,
+    start: jax.Array | None,
+    dend: jax.Array | None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """States, their gradients, Y, and the gradients of the first states.
+
+    Args:
+        q, k: [N, 64, Hk, 128]; v, do: [N, 64, Hv, 128], of one 16-bit dtype. What a chunk has no
+            token for is 0.
+        m, p: [N, Hv, *TRIANGLE], (I + A)^-1 and the masked scores.
+        vectors: of `chunk_matrices`, for the backward pass.
+        written: where channels have decays of their own [N, Hv, 64, 128], and then q and k are of
+            that shape, of `channel_chunks`, and vectors [N, Hv, 3, 64], its last one and beta.
+        runs: int32 [2, n], first chunk of a sequence, and how many it has.
+        start, dend: float32 [1, n, Hv, 128, 128], states before the sequences, and gradients of
+            those behind them; None: zeros.
+
+    Returns:
+        Before each chunk [N, Hv, 128, 128] and behind it, Y [N, 64, Hv, 128], in q's dtype, and
+        float32 [1, n, Hv, 128, 128]. Nothing is written of chunks that no sequence has.
+    """
+    chunks, _, value_heads, _ = v.shape
+    count, dtype, channels = runs.shape[1], q.dtype, written is not None
+    halves = 1 if count * value_heads * 4 <= NUM_SMS else 2
+    stages = 3 if halves == 1 and not channels else 2
+    tile = swizzled(dtype)
+    tokens = plgpu.SMEM((stages, 2, CHUNK, 64), dtype, transforms=tile)
+    part = plgpu.SMEM((stages, halves, CHUNK, 64), dtype, transforms=tile)
+    states = jax.ShapeDtypeStruct((chunks, value_heads, DIM, DIM), dtype)
+    out = launch(
+        lambda **refs: StatePassCta(
+            StatePassRefs(**refs), halves=halves, stages=stages, interpret=interpret
+        ).run(),
+        name="gdn_backward_states",
+        grid={"block": count * value_heads * 4 // halves},
+        inputs={
+            "q_ref": q,
+            "k_ref": k,
+            "written_ref": written,
+            "v_ref": v,
+            "do_ref": do,
+            "m_ref": m,
+            "p_ref": p,
+            "vectors_ref": vectors,
+            "runs_ref": runs,
+            "start_ref": start,
+            "dend_ref": dend,
+        },
+        outputs={
+            "states_ref": states,
+            "dstates_ref": states,
+            "y_ref": jax.ShapeDtypeStruct(v.shape, dtype),
+            "dstart_ref": jax.ShapeDtypeStruct((1, count, value_heads, DIM, DIM), jnp.float32),
+        },
+        scratch={
+            "q_smem": tokens,
+            "k_smem": tokens,
+            "written_smem": tokens if channels else None,
+            "v_smem": part,
+            "m_smem": triangles(stages, dtype),
+            "p_smem": triangles(stages, dtype),
+            "vectors_smem": plgpu.SMEM((stages, *vectors.shape[2:]), jnp.float32),
+            "state_smem": plgpu.SMEM((halves, 2, CHUNK, 64), dtype, transforms=tile),
+            "y_smem": plgpu.SMEM((halves, CHUNK, 64), dtype, transforms=tile),
+            "loaded": plgpu.Barrier(num_arrivals=5 + 2 * channels + halves, num_barriers=stages),
+            "dloaded": plgpu.Barrier(num_arrivals=9 + 2 * channels + halves, num_barriers=stages),
+            "read": plgpu.Barrier(num_arrivals=halves, num_barriers=stages),
+        },
+        warpgroups=halves + 1,
+        compiler_params=LANE,
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return out["states_ref"], out["dstates_ref"], out["y_ref"], out["dstart_ref"]
+
+
+class StatePassCta:
+    """A sequence's value head: its states or their gradients, both halves of them or one."""
+
+    def __init__(self, refs: StatePassRefs, *, halves: int, stages: int, interpret: bool):
+        self.refs, self.halves, self.stages, self.interpret = refs, halves, stages, interpret
+        self.dtype, self.channels = refs.states_ref.dtype, refs.written_ref is not None
+        self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        self.kind = lax.rem(block, jnp.int32(2))
+        index, self.first_part = first_half(lax.div(block, jnp.int32(2)), halves)
+        heads = refs.v_ref.shape[2]
+        group = 1 if self.channels else heads // refs.k_ref.shape[2]
+        self.sequence, self.head = (
+            lax.div(index, jnp.int32(heads)),
+            lax.rem(index, jnp.int32(heads)),
+        )
+        self.key_head = lax.div(self.head, jnp.int32(group))
+        self.beta = CHANNEL_BETA if self.channels else BETA  # row of the vectors
+        self.part = self.first_part + self.wg  # of a warpgroup that computes
+        self.first, self.steps = refs.runs_ref[0, self.sequence], refs.runs_ref[1, self.sequence]
+
+    def run(self) -> None:
+        refs, multiplies = self.refs, self.wg < self.halves
+
+        @pl.when(multiplies & (self.kind == STATES))
+        def _states():
+            plgpu.set_max_registers(MULTIPLIES, action="increase")
+            start = self._first_state(refs.start_ref)
+            lax.fori_loop(0, self.steps, self._state_step, (start, jnp.int32(0)))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(multiplies & (self.kind == GRADIENTS))
+        def _gradients():
+            plgpu.set_max_registers(MULTIPLIES, action="increase")
+            end = self._first_state(refs.dend_ref)
+            state, _ = lax.fori_loop(0, self.steps, self._gradient_step, (end, jnp.int32(0)))
+            index = 0, self.sequence, self.head
+            store_state(state, refs.dstart_ref, index, self.part, interpret=self.interpret)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(self.wg == self.halves)
+        def _memory():
+            plgpu.set_max_registers(COPIES, action="decrease")
+            clear_triangles(refs.m_smem)
+            clear_triangles(refs.p_smem)
+            plgpu.commit_smem()
+
+            @pl.when(self.kind == STATES)
+            def _():
+                self._stream(refs.loaded, self._copy)
+
+            @pl.when(self.kind == GRADIENTS)
+            def _():
+                self._stream(refs.dloaded, self._copy_for_gradients)
+
+    def _first_state(self, ref: Any) -> tuple[jax.Array, ...]:
+        if ref is None:
+            return zero_tile(), zero_tile()
+        return first_state(ref, 0, self.sequence, self.head, self.part)
+
+    def _stream(self, loaded: Any, issue: Any) -> None:
+        copied = stream(loaded, self.refs.read, jnp.int32(0), self.steps, issue, self.stages)
+        drain(self.refs.read, copied, self.stages)
+
+    def _copy(self, i: jax.Array, slot: jax.Array, barrier: Any) -> None:
+        self._copy_shared(self.first + i, self.refs.v_ref, slot, barrier)
+
+    def _copy_for_gradients(self, i: jax.Array, slot: jax.Array, barrier: Any) -> None:
+        refs, chunk = self.refs, self.first + self.steps - 1 - i
+        self._copy_shared(chunk, refs.do_ref, slot, barrier)
+        copy_rows(refs.q_ref.at[self._rows_of(chunk)], refs.q_smem.at[slot], barrier)
+        copy_triangle(refs.p_ref.at[chunk, self.head], refs.p_smem.at[slot], barrier)
+
+    def _copy_shared(self, chunk: jax.Array, values: Any, slot: jax.Array, barrier: Any) -> None:
+        refs, keys = self.refs, self._rows_of(chunk)
+        copy_rows(refs.k_ref.at[keys], refs.k_smem.at[slot], barrier)
+        if self.channels:
+            copy_rows(refs.written_ref.at[keys], refs.written_smem.at[slot], barrier)
+        rows = values.at[chunk, :, self.head]
+        copy_rows(rows, refs.v_smem.at[slot], barrier, self.first_part, self.halves)
+        copy_triangle(refs.m_ref.at[chunk, self.head], refs.m_smem.at[slot], barrier)
+        vectors = refs.vectors_ref.at[chunk, self.head]
+        plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], barrier)
+
+    def _rows_of(self, chunk: jax.Array) -> tuple[Any, ...]:
+        """Where a chunk's keys and queries lie."""
+        if self.channels:
+            return chunk, self.head
+        return chunk, slice(None), self.key_head
+
+    def _update(self, slot: jax.Array) -> ChunkStateUpdate:
+        refs = self.refs
+        return ChunkStateUpdate(
+            refs.k_smem.at[slot], refs.v_smem.at[slot, self.wg], refs.m_smem.at[slot],
+            refs.vectors_smem.at[slot], self.dtype,
+            refs.written_smem.at[slot] if self.channels else None,
+        )  # fmt: skip
+
+    def _release(self, slot: jax.Array) -> None:
+        fence_proxy_async(interpret=self.interpret)
+        plgpu.barrier_arrive(self.refs.read.at[slot])
+
+    def _keep(self, tiles: tuple[jax.Array, ...], ref: Any, chunk: jax.Array) -> None:
+        """Copies a state's rows out."""
+        smem = self.refs.state_smem.at[self.wg]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for half, tile in enumerate(tiles):
+            smem.at[half][...] = tile
+        plgpu.commit_smem()
+        for half in range(2):
+            target = ref.at[chunk, self.head, pl.ds(self.part * 64, 64), pl.ds(64 * half, 64)]
+            plgpu.copy_smem_to_gmem(smem.at[half], target)
+
+    def _state_step(self, i: jax.Array, carry: Any) -> Any:
+        refs, (state, slot) = self.refs, carry
+        plgpu.barrier_wait(refs.loaded.at[slot])
+        step = self._update(slot)
+
+        def products(*accs: Any) -> tuple[jax.Array, ...]:
+            operand, decayed = step.rounded(state), step.decayed(state)
+            seen, u = (WgmmaAccumulator(ref) for ref in accs[:2])
+            step.times_transposed(seen, operand, step.k)
+            self._keep(operand.tiles, refs.states_ref, self.first + i)
+            w = step.values().astype(jnp.float32) + times(step.factor(READ), seen.read())
+            u.add_transposed((step.vector(self.beta) * w).astype(self.dtype), step.x)
+            added = u.read()
+            into = [WgmmaAccumulator(*each) for each in zip(accs[2:], decayed, strict=True)]
+            step.write(into, added, step.factor(WRITE))
+            return tuple(acc.read() for acc in into)
+
+        state = with_accumulators(products, 4, interpret=self.interpret)
+        self._release(slot)
+        return state, next_slot(slot, self.stages)
+
+    def _gradient_step(self, i: jax.Array, carry: Any) -> Any:
+        refs, (state, slot) = self.refs, carry
+        chunk = self.first + self.steps - 1 - i
+        plgpu.barrier_wait(refs.dloaded.at[slot])
+        step = self._update(slot)
+
+        def products(wide: tuple[Any, ...], narrow: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+            # What waits for nothing runs behind the first product, and the copies out beside it.
+            operand, decayed = step.rounded(state), step.decayed(state)
+            written = WgmmaAccumulator(wide[0])
+            step.times_transposed(written, operand, step.written)
+            inside, solved = (_Halves(narrow[at : at + 2]) for at in (0, 2))
+            values = step.values()  # dO^T
+            inside.add(values, refs.p_smem.at[slot])
+            into = [WgmmaAccumulator(*each) for each in zip(wide[1:], decayed, strict=True)]
+            out = times(step.factor(OUT), values.astype(jnp.float32)).astype(self.dtype)
+            for half, acc in enumerate(into):
+                acc.add(out, refs.q_smem.at[slot, half])
+            self._keep(operand.tiles, refs.dstates_ref, chunk)
+            added = times(step.factor(WRITE), written.read(pending=4)) + inside.read(pending=2)
+            solved.add(added.astype(self.dtype), refs.m_smem.at[slot])
+            y = solved.read()
+            back = times(step.factor(READ), step.vector(self.beta) * y).astype(self.dtype)
+            for half, acc in enumerate(into):
+                acc.add(back, refs.k_smem.at[slot, half])
+            self._write_y(y.astype(self.dtype), chunk)
+            return tuple(acc.read() for acc in into)
+
+        def with_wide(*wide: Any) -> tuple[jax.Array, ...]:
+            def with_narrow(*narrow: Any) -> tuple[jax.Array, ...]:
+                return products(wide, narrow)
+
+            return with_accumulators(with_narrow, 4, columns=32, interpret=self.interpret)
+
+        state = with_accumulators(with_wide, 3, interpret=self.interpret)
+        self._release(slot)
+        return state, next_slot(slot, self.stages)
+
+    def _write_y(self, tile: jax.Array, chunk: jax.Array) -> None:
+        """Y^T to its tokens; the wait and barrier of `_keep` lie before its next write."""
+        smem = self.refs.y_smem.at[self.wg]
+        smem.transpose((1, 0))[...] = tile
+        plgpu.commit_smem()
+        rows = self.refs.y_ref.at[chunk, :, self.head, pl.ds(self.part * 64, 64)]
+        plgpu.copy_smem_to_gmem(smem, rows)
+
+
+class _Halves:
+    """A float32 [64, 64] in two accumulators, to which products with `triangles` are added."""
+
+    def __init__(self, accs: tuple[Any, ...]):
+        self.accs = [WgmmaAccumulator(ref) for ref in accs]
+
+    def add(self, left: jax.Array, triangle: Any) -> None:
+        for half, acc in enumerate(self.accs):
+            acc.add(left, triangle.at[half])
+
+    def read(self, pending: int = 0) -> jax.Array:
+        return jnp.concatenate([acc.read(pending) for acc in self.accs], axis=1)

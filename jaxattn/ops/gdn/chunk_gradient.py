@@ -1,0 +1,119 @@
+"""The gradient of the chunked delta rules where a kernel ran forward, by kernels."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxattn.kernels.gdn.backward.launch import (
+    ChunkedTokens,
+    DeltaRuleBackwardCall,
+    gdn_backward_mosaic,
+    kda_backward_mosaic,
+)
+from jaxattn.kernels.gdn.prefill.tiles import CHUNK
+from jaxattn.ops.gdn.chunk_xla import l2norm, pack
+from jaxattn.ops.gdn.delta_rule import DeltaRule
+
+
+def chunk_gradient(
+    rule: DeltaRule,
+    tokens: tuple[jax.Array, ...],
+    initial_state: jax.Array | None,
+    cu_seqlens: Any,
+    cotangents: tuple[jax.Array, jax.Array],
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool,
+) -> tuple[Any, ...]:
+    """Gradients of q, k, v, g, beta and the initial state, by kernels.
+
+    Args:
+        tokens: q, k, v [B, T, H, 128], g and beta [B, T, Hv].
+        cu_seqlens: a traced array, NumPy's, or None.
+        cotangents: of o [B, T, Hv, 128] and the final states [n, Hv, 128, 128].
+    """
+    do, dfinal = cotangents
+    backward = gdn_backward_mosaic
+    if rule.channels:
+        backward = kda_backward_mosaic
+        if use_qk_l2norm:  # which those kernels do not undo
+            unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *tokens[:2])
+            tokens = (*unit, *tokens[2:])
+    *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
+    call = DeltaRuleBackwardCall(
+        ChunkedTokens(*chunked), do, runs, initial_state, dfinal, scale, use_qk_l2norm
+    )
+    gradients, dstart = backward(call, interpret=interpret)
+    dq, dk, *others = map(restore, gradients)
+    if rule.channels and use_qk_l2norm:
+        dq, dk = of_lengths((dq, dk))
+    return dq, dk, *others, None if initial_state is None else dstart
+
+
+def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...]:
+    """[B, T, ...] as [N * 64, ...] in chunks of one sequence each, with 0 where there is no token;
+    then the runs of `state_pass`, and what brings an array back."""
+    batch, length = arrays[0].shape[:2]
+    if cu_seqlens is None:
+        chunks = -(-length // CHUNK)
+        pad = chunks * CHUNK - length
+        first = chunks * np.arange(batch, dtype=np.int32)
+        runs: Any = np.stack([first, np.full_like(first, chunks)])
+
+        def chunked(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
+            return x.reshape(-1, *x.shape[2:])
+
+        def restore(x: jax.Array) -> jax.Array:
+            return x.reshape(batch, chunks * CHUNK, *x.shape[1:])[:, :length]
+
+        return *map(chunked, arrays), runs, restore
+
+    if isinstance(cu_seqlens, np.ndarray) and not (cu_seqlens % CHUNK).any():
+        if length == cu_seqlens[-1]:  # as the tokens lie
+            runs = np.stack([cu_seqlens[:-1], np.diff(cu_seqlens)]).astype(np.int32) // CHUNK
+            return *(x[0] for x in arrays), runs, lambda x: x[None]
+
+    packing = pack(jnp.asarray(cu_seqlens), length, CHUNK)
+    ends = jnp.asarray(cu_seqlens, jnp.int32)
+    number = -(-jnp.diff(ends) // CHUNK)
+    runs = jnp.stack([jnp.cumsum(number) - number, number])
+
+    def gathered(x: jax.Array) -> jax.Array:
+        return x[0].at[packing.token].get(mode="fill", fill_value=0, unique_indices=True)
+
+    def scattered(x: jax.Array) -> jax.Array:
+        return x.at[packing.row].get(mode="fill", fill_value=0, unique_indices=True)[None]
+
+    return *map(gathered, arrays), runs, scattered
+
+
+def with_chunk_gradient(kernel: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
+    """`kernel(q, k, v, g, beta, initial_state, cu_seqlens)`, differentiated in reverse mode by
+    `gradient` of those arguments and the cotangents."""
+    differentiable = jax.custom_vjp(kernel)
+
+    def backward(arguments: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
+        return *gradient(arguments, cotangents), None
+
+    differentiable.defvjp(lambda *arguments: (kernel(*arguments), arguments), backward)
+    return differentiable
+
+
+@contextlib.contextmanager
+def reverse_mode_only(op: str) -> Iterator[None]:
+    """JAX's error in forward mode says what to use instead; inside of `jax.jit` it is JAX's own."""
+    try:
+        yield
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        recurrent = op.replace("chunk_", "recurrent_")
+        raise TypeError(
+            f"{op}: it has no forward-mode gradient; use jax.grad or jax.vjp, or {recurrent}"
+        ) from error

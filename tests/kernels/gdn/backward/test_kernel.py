@@ -1,0 +1,140 @@
+"""Backward kernels of the chunked delta rules against float64, interpreted and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import gdn, kda
+from jaxattn.kernels.gdn.backward import state_pass
+from jaxattn.kernels.gdn.backward.launch import (
+    ChunkedTokens,
+    DeltaRuleBackwardCall,
+    gdn_backward_mosaic,
+)
+from tests.helpers.gdn_gradients import assert_gradients, oracle_gradients
+from tests.helpers.gdn_prefill_cases import make_case
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
+
+BOUND = 1e-2  # relative L2 of each gradient in bfloat16
+
+
+def make_cotangents(case):
+    """Of the output, NaN for padding, and of the final states."""
+    rng = np.random.default_rng(1)
+    dout = rng.normal(size=case.v.shape)
+    dout[:, case.tokens :] = np.nan
+    dfinal = rng.normal(size=case.initial_state.shape)
+    return jnp.asarray(dout.astype(case.v.dtype)), jnp.asarray(dfinal.astype(np.float32))
+
+
+def gradients(case, cotangents, implementation, *, l2norm=True, **options):
+    """Of a case's arguments and its initial states."""
+    rule = kda.chunk_kda if case.g.ndim == 4 else gdn.chunk_gated_delta_rule
+
+    def op(*arguments):
+        *tokens, state = arguments
+        return rule(
+            *tokens, initial_state=state, cu_seqlens=case.cu_seqlens, output_final_state=True,
+            use_qk_l2norm=l2norm, implementation=implementation, **options,
+        )  # fmt: skip
+
+    @jax.jit
+    def run(arguments, cotangents):
+        return jax.vjp(op, *arguments)[1](cotangents)
+
+    return run((*case.args, case.initial_state), cotangents)
+
+
+def assert_right(case, implementation, **options):
+    cotangents = make_cotangents(case)
+    actual = gradients(case, cotangents, implementation, **options)
+    expected = oracle_gradients(case, *cotangents, **options)
+    for ours, argument in zip(actual, (*case.args, case.initial_state), strict=True):
+        assert ours.shape == argument.shape and ours.dtype == argument.dtype
+    assert_gradients(case, actual, expected, bound=BOUND)
+    return actual, expected
+
+
+@pytest.mark.slow_cases(
+    reason="an end in another place of a chunk, more heads of a key; found by one end there too"
+)
+@both_devices
+@pytest.mark.parametrize(
+    "lens, key_heads, value_heads", [([66, 0], 1, 2), slow([1, 0, 130, 64], 2, 8)]
+)
+def test_packed_sequences_before_nan(lens, key_heads, value_heads, implementation):
+    case = make_case(lens, key_heads=key_heads, value_heads=value_heads, gates=0.1)
+    actual, _ = assert_right(case, implementation)
+    empty = lens.index(0)
+    np.testing.assert_array_equal(actual[-1][empty], make_cotangents(case)[1][empty])
+
+
+@both_devices
+@pytest.mark.slow(reason="an overflow or 0 * inf; found by gradients of such gates in XLA too")
+def test_gates_from_nothing_to_minus_infinity(implementation):
+    case = make_case([130], value_heads=4, padding=3)
+    g, beta = np.array(case.g), np.array(case.beta)
+    g[..., 0], g[..., 1] = 0.0, -1000.0
+    g[:, ::5, 2:] -= 1000.0
+    g[0, 9, 3] = -np.inf
+    beta[:, :32, 0], beta[:, 40:50, 2] = 1e-6, 0.0
+    case.g, case.beta = jnp.asarray(g), jnp.asarray(beta)
+    actual, expected = assert_right(case, implementation)
+    # Gradients differ in size: each head has to be right. A gate's is a sum whose terms cancel.
+    for ours, theirs, bound in zip(
+        actual[2:5], expected[2:5], (BOUND, 2 * BOUND, BOUND), strict=True
+    ):
+        for head in (0, 2, 3):
+            assert relative(ours[:, :130, head], theirs[:, :, head]) < bound
+    assert not np.any(actual[3][:, :130, 1])
+
+
+@both_devices
+@pytest.mark.slow(reason="a factor of a length; found with l2norm, and by scales forward")
+def test_rows_without_l2norm_in_float16_and_a_negative_scale(implementation):
+    case = make_case([100], padding=0, dtype=jnp.float16)
+    norm = lambda x: x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)  # noqa: E731
+    case.q, case.k = (norm(x).astype(jnp.float16) for x in (case.q, case.k))
+    assert_right(case, implementation, l2norm=False, scale=-0.5)
+
+
+@both_devices
+@pytest.mark.slow(reason="a state's decay by channel; found by the prefill of such decays too")
+def test_decays_per_channel(implementation):
+    case = make_case([70, 0, 20], channels=True, gates=0.1)
+    assert_right(case, implementation)
+
+
+@pytest.mark.slow(reason="a race between warpgroups; found by wrong gradients above too")
+@pytest.mark.parametrize("sms", [1, 132])
+def test_no_race_in_the_interpreter(sms, monkeypatch):
+    """With both halves of a state in a block, and with one."""
+    monkeypatch.setattr(state_pass, "NUM_SMS", sms)
+    case = make_case([192], padding=0)
+    dout, dfinal = make_cotangents(case)
+    tokens = ChunkedTokens(*(x[0] for x in case.args))
+    runs = np.array([[0], [3]], np.int32)
+    call = DeltaRuleBackwardCall(
+        tokens, dout[0], runs, case.initial_state, dfinal, scale=0.1, use_qk_l2norm=True
+    )
+    with no_races():
+        run = functools.partial(gdn_backward_mosaic, interpret=True, detect_races=True)
+        found, dstart = jax.block_until_ready(run(call))
+    expected = oracle_gradients(case, dout, dfinal, scale=0.1)
+    assert_gradients(case, (*(x[None] for x in found), dstart), expected, bound=BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["gdn", "kda"])
+def test_the_same_bits_twice_at_full_width(rule):
+    case = make_case(
+        [1000, 24, 1024], key_heads=4 if rule == "gdn" else 8, value_heads=8,
+        channels=rule == "kda", gates=0.1,
+    )  # fmt: skip
+    cotangents = make_cotangents(case)
+    first, second = (gradients(case, cotangents, "mosaic_gpu") for _ in range(2))
+    for x, y in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
