@@ -101,6 +101,8 @@ def test_every_entry_point_is_an_executable(bucketed):
         "mask of 4 rows",
         "score of 4 tokens",
         "score of 16 tokens",
+        "pooling of 4 tokens",
+        "pooling of 16 tokens",
         "history of 1 x 4 tokens",
         "history of 1 x 16 tokens",
         "update of rows",

@@ -103,6 +103,7 @@ class OutputReader:
             self.stats.prefill_seconds += spent
             if flight.scores is not None:
                 self.endings.take_scores(flight.scores.read())
+                self.endings.take_sums(flight.scores.sums())
             if tells:
                 self.endings.take(flight.rows, told)
             return

@@ -149,7 +149,7 @@ class OverlapLoop:
         packed = packed_chunks(entry.rows, entry.tokens, limits.table_width, chunks)
         remember = any(chunk.place >= 0 for chunk in chunks if chunk)
         told, scores.told = self.runner.prefill(
-            entry, packed, remember=remember, wanted=scores.wanted
+            entry, packed, remember=remember, wanted=scores.wanted, pooled=scores.ranges
         )
         self._send_copies()  # those behind what was read now, to their checkpoints
         if found := [row for row in ended if row is not None]:

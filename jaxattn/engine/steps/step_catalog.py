@@ -3,6 +3,7 @@
     prefill of P x T tokens    a chunk of each of P prompts: the first, a later one (the cached
                                prefix is walked page by page up to the whole block table), the last
     score of P T tokens        log-probabilities of prompts, behind their prefill (score_step.py)
+    pooling of P T tokens      embeddings of prompts, likewise (pooling_step.py)
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
     mask of B rows             what grammars do not allow, out of the logits (grammar_bitmask.py)
@@ -33,6 +34,7 @@ from jaxattn.engine.steps.batch_steps import (
 )
 from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import ModelStep, rounds
+from jaxattn.engine.steps.pooling_step import PoolingStep
 from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.memory.limits import Limits
 
@@ -57,7 +59,7 @@ def all_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """Every step that an engine of these limits can run."""
     entries = entry_points(limits)
     read = sorted({entry.all_tokens for entry in entries if entry.kind == "prefill"})
-    scores = (ScoreStep(tokens) for tokens in read)
+    scores = (step(tokens) for step in (ScoreStep, PoolingStep) for tokens in read)
     histories = (HistoryAppendStep(e.rows, e.tokens) for e in entries if e.kind == "prefill")
     samples = (
         SampleStep(rows, level) for rows in limits.batches for level in sampled_levels(limits)
