@@ -249,8 +249,10 @@ class Engine(EngineLifecycle):
                 says which and why.
         """
         requests = [Request(each, max_tokens=0, pooling=pooling) for each in prompts]
-        found = [each.embedding for each in self._whole("embed", requests)]
-        return np.stack(found) if found else np.zeros((0, *self.model.hidden_shape.shape), "f")
+        found = np.zeros((len(requests), *self.model.hidden_shape.shape), np.float32)
+        for row, each in zip(found, self._whole("embed", requests), strict=True):
+            row[:] = each.embedding
+        return found
 
     def _whole(self, what: str, requests: list[Request]) -> list[Completion]:
         """What became of requests for no tokens, all of which were served."""

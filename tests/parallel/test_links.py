@@ -102,7 +102,7 @@ def test_messages_arrive_as_they_were_sent(linked):
     [
         b"GET / HTTP/1.1\r\nHost: somewhere.else\r\n\r\n",
         np.array([transport.MAGIC, transport.UPDATE, 1, -4, 0, 0, 0, 0, 0], np.int32).tobytes(),
-        np.array([transport.MAGIC, transport.UPDATE, 2, 2**15, 2**15, 0, 0, 0, 0], np.int32).tobytes(),
+        np.array([transport.MAGIC, transport.UPDATE, 2, *[2**15] * 2, 0, 0, 0, 0], "i4").tobytes(),
         np.array([transport.MAGIC, 99, 0, 0, 0, 0, 0, 0, 0], np.int32).tobytes(),
     ],
     ids=["HTTP", "less than nothing", "four gigabytes", "of no kind"],

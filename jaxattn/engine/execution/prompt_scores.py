@@ -1,4 +1,4 @@
-"""Tokens of prompts that a prefill step scores or pools: whose they are, and what was told of them."""
+"""Tokens of prompts that a prefill step scores or pools: whose they are, and what was told."""
 
 import dataclasses
 
@@ -9,8 +9,8 @@ from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.sampling.logprobs import unpack_logprobs
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.steps.model_steps import ModelStep
-from jaxattn.engine.steps.prefill_batch import PromptChunk
 from jaxattn.engine.steps.pooling_step import wanted_ranges
+from jaxattn.engine.steps.prefill_batch import PromptChunk
 from jaxattn.engine.steps.score_step import ScoreStep, wanted_tokens
 
 

@@ -55,8 +55,8 @@ class Request:
         prompt_logprobs: how many likely alternatives are told with each token of the prompt, 0 to
             20; None tells nothing of the prompt. All of the prompt is then read, whatever the
             prefix cache holds of it.
-        pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens' hidden
-            states behind the final norm, or the last one. It needs `max_tokens` of 0. For a mean
+        pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens'
+            hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a mean
             all of the prompt is read, whatever the prefix cache holds of it.
         priority: a lower one is served first; of equals the one that came first.
         seed: with the token's position it decides every draw. None: the `id` serves as one.

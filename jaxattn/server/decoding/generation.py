@@ -10,6 +10,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, Self
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxattn.engine.requests.outputs import (
     Completion,
     Event,
@@ -42,6 +45,7 @@ class OutputChunk:
             beginning of the choice's own text.
         ids: its tokens.
         prompt: of the prompt's, if the request asked for them; their offsets are 0.
+        embedding: of the prompt, if the request asked for it.
     """
 
     choice: int
@@ -51,6 +55,7 @@ class OutputChunk:
     chances: tuple[Chance, ...] = ()
     ids: tuple[int, ...] = ()
     prompt: tuple[Chance, ...] = ()
+    embedding: Float[np.ndarray, "hidden"] | None = dataclasses.field(default=None, compare=False)
 
 
 class ChoiceDetokenizer:
@@ -98,8 +103,10 @@ class ChoiceDetokenizer:
         if stop is not None:
             return OutputChunk(self.number, text, "stop", stop)
         text += self._stops.end()
+        # Clients know stop strings and tokens, and none of the engine's own reasons.
         found = completion.detail if finish == "stop" else None
-        return OutputChunk(self.number, text, finish, found)
+        found = found if isinstance(found, int) else None
+        return OutputChunk(self.number, text, finish, found, embedding=completion.embedding)
 
 
 def failure(completion: Completion) -> ApiError:

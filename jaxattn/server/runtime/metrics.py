@@ -184,8 +184,7 @@ class ServerMetrics:
         if times.first is None or times.last is None:
             times.first = now
             self._first.observe(now - times.arrived)
-            self._prompt_tokens.inc(times.prompt)
-            self.totals.prompt_tokens += times.prompt
+            self._read(times.prompt)
             self.totals.first_tokens += 1
             self.totals.first_token_seconds += now - times.arrived
         else:
@@ -194,6 +193,11 @@ class ServerMetrics:
             self.totals.later_tokens += count
             self.totals.later_token_seconds += now - times.last
         times.last = now
+
+    def _read(self, prompt: int) -> None:
+        """A prompt of so many tokens was read."""
+        self._prompt_tokens.inc(prompt)
+        self.totals.prompt_tokens += prompt
 
     def finished(self, completion: Completion, now: float) -> None:
         """A row ended."""
@@ -208,6 +212,8 @@ class ServerMetrics:
                 self._prefill.observe(first - queued)
         self._request_prompt.observe(times.prompt)
         self._request_generated.observe(len(completion.tokens))
+        if times.first is None and completion.finish_reason is FinishReason.LENGTH:
+            self._read(times.prompt)  # for an embedding or for log-probabilities alone
         if times.first is not None and times.last is not None:
             self._decode.observe(times.last - times.first)
 

@@ -16,7 +16,7 @@ import jax
 
 from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
-from jaxattn.engine.requests.request import Grammar
+from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
 from jaxattn.server.decoding.generation import Generation
 from jaxattn.server.decoding.message_format import MessageFormat
@@ -48,6 +48,7 @@ class ServedModel:
         make: makes the engine and starts it, in the device thread.
         limits: of the engine, which chooses what they leave open when it starts.
         vocab_size: of the model.
+        hidden_size: of the model, which its embeddings have; None for one that embeds nothing.
         longest: tokens of the model's longest row, whatever the limits.
         defaults: of requests that do not say how to sample.
         progress: what `make` has done so far, for the page: JSON objects with the name of a task,
@@ -59,6 +60,7 @@ class ServedModel:
     limits: Limits
     vocab_size: int
     defaults: SamplingDefaults
+    hidden_size: int | None = None
     longest: int | None = None
     progress: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
@@ -304,6 +306,27 @@ class Service:
             for choice in range(sampling.choices)
         ]
         return Generation.of(requests, stream, sampling.stops, stop_included=sampling.stop_included)
+
+    def embeddings(
+        self, prompts: Sequence[Sequence[int]], pooling: str, *, priority: int, salt: str
+    ) -> Generation:
+        """A row for each prompt, which gives its embedding, not queued yet.
+
+        Those beyond a batch let other requests of the same priority pass.
+        """
+        rows = self.limits.batch
+        requests = [
+            Request(
+                prompt,
+                max_tokens=0,
+                pooling=pooling,
+                priority=priority if place < rows else min(priority + 1, MOST_IDS - 1),
+                cache_salt=salt,
+                id=self._free_id(),
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        return Generation.of(requests, self.tokenizer.stream, ())
 
     @contextlib.contextmanager
     def running(self, generation: Generation, arrived: float) -> Iterator[None]:
