@@ -56,8 +56,8 @@ class Request:
             20; None tells nothing of the prompt. All of the prompt is then read, whatever the
             prefix cache holds of it.
         pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens'
-            hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a mean
-            all of the prompt is read, whatever the prefix cache holds of it.
+            hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a
+            mean all of the prompt is read, whatever the prefix cache holds of it.
         priority: a lower one is served first; of equals the one that came first.
         seed: with the token's position it decides every draw. None: the `id` serves as one.
         stop_tokens: any of them ends the row and is no part of the completion. One may be given
