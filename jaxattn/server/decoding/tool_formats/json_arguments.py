@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import orjson
+
 from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
@@ -46,6 +48,14 @@ def parsed(text: str) -> Any:
         raise ValueError("it is too deep") from None
 
 
+def _checked(text: str) -> None:
+    """Raises ValueError unless a text is JSON."""
+    try:
+        orjson.loads(text)  # in a fifth of the time, of all but rare texts
+    except orjson.JSONDecodeError:
+        parsed(text)
+
+
 def compacted(text: str) -> str:
     """A JSON text without white space outside of strings."""
     parts, at = list[str](), 0
@@ -63,12 +73,12 @@ def object_text(text: str) -> str:
         Unreadable: it is something else.
     """
     text = text.strip() or "{}"
+    if not text.startswith("{"):
+        raise Unreadable
     try:
-        value = parsed(text)
+        _checked(text)
     except ValueError:
         raise Unreadable from None
-    if not isinstance(value, dict):
-        raise Unreadable
     return compacted(text)
 
 
