@@ -1,4 +1,4 @@
-"""Arguments as a model wrote them: JSON text that is checked and kept, without its white space.
+"""Arguments as a model wrote them: JSON text that is checked and kept.
 
 A number keeps its digits, whatever their count: 2**64 + 1 read into a float and written again
 would be another number.
@@ -67,7 +67,7 @@ def compacted(text: str) -> str:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object without white space; `{}` for none at all.
+    """The text of a JSON object; `{}` for none at all.
 
     Raises:
         Unreadable: it is something else.
@@ -79,7 +79,7 @@ def object_text(text: str) -> str:
         _checked(text)
     except ValueError:
         raise Unreadable from None
-    return compacted(text)
+    return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,7 +166,15 @@ def spelled(text: str, schema: object, root: Mapping[str, Any]) -> str:
             return python
     if kind in kinds or (kind == "integer" and "number" in kinds) or (kind and not text_is_one):
         return compacted(plain)
-    return json.dumps(text, ensure_ascii=False)
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
+    """A text as a string of JSON."""
+    try:
+        return orjson.dumps(text).decode()
+    except TypeError:  # half of a surrogate pair
+        return json.dumps(text)
 
 
 def _type(text: str) -> str | None:

@@ -6,6 +6,7 @@ twice. The cursor keeps all text since the last `commit`: if a reader fails, it 
 
 import functools
 import io
+import itertools
 import re
 from collections.abc import Generator
 
@@ -14,6 +15,7 @@ type Scan[T] = Generator[None, None, T]
 _OUTSIDE = re.compile(r'["{}\[\]]')  # of a string of JSON
 _WORD = re.compile(r"[\w.:/-]+")
 _INSIDE = re.compile(r'["\\]')
+_SPACE = re.compile(r"(?<![\w.+-])[ \t\n\r]+|[ \t\n\r]+(?![\w.+-])")  # of JSON, but between words
 MOST_NAME = 256  # characters
 MOST_DEPTH = 256  # of JSON; its readers are recursive
 
@@ -102,6 +104,14 @@ class TextCursor:
         """The text from a place to the unread text."""
         return self._kept.getvalue()[place : self._place]
 
+    def _compact(self, ends: list[int]) -> str:
+        """The text between the first and the last of some places, of which every second one begins
+        a string."""
+        text, spans = self._kept.getvalue(), list(itertools.pairwise(ends))
+        parts = [text[begin:end] for begin, end in spans]
+        parts[::2] = [_SPACE.sub("", part) for part in parts[::2]]
+        return "".join(parts)
+
     def _sought_in(self, sought: re.Pattern[str]) -> Scan[None]:
         """Waits for text that has what is sought; text without it is read."""
         if not self.text:
@@ -161,15 +171,18 @@ class TextCursor:
             yield from self._sought_in(known.firsts)
 
     def json(self, opens: str = "{") -> Scan[str]:
-        """The text of a JSON value that begins with one of some brackets, to its last bracket.
+        """The text of a JSON value that begins with one of some brackets, to its last bracket,
+        without white space outside of strings.
 
-        Brackets within strings do not count. Whether the value is JSON is for others to check.
+        Brackets within strings do not count. Whether the value is JSON is for others to check:
+        white space that parts two words stays.
         """
         while not self.text:
             yield from self.more()
         if self.text[0] not in opens:
             raise Unreadable
-        begin, depth, inside, at = self._place, 0, False, 0
+        ends = [self._place]  # of strings and of what stands between them
+        depth, inside, at = 0, False, 0
         while True:
             sought = _INSIDE if inside else _OUTSIDE
             match = sought.search(self.text, at)
@@ -180,6 +193,7 @@ class TextCursor:
             found, at = match[0], match.end()
             if found == '"':
                 inside = not inside
+                ends.append(self._place + (match.start() if inside else at))
             elif found == "\\":
                 while len(self.text) <= at:
                     yield from self.more()
@@ -190,4 +204,4 @@ class TextCursor:
                     raise Unreadable
                 if not depth:
                     self.take(at)
-                    return self._since(begin)
+                    return self._compact([*ends, self._place])
