@@ -7,8 +7,8 @@ client reads slowly, it is what several steps added.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 import numpy as np
 from jaxtyping import Float
@@ -67,46 +67,67 @@ class ChoiceDetokenizer:
         cached: tokens of its prompt that were not read again; known at its end.
     """
 
-    def __init__(self, number: int, stream: TokenStream, stops: StopStrings):
+    def __init__(self, number: int, stream: TokenStream, stops: StopStrings | None):
         self.number, self.tokens, self.cached = number, 0, 0
         self.done = False
         self._stream, self._stops = stream, stops
         self._characters = 0
 
-    def of_prompt(self, event: PromptEvent) -> OutputChunk:
-        """The piece with what is told of the prompt."""
-        chances = map(Chance, event.request.prompt, event.logprobs)
-        return OutputChunk(self.number, "", prompt=tuple(chances))
-
-    def push(self, event: TokenEvent) -> OutputChunk:
-        """The piece of a token; the last one if it completes a stop string."""
-        self.tokens += 1
-        pushed, at = self._stream.push(event.token), self._characters
-        self._characters += len(pushed)
-        text, stop = self._stops.push(pushed)
-        chances = () if event.logprobs is None else (Chance(event.token, event.logprobs, at),)
-        self.done = stop is not None
-        finish = "stop" if self.done else None
-        return OutputChunk(self.number, text, finish, stop, chances, (event.token,))
-
-    def end(self, completion: Completion) -> OutputChunk:
-        """The last piece of a row that ended.
+    def take(self, events: Sequence[Event]) -> OutputChunk | None:
+        """The piece of what the row gave; None where it is done already, or gave nothing.
 
         Raises:
             ApiError: it did not end as it should.
         """
+        text, ids, chances = list[str](), list[int](), list[Chance]()
+        more: dict[str, Any] = {}
+        for event in events:
+            if self.done:  # at a stop string, and then its row ended
+                if isinstance(event, FinishEvent):
+                    self.cached = event.completion.cached_tokens
+                continue
+            if type(event) is TokenEvent:
+                _, token, logprobs = event
+                self.tokens += 1
+                pushed = self._stream.push(token)
+                if logprobs is not None:
+                    chances.append(Chance(token, logprobs, self._characters))
+                    self._characters += len(pushed)
+                ids.append(token)
+                if self._stops is not None:
+                    pushed, stop = self._stops.push(pushed)
+                    if stop is not None:
+                        self.done, more = True, more | {"finish": "stop", "stop": stop}
+                text.append(pushed)
+            elif isinstance(event, FinishEvent):
+                more |= self._ended(event.completion, text)
+            elif isinstance(event, PromptEvent):
+                told = map(Chance, event.request.prompt, event.logprobs)
+                more["prompt"] = tuple(told)
+        if not (ids or more):
+            return None
+        return OutputChunk(
+            self.number, "".join(text), chances=tuple(chances), ids=tuple(ids), **more
+        )
+
+    def _ended(self, completion: Completion, text: list[str]) -> dict[str, Any]:
+        """How a row ended, after the rest of its text."""
         self.done, self.cached = True, completion.cached_tokens
         finish = ENDS.get(completion.finish_reason)
         if finish is None:
             raise failure(completion)
-        text, stop = self._stops.push(self._stream.end())
-        if stop is not None:
-            return OutputChunk(self.number, text, "stop", stop)
-        text += self._stops.end()
+        rest = self._stream.end()
+        if self._stops is not None:
+            rest, stop = self._stops.push(rest)
+            if stop is not None:
+                text.append(rest)
+                return {"finish": "stop", "stop": stop}
+            rest += self._stops.end()
+        text.append(rest)
         # Clients know stop strings and tokens, and none of the engine's own reasons.
-        found = completion.detail if finish == "stop" else None
-        found = found if isinstance(found, int) else None
-        return OutputChunk(self.number, text, finish, found, embedding=completion.embedding)
+        is_token = finish == "stop" and isinstance(completion.detail, int)
+        found = completion.detail if is_token else None
+        return {"finish": finish, "stop": found, "embedding": completion.embedding}
 
 
 def failure(completion: Completion) -> ApiError:
@@ -147,7 +168,7 @@ class Generation:
         self._choices: Mapping[int | None, ChoiceDetokenizer] = {
             request.id: choice for request, choice in zip(requests, choices, strict=True)
         }
-        self._given: list[Sequence[Event]] = []
+        self._given: list[Sequence[Sequence[Event]]] = []
         self._sink: PieceSink | None = None
         self._failure: Exception | None = None
         self._arrived = asyncio.Event()
@@ -163,23 +184,25 @@ class Generation:
     ) -> Self:
         """A generation whose choices have streams and stop strings of their own."""
         choices = [
-            ChoiceDetokenizer(number, stream(), StopStrings(stops, included=stop_included))
+            ChoiceDetokenizer(
+                number, stream(), StopStrings(stops, included=stop_included) if stops else None
+            )
             for number in range(len(requests))
         ]
         return cls(requests, choices)
 
-    def put(self, events: Sequence[Event]) -> None:
-        """What a step gave for these rows."""
+    def put(self, rows: Sequence[Sequence[Event]]) -> None:
+        """What a step gave for these rows, by row."""
         if self._sink is not None and not self._given and self._sink.ready:
-            if not any(isinstance(event, FinishEvent) for event in events):
+            if not any(isinstance(own[-1], FinishEvent) for own in rows):
                 try:
-                    self._sink.take(_joined(map(self._piece, events)))
+                    self._sink.take(self._pieces(rows))
                 except Exception as error:  # of a bug: this answer fails, and no other
                     self._failure = error
                 if not self.done and self._failure is None:
                     return
-                events = ()  # their pieces have been taken
-        self._given.append(events)
+                rows = ()  # their pieces have been taken
+        self._given.append(rows)
         self._arrived.set()
 
     @property
@@ -233,40 +256,19 @@ class Generation:
         if self._failure is not None:
             raise self._failure
         given, self._given = self._given, []
-        found = [piece for events in given for piece in _joined(map(self._piece, events))]
-        if sum(map(len, given)) <= PROMPT * len(self._choices):
-            return found
-        return _joined(found)
+        if sum(len(own) for rows in given for own in rows) <= PROMPT * len(self._choices):
+            return [piece for rows in given for piece in self._pieces(rows)]
+        joined: dict[int | None, list[Event]] = {}
+        for rows in given:
+            for own in rows:
+                joined.setdefault(request_of(own[0]).id, []).extend(own)
+        return self._pieces(list(joined.values()))
 
-    def _piece(self, event: Event) -> OutputChunk | None:
-        request = event.completion.request if isinstance(event, FinishEvent) else event.request
-        choice = self._choices[request.id]
-        if choice.done:  # at a stop string, and then its row ended
-            if isinstance(event, FinishEvent):
-                choice.cached = event.completion.cached_tokens
-            return None
-        if isinstance(event, FinishEvent):
-            return choice.end(event.completion)
-        if isinstance(event, PromptEvent):
-            return choice.of_prompt(event)
-        return choice.push(event)
+    def _pieces(self, rows: Sequence[Sequence[Event]]) -> list[OutputChunk]:
+        """A piece of each row."""
+        made = (self._choices[request_of(own[0]).id].take(own) for own in rows)
+        return [piece for piece in made if piece is not None]
 
 
-def _joined(pieces: Iterable[OutputChunk | None]) -> list[OutputChunk]:
-    """One piece of each choice."""
-    made = [piece for piece in pieces if piece is not None]
-    if len(made) == 1:
-        return made
-    found: dict[int, OutputChunk] = {}
-    for piece in made:
-        before = found.get(piece.choice)
-        if before is not None:
-            piece = dataclasses.replace(
-                piece,
-                text=before.text + piece.text,
-                chances=before.chances + piece.chances,
-                ids=before.ids + piece.ids,
-                prompt=before.prompt + piece.prompt,
-            )
-        found[piece.choice] = piece
-    return list(found.values())
+def request_of(event: Event) -> Request:
+    return event.completion.request if isinstance(event, FinishEvent) else event.request

@@ -15,6 +15,7 @@ from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
 from jaxattn.server.runtime.engine_worker import EngineSnapshot, StepReport
+from jaxattn.server.runtime.weighted_histogram import WeightedHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper bounds of buckets, in seconds.
@@ -100,9 +101,13 @@ class ServerMetrics:
         self._first = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN
         )
-        self._between = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a row.", BETWEEN_TOKENS
+        self._between = WeightedHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of a row.",
+            model,
+            BETWEEN_TOKENS,
         )
+        self.registry.register(self._between)
         self._whole = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token.", WHOLE
         )
@@ -188,8 +193,7 @@ class ServerMetrics:
             self.totals.first_tokens += 1
             self.totals.first_token_seconds += now - times.arrived
         else:
-            for _ in range(count):
-                self._between.observe((now - times.last) / count)
+            self._between.observe((now - times.last) / count, count)
             self.totals.later_tokens += count
             self.totals.later_token_seconds += now - times.last
         times.last = now

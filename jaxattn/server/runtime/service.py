@@ -18,7 +18,7 @@ from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
-from jaxattn.server.decoding.generation import Generation
+from jaxattn.server.decoding.generation import Generation, request_of
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
@@ -358,25 +358,24 @@ class Service:
         self.metrics.stepped(report, tokens)
 
     def _route(self, events: Sequence[Event], now: float) -> int:
-        """Gives each generation its events; returns how many are tokens."""
-        found: dict[Generation, list[Event]] = {}
-        told = (event.request.id for event in events if isinstance(event, TokenEvent))
+        """Gives each generation its rows' events; returns how many are tokens."""
+        rows = collections.defaultdict[int | None, list[Event]](list)
+        for event in events:  # of 128 rows there may be 1,024
+            rows[request_of(event).id].append(event)
+        found: dict[Generation, list[Sequence[Event]]] = {}
         tokens = 0
-        for row, count in collections.Counter(told).items():
-            if row is not None and row in self._generations:
-                self.metrics.tokens(row, count, now)
-                tokens += count
-        for event in events:
-            request = event.completion.request if isinstance(event, FinishEvent) else event.request
-            id = request.id
+        for id, own in rows.items():
             generation = None if id is None else self._generations.get(id)
             if id is None or generation is None:
                 LOG.error("the engine tells of request %s, which is none of those that run", id)
                 continue  # the others get what is theirs
-            if isinstance(event, FinishEvent):
+            if count := sum(type(event) is TokenEvent for event in own):
+                self.metrics.tokens(id, count, now)
+                tokens += count
+            if isinstance(last := own[-1], FinishEvent):
                 del self._generations[id]
-                self.metrics.finished(event.completion, now)
-            found.setdefault(generation, []).append(event)
+                self.metrics.finished(last.completion, now)
+            found.setdefault(generation, []).append(own)
         for generation, given in found.items():
             generation.put(given)
         return tokens
