@@ -18,7 +18,7 @@ from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
-from jaxattn.server.decoding.generation import Generation, request_of
+from jaxattn.server.decoding.generation import Generation, RowEvents
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
@@ -361,21 +361,21 @@ class Service:
         """Gives each generation its rows' events; returns how many are tokens."""
         rows = collections.defaultdict[int | None, list[Event]](list)
         for event in events:  # of 128 rows there may be 1,024
-            rows[request_of(event).id].append(event)
-        found: dict[Generation, list[Sequence[Event]]] = {}
-        tokens = 0
+            request = event.completion.request if isinstance(event, FinishEvent) else event.request
+            rows[request.id].append(event)
+        found, tokens = dict[Generation, list[RowEvents]](), 0
         for id, own in rows.items():
             generation = None if id is None else self._generations.get(id)
             if id is None or generation is None:
                 LOG.error("the engine tells of request %s, which is none of those that run", id)
                 continue  # the others get what is theirs
-            if count := sum(type(event) is TokenEvent for event in own):
+            if count := len([event for event in own if type(event) is TokenEvent]):
                 self.metrics.tokens(id, count, now)
                 tokens += count
             if isinstance(last := own[-1], FinishEvent):
                 del self._generations[id]
                 self.metrics.finished(last.completion, now)
-            found.setdefault(generation, []).append(own)
+            found.setdefault(generation, []).append((id, own))
         for generation, given in found.items():
             generation.put(given)
         return tokens
