@@ -17,7 +17,7 @@ import random
 import time
 from collections.abc import Callable
 
-from jaxattn.server.decoding.message_events import ContentDelta, MessageParser
+from jaxattn.server.decoding.message_events import ContentDelta, MessageParser, ToolCall
 from jaxattn.server.decoding.message_format import FORMATS, MessageFormat
 from jaxattn.server.decoding.tool_choice import ToolChoice
 
@@ -106,7 +106,7 @@ def main() -> None:
         format_, text = MessageFormat.of("", name), message(name)
         parser, parts = format_.parser(CHOICE), list[object]()
         parts += [*parser.feed(text), *parser.finish()]
-        assert any(getattr(part, "kind", "") == "tool_call" for part in parts), name
+        assert any(isinstance(part, ToolCall) for part in parts), name
         parsed = percentiles(step_times(text, given.streams, lambda: format_.parser(CHOICE)))  # noqa: B023
         plain = percentiles(step_times(text, given.streams, PlainEvents))
         added = {key: round(parsed[key] - plain[key], 4) for key in parsed}

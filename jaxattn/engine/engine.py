@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import jax
+import numpy as np
+from jaxtyping import Float
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compilation.compiler import OnCompile
@@ -224,11 +226,41 @@ class Engine(EngineLifecycle):
                 which and why.
         """
         requests = [Request(each, max_tokens=0, prompt_logprobs=top) for each in prompts]
+        return [each.prompt_logprobs for each in self._whole("score", requests)]
+
+    def embed(
+        self, prompts: Iterable[Sequence[int]], *, pooling: str = "last"
+    ) -> Float[np.ndarray, "prompts hidden"]:
+        """Embeddings of texts, of the hidden states behind the model's final norm.
+
+            one, other = engine.embed([tokens, others], pooling="mean")
+            similarity = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+
+        Args:
+            pooling: "mean" of all tokens, or the "last" token. Which of them is of use depends on
+                how the model was trained.
+
+        Returns:
+            float32, a row for each text, not normalized.
+
+        Raises:
+            TypeError, ValueError: see `Request` and `generate`.
+            RuntimeError: a text cannot be served, or its hidden states were not finite; the message
+                says which and why.
+        """
+        requests = [Request(each, max_tokens=0, pooling=pooling) for each in prompts]
+        found = np.zeros((len(requests), *self.model.hidden_shape.shape), np.float32)
+        for row, each in zip(found, self._whole("embed", requests), strict=True):
+            row[:] = each.embedding
+        return found
+
+    def _whole(self, what: str, requests: list[Request]) -> list[Completion]:
+        """What became of requests for no tokens, all of which were served."""
         done = self.generate(requests)
         for place, each in enumerate(done):
             if each.finish_reason is not FinishReason.LENGTH:
-                raise RuntimeError(f"score: text {place}: {each.finish_reason}: {each.detail}")
-        return [each.prompt_logprobs for each in done]
+                raise RuntimeError(f"{what}: text {place}: {each.finish_reason}: {each.detail}")
+        return done
 
     def _generate(
         self, requests: list[Request], on_token: OnToken | None, on_finish: OnFinish | None

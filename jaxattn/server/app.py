@@ -25,6 +25,7 @@ from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.request import Endpoint, HttpRequest
 from jaxattn.server.openai.chat_completions import chat_completions
 from jaxattn.server.openai.completions import completions
+from jaxattn.server.openai.embeddings import embeddings
 from jaxattn.server.openai.responses.endpoint import (
     count_input_tokens,
     create_response,
@@ -51,6 +52,7 @@ GET: dict[str, Call] = {
 POST: dict[str, Call] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
+    "/v1/embeddings": embeddings,
     "/v1/responses": create_response,
     "/v1/responses/input_tokens": count_input_tokens,
     "/v1/messages": create_message,

@@ -103,6 +103,7 @@ class HubTokenizer(Tokenizer):
         self._template = ChatTemplate(settings)
         self._add_bos = settings.add_bos
         self._bos = self._named(settings, "bos_token") if settings.add_bos else None
+        self._behind = [] if settings.add_bos is None else self._behind_prompts()
         eos_ids = settings.eos_ids
         if "eos_token" in settings.named and (not eos_ids or self._knows(settings, "eos_token")):
             eos_ids = tuple(sorted({*eos_ids, self._named(settings, "eos_token")}))
@@ -119,11 +120,15 @@ class HubTokenizer(Tokenizer):
         """The ids of a plain prompt.
 
         BOS stands first if tokenizer_config.json has add_bos_token, and once only. If it says
-        false there is none. If it says nothing, tokenizer.json's own rule holds.
+        false there is none. If it says nothing, tokenizer.json's own rule holds. What the rule
+        writes behind a prompt, such as an embedding model's EOS, always stands there.
         """
-        by_rule = self._add_bos is None
-        ids = self._ids(text, by_rule)
-        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+        if self._add_bos is None:
+            return self._ids(text, True)
+        ids = self._ids(text, False)
+        if self._bos is not None and ids[:1] != [self._bos]:
+            ids = [self._bos, *ids]
+        return ids + self._behind
 
     def stream(
         self,
@@ -169,6 +174,12 @@ class HubTokenizer(Tokenizer):
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
         return self._ids(text, False)
+
+    def _behind_prompts(self) -> list[int]:
+        """The ids that tokenizer.json's rule writes behind a prompt."""
+        ruled, plain = self._ids("a", True), self._ids("a", False)
+        ends = range(len(plain), len(ruled) + 1)
+        return next((ruled[n:] for n in ends if ruled[n - len(plain) : n] == plain), [])
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """The ids of a text.

@@ -33,13 +33,15 @@ class TokenStream:
         self._to_strip = 0 if continues else most_stripped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def push(self, token: int) -> str:
-        """The characters that are whole with this token; often none, at times several."""
-        data = self._piece(token, self._first)
-        if data is None:
-            return ""
-        self._first = False
-        return self._stripped(self._decoder.decode(data))
+    def push(self, *tokens: int) -> str:
+        """The characters that are whole with these tokens; often none of one, at times several."""
+        found = []
+        for token in tokens:
+            data = self._piece(token, self._first)
+            if data is not None:
+                self._first = False
+                found.append(data)
+        return self._stripped(self._decoder.decode(b"".join(found)))
 
     def end(self) -> str:
         """What is left after the last token: U+FFFD if it ends within a character."""

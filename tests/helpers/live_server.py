@@ -69,6 +69,7 @@ def served(
     tokenizer: Tokenizer = CHAT,
     limits=LIMITS,
     longest: int | None = None,
+    hidden_size: int | None = None,
     **defaults: float,
 ) -> ServedModel:
     return ServedModel(
@@ -76,6 +77,7 @@ def served(
         tokenizer=tokenizer,
         limits=limits,
         vocab_size=256,
+        hidden_size=hidden_size,
         longest=longest,
         defaults=SamplingDefaults(**{"temperature": 0.0, **defaults}),
     )

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.requests.stats import GenerationStats
@@ -14,7 +16,7 @@ from jaxattn.memory.budget import MemoryPlan, PlanItem
 from jaxattn.memory.limits import Limits
 
 LIMITS = Limits(batch=4, max_model_len=256, prefill_chunk=32)
-PAGE = 64
+PAGE, HIDDEN = 64, 8
 # A call of a tool as Hermes writes it.
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 Script = Callable[[Request], Sequence[int]]
@@ -153,6 +155,9 @@ class ScriptedEngine:
         return events
 
     def _advance(self, id: int, row: Row) -> None:
+        if row.request.pooling is not None:
+            self._end(id, FinishReason.LENGTH, "max_tokens")
+            return
         script, stops = self.script(row.request), row.request.stop_tokens
         token = script[len(row.tokens)] if len(row.tokens) < len(script) else None
         assert not isinstance(stops, int)
@@ -172,4 +177,7 @@ class ScriptedEngine:
     def _end(self, id: int, reason: FinishReason, detail: str | int | None = None) -> None:
         row = self.scheduler.release(id)
         done = Completion(row.request, tuple(row.tokens), reason, detail)
+        if row.request.pooling is not None and reason is FinishReason.LENGTH:
+            embedding = np.full(HIDDEN, len(row.request.prompt), np.float32)
+            done = dataclasses.replace(done, embedding=embedding)
         self._events.append(FinishEvent(done))

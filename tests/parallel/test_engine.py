@@ -114,6 +114,9 @@ def assert_scores_alike(one: Engine, group: Engine) -> None:
         for own, other in zip(wanted[1:], found[1:], strict=True):
             assert other.token == pytest.approx(own.token, abs=0.05)
             assert other.top[0][1] == pytest.approx(own.top[0][1], abs=0.05)
+    for pooling in ("mean", "last"):
+        wanted, found = (each.embed(texts, pooling=pooling) for each in (one, group))
+        np.testing.assert_allclose(found, wanted, atol=0.05 * np.abs(wanted).max())
 
 
 def assert_in_place(group: Engine) -> None:

@@ -83,12 +83,12 @@ def crews(
 def test_messages_arrive_as_they_were_sent(linked):
     leader, other = linked
     array = np.arange(6, dtype=np.int32).reshape(2, 3)
-    leader.send(transport.PREFILL, array, 4, 128, 1)
+    leader.send(transport.PREFILL, array, 4, 128, 1, 0)
     leader.send(transport.ALIVE, None, 3)
     leader.send(transport.FORGET)
     leader.send_text(transport.FACTS, "naïve")
     kind, found, numbers = other.receive()
-    assert (kind, numbers) == (transport.PREFILL, [4, 128, 1])
+    assert (kind, numbers) == (transport.PREFILL, [4, 128, 1, 0])
     np.testing.assert_array_equal(found, array)
     assert other.receive()[:2] == (transport.FORGET, None)
     assert other.receive().text == "naïve"
@@ -101,9 +101,9 @@ def test_messages_arrive_as_they_were_sent(linked):
     "sent",
     [
         b"GET / HTTP/1.1\r\nHost: somewhere.else\r\n\r\n",
-        np.array([transport.MAGIC, transport.UPDATE, 1, -4, 0, 0, 0, 0], np.int32).tobytes(),
-        np.array([transport.MAGIC, transport.UPDATE, 2, 2**15, 2**15, 0, 0, 0], np.int32).tobytes(),
-        np.array([transport.MAGIC, 99, 0, 0, 0, 0, 0, 0], np.int32).tobytes(),
+        np.array([transport.MAGIC, transport.UPDATE, 1, -4, 0, 0, 0, 0, 0], np.int32).tobytes(),
+        np.array([transport.MAGIC, transport.UPDATE, 2, *[2**15] * 2, 0, 0, 0, 0], "i4").tobytes(),
+        np.array([transport.MAGIC, 99, 0, 0, 0, 0, 0, 0, 0], np.int32).tobytes(),
     ],
     ids=["HTTP", "less than nothing", "four gigabytes", "of no kind"],
 )

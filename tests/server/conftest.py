@@ -13,7 +13,7 @@ from jaxattn.engine.requests.request import Request
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED
 from tests.helpers.live_server import live, served
-from tests.helpers.scripted_engine import LIMITS, ScriptedEngine, Told
+from tests.helpers.scripted_engine import HIDDEN, LIMITS, ScriptedEngine, Told
 
 
 class Kept:
@@ -67,14 +67,15 @@ def generated(engine):
 @pytest.fixture(scope="module")
 def real(engine, generated):
     """A server on the embedded model."""
-    with live(served(lambda: Kept(engine))) as server:
+    size = engine.model.hidden_shape.shape[0]
+    with live(served(lambda: Kept(engine), hidden_size=size)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def scripted():
     """A server whose model repeats the prompt."""
-    with live(served(ScriptedEngine)) as server:
+    with live(served(ScriptedEngine, hidden_size=HIDDEN)) as server:
         yield server
 
 

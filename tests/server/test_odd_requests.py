@@ -1,4 +1,4 @@
-"""Odd requests to /v1/responses and /v1/messages: an error of that API's form, never a 500."""
+"""Odd requests: an error of the form of the API that was called, never a 500."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -105,11 +105,20 @@ MESSAGE = few(
         effort=TEXT, format=objects(type=either("json_schema", "text"), schema=SCHEMA)
     ),
 )  # fmt: skip
+INPUT = TEXT | st.lists(TEXT | st.integers(-1, 300), max_size=3)
+EMBEDDING = few(
+    {"input": "hi"},
+    model=either("model", "other"), input=INPUT | st.lists(INPUT, max_size=3),
+    encoding_format=either("float", "base64", "int8"), dimensions=st.integers(-1, 9),
+    pooling=either("mean", "last", "cls"), normalize=st.booleans(), truncate_prompt_tokens=NUMBER,
+    user=TEXT, priority=NUMBER, cache_salt=TEXT,
+)  # fmt: skip
 PATHS = {
     "/v1/responses": RESPONSE,
     "/v1/responses/input_tokens": RESPONSE,
     "/v1/messages": MESSAGE,
     "/v1/messages/count_tokens": MESSAGE,
+    "/v1/embeddings": EMBEDDING,
 }
 FEW, MANY = 25, 500
 

@@ -52,7 +52,7 @@ def test_a_row_ends_with_the_token_that_ends_its_text(said, stops):
     choice = ChoiceDetokenizer(0, ByteTokenizer().stream(), StopStrings(stops))
     for token in said.encode():
         ends = stop_text(token)
-        piece = choice.push(TokenEvent(Request(b"a"), token))
+        piece = choice.take([TokenEvent(Request(b"a"), token)])
         assert ends == choice.done == (piece.finish == "stop")
         if ends:
             break

@@ -136,6 +136,21 @@ def test_tokenizer_jsons_own_bos_holds_unless_the_config_says_otherwise(folder):
         assert load(folder).encode("hello") == expected
 
 
+@pytest.mark.parametrize("says", [None, True, False])
+def test_what_tokenizer_jsons_rule_writes_behind_a_prompt_stays(folder, says):
+    """As Qwen3-Embedding has it, whose tokenizer_config.json says that there is no BOS."""
+    inner = byte_level()
+    bos = end = inner.token_to_id(BEGIN)
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A {BEGIN}", special_tokens=[(BEGIN, bos)]
+    )
+    plain = inner.encode("hello", add_special_tokens=False).ids
+    config = {"bos_token": BEGIN, "add_bos_token": says}
+    write_folder(folder, inner, tokenizer_config=config)
+    begin = [] if says is False else [bos]
+    assert load(folder).encode("hello") == [*begin, *plain, end]
+
+
 def test_no_prompt_is_cut_or_padded(folder):
     inner = byte_level()
     inner.enable_truncation(4)

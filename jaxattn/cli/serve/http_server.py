@@ -97,6 +97,7 @@ def serve(
                 tokenizer=tokenizer,
                 limits=limits,
                 vocab_size=model.vocab_size,
+                hidden_size=model.hidden_shape.shape[0],
                 defaults=defaults(options, tokenizer.defaults),
                 longest=model.max_position_embeddings,
                 progress=display.tasks,

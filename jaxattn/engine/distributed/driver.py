@@ -72,12 +72,13 @@ class DriverRunner(ModelRunner):
         *,
         remember: bool,
         wanted: Sequence[np.ndarray] = (),
+        pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        self._tell(PREFILL, packed, entry.tokens, int(remember), len(wanted))
-        for each in wanted:
+        self._tell(PREFILL, packed, entry.tokens, int(remember), len(wanted), len(pooled))
+        for each in (*wanted, *pooled):
             self._tell(WANTED, each)
         self.crew.begin()
-        found = super().prefill(entry, packed, remember=remember, wanted=wanted)
+        found = super().prefill(entry, packed, remember=remember, wanted=wanted, pooled=pooled)
         self.crew.sent()
         return found
 
@@ -157,12 +158,11 @@ def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
         elif kind == COPY:
             runner.copy(*array.tolist())
         elif kind == PREFILL:
-            tokens, remember, slices = numbers
+            tokens, remember, *counts = numbers
+            wanted, pooled = ([_array(link, WANTED) for _ in range(count)] for count in counts)
+            entry = prefill_step(runner.limits, tokens)
             logits, _ = runner.prefill(
-                prefill_step(runner.limits, tokens),
-                array,
-                remember=bool(remember),
-                wanted=[_array(link, WANTED) for _ in range(slices)],
+                entry, array, remember=bool(remember), wanted=wanted, pooled=pooled
             )
         elif kind == FIRST:
             *_, level, masked = numbers

@@ -3,7 +3,7 @@
     links = lead("0.0.0.0:9876", processes=2)       in the process that leads
     link = follow("host-0:9876")                    in each of the others
 
-A message is 8 int32 numbers and an array of int32; a text goes as the numbers of its bytes. It is
+A message is 9 int32 numbers and an array of int32; a text goes as the numbers of its bytes. It is
 read as numbers and nothing else. Once a link listens, a thread reads what comes in.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 
 UPDATE, COPY, PREFILL, WANTED, FIRST, DECODE, MASKS, FORGET, END = range(9)  # of steps
 FACTS, AGREED, FAILED, ALIVE = range(9, 13)  # of the processes themselves
-HEAD = 8
+HEAD = 9
 MAGIC = 0x6A786174
 MOST_NUMBERS = 2**28  # of an array
 

@@ -22,6 +22,7 @@ from jaxattn.engine.steps.batch_steps import (
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
 from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
+from jaxattn.engine.steps.pooling_step import PoolingStep
 from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
@@ -83,23 +84,28 @@ class ModelRunner:
         *,
         remember: bool,
         wanted: Sequence[np.ndarray] = (),
+        pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Reads chunks of prompts, of `PromptLayout.pack`, and decodes the rows beside them.
 
         Args:
             remember: some of the rows have a history.
             wanted: of `wanted_tokens`, whose log-probabilities are told.
+            pooled: of `wanted_ranges`, whose sums are told.
 
         Returns:
-            (the logits behind the chunks, what `ScoreStep` tells of each of `wanted`).
+            (the logits behind the chunks, what `ScoreStep` tells of each of `wanted` and then
+            `PoolingStep` of each of `pooled`).
         """
         told = []
         with self.seal.allowed():
             batch: Any = RowIndices(self.rows, packed)  # type: ignore[arg-type]
             logits, self.state, hidden = self._step(entry)(self.weights, self.state, batch)
-            score = ScoreStep.of(self.limits, entry.tokens)
-            for each in wanted:
-                hidden, found = self._step(score)(hidden, self.weights, each)
+            score, pooling = (
+                step.of(self.limits, entry.tokens) for step in (ScoreStep, PoolingStep)
+            )
+            for step, each in [(score, x) for x in wanted] + [(pooling, x) for x in pooled]:
+                hidden, found = self._step(step)(hidden, self.weights, each)
                 found.copy_to_host_async()
                 told.append(found)
         if remember:

@@ -102,6 +102,15 @@ class OutputProcessor:
             elif len(row.prompt_logprobs) == len(row.request.prompt):
                 self.events.append(PromptEvent(row.request, tuple(row.prompt_logprobs)))
 
+    def take_sums(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
+        """Sums of hidden states of rows' next prompt tokens."""
+        for row, sum_ in found:
+            if row.ended:
+                continue
+            row.pooled += sum_
+            if not np.isfinite(sum_).all():
+                self.end(row, FinishReason.NOT_FINITE, NOT_FINITE)
+
     def _accept(
         self, row: RunningRequest, token: int, end: int, chances: Logprobs | None, now: float
     ) -> None:
@@ -181,6 +190,7 @@ class OutputProcessor:
                 prompt_logprobs=tuple(of.prompt_logprobs),
                 cached_tokens=of.cached_tokens,
                 seconds_queued=queued,
+                embedding=of.embedding,
             )
         self.events.append(FinishEvent(done))
 

@@ -109,6 +109,7 @@ class OutputReader:
             self.stats.prefill_seconds += spent * of_prompts
             if flight.scores is not None:
                 self.endings.take_scores(flight.scores.read())
+                self.endings.take_sums(flight.scores.sums())
             if tells:
                 self.endings.take(flight.ended, told)
                 self.stats.decoded_tokens += self.endings.take(flight.rows, told)

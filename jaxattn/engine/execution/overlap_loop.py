@@ -174,6 +174,7 @@ class OverlapLoop:
             layout.pack(chunks, places, sources),
             remember=remember,
             wanted=scores.wanted,
+            pooled=scores.ranges,
         )
         self._send_copies()  # those behind what was read now, to their checkpoints
         if (places >= 0).any():

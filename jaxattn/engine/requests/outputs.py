@@ -4,6 +4,9 @@ import dataclasses
 import enum
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxattn.engine.requests.request import Request
 
 
@@ -43,6 +46,7 @@ class Completion:
         seconds_queued: until the request had a row; None if it never had one.
         prompt_logprobs: of each token of the prompt, if the request asked for them. Nothing stands
             before the first one: its are None. A row that ended before has those it came to.
+        embedding: of the prompt, float32 [hidden], if the request asked for it.
     """
 
     request: Request
@@ -55,6 +59,7 @@ class Completion:
     cached_tokens: int = 0
     seconds_queued: float | None = None
     prompt_logprobs: "tuple[Logprobs | None, ...]" = ()
+    embedding: Float[np.ndarray, "hidden"] | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

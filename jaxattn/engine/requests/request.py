@@ -15,6 +15,7 @@ from jaxattn.engine.requests.stats import GenerationStats as GenerationStats
 MOST_BIASES = 300
 MOST_PENALTY = 1e30  # what it makes of logits, and a million times that, float32 holds
 MOST_LOGPROBS = 20
+POOLINGS = ("mean", "last")
 
 
 class Grammar(Protocol):
@@ -54,6 +55,9 @@ class Request:
         prompt_logprobs: how many likely alternatives are told with each token of the prompt, 0 to
             20; None tells nothing of the prompt. All of the prompt is then read, whatever the
             prefix cache holds of it.
+        pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens'
+            hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a
+            mean all of the prompt is read, whatever the prefix cache holds of it.
         priority: a lower one is served first; of equals the one that came first.
         seed: with the token's position it decides every draw. None: the `id` serves as one.
         stop_tokens: any of them ends the row and is no part of the completion. One may be given
@@ -86,6 +90,7 @@ class Request:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    pooling: str | None = None
     priority: int = 0
     seed: int | None = None
     stop_tokens: Sequence[int] | int = ()
@@ -153,6 +158,10 @@ class Request:
                 f"max_tokens must be at least 1, or 0 to read the prompt alone; got "
                 f"{self.max_tokens}"
             )
+        if self.pooling is not None and self.pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}; got {self.pooling!r}")
+        if self.pooling is not None and self.max_tokens:
+            raise ValueError(f"pooling needs max_tokens of 0; got {self.max_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more; got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -200,6 +209,11 @@ class Request:
         """Whether somebody looks at each of its tokens, or is told more than what they are."""
         looks = self.ends_at, self.grammar, self.logprobs
         return bool(self.stop_strings) or any(each is not None for each in looks)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether something is told of each token of its prompt, which comes with reading it."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def penalized(self) -> bool:

@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Float
+
 from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.sampling.sampler import SamplingMode
@@ -27,6 +30,7 @@ class WaitingRequest:
     keys: list[bytes] | None = None
     admitted: float | None = None
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
+    embedding: None = None  # a row that loses its pages pools its prompt again
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -50,6 +54,7 @@ class RunningRequest:
         prefix: what it enters there; None if it does not.
         prompt_logprobs: of its prompt's first tokens, that have come back from the device.
         scored: how many of them are there, or under way.
+        pooled: the sum of the hidden states of its prompt that have come back from the device.
     """
 
     request: Request
@@ -71,6 +76,7 @@ class RunningRequest:
     prefix: PendingInsert | None = None
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
     scored: int = 0
+    pooled: Float[np.ndarray, "hidden"] | float = 0.0
 
     def __post_init__(self) -> None:
         if self.request.prompt_logprobs is not None and not self.prompt_logprobs:
@@ -86,6 +92,24 @@ class RunningRequest:
         found = range(self.scored, max(self.scored, end))
         self.scored = found.stop
         return found
+
+    def next_pooled(self, cached: int, end: int) -> range:
+        """Where the tokens stand that are pooled with the chunk of its prompt from `cached` to
+        `end`."""
+        match self.request.pooling:
+            case "mean":
+                return range(cached, end)
+            case "last":
+                return range(max(cached, len(self.prompt) - 1), end)
+        return range(0)
+
+    @property
+    def embedding(self) -> Float[np.ndarray, "hidden"] | None:
+        """What was asked for of its prompt's hidden states, float32; None where nothing was."""
+        if isinstance(self.pooled, float):
+            return None
+        tokens = len(self.prompt) if self.request.pooling == "mean" else 1
+        return (self.pooled / tokens).astype(np.float32)
 
     @property
     def last(self) -> int:

@@ -357,8 +357,8 @@ class Scheduler:
         if queued.keys is None:
             queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)
         # What is told of each token of a prompt comes with reading it.
-        scores = queued.request.prompt_logprobs is not None and not queued.tokens
-        hit = PrefixMatch() if scores else self.prefixes.find(queued.keys)
+        told = queued.request.reads_all and not queued.tokens
+        hit = PrefixMatch() if told else self.prefixes.find(queued.keys)
         return PendingInsert(queued.keys, hit), hit
 
     def _goes_on(self, row: RunningRequest, hit: PrefixMatch) -> None:

@@ -53,6 +53,11 @@ class ScoreStep(EngineStep):
         """Tokens of a call."""
         return min(SLICE, self.tokens)
 
+    @property
+    def lines(self) -> int:
+        """Of `wanted`."""
+        return self.slice + 1
+
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         return self.with_head(head_of(model, tree))
 
@@ -66,14 +71,14 @@ class ScoreStep(EngineStep):
         return jax.ShapeDtypeStruct((self.tokens, *each.shape), each.dtype)
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
-        return self.hidden(model), tuple(jax.tree.leaves(params)), int32(self.slice + 1, 2)
+        return self.hidden(model), tuple(jax.tree.leaves(params)), int32(self.lines, 2)
 
     def given(self, model: Model, limits: Limits) -> Any:
-        return self.hidden(model), int32(self.slice + 1, 2)
+        return self.hidden(model), int32(self.lines, 2)
 
     def padding(self, model: Model, limits: Limits) -> Any:
         hidden = self.hidden(model)
-        return np.zeros(hidden.shape, hidden.dtype), np.zeros((self.slice + 1, 2), np.int32)
+        return np.zeros(hidden.shape, hidden.dtype), np.zeros((self.lines, 2), np.int32)
 
     def call(
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch

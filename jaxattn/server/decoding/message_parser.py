@@ -70,8 +70,8 @@ class TaggedMessageParser:
         cursor, reading = self._cursor, self._reading
         if reading is not None:
             found: list[MessageEvent] = []
-            cursor.feed(text)
-            return self._events(found) if self._calling(reading, found) else found
+            more = cursor.feed(text) and self._calling(reading, found)
+            return self._events(found) if more else found
         if not self._fresh and not cursor.text and text:
             if self._state == self._saying:
                 if not self._uncertain.search(text):

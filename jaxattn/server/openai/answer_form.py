@@ -29,12 +29,8 @@ class TokenUsage:
         return cls(prompt, cached, generation.tokens)
 
 
-class AnswerForm(abc.ABC):
-    """The state of one answer on its way to the client, whole or as a stream.
-
-    An answer is either whole (`take` for all pieces, then `whole`), or a stream (`begin`, `stream`
-    for the pieces as they come, then `end`).
-    """
+class WholeForm(abc.ABC):
+    """The state of one answer in one piece: `take` for all pieces, then `whole`."""
 
     @abc.abstractmethod
     def take(self, piece: OutputChunk) -> None:
@@ -43,6 +39,11 @@ class AnswerForm(abc.ABC):
     @abc.abstractmethod
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The answer in one piece, of what was taken."""
+
+
+class AnswerForm(WholeForm):
+    """The state of one answer on its way to the client, whole or as a stream: `begin`, `stream` for
+    the pieces as they come, then `end`."""
 
     def begin(self) -> bytes:
         """The events before the first piece."""

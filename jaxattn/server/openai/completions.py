@@ -59,14 +59,14 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         if (fields.integer("best_of", 1, MOST_ID) or sampling.choices) != sampling.choices:
             raise bad("best_of", "best_of must be n; leave it out")
         streaming = read_streaming(fields)
-        given = read_prompts(fields)
+        given = read_prompts(fields, "prompt", MOST_CHOICES)
         if len(given) * sampling.choices > MOST_CHOICES:
             raise bad(
                 "prompt",
                 f"{len(given)} prompts with n = {sampling.choices} ask for more than "
                 f"{MOST_CHOICES} continuations; send them in several requests",
             )
-        prompts = await service.in_thread(lambda: [_tokens(service, each) for each in given])
+        prompts = await encoded_prompts(service, given, "prompt")
         prompts = [service.shortened(fields, prompt) for prompt in prompts]
         rooms = [service.room(prompt, "prompt", least=min(most, 1)) for prompt in prompts]
         echoes = [Echo()] * len(prompts)
@@ -101,43 +101,47 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         ).give()
 
 
-def read_prompts(fields: JsonFields) -> Sequence[str | list[int]]:
-    """The field `prompt`: a text, a list of tokens, or a list of either."""
-    prompt = fields.values.get("prompt")
+def read_prompts(fields: JsonFields, name: str, most: int) -> Sequence[str | list[int]]:
+    """A field that is a text, a list of tokens, or a list of at most so many of either."""
+    prompt = fields.values.get(name)
     wanted = "a text, a list of texts, a list of tokens or a list of lists of tokens"
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        raise fields.wrong("prompt", wanted)
+        raise fields.wrong(name, wanted)
     if all(map(is_integer, prompt)):
         return [prompt]
-    if len(prompt) > MOST_CHOICES:
+    if len(prompt) > most:
         raise bad(
-            "prompt",
-            f"prompt has {len(prompt):,} prompts, and a request may have {MOST_CHOICES}; send them "
+            name,
+            f"{name} has {len(prompt):,} prompts, and a request may have {most:,}; send them "
             "in several requests",
         )
     for each in prompt:
         tokens = isinstance(each, list) and each and all(map(is_integer, each))
         if not tokens and not isinstance(each, str):
-            raise fields.wrong("prompt", wanted)
+            raise fields.wrong(name, wanted)
     return prompt
 
 
-def _tokens(service: Service, prompt: str | list[int]) -> Sequence[int]:
-    return tokens_of(service, prompt) if isinstance(prompt, str) else prompt
+async def encoded_prompts(
+    service: Service, prompts: Sequence[str | list[int]], name: str
+) -> list[Sequence[int]]:
+    """The tokens of plain prompts.
 
-
-def tokens_of(service: Service, text: str) -> list[int]:
-    """The tokens of a plain prompt.
+    Args:
+        name: of their field.
 
     Raises:
-        ApiError: 400; the tokenizer gives up on it.
+        ApiError: 400; the tokenizer gives up on one.
     """
+    encode = service.tokenizer.encode
     try:
-        return service.tokenizer.encode(text)
+        return await service.in_thread(
+            lambda: [encode(each) if isinstance(each, str) else each for each in prompts]
+        )
     except TextError as error:
-        raise bad("prompt", " ".join(str(error).split())) from error
+        raise bad(name, " ".join(str(error).split())) from error
 
 
 class Echo(NamedTuple):

@@ -153,7 +153,7 @@ class ResponseBuilder(AnswerForm):
         return self._with(self.whole_object, choices) | {"usage": self._usage(generation)}
 
     def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
-        return b"".join(self._event(piece, generation) for piece in pieces)
+        return b"".join([self._event(piece, generation) for piece in pieces])
 
     def _event(self, piece: OutputChunk, generation: Generation) -> bytes:
         number, more = piece.choice, dict[str, Any]()

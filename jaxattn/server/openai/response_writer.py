@@ -14,7 +14,7 @@ from jaxattn.server.http.connection import ChunkWriter
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import PING
 from jaxattn.server.http.request import ClientClosed, HttpRequest
-from jaxattn.server.openai.answer_form import AnswerForm
+from jaxattn.server.openai.answer_form import AnswerForm, WholeForm
 from jaxattn.server.runtime.admission import AdmissionToken
 from jaxattn.server.runtime.service import Service
 
@@ -39,8 +39,10 @@ class ResponseWriter:
     """One answer in the making.
 
     Attributes:
+        form: an `AnswerForm` where the answer is streamed.
         streamed: in events, as it is generated.
         arrived: when the request came, of `time.perf_counter`.
+        places: that the rows take in the queue; None is one for each.
         begun: when its first piece came.
     """
 
@@ -48,9 +50,10 @@ class ResponseWriter:
     exchange: HttpRequest
     ticket: AdmissionToken
     generation: Generation
-    form: AnswerForm
-    streamed: bool
+    form: WholeForm
     arrived: float
+    streamed: bool = False
+    places: int | None = None
     begun: float | None = None
 
     async def give(self) -> None:
@@ -61,7 +64,8 @@ class ResponseWriter:
             ClientClosed: the client left.
         """
         generation = self.generation
-        self.ticket.grow(len(generation.requests), self.generation.prompt_tokens)
+        places = len(generation.requests) if self.places is None else self.places
+        self.ticket.grow(places, generation.prompt_tokens)
         work = self._stream() if self.streamed else self._whole()
         try:
             with self.service.running(generation, self.arrived):
@@ -80,20 +84,21 @@ class ResponseWriter:
         await self.exchange.json(self.form.whole(self.generation))
 
     async def _stream(self) -> None:
-        pieces = await self._pieces()
+        pieces, form = await self._pieces(), self.form
+        assert isinstance(form, AnswerForm)
         await self.exchange.begin_events()
-        begin, told = self.form.begin(), 0
+        begin, told = form.begin(), 0
         chunks = self.exchange.chunks()
-        sink = None if chunks is None else StreamSink(self.form, self.generation, chunks)
+        sink = None if chunks is None else StreamSink(form, self.generation, chunks)
         while True:
-            data = begin + self.form.stream(pieces, self.generation)
+            data = begin + form.stream(pieces, self.generation)
             if self.generation.done:
                 break
             idle = not pieces and self.generation.tokens == told
             await self.exchange.stream(data or (PING if idle else b""))
             told = self.generation.tokens
             begin, pieces = b"", await self._pieces(sink)
-        await self.exchange.stream(data + self.form.end(self.generation), more=False)
+        await self.exchange.stream(data + form.end(self.generation), more=False)
 
     async def _pieces(self, sink: StreamSink | None = None) -> list[OutputChunk]:
         """The next pieces, or none when it is time for a comment."""

@@ -3,11 +3,13 @@
 Such a request takes a place as others do: its text may be as long as theirs.
 """
 
+from collections.abc import Sequence
+
 from jaxattn.server.decoding.sampling_params import MOST_ID
 from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.chat_completions import encoded
-from jaxattn.server.openai.completions import tokens_of
+from jaxattn.server.openai.completions import encoded_prompts
 from jaxattn.server.openai.unsupported_fields import refuse_unsupported
 from jaxattn.server.runtime.service import Service
 
@@ -20,9 +22,10 @@ async def tokenize(service: Service, exchange: HttpRequest) -> None:
         fields = await exchange.fields()
         service.check_model(fields)
         refuse_unsupported(fields)
+        tokens: Sequence[int]
         prompt = fields.text("prompt")
         if prompt is not None:
-            tokens = await service.in_thread(lambda: tokens_of(service, prompt))
+            [tokens] = await encoded_prompts(service, [prompt], "prompt")
         elif fields.given("messages"):
             tokens = await encoded(service, fields, read_tools(fields).tools)
         else:

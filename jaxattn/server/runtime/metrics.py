@@ -15,6 +15,7 @@ from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.limits import Limits
 from jaxattn.server.runtime.engine_worker import EngineSnapshot, StepReport
+from jaxattn.server.runtime.weighted_histogram import WeightedHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Upper bounds of buckets, in seconds.
@@ -100,9 +101,13 @@ class ServerMetrics:
         self._first = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN
         )
-        self._between = self._histogram(
-            "vllm:inter_token_latency_seconds", "Between two tokens of a row.", BETWEEN_TOKENS
+        self._between = WeightedHistogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of a row.",
+            model,
+            BETWEEN_TOKENS,
         )
+        self.registry.register(self._between)
         self._whole = self._histogram(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token.", WHOLE
         )
@@ -184,16 +189,19 @@ class ServerMetrics:
         if times.first is None or times.last is None:
             times.first = now
             self._first.observe(now - times.arrived)
-            self._prompt_tokens.inc(times.prompt)
-            self.totals.prompt_tokens += times.prompt
+            self._read(times.prompt)
             self.totals.first_tokens += 1
             self.totals.first_token_seconds += now - times.arrived
         else:
-            for _ in range(count):
-                self._between.observe((now - times.last) / count)
+            self._between.observe((now - times.last) / count, count)
             self.totals.later_tokens += count
             self.totals.later_token_seconds += now - times.last
         times.last = now
+
+    def _read(self, prompt: int) -> None:
+        """A prompt of so many tokens was read."""
+        self._prompt_tokens.inc(prompt)
+        self.totals.prompt_tokens += prompt
 
     def finished(self, completion: Completion, now: float) -> None:
         """A row ended."""
@@ -208,6 +216,8 @@ class ServerMetrics:
                 self._prefill.observe(first - queued)
         self._request_prompt.observe(times.prompt)
         self._request_generated.observe(len(completion.tokens))
+        if times.first is None and completion.finish_reason is FinishReason.LENGTH:
+            self._read(times.prompt)  # for an embedding or for log-probabilities alone
         if times.first is not None and times.last is not None:
             self._decode.observe(times.last - times.first)
 

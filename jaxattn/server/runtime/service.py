@@ -16,9 +16,9 @@ import jax
 
 from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
-from jaxattn.engine.requests.request import Grammar
+from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
-from jaxattn.server.decoding.generation import Generation
+from jaxattn.server.decoding.generation import Generation, RowEvents
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
@@ -48,6 +48,7 @@ class ServedModel:
         make: makes the engine and starts it, in the device thread.
         limits: of the engine, which chooses what they leave open when it starts.
         vocab_size: of the model.
+        hidden_size: of the model, which its embeddings have; None for one that embeds nothing.
         longest: tokens of the model's longest row, whatever the limits.
         defaults: of requests that do not say how to sample.
         progress: what `make` has done so far, for the page: JSON objects with the name of a task,
@@ -59,6 +60,7 @@ class ServedModel:
     limits: Limits
     vocab_size: int
     defaults: SamplingDefaults
+    hidden_size: int | None = None
     longest: int | None = None
     progress: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
@@ -305,6 +307,27 @@ class Service:
         ]
         return Generation.of(requests, stream, sampling.stops, stop_included=sampling.stop_included)
 
+    def embeddings(
+        self, prompts: Sequence[Sequence[int]], pooling: str, *, priority: int, salt: str
+    ) -> Generation:
+        """A row for each prompt, which gives its embedding, not queued yet.
+
+        Those beyond a batch let other requests of the same priority pass.
+        """
+        rows = self.limits.batch
+        requests = [
+            Request(
+                prompt,
+                max_tokens=0,
+                pooling=pooling,
+                priority=priority if place < rows else min(priority + 1, MOST_IDS - 1),
+                cache_salt=salt,
+                id=self._free_id(),
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        return Generation.of(requests, self.tokenizer.stream, ())
+
     @contextlib.contextmanager
     def running(self, generation: Generation, arrived: float) -> Iterator[None]:
         """Queues its rows. Those that have not ended at the end are aborted.
@@ -335,25 +358,24 @@ class Service:
         self.metrics.stepped(report, tokens)
 
     def _route(self, events: Sequence[Event], now: float) -> int:
-        """Gives each generation its events; returns how many are tokens."""
-        found: dict[Generation, list[Event]] = {}
-        told = (event.request.id for event in events if isinstance(event, TokenEvent))
-        tokens = 0
-        for row, count in collections.Counter(told).items():
-            if row is not None and row in self._generations:
-                self.metrics.tokens(row, count, now)
-                tokens += count
-        for event in events:
+        """Gives each generation its rows' events; returns how many are tokens."""
+        rows = collections.defaultdict[int | None, list[Event]](list)
+        for event in events:  # of 128 rows there may be 1,024
             request = event.completion.request if isinstance(event, FinishEvent) else event.request
-            id = request.id
+            rows[request.id].append(event)
+        found, tokens = dict[Generation, list[RowEvents]](), 0
+        for id, own in rows.items():
             generation = None if id is None else self._generations.get(id)
             if id is None or generation is None:
                 LOG.error("the engine tells of request %s, which is none of those that run", id)
                 continue  # the others get what is theirs
-            if isinstance(event, FinishEvent):
+            if count := len([event for event in own if type(event) is TokenEvent]):
+                self.metrics.tokens(id, count, now)
+                tokens += count
+            if isinstance(last := own[-1], FinishEvent):
                 del self._generations[id]
-                self.metrics.finished(event.completion, now)
-            found.setdefault(generation, []).append(event)
+                self.metrics.finished(last.completion, now)
+            found.setdefault(generation, []).append((id, own))
         for generation, given in found.items():
             generation.put(given)
         return tokens

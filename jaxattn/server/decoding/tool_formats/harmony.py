@@ -60,8 +60,7 @@ class HarmonyParser:
         # Within a part, text without the first character of a mark is certain.
         if self._open and "<" not in text and not self._cursor.text:
             return [_delta(self._open, text)] if text else []
-        self._cursor.feed(text)
-        return self._events()
+        return self._events() if self._cursor.feed(text) else []
 
     def finish(self) -> list[MessageEvent]:
         self._cursor.ended = True

@@ -66,9 +66,9 @@ def draft(text: str) -> CallDraft:
     name, id, arguments = given["name"].string, given.get("id"), "{}"
     if keys:
         value = given[keys[0]]
-        arguments = json_arguments.compacted(value.text)
+        arguments = value.text
         if isinstance(value.value, str):  # some models quote the object
-            arguments = json_arguments.object_text(value.string)
+            arguments = json_arguments.compacted(json_arguments.object_text(value.string))
         elif not isinstance(value.value, dict):
             raise Unreadable
     if not name:

@@ -1,4 +1,4 @@
-"""Arguments as a model wrote them: JSON text that is checked and kept, without its white space.
+"""Arguments as a model wrote them: JSON text that is checked and kept.
 
 A number keeps its digits, whatever their count: 2**64 + 1 read into a float and written again
 would be another number.
@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
+
+import orjson
 
 from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
 
@@ -46,6 +48,14 @@ def parsed(text: str) -> Any:
         raise ValueError("it is too deep") from None
 
 
+def _checked(text: str) -> None:
+    """Raises ValueError unless a text is JSON."""
+    try:
+        orjson.loads(text)  # in a fifth of the time, of all but rare texts
+    except orjson.JSONDecodeError:
+        parsed(text)
+
+
 def compacted(text: str) -> str:
     """A JSON text without white space outside of strings."""
     parts, at = list[str](), 0
@@ -57,19 +67,19 @@ def compacted(text: str) -> str:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object without white space; `{}` for none at all.
+    """The text of a JSON object; `{}` for none at all.
 
     Raises:
         Unreadable: it is something else.
     """
     text = text.strip() or "{}"
+    if not text.startswith("{"):
+        raise Unreadable
     try:
-        value = parsed(text)
+        _checked(text)
     except ValueError:
         raise Unreadable from None
-    if not isinstance(value, dict):
-        raise Unreadable
-    return compacted(text)
+    return text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,7 +166,15 @@ def spelled(text: str, schema: object, root: Mapping[str, Any]) -> str:
             return python
     if kind in kinds or (kind == "integer" and "number" in kinds) or (kind and not text_is_one):
         return compacted(plain)
-    return json.dumps(text, ensure_ascii=False)
+    return quoted(text)
+
+
+def quoted(text: str) -> str:
+    """A text as a string of JSON."""
+    try:
+        return orjson.dumps(text).decode()
+    except TypeError:  # half of a surrogate pair
+        return json.dumps(text)
 
 
 def _type(text: str) -> str | None:

@@ -4,8 +4,6 @@ A value is the text between its tags; only the tool's schema says whether `12345
 end tag within a value ends it only where what follows an argument follows the tag.
 """
 
-import json
-
 from jaxattn.server.decoding.tool_formats import json_arguments
 from jaxattn.server.decoding.tool_formats.hermes import BEGIN, END, HermesFormat
 from jaxattn.server.decoding.tool_formats.text_cursor import (
@@ -148,7 +146,7 @@ def _name(cursor: TextCursor, end: str) -> Scan[str]:
 def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
     root = tools.parameters.get(name, {})
     pairs = [
-        f"{json.dumps(key, ensure_ascii=False)}:"
+        f"{json_arguments.quoted(key)}:"
         f"{json_arguments.spelled(value, tools.arguments(name).get(key), root)}"
         for key, value in values.items()
     ]

@@ -1,10 +1,12 @@
 """A cursor over text that arrives in pieces, for readers that are generators.
 
 A reader yields None where it needs more text and goes on from there, so that no text is read
-twice. The cursor keeps the pieces since the last `commit`: if a reader fails, they are text.
+twice. The cursor keeps all text since the last `commit`: if a reader fails, it is text.
 """
 
 import functools
+import io
+import itertools
 import re
 from collections.abc import Generator
 
@@ -13,6 +15,7 @@ type Scan[T] = Generator[None, None, T]
 _OUTSIDE = re.compile(r'["{}\[\]]')  # of a string of JSON
 _WORD = re.compile(r"[\w.:/-]+")
 _INSIDE = re.compile(r'["\\]')
+_SPACE = re.compile(r"(?<![\w.+-])[ \t\n\r]+|[ \t\n\r]+(?![\w.+-])")  # of JSON, but between words
 MOST_NAME = 256  # characters
 MOST_DEPTH = 256  # of JSON; its readers are recursive
 
@@ -29,6 +32,7 @@ class MarkSet:
         pattern: finds the first of them.
         prefixes: what a mark may begin with, where the rest has not arrived.
         first: the first character of the first mark.
+        firsts: finds the first character of any mark.
     """
 
     def __init__(self, marks: tuple[str, ...]):
@@ -36,6 +40,7 @@ class MarkSet:
         self.pattern = re.compile("|".join(map(re.escape, longest_first)))
         self.prefixes = tuple({mark[:n] for mark in marks for n in range(1, len(mark))})
         self.first = marks[0][0]
+        self.firsts = re.compile(f"[{re.escape(''.join({mark[0] for mark in marks}))}]")
         self._longest = max(map(len, marks))
 
     def begun(self, text: str) -> int:
@@ -56,20 +61,25 @@ class TextCursor:
 
     def __init__(self) -> None:
         self.text, self.ended = "", False
-        self._pieces: list[str] = []
+        self._kept = io.StringIO()
+        self._sought: re.Pattern[str] | None = None  # by a reader that has read all there is
 
-    def feed(self, text: str) -> None:
+    def feed(self, text: str) -> bool:
+        """Takes more text. False if a reader waits, and the text has nothing that it seeks."""
+        self._kept.write(text)
+        if self._sought is not None and not self._sought.search(text):
+            return False
         self.text += text
-        self._pieces.append(text)
+        return True
 
     def commit(self) -> None:
         """What was consumed so far is settled."""
-        self._pieces = [self.text] if self.text else []
+        self._kept = io.StringIO()
+        self._kept.write(self.text)
 
     def rewind(self) -> None:
         """All text since the last `commit` is unread again."""
-        self.text = "".join(self._pieces)
-        self._pieces = [self.text]
+        self.text = self._kept.getvalue()
 
     def take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]
@@ -84,6 +94,30 @@ class TextCursor:
         if self.ended:
             raise Unreadable
         yield
+
+    @property
+    def _place(self) -> int:
+        """Where the unread text begins, counted from the last `commit`."""
+        return self._kept.tell() - len(self.text)
+
+    def _since(self, place: int) -> str:
+        """The text from a place to the unread text."""
+        return self._kept.getvalue()[place : self._place]
+
+    def _compact(self, ends: list[int]) -> str:
+        """The text between the first and the last of some places, of which every second one begins
+        a string."""
+        text, spans = self._kept.getvalue(), list(itertools.pairwise(ends))
+        parts = [text[begin:end] for begin, end in spans]
+        parts[::2] = [_SPACE.sub("", part) for part in parts[::2]]
+        return "".join(parts)
+
+    def _sought_in(self, sought: re.Pattern[str]) -> Scan[None]:
+        """Waits for text that has what is sought; text without it is read."""
+        if not self.text:
+            self._sought = sought
+        yield from self.more()
+        self._sought = None
 
     def space(self) -> Scan[str]:
         """White space, which may be none. Text follows it, or nothing does."""
@@ -128,34 +162,38 @@ class TextCursor:
 
     def until(self, *marks: str) -> Scan[tuple[str, str]]:
         """(the text before the first of some marks, that mark); both are consumed."""
-        known, parts = MarkSet(marks), list[str]()
+        known, begin = MarkSet(marks), self._place
         while True:
             if match := known.pattern.search(self.text):
-                parts.append(self.take(match.start()))
-                return "".join(parts), self.take(len(match[0]))
-            parts.append(self.take(len(self.text) - known.begun(self.text)))
-            yield from self.more()
+                self.take(match.start())
+                return self._since(begin), self.take(len(match[0]))
+            self.take(len(self.text) - known.begun(self.text))
+            yield from self._sought_in(known.firsts)
 
     def json(self, opens: str = "{") -> Scan[str]:
-        """The text of a JSON value that begins with one of some brackets, to its last bracket.
+        """The text of a JSON value that begins with one of some brackets, to its last bracket,
+        without white space outside of strings.
 
-        Brackets within strings do not count. Whether the value is JSON is for others to check.
+        Brackets within strings do not count. Whether the value is JSON is for others to check:
+        white space that parts two words stays.
         """
         while not self.text:
             yield from self.more()
         if self.text[0] not in opens:
             raise Unreadable
-        parts, depth, inside, at = list[str](), 0, False, 0
+        ends = [self._place]  # of strings and of what stands between them
+        depth, inside, at = 0, False, 0
         while True:
-            match = (_INSIDE if inside else _OUTSIDE).search(self.text, at)
+            sought = _INSIDE if inside else _OUTSIDE
+            match = sought.search(self.text, at)
             if match is None:
-                parts.append(self.take(len(self.text)))
-                at = 0
-                yield from self.more()
+                at, self.text = 0, ""
+                yield from self._sought_in(sought)
                 continue
             found, at = match[0], match.end()
             if found == '"':
                 inside = not inside
+                ends.append(self._place + (match.start() if inside else at))
             elif found == "\\":
                 while len(self.text) <= at:
                     yield from self.more()
@@ -165,4 +203,5 @@ class TextCursor:
                 if depth > MOST_DEPTH:
                     raise Unreadable
                 if not depth:
-                    return "".join([*parts, self.take(at)])
+                    self.take(at)
+                    return self._compact([*ends, self._place])

@@ -1,0 +1,97 @@
+"""POST /v1/embeddings: texts or tokens become vectors, pooled of the model's hidden states."""
+
+import base64
+import time
+from typing import Any
+
+import numpy as np
+import orjson
+from jaxtyping import Float
+
+from jaxattn.engine.requests.request import POOLINGS
+from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.decoding.sampling_params import MOST_ID, MOST_SALT
+from jaxattn.server.http.errors import ApiError
+from jaxattn.server.http.request import HttpRequest
+from jaxattn.server.openai.answer_form import WholeForm
+from jaxattn.server.openai.completions import encoded_prompts, read_prompts
+from jaxattn.server.openai.response_writer import ResponseWriter
+from jaxattn.server.runtime.service import Service
+
+MOST_INPUTS = 2048  # of a request, as OpenAI has it
+
+
+async def embeddings(service: Service, exchange: HttpRequest) -> None:
+    """Answers one request."""
+    arrived = time.perf_counter()
+    with service.entered() as ticket:
+        fields = await exchange.fields()
+        service.check_model(fields)
+        if (size := service.served.hidden_size) is None:
+            raise ApiError(400, "this model has no embeddings", code="no_embeddings")
+        form = EmbeddingForm(
+            service.settings.names[0],
+            dimensions=fields.integer("dimensions", 1, size) or size,
+            base64_=fields.chosen("encoding_format", ("float", "base64")) == "base64",
+            normalize=fields.flag("normalize", True),
+        )
+        pooling = fields.chosen("pooling", POOLINGS) or "last"
+        priority = fields.integer("priority", -(2**31), MOST_ID) or 0
+        salt = fields.text("cache_salt", MOST_SALT) or ""
+        given = read_prompts(fields, "input", MOST_INPUTS)
+        prompts = [
+            service.shortened(fields, prompt)
+            for prompt in await encoded_prompts(service, given, "input")
+        ]
+        for prompt in prompts:
+            service.room(prompt, "input", least=0)
+        await ResponseWriter(
+            service=service,
+            exchange=exchange,
+            ticket=ticket,
+            generation=service.embeddings(prompts, pooling, priority=priority, salt=salt),
+            form=form,
+            arrived=arrived,
+            places=min(len(prompts), service.limits.batch),
+        ).give()
+
+
+class EmbeddingForm(WholeForm):
+    """A list of embeddings. Each is written when it comes, so that no write takes long.
+
+    Args:
+        model: its name.
+        dimensions: of each embedding; the others are cut off.
+        base64_: embeddings are the bytes of float32 numbers, and not lists.
+        normalize: to the length 1.
+    """
+
+    def __init__(self, model: str, *, dimensions: int, base64_: bool, normalize: bool):
+        self._model, self._dimensions = model, dimensions
+        self._base64, self._normalize = base64_, normalize
+        self._found: dict[int, str | orjson.Fragment] = {}
+
+    def take(self, piece: OutputChunk) -> None:
+        if piece.embedding is not None:
+            self._found[piece.choice] = self._written(piece.embedding)
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        used = generation.prompt_tokens
+        return {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": embedding}
+                for index, embedding in sorted(self._found.items())
+            ],
+            "model": self._model,
+            "usage": {"prompt_tokens": used, "total_tokens": used},
+        }
+
+    def _written(self, embedding: Float[np.ndarray, "hidden"]) -> str | orjson.Fragment:
+        found = embedding[: self._dimensions]
+        if self._normalize:
+            found = found / max(float(np.linalg.norm(found)), np.finfo(np.float32).tiny)
+        found = np.ascontiguousarray(found, "<f4")
+        if self._base64:
+            return base64.b64encode(found).decode()
+        return orjson.Fragment(orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY))
