@@ -28,7 +28,11 @@ os.environ["XLA_FLAGS"] = (
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.helpers.executables import share_executables  # noqa: E402
+from tests.helpers.executables import (  # noqa: E402
+    keep_freed_memory,
+    leave_out_locations,
+    share_executables,
+)
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
@@ -38,10 +42,12 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 if jax.default_backend() == "cpu":
     # Without it LLVM optimizes at length what runs once.
     jax.config.update("jax_disable_most_optimizations", True)
+    leave_out_locations()
+    keep_freed_memory()
 use_numpy_callbacks()
 share_executables()
 # All of it is read once, and most of it stays.
-gc.set_threshold(100_000, 20, 20)
+gc.set_threshold(1_000_000, 20, 20)
 # XLA has read them: a process that a test starts is compiled as users compile it.
 os.environ["XLA_FLAGS"] = _GIVEN
 
@@ -141,8 +147,10 @@ def pytest_collection_finish() -> None:
     # Modules and collected tests stay: the garbage collector need not look through them again.
     gc.collect()
     gc.freeze()
-    # On a GPU what waits for the collector may hold memory that other processes want.
-    gc.set_threshold(*((100_000, 100, 20) if jax.default_backend() == "cpu" else (10_000, 20, 20)))
+    # What JAX traces lives on: to look through it every 100,000 objects took a twentieth of the
+    # time. On a GPU what waits for the collector may hold memory that other processes want.
+    cpu = jax.default_backend() == "cpu"
+    gc.set_threshold(*((1_000_000, 20, 20) if cpu else (10_000, 20, 20)))
 
 
 # Seconds of CPU time of one test with its fixtures. An engine of a file's own takes up to 13 s, and

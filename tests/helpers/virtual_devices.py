@@ -9,11 +9,14 @@ process is started with the first such test and keeps what it compiled for the n
 
 import concurrent.futures
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
+
+from tests.helpers.executables import keep_freed_memory, leave_out_locations
 
 DEVICES = 8
 FLAGS = (
@@ -38,9 +41,12 @@ def end_virtual_devices() -> None:
 def _begin() -> None:
     import jax
 
+    leave_out_locations(scopes=True)
+    keep_freed_memory()
+    gc.set_threshold(1_000_000, 20, 20)
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update("jax_traceback_in_locations_limit", 0)  # see conftest.py
-    # Without it LLVM optimizes at length what runs once.
+    # See conftest.py.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == DEVICES, jax.devices()
 

@@ -477,7 +477,7 @@ def test_the_share_that_is_advised_holds_a_row_at_full_length():
     reason="a search that grows with the GPUs; found by the table for 8 GPUs too"
 )
 @pytest.mark.parametrize("gpus", [8, pytest.param(16, marks=pytest.mark.slow)])
-def test_the_table_of_r1_comes_within_seconds(gpus):
+def test_the_table_of_r1_comes_within_ten_seconds(gpus):
     before = os.times()
     command = [sys.executable, "-m", "jaxattn.plan", "DeepSeek-R1", "--gpus", str(gpus)]
     done = subprocess.run([*command, "--compare", "naive"], capture_output=True, text=True)
@@ -485,7 +485,7 @@ def test_the_table_of_r1_comes_within_seconds(gpus):
     # Its processor time: the tests beside this one take their share of the clock.
     after = os.times()
     took = after.children_user + after.children_system
-    assert took - before.children_user - before.children_system < 20  # 11 on an idle machine
+    assert took - before.children_user - before.children_system < 10
     for part in ("weights", "arena", "kv cache", "xla temp", "bound", "assumed", "reserve"):
         assert part in done.stdout
     for gib in ("15.250", "62.358", "39.494", "16.250"):

@@ -17,6 +17,7 @@ not kept.
 import contextlib
 import dataclasses
 import enum
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -169,11 +170,7 @@ def facts_of_machine(
     """What decides every executable here."""
     yield f"source {source_hash()}"
     yield f"python {sys.version}"
-    yield from sorted(
-        f"{each.name} {each.version}"
-        for each in importlib.metadata.distributions()
-        if (each.name or "").startswith(INSTALLED)
-    )
+    yield from installed()
     yield f"device {device.platform} {device.device_kind} {device.client.platform_version}"
     yield f"devices {device.id} of {len(jax.devices())}"
     yield f"machine {platform.machine()}"
@@ -185,6 +182,16 @@ def facts_of_machine(
     yield from sorted(f"{name}={value!r}" for name, value in jax.config.values.items())
     # These may differ in this thread from the values above.
     yield f"{jax.config.jax_enable_x64} {jax.config.jax_default_matmul_precision}"
+
+
+@functools.cache
+def installed() -> tuple[str, ...]:
+    """JAX's and NVIDIA's packages with their versions, which parsing every package's file tells."""
+    found = importlib.metadata.distributions()
+    names = (
+        f"{each.name} {each.version}" for each in found if (each.name or "").startswith(INSTALLED)
+    )
+    return tuple(sorted(names))
 
 
 def source_hash(folder: Path = PACKAGE) -> str:

@@ -90,6 +90,15 @@ def own(x: Any, cuts: Cuts, parallel: Parallel, gpu: int) -> Any:
     return x
 
 
+def own_shape(shape: tuple[int, ...], cuts: Cuts, parallel: Parallel) -> tuple[int, ...]:
+    """The shape of what each GPU has of a whole parameter; it is the same on every GPU."""
+    sizes = list(shape)
+    for cut in cuts:
+        ranges = cut.ranges(0, parallel.size(cut.over))
+        sizes[cut.axis] = sum(end - begin for begin, end in ranges)
+    return tuple(sizes)
+
+
 def _ranges_of(x: Any, axis: int, ranges: tuple[tuple[int, int], ...]) -> Any:
     numbers: Any = np if isinstance(x, np.ndarray) else jnp
     before, size = (slice(None),) * axis, x.shape[axis]

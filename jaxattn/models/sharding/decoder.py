@@ -28,6 +28,7 @@ from jaxattn.models.sharding.axis_sharding import (
     of_fp8,
     of_tiles,
     own,
+    own_shape,
     partition_spec,
 )
 from jaxattn.models.weight_map.fp8_linears import four_bit_form, linear_of
@@ -50,6 +51,15 @@ class ShardedDecoder(DecoderModel):
     @property
     def whole(self) -> DecoderModel:
         return self.undivided
+
+    def param_shapes(self) -> nnx.State:
+        """Those of the whole model, cut: layouts share its trace."""
+
+        def share(path: Any, leaf: Any) -> Any:
+            cuts = self.cuts_of(key_of(path))
+            return jax.ShapeDtypeStruct(own_shape(leaf.shape, cuts, self.parallel), leaf.dtype)
+
+        return jax.tree.map_with_path(share, self.whole.param_shapes())
 
     def param_specs(self) -> nnx.State:
         return _with_specs(self, self.param_shapes())
