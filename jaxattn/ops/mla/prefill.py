@@ -9,6 +9,7 @@ is kept for the backward pass, and that pass holds the scores of an eighth of th
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
