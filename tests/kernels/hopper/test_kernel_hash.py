@@ -45,7 +45,8 @@ def exported():
 def test_the_same_kernel_of_three_programs_is_one():
     texts = [lowered(lambda x: launch(copy)(x) + 1), lowered(lambda x: launch(copy)(x) + 2)]
     texts.append(exported())
-    assert len(set.union(*hashes(texts))) == 3  # a counter of the process is in each
+    # A counter of the process is in each, up to JAX 0.11.
+    assert len(set.union(*hashes(texts))) == (3 if jax.__version_info__ < (0, 12) else 1)
     for text in texts:
         unify_kernels(text)
     [one], *others = hashes(texts)
