@@ -1,7 +1,8 @@
 """One of the two products of a mixture of experts, over the items of a work list.
 
 Weights are the 64-row side of wgmma, as they are published, and tokens its columns, so that a few
-of them cost a few columns. A tile of fewer tokens than its N is multiplied as a narrower one:
+of them cost a few columns. With `narrow` a tile of fewer tokens than N is multiplied as one of
+fewer columns:
 
     gate_up    h^T [64, N] = silu(gate x^T) * (up x^T)      gate, up [64, K = F] of an expert
     down       y^T [64, N] = down h^T                       down     [64, K = I]
@@ -10,7 +11,7 @@ A gradient with respect to the tokens is the same product with transposed weight
 [K, 64] of an expert: wgmma takes either order. Training also keeps gate x^T and up x^T.
 
 An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A block of each
-multiprocessor takes one of each round of as many items. Its last warpgroup issues the TMA copies
+multiprocessor takes many, item b, b + blocks and so on. Its last warpgroup issues the TMA copies
 into a ring of `stages` steps of K, the next item's too. One or two warpgroups multiply, each its
 own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
 cut, so a token's result does not depend on the other tokens.
@@ -166,7 +167,7 @@ def grouped_product(
         apart=height // 2 if gated else product.rows,
         pieces=pieces,
         blocks=blocks,
-        widths=widths_of(columns) if scales is None and form is None else (columns,),
+        widths=widths_of(columns) if product.narrow else (columns,),
         affine=affine,
         gated=gated,
         activation=activation,
@@ -297,26 +298,18 @@ class GroupedGemmCta:
         self.layer = refs.layer[0] * cut.affine[0] + cut.affine[1]
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
         last = refs.total[0] * cut.pieces
-        rounds = lax.div(last, cut.blocks)
-        more = self.number(rounds) < last
-        self.mine = rounds + more.astype(jnp.int32)
+        self.mine = lax.div(last - self.block + (cut.blocks - 1), cut.blocks)
 
     def run(self) -> None:
         warpgroups = self.cut.product.warpgroups
         pl.when(self.wg == warpgroups)(self.load)
         pl.when(self.wg < warpgroups)(self.multiply)
 
-    def number(self, i: Any) -> jax.Array:
-        """The item of round i. From round to round blocks move on by a tile: else one could have
-        the last tiles of experts, which are narrow, and another only whole ones."""
-        cut = self.cut
-        return i * cut.blocks + lax.rem(self.block + i * cut.pieces, cut.blocks)
-
     def item(self, i: Any) -> GroupedGemmTile:
         """The block's i-th, of which it may have none: then any. How many there are is not waited
         for."""
         tiles, pieces = self.refs.tiles, self.cut.pieces
-        number = jnp.minimum(self.number(i), tiles.shape[1] * pieces - 1)
+        number = jnp.minimum(self.block + i * self.cut.blocks, tiles.shape[1] * pieces - 1)
         tile = lax.div(number, pieces)
         # h lies where it was written, and x may have stayed where it was.
         source = tiles[FROM if self.cut.gated else TO, tile]

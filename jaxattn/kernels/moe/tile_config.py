@@ -32,6 +32,7 @@ class GemmTileConfig:
         stages: of the ring that the weights come through; None: all that fit.
         blocks: that work at a time.
         together: of them on a multiprocessor.
+        narrow: whether tiles of few tokens are multiplied as narrower ones; of 16-bit weights.
     """
 
     consumers: int = 1
@@ -41,6 +42,7 @@ class GemmTileConfig:
     stages: int | None = None
     blocks: int = NUM_SMS
     together: int = 1
+    narrow: bool = False
 
     @property
     def rows(self) -> int:
@@ -102,9 +104,11 @@ def choose(
     items of 16-bit weights may be three. Of gate and up, whose items are long, an eighth more are
     no second round. Many items share a read of tokens between two warpgroups. To widen FP8 weights
     keeps one warpgroup busy, so there are two as soon as nearly every multiprocessor has an item of
-    128 rows. With fewer items one warpgroup has gate's rows, and another has up's. Of many tokens
-    the outputs are rounded: to write and read them in float32 takes as long as an eighth of the
-    products.
+    128 rows. With fewer items one warpgroup has gate's rows, and another has up's.
+
+    Of many tokens the outputs are rounded: to write and read them in float32 takes as long as an
+    eighth of the products. Tiles of down are then multiplied as narrow as they are. Those of gate
+    and up took longer so: blocks with narrow tiles run ahead of those that read the same weights.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
@@ -139,7 +143,9 @@ def choose(
     return MoeTileConfig(
         columns=columns,
         gate_up=in_two(gate_up),
-        down=all_at_once(down, hidden, 3 * NUM_SMS),
+        down=dataclasses.replace(
+            all_at_once(down, hidden, 3 * NUM_SMS), narrow=rounded and not quantized
+        ),
         combine=1024 if rounded else 512,
         rounded=rounded,
     )

@@ -147,8 +147,8 @@ def test_what_was_made_beside_the_list_has_no_other_activation(few_stages):
     assert relative(y, wanted) < 2e-3
 
 
-def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False):
-    common = dict(consumers=consumers, depth=depth, stages=stages, blocks=blocks)
+def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False, narrow=False):
+    common = dict(consumers=consumers, depth=depth, stages=stages, blocks=blocks, narrow=narrow)
     return MoeTileConfig(
         columns=columns,
         gate_up=GemmTileConfig(parts=2, split=split, **common),
@@ -183,7 +183,8 @@ def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
     ids = np.full((40, 2), -1, np.int32)
     ids[:, 0], ids[29:, 1] = 1, 0
     args = x, jnp.asarray(ids), *rest
-    config = dataclasses.replace(cut(64, consumers=1, parts=1, depth=64, blocks=2), rounded=True)
+    config = cut(64, consumers=1, parts=1, depth=64, blocks=2, narrow=True)
+    config = dataclasses.replace(config, rounded=True)
     run = functools.partial(mixture_of_experts_mosaic, layer=LAYER, interpret=True, config=config)
     assert 1e-3 < error_of(jax.jit(run)(*args), args, {}) < 3e-3
 
