@@ -169,7 +169,9 @@ def test_some_may_be_left_out():
 def test_a_checkpoint_in_floats_has_no_fp8():
     with pytest.raises(ValueError, match="dense='fp8' needs a checkpoint in FP8"):
         model_of("Qwen3-32B")
-    with pytest.raises(ValueError, match="dense must be None, 'fp8' or 'bfloat16'; got 'int8'"):
+    with pytest.raises(
+        ValueError, match="dense must be None, 'fp8', '4bit' or 'bfloat16'; got 'int8'"
+    ):
         model_of("DeepSeek-R1", "int8")
 
 

@@ -20,6 +20,7 @@ from jaxattn.arena import Arena
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, gpu_events
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat, dequantize, quantize
 from jaxattn.kernels.moe.launch import FP8, mixture_of_experts_mosaic
 from jaxattn.kernels.moe.tile_config import BLOCK, MoeTileConfig
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
@@ -34,8 +35,19 @@ class MoeShape:
     router: Router
     layers: int
     fp8: bool = False
+    form: FourBitFormat | None = None
+
+    @property
+    def number_bytes(self) -> float:
+        """Of a weight; of 4 bits with its scale."""
+        if self.form is None:
+            return 1 if self.fp8 else 2
+        return self.form.tile_bytes / (ROWS * self.form.columns)
 
 
+MXFP4, INT4_128 = FourBitFormat("mxfp4", 32, "e8m0"), FourBitFormat("int4", 128)
+TOP_4 = Router(experts=32, top_k=4, scores="softmax", normalize=True)
+TOP_8 = Router(experts=128, top_k=8, scores="softmax", normalize=True)
 V3_GROUPS: dict[str, Any] = {"groups": 8, "top_groups": 4, "best_of_group": 2}
 SIGMOID: dict[str, Any] = {"scores": "sigmoid", "normalize": True, "scale": 2.5}
 MODELS = {
@@ -47,6 +59,13 @@ MODELS = {
     "v3-fp8": MoeShape(
         7168, 2048, Router(experts=256, top_k=8, **SIGMOID, **V3_GROUPS), 2, fp8=True
     ),
+    "gpt-oss": MoeShape(2880, 2880, TOP_4, 4),
+    "gpt-oss-mxfp4": MoeShape(2880, 2880, TOP_4, 8, form=MXFP4),
+    "qwen3-30b": MoeShape(2048, 768, TOP_8, 6),
+    "qwen3-30b-int4": MoeShape(2048, 768, TOP_8, 16, form=INT4_128),
+    "small-int4": MoeShape(
+        128, 128, Router(experts=4, top_k=2, scores="softmax"), 2, form=INT4_128
+    ),
     "small": MoeShape(128, 64, Router(experts=4, top_k=2, scores="softmax"), 2),
     "small-fp8": MoeShape(128, 128, Router(experts=4, top_k=2, scores="softmax"), 2, fp8=True),
 }
@@ -56,9 +75,11 @@ SHAPES: tuple[Shape, ...] = (
     *(("qwen3-next-fp8", tokens) for tokens in (1, 8, 32, 128)),
     *(("v3-fp8", tokens) for tokens in (1, 8, 32, 128)),
     *(("glm-4.7-flash", tokens) for tokens in (1, 8, 32, 128)),
+    *((name, tokens) for name in ("gpt-oss", "gpt-oss-mxfp4") for tokens in (1, 8, 32, 64, 128)),
+    *((name, tokens) for name in ("qwen3-30b", "qwen3-30b-int4") for tokens in (1, 8, 32, 64, 128)),
 )
 MORE_SHAPES: tuple[Shape, ...] = ()
-SMALL_SHAPES: tuple[Shape, ...] = (("small", 3), ("small-fp8", 9))
+SMALL_SHAPES: tuple[Shape, ...] = (("small", 3), ("small-fp8", 9), ("small-int4", 2))
 XLA_TOKENS = 32  # of more, XLA's product takes memory for every expert's share of every token
 CHECKED = 3  # tokens that are checked
 KERNELS = {
@@ -80,9 +101,13 @@ def weights_of(name: str) -> dict[str, jax.Array]:
     model = MODELS[name]
     features, width, experts = model.hidden, model.expert_size, model.router.experts
     gate_up, down = (2 * width, features), (features, width)
+    if model.form is not None:
+        gate_up = (2, width, features)
 
-    def draw(seed: int, shape: tuple[int, int], scale: float) -> jax.Array:
+    def draw(seed: int, shape: tuple[int, ...], scale: float) -> jax.Array:
         def of_layer(key: jax.Array) -> jax.Array:
+            if model.form is not None:
+                return quantize(jax.random.normal(key, (experts, *shape)) * scale, model.form)
             if not model.fp8:
                 return jax.random.normal(key, (experts, *shape), jnp.bfloat16) * scale
             # Bits of numbers below 2, any sign and exponent.
@@ -121,13 +146,16 @@ def mixture(
     bias = jnp.zeros(model.router.experts) if model.router.scores == "sigmoid" else None
     spec = scratch(
         tokens=tokens, top_k=model.router.top_k, experts=model.router.experts,
-        hidden=model.hidden, expert_size=model.expert_size, fp8=model.fp8, config=config,
+        hidden=model.hidden, expert_size=model.expert_size, fp8=model.fp8, form=model.form,
+        config=config,
     )  # fmt: skip
 
     def call(operands: Any, arena: Arena, layer: jax.Array) -> tuple[jax.Array, Arena]:
         (x, logits), weights = operands
         chosen = route(logits, bias, model.router)
-        options: dict[str, Any] = {**weights, "layer": layer, "arena": arena}
+        options: dict[str, Any] = {
+            **weights, "form": model.form, "layer": layer, "arena": arena
+        }  # fmt: skip
         if config is not None:
             return mixture_of_experts_mosaic(x, *chosen, **options, config=config)
         return mixture_of_experts(x, *chosen, **options, implementation=implementation)
@@ -148,7 +176,7 @@ def counts(shape: Shape) -> tuple[float, float]:
     numbers = 3 * model.hidden * model.expert_size
     used = len(np.unique(ids_of(shape)))
     pairs = tokens * model.router.top_k
-    moved = used * numbers * (1 if model.fp8 else 2)
+    moved = used * numbers * model.number_bytes
     # Per pair x and h in, h out and y out and in; per token x and the output.
     moved += pairs * (2 * model.hidden + 4 * model.expert_size + 8 * model.hidden)
     return 2 * pairs * numbers, moved + tokens * 6 * model.hidden
@@ -158,7 +186,13 @@ def counts(shape: Shape) -> tuple[float, float]:
 def _exact(name: str, x: jax.Array, ids: jax.Array, shares: jax.Array, weights: Any) -> jax.Array:
     """A token of layer 0 in float32, what is between the products rounded as the kernels do."""
     model = MODELS[name]
-    gate_up, down = (weights[key][0, ids].astype(jnp.float32) for key in ("gate_up", "down"))
+    gate_up, down = (weights[key][0, ids] for key in ("gate_up", "down"))
+    if model.form is None:
+        gate_up, down = gate_up.astype(jnp.float32), down.astype(jnp.float32)
+    else:
+        gate_up, down = (dequantize(each, model.form, x.dtype) for each in (gate_up, down))
+        gate_up = gate_up.reshape(len(ids), -1, model.hidden).astype(jnp.float32)
+        down = down.astype(jnp.float32)
     spread = lambda scale: scale.repeat(BLOCK, -2).repeat(BLOCK, -1)  # noqa: E731
     if model.fp8:
         gate_up *= spread(weights["gate_up_scale"][0, ids]).reshape(gate_up.shape)
@@ -214,7 +248,8 @@ def measure(
     time, _ = times = op.times()
     each = parts(op)
     del op
-    xla = xla and shape[1] <= XLA_TOKENS and not MODELS[shape[0]].fp8
+    model = MODELS[shape[0]]
+    xla = xla and shape[1] <= XLA_TOKENS and not model.fp8 and model.form is None
     flops, moved = counts(shape)
     return {
         **label(shape),
