@@ -8,9 +8,10 @@ needs `pip install 'jaxattn[train]'`: optax, and orbax for `--checkpoint`. The t
 that Python's `help()` shows, 0.7 MB of English, and `--data FILE` another.
 
 Layers are Qwen3.5's: of four, three are a `GatedDeltaNet` and one a `GroupedQueryAttention` with a
-gate. Each group of four is one turn of a scan, and keeps for its backward pass what `SAVED` names.
-With several devices each holds a part of every parameter, and gathers a group's as the scan comes
-to it (FSDP). `--dtype float32` trains by XLA, as the kernels multiply bfloat16; losses agree.
+gate. A scan runs the groups of four, so that each kind of layer is compiled once. A layer keeps for
+its backward pass what `SAVED` names. With several devices each holds a part of every parameter, and
+gathers a layer's when the scan comes to it (FSDP). `--dtype float32` trains by XLA, as the kernels
+multiply bfloat16; losses agree.
 
 A run that finds its own checkpoint goes on from there, to the same losses as without a stop: the
 batch of a step depends on nothing but its number.
@@ -44,7 +45,7 @@ from jaxattn.nn import (
 
 P = jax.P
 BYTES = 256
-# What kernels name of what they keep for a backward pass; the rest of a group is computed again.
+# What kernels name of what they keep for a backward pass; the rest of a layer is computed again.
 SAVED = jax.checkpoint_policies.save_only_these_names(
     "attention_out", "attention_lse", "moe_gate_up"
 )
@@ -91,60 +92,88 @@ class Layer(nnx.Module):
         return x
 
 
-def new_group(size: Size, mla: bool, experts: bool, dtype: Any, rngs: nnx.Rngs) -> nnx.List:
-    """The layers of a group."""
-    hidden, dim = size.hidden, size.head_dim
-    scale = (2 * size.groups * size.group) ** -0.5  # of what is added to the stream
-    options: dict[str, Any] = {"dtype": dtype, "out_init_scale": scale, "rngs": rngs}
+class LayerMaker(NamedTuple):
+    """Makes the layers of a model."""
 
-    def feed_forward() -> nnx.Module:
-        if not experts:
-            return GatedMLP(hidden, size.mlp, **options)
+    size: Size
+    mla: bool
+    experts: bool
+    dtype: Any
+
+    @property
+    def options(self) -> dict[str, Any]:
+        # The more layers, the less each adds to the stream at first.
+        scale = (2 * self.size.groups * self.size.group) ** -0.5
+        return {"dtype": self.dtype, "out_init_scale": scale}
+
+    def feed_forward(self, rngs: nnx.Rngs) -> nnx.Module:
+        size = self.size
+        if not self.experts:
+            return GatedMLP(size.hidden, size.mlp, rngs=rngs, **self.options)
         router = Router(experts=size.experts, top_k=size.top_k, scores="softmax", normalize=True)
-        return MixtureOfExperts(hidden, size.expert, router, shared_size=size.expert, **options)
+        return MixtureOfExperts(
+            size.hidden, size.expert, router, shared_size=size.expert, rngs=rngs, **self.options
+        )
 
-    def delta_net() -> nnx.Module:
-        heads = size.heads
-        return GatedDeltaNet(hidden, heads, 2 * heads, head_k_dim=dim, head_v_dim=dim, **options)
+    def delta_layer(self, rngs: nnx.Rngs) -> Layer:
+        hidden, heads, dim = self.size.hidden, self.size.heads, self.size.head_dim
+        mixer = GatedDeltaNet(
+            hidden, heads, 2 * heads, head_k_dim=dim, head_v_dim=dim, rngs=rngs, **self.options
+        )
+        return Layer(mixer, self.feed_forward(rngs), hidden)
 
-    def attention() -> nnx.Module:
-        if mla:
-            nope, turned = dim, dim // 2
-            return MultiHeadLatentAttention(
-                hidden, size.heads, kv_lora_rank=4 * dim, qk_nope_head_dim=nope,
-                qk_rope_head_dim=turned, v_head_dim=dim, **options,
+    def attention_layer(self, rngs: nnx.Rngs) -> Layer:
+        hidden, heads, dim = self.size.hidden, self.size.heads, self.size.head_dim
+        if self.mla:
+            mixer: nnx.Module = MultiHeadLatentAttention(
+                hidden, heads, kv_lora_rank=4 * dim, qk_nope_head_dim=dim,
+                qk_rope_head_dim=dim // 2, v_head_dim=dim, rngs=rngs, **self.options,
             )  # fmt: skip
-        return GroupedQueryAttention(
-            hidden, size.heads, size.heads // 2, dim, rope=RopeConfig(dim=dim // 4),
-            qk_norm=True, gated=True, **options,
-        )  # fmt: skip
-
-    mixers = [*(delta_net() for _ in range(size.group - 1)), attention()]
-    return nnx.List([Layer(mixer, feed_forward(), hidden) for mixer in mixers])
+        else:
+            mixer = GroupedQueryAttention(
+                hidden, heads, heads // 2, dim, rope=RopeConfig(dim=dim // 4), qk_norm=True,
+                gated=True, rngs=rngs, **self.options,
+            )  # fmt: skip
+        return Layer(mixer, self.feed_forward(rngs), hidden)
 
 
 class Model(nnx.Module):
-    """Bytes in, logits of the next byte out. The parameters of all groups lie in stacks."""
+    """Bytes in, logits of the next byte out.
 
-    def __init__(self, size: Size, mla: bool, experts: bool, dtype: Any, rngs: nnx.Rngs):
+    The parameters of all delta layers lie in stacks [groups, layers, ...], those of the attention
+    layers in stacks [groups, ...].
+    """
+
+    def __init__(self, make: LayerMaker, rngs: nnx.Rngs):
+        size = make.size
         self.embed = nnx.Embed(BYTES, size.hidden, rngs=rngs)
         self.norm = RMSNorm(size.hidden)
-        make = nnx.vmap(lambda rngs: new_group(size, mla, experts, dtype, rngs))
-        self.groups = nnx.split_rngs(splits=size.groups)(make)(rngs)
+        split = partial(nnx.split_rngs, splits=size.groups)
+        deltas = nnx.split_rngs(splits=size.group - 1)(nnx.vmap(make.delta_layer))
+        self.deltas = split()(nnx.vmap(deltas))(rngs)
+        self.attentions = split()(nnx.vmap(make.attention_layer))(rngs)
 
 
-def forward(model: Model, tokens: jax.Array, gather: Callable[[Any], Any]) -> jax.Array:
+def forward(model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any]) -> jax.Array:
     """The logits; `gather` makes whole parameters of a device's parts."""
-    definition, groups = nnx.split(model.groups)
 
-    @partial(jax.checkpoint, policy=SAVED)
-    def group(x: jax.Array, params: nnx.State) -> jax.Array:
-        for layer in nnx.merge(definition, gather(params)):
-            x = layer(x)
-        return x
+    def layers(name: str) -> tuple[Callable[..., Any], nnx.State]:
+        """A layer of these parameters, for a scan, and the stacks of them."""
+        definition, stacks = nnx.split(getattr(model, name))
 
-    x = model.embed(tokens)
-    x, _ = jax.lax.scan(lambda x, params: (group(x, params), None), x, groups)
+        @partial(jax.checkpoint, policy=SAVED)
+        def layer(x: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(definition, gather(params, name))(x), None
+
+        return layer, stacks
+
+    (delta, deltas), (attention, attentions) = layers("deltas"), layers("attentions")
+
+    def group(x: jax.Array, params: Any) -> tuple[jax.Array, None]:
+        x, _ = jax.lax.scan(delta, x, params[0])
+        return attention(x, params[1])
+
+    x, _ = jax.lax.scan(group, model.embed(tokens), (deltas, attentions))
     return model.embed.attend(model.norm(x).astype(jnp.float32))
 
 
@@ -165,14 +194,16 @@ class Trainer:
             optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
         )
 
+        def new_model() -> Model:
+            make = LayerMaker(size, args.mla, args.experts, args.dtype)
+            return Model(make, nnx.Rngs(args.seed))
+
         def new_state() -> tuple[nnx.State, Any]:
-            model = Model(size, args.mla, args.experts, args.dtype, nnx.Rngs(args.seed))
-            params = nnx.state(model, nnx.Param)
+            params = nnx.state(new_model(), nnx.Param)
             return params, self.optimizer.init(params)
 
-        def new_definition() -> nnx.GraphDef:
-            model = Model(size, args.mla, args.experts, args.dtype, nnx.Rngs(args.seed))
-            self.definition, _, self.rest = nnx.split(model, nnx.Param, ...)
+        def new_definition() -> jax.Array:
+            self.definition, _, self.rest = nnx.split(new_model(), nnx.Param, ...)
             return jnp.zeros(())
 
         jax.eval_shape(new_definition)
@@ -191,21 +222,18 @@ class Trainer:
     def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
         """The mean over all devices, of whom each has some rows."""
 
-        def gather(params: Any, specs: Any) -> Any:
-            whole = lambda x, spec: (  # noqa: E731
-                jax.lax.all_gather(x, "data", axis=x.ndim - 1, tiled=True) if "data" in spec else x
-            )
-            return jax.tree.map(whole, params, specs)
+        def gather(params: Any, name: str) -> Any:
+            def whole(x: jax.Array, spec: P) -> jax.Array:
+                if "data" not in spec:
+                    return x
+                return jax.lax.all_gather(x, "data", axis=x.ndim - 1, tiled=True)
 
-        groups = jax.tree.map(lambda spec: P(*spec[1:]), self.specs.groups)  # of a turn
-        outside = {name: x for name, x in params.items() if name != "groups"}
-        of_outside = {name: x for name, x in self.specs.items() if name != "groups"}
-        model = nnx.merge(
-            self.definition,
-            nnx.State({**gather(outside, of_outside), "groups": params.groups}),
-            self.rest,
-        )
-        logits = forward(model, tokens[:, :-1], lambda params: gather(params, groups))
+            return jax.tree.map(whole, params, self.specs[name])
+
+        stacked = {name: params[name] for name in ("deltas", "attentions")}
+        others = {name: gather(params[name], name) for name in params if name not in stacked}
+        model = nnx.merge(self.definition, nnx.State({**others, **stacked}), self.rest)
+        logits = forward(model, tokens[:, :-1], gather)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jax.lax.pmean(losses.mean(), "data")
 
