@@ -256,63 +256,69 @@ class BackwardConsumer:
 
         pl.when(i > 0)(lambda: self.each_part(i - 1, end))
 
+    def scopes(self) -> tuple[Any, ...]:
+        """Of a step's products: dP, S, and the pieces of dV and of dK, and a part of dQ."""
+        square, piece = (
+            plgpu.ACC((ROWS, columns), jnp.float32) for columns in (self.config.queries, DIMS)
+        )
+        dims = self.config.values, self.config.dims
+        sums = ([piece] * self.config.own_pieces(some) for some in dims)
+        return square, square, *sums, piece
+
+    def begin(self, number: jax.Array) -> Any:
+        """Before a tile's first step: its scores."""
+        plgpu.barrier_wait(self.memory.queries_loaded.at[self.slot(number)])
+
+        def product(acc: Any) -> jax.Array:
+            self.multiply_keys(acc, number)
+            return plgpu.wgmma_accumulator_load(acc)
+
+        return pl.run_scoped(product, plgpu.ACC((ROWS, self.config.queries), jnp.float32))
+
+    def end(self, number: jax.Array, grads: KeyTileGrads) -> KeyTileGrads:
+        """The sums after a tile's last step."""
+        del number
+        return grads
+
     def step(
         self, tile: KeyTile, done: jax.Array, i: jax.Array, carry: tuple[KeyTileGrads, Any]
     ) -> tuple[KeyTileGrads, Any]:
-        """Step i; the carry has the step's scores where they are begun ahead."""
+        """Step i, whose scores the carry has; the next one's are begun."""
         memory, config, (grads, scores) = self.memory, self.config, carry
         number = done + i
-        slot, outputs = self.slot(number), memory.outputs.at[self.output_slot(number)]
+        slot, outputs = self.slot(number), self.output_slot(number)
         last = i + 1 == self.tiles.steps(tile)
         _, m = self.tiles.step(tile, i)
+        first, *others = self.parts(i)
 
         def products(dp_acc: Any, s_acc: Any, dv_accs: Any, dk_accs: Any, dq_acc: Any) -> Any:
-            if not config.ahead:
-                plgpu.barrier_wait(memory.queries_loaded.at[slot])
-                self.multiply_keys(s_acc, number)
-            plgpu.barrier_wait(memory.outputs_loaded.at[self.output_slot(number)])
-            if config.ahead:
-                dp_acc[...] = self.begin_values(slot)
-                self.multiply_values(dp_acc, number)
-            s = scores if config.ahead else plgpu.wgmma_accumulator_load(s_acc)
-            p, slope = self.weights(s, tile, m, slot)
-            if not config.ahead:
-                dp_acc[...] = self.begin_values(slot)
-                self.multiply_values(dp_acc, number)
-            count = self.add(dv_accs, grads.values, p, outputs, config.values)
-            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=count)
-            ds = self.gradient(p, slope, dp)
+            plgpu.barrier_wait(memory.outputs_loaded.at[outputs])
+            dp_acc[...] = self.begin_values(slot)
+            self.multiply_values(dp_acc, number)
+            p, slope = self.weights(scores, tile, m, slot)
+            count = self.add(dv_accs, grads.values, p, memory.outputs.at[outputs], config.values)
+            ds = self.gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=count))
             self.write_scores(ds, i)
-            left = ds
-            if config.reread:
-                warpgroup_barrier(interpret=False)
-                left = memory.scores.at[self.again(number), self.rows]
-            count = self.add(dk_accs, grads.keys, left, memory.queries.at[slot], config.dims)
+            count = self.add(dk_accs, grads.keys, ds, memory.queries.at[slot], config.dims)
             dv = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count) for acc in dv_accs)
-            plgpu.barrier_arrive(memory.outputs_read.at[self.output_slot(number)])
+            plgpu.barrier_arrive(memory.outputs_read.at[outputs])
             plgpu.barrier_wait(memory.scores_written.at[0])
-            first, *others = self.parts(i)
             self.multiply_scores(dq_acc, number, first[0])
-            count = 0
-            if config.ahead:
-                # Of the last step: its own scores again, which nobody reads.
-                following = jnp.where(last, number, number + 1)
-                loaded = memory.queries_loaded.at[self.slot(following)]
-                pl.when(jnp.logical_not(last))(lambda: plgpu.barrier_wait(loaded))
-                count = self.multiply_keys(s_acc, following)
+            # Of the last step: its own scores again, which nobody reads.
+            following = jnp.where(last, number, number + 1)
+            loaded = memory.queries_loaded.at[self.slot(following)]
+            pl.when(jnp.logical_not(last))(lambda: plgpu.barrier_wait(loaded))
+            count = self.multiply_keys(s_acc, following)
             dk = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count + 1) for acc in dk_accs)
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=count)
             if not others:
                 plgpu.barrier_arrive(memory.scores_read.at[0])
             self.add_query_grads(tile, i, first[0], dq)
-            s = plgpu.wgmma_accumulator_load(s_acc) if config.ahead else None
+            s = plgpu.wgmma_accumulator_load(s_acc)
             plgpu.barrier_arrive(memory.queries_read.at[slot])
             return KeyTileGrads(dk, dv), s
 
-        square, piece = ((ROWS, n) for n in (config.queries, DIMS))
-        sums = [[plgpu.ACC(piece, jnp.float32) for _ in some] for some in reversed(grads)]
-        acc = plgpu.ACC(square, jnp.float32)
-        carry = pl.run_scoped(products, acc, acc, *sums, plgpu.ACC(piece, jnp.float32))
+        carry = pl.run_scoped(products, *self.scopes())
         self.other_parts(tile, number, i)
         return carry
 
@@ -335,18 +341,6 @@ class BackwardConsumer:
 
         return pl.run_scoped(product, plgpu.ACC((ROWS, DIMS), jnp.float32))
 
-    def first_scores(self, number: jax.Array) -> Any:
-        """Those of a tile's first step, where scores are begun ahead."""
-        if not self.config.ahead:
-            return None
-        plgpu.barrier_wait(self.memory.queries_loaded.at[self.slot(number)])
-
-        def product(acc: Any) -> jax.Array:
-            self.multiply_keys(acc, number)
-            return plgpu.wgmma_accumulator_load(acc)
-
-        return pl.run_scoped(product, plgpu.ACC((ROWS, self.config.queries), jnp.float32))
-
     def tile(self, tile: KeyTile, done: jax.Array) -> jax.Array:
         """All of a tile; `done` counts the steps."""
         memory, steps = self.memory, self.tiles.steps(tile)
@@ -354,9 +348,10 @@ class BackwardConsumer:
 
         @pl.when(steps > 0)
         def _() -> None:
-            carry = self.zeros(), self.first_scores(done)
+            carry = self.zeros(), self.begin(done)
             step = functools.partial(self.step, tile, done)
             grads, _ = lax.fori_loop(0, steps, step, carry)
+            grads = self.end(done + steps - 1, grads)
             plgpu.barrier_wait(memory.scores_read.at[0])  # and all keys
             if not self.interpret:
                 plgpu.wait_smem_to_gmem(0)
@@ -395,8 +390,82 @@ class BackwardConsumer:
         plgpu.barrier_arrive(memory.tile_read.at[0])
 
 
+class WideBackwardConsumer(BackwardConsumer):
+    """Of heads whose sums leave registers for one product of the scores alone.
+
+    A step begins with its own scores. During its exponentials the tensor cores add the last step's
+    part of dK, whose dS they read from shared memory.
+    """
+
+    def begin(self, number: jax.Array) -> Any:
+        """Zeros in the place of dS: what the first step adds to dK."""
+        del number
+        mine = self.memory.scores.at[0, self.rows]
+        mine[...] = plgpu.layout_cast(jnp.zeros(mine.shape, self.dtype), TILE)
+        fence_proxy_async(interpret=False)
+        warpgroup_barrier(interpret=False)
+
+    def add_keys(self, accs: Any, before: Any, number: jax.Array) -> int:
+        """A step's part of dK, out of shared memory."""
+        scores = self.memory.scores.at[self.again(number), self.rows]
+        queries = self.memory.queries.at[self.slot(number)]
+        return self.add(accs, before, scores, queries, self.config.dims)
+
+    def end(self, number: jax.Array, grads: KeyTileGrads) -> KeyTileGrads:
+        def product(accs: Any) -> Any:
+            self.add_keys(accs, grads.keys, number)
+            return tuple(plgpu.wgmma_accumulator_load(acc) for acc in accs)
+
+        keys = pl.run_scoped(product, self.scopes()[3])
+        plgpu.barrier_arrive(self.memory.queries_read.at[self.slot(number)])
+        return grads._replace(keys=keys)
+
+    def step(
+        self, tile: KeyTile, done: jax.Array, i: jax.Array, carry: tuple[KeyTileGrads, Any]
+    ) -> tuple[KeyTileGrads, Any]:
+        memory, config, (grads, _) = self.memory, self.config, carry
+        number = done + i
+        # Before the first step there is nothing to add: zeros times any queries.
+        before = jnp.where(i == 0, number, number - 1)
+        slot, outputs = self.slot(number), self.output_slot(number)
+        _, m = self.tiles.step(tile, i)
+        first, *others = self.parts(i)
+
+        def products(dp_acc: Any, s_acc: Any, dv_accs: Any, dk_accs: Any, dq_acc: Any) -> Any:
+            plgpu.barrier_wait(memory.queries_loaded.at[slot])
+            self.multiply_keys(s_acc, number)
+            count = self.add_keys(dk_accs, grads.keys, before)
+            scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=count)
+            p, slope = self.weights(scores, tile, m, slot)
+            plgpu.barrier_wait(memory.outputs_loaded.at[outputs])
+            dp_acc[...] = self.begin_values(slot)
+            more = self.multiply_values(dp_acc, number)
+            count = self.add(dv_accs, grads.values, p, memory.outputs.at[outputs], config.values)
+            dk = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=count + more) for acc in dk_accs)
+            read = memory.queries_read.at[self.slot(before)]
+            pl.when(i > 0)(lambda: plgpu.barrier_arrive(read))
+            ds = self.gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=count))
+            self.write_scores(ds, i)
+            plgpu.barrier_wait(memory.scores_written.at[0])
+            self.multiply_scores(dq_acc, number, first[0])
+            dv = tuple(plgpu.wgmma_accumulator_load(acc, wait_n=1) for acc in dv_accs)
+            plgpu.barrier_arrive(memory.outputs_read.at[outputs])
+            dq = plgpu.wgmma_accumulator_load(dq_acc)
+            if not others:
+                plgpu.barrier_arrive(memory.scores_read.at[0])
+            self.add_query_grads(tile, i, first[0], dq)
+            return KeyTileGrads(dk, dv), None
+
+        carry = pl.run_scoped(products, *self.scopes())
+        self.other_parts(tile, number, i)
+        return carry
+
+
 class InterpretedBackwardConsumer(BackwardConsumer):
     """JAX 0.11.2's interpreter has no wgmma with operands in registers, and no sums that go on."""
+
+    def begin(self, number: jax.Array) -> Any:
+        del number
 
     def step(
         self, tile: KeyTile, done: jax.Array, i: jax.Array, carry: tuple[KeyTileGrads, Any]
@@ -405,8 +474,7 @@ class InterpretedBackwardConsumer(BackwardConsumer):
         number = done + i
         slot, outputs = self.slot(number), self.output_slot(number)
         _, m = self.tiles.step(tile, i)
-        if not config.ahead:
-            plgpu.barrier_wait(memory.queries_loaded.at[slot])
+        plgpu.barrier_wait(memory.queries_loaded.at[slot])
         plgpu.barrier_wait(memory.outputs_loaded.at[outputs])
 
         def product(multiply: Any) -> jax.Array:
@@ -436,11 +504,7 @@ class InterpretedBackwardConsumer(BackwardConsumer):
         if not others:
             plgpu.barrier_arrive(memory.scores_read.at[0])
         self.other_parts(tile, number, i)
-        if config.ahead:
-            following = memory.queries_loaded.at[self.slot(number + 1)]
-            more = i + 1 < self.tiles.steps(tile)
-            pl.when(more)(lambda: plgpu.barrier_wait(following))
-        return KeyTileGrads(dk, dv), carry[1]
+        return KeyTileGrads(dk, dv), None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -472,7 +536,8 @@ class BackwardCta:
         @pl.when(wg < WARPGROUPS)
         def _compute() -> None:
             plgpu.set_max_registers(config.compute_registers, action="increase")
-            kind = InterpretedBackwardConsumer if self.interpret else BackwardConsumer
+            kind = BackwardConsumer if config.ahead else WideBackwardConsumer
+            kind = InterpretedBackwardConsumer if self.interpret else kind
             # The code of each warpgroup is its own: places in shared memory that depended on the
             # warpgroup would take the registers of the sums.
             for number in range(WARPGROUPS):
