@@ -28,7 +28,11 @@ from jaxattn.kernels.attention.backward.smem import (
     BackwardTileConfig,
 )
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
-from jaxattn.kernels.attention.backward.turns import await_turn, pass_turn
+from jaxattn.kernels.attention.backward.turns import (
+    await_turn,
+    look_at_turn,
+    pass_turn,
+)
 from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.work_queue import WorkQueue
 from jaxattn.kernels.hopper.device import fence_proxy_async, warpgroup_barrier
@@ -221,8 +225,21 @@ class BackwardConsumer:
         head, m = self.tiles.step(tile, i)
         return self.outputs.turns.at[tile.row, head, m, pl.ds(part, 1)]
 
-    def add_query_grads(self, tile: KeyTile, i: jax.Array, part: int, x: jax.Array) -> None:
-        """Adds a part of step i's dQ to global memory, once the tiles of keys before have."""
+    def look_at_turns(self, tile: KeyTile, i: jax.Array) -> list[jax.Array]:
+        """Of this warpgroup's parts of step i's dQ."""
+        return [
+            look_at_turn(self.turn_of(tile, i, part), tile.number, interpret=self.interpret)
+            for part, _ in self.parts(i)
+        ]
+
+    def add_query_grads(
+        self, tile: KeyTile, i: jax.Array, part: int, x: jax.Array, seen: jax.Array
+    ) -> None:
+        """Adds a part of step i's dQ to global memory, once the tiles of keys before have.
+
+        Args:
+            seen: of `look_at_turns`.
+        """
         head, m = self.tiles.step(tile, i)
         rows, piece = divmod(part, self.config.pieces(self.config.dims))
         at = pl.ds(pl.multiple_of(m * self.config.queries + rows * ROWS, ROWS), ROWS)
@@ -240,7 +257,7 @@ class BackwardConsumer:
         warpgroup_barrier(interpret=False)
         if first:
             self.end_turns(tile, i)
-        await_turn(self.turn_of(tile, i, part), tile.number, interpret=self.interpret)
+        await_turn(self.turn_of(tile, i, part), tile.number, seen)
         add = functools.partial(plgpu.copy_smem_to_gmem, stage, place, reduction_op="add")
         if stores is None:
             add()
@@ -252,7 +269,7 @@ class BackwardConsumer:
         """What was added in the step before i is in global memory; the next tile may add there."""
 
         def end(part: int) -> None:
-            pass_turn(self.turn_of(tile, i - 1, part), interpret=self.interpret)
+            pass_turn(self.turn_of(tile, i - 1, part))
 
         pl.when(i > 0)(lambda: self.each_part(i - 1, end))
 
@@ -290,6 +307,7 @@ class BackwardConsumer:
         last = i + 1 == self.tiles.steps(tile)
         _, m = self.tiles.step(tile, i)
         first, *others = self.parts(i)
+        turns = self.look_at_turns(tile, i)
 
         def products(dp_acc: Any, s_acc: Any, dv_accs: Any, dk_accs: Any, dq_acc: Any) -> Any:
             plgpu.barrier_wait(memory.outputs_loaded.at[outputs])
@@ -313,24 +331,26 @@ class BackwardConsumer:
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=count)
             if not others:
                 plgpu.barrier_arrive(memory.scores_read.at[0])
-            self.add_query_grads(tile, i, first[0], dq)
+            self.add_query_grads(tile, i, first[0], dq, turns[0])
             s = plgpu.wgmma_accumulator_load(s_acc)
             plgpu.barrier_arrive(memory.queries_read.at[slot])
             return KeyTileGrads(dk, dv), s
 
         carry = pl.run_scoped(products, *self.scopes())
-        self.other_parts(tile, number, i)
+        self.other_parts(tile, number, i, turns[1:])
         return carry
 
-    def other_parts(self, tile: KeyTile, number: jax.Array, i: jax.Array) -> None:
+    def other_parts(
+        self, tile: KeyTile, number: jax.Array, i: jax.Array, turns: list[jax.Array]
+    ) -> None:
         """This warpgroup's parts of dQ but for the first."""
         others = self.parts(i)[1:]
 
-        def add(part: int) -> None:
-            self.add_query_grads(tile, i, part, self.query_grads(number, part))
+        def add(part: int, turn: jax.Array) -> None:
+            self.add_query_grads(tile, i, part, self.query_grads(number, part), turn)
 
-        for part, there in others:
-            pl.when(True if there is None else there)(functools.partial(add, part))
+        for (part, there), turn in zip(others, turns, strict=True):
+            pl.when(True if there is None else there)(functools.partial(add, part, turn))
         if others:
             plgpu.barrier_arrive(self.memory.scores_read.at[0])
 
@@ -430,6 +450,7 @@ class WideBackwardConsumer(BackwardConsumer):
         slot, outputs = self.slot(number), self.output_slot(number)
         _, m = self.tiles.step(tile, i)
         first, *others = self.parts(i)
+        turns = self.look_at_turns(tile, i)
 
         def products(dp_acc: Any, s_acc: Any, dv_accs: Any, dk_accs: Any, dq_acc: Any) -> Any:
             plgpu.barrier_wait(memory.queries_loaded.at[slot])
@@ -453,11 +474,11 @@ class WideBackwardConsumer(BackwardConsumer):
             dq = plgpu.wgmma_accumulator_load(dq_acc)
             if not others:
                 plgpu.barrier_arrive(memory.scores_read.at[0])
-            self.add_query_grads(tile, i, first[0], dq)
+            self.add_query_grads(tile, i, first[0], dq, turns[0])
             return KeyTileGrads(dk, dv), None
 
         carry = pl.run_scoped(products, *self.scopes())
-        self.other_parts(tile, number, i)
+        self.other_parts(tile, number, i, turns[1:])
         return carry
 
 
@@ -500,10 +521,11 @@ class InterpretedBackwardConsumer(BackwardConsumer):
         plgpu.barrier_arrive(memory.queries_read.at[slot])
         plgpu.barrier_wait(memory.scores_written.at[0])
         first, *others = self.parts(i)
-        self.add_query_grads(tile, i, first[0], self.query_grads(number, first[0]))
+        turns = self.look_at_turns(tile, i)
+        self.add_query_grads(tile, i, first[0], self.query_grads(number, first[0]), turns[0])
         if not others:
             plgpu.barrier_arrive(memory.scores_read.at[0])
-        self.other_parts(tile, number, i)
+        self.other_parts(tile, number, i, turns[1:])
         return KeyTileGrads(dk, dv), None
 
 
