@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.backward.mainloop import BackwardCta, ScoreGradient
+from jaxattn.kernels.attention.backward.cta import BackwardCta
+from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
 from jaxattn.kernels.attention.backward.smem import (
     CONFIGS,
     BackwardTileConfig,

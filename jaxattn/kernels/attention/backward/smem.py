@@ -26,9 +26,8 @@ class BackwardTileConfig:
         queries: of a step.
         stages, output_stages: steps whose queries, and output gradients, are in shared memory or on
             their way.
-        ahead: whether a step begins the next one's scores. Else it begins with its own, and its
-            exponentials wait for nothing else: with fewer registers.
-        reread: whether dS is multiplied out of shared memory, and not out of registers.
+        ahead: whether a step begins the next one's scores, or ends the last one's dK: with fewer
+            registers.
         compute_registers, memory_registers: of a thread; 504 of all three warpgroups together.
         blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
         heads_together: key-value heads that are worked on at one time, at most. They share the L2.
@@ -40,8 +39,7 @@ class BackwardTileConfig:
     queries: int = 64
     stages: int = 2
     output_stages: int = 2
-    ahead: bool = False
-    reread: bool = False
+    ahead: bool = True
     compute_registers: int = 240
     memory_registers: int = 24
     blocks: int | None = None
@@ -67,10 +65,10 @@ class BackwardTileConfig:
 
 # (dims of a query, of a value): widths that the kernel has.
 CONFIGS = {
-    (64, 64): BackwardTileConfig(dims=64, values=64, queries=128, ahead=True),
-    (128, 128): BackwardTileConfig(dims=128, values=128, ahead=True),
-    (192, 128): BackwardTileConfig(dims=192, values=128, reread=True),
-    (256, 256): BackwardTileConfig(dims=256, values=256, keys=64, output_stages=1, ahead=True),
+    (64, 64): BackwardTileConfig(dims=64, values=64, queries=128),
+    (128, 128): BackwardTileConfig(dims=128, values=128),
+    (192, 128): BackwardTileConfig(dims=192, values=128, ahead=False),
+    (256, 256): BackwardTileConfig(dims=256, values=256, keys=64, output_stages=1),
 }
 
 

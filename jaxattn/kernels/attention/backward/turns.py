@@ -8,10 +8,12 @@ in L2, and who comes next reads nothing.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.mlir import arith, utils
-from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, pointer, single, word
+from jaxattn.kernels.hopper.mlir import arith, mgpu, utils
+from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, i32, pointer, single, word
 
 SPLIT = plgpu.Layout.WG_SPLAT
 WAIT = (
@@ -20,22 +22,35 @@ WAIT = (
 )
 
 
-def await_turn(turn: Any, number: jax.Array, *, interpret: bool) -> None:
-    """Waits until the word int32 [1] is the number. In the interpreter one block has all turns."""
+def look_at_turn(turn: Any, number: jax.Array, *, interpret: bool) -> jax.Array:
+    """What the word int32 [1] is now, long before it matters: a load of L2 takes its time. In the
+    interpreter one block has all turns."""
     if interpret:
-        return
+        return number
+
+    def look(_: Any, turn: Any) -> Any:
+        code = "ld.relaxed.gpu.global.b32 $0, [$1];"
+        (now,) = asm(code, [i32()], [pointer(turn, word(0))], "=r,l,~{memory}")
+        return mgpu.FragmentedArray.splat(now, (), is_signed=True)
+
+    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLIT)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(look)(turn)
+
+
+def await_turn(turn: Any, number: jax.Array, seen: jax.Array) -> None:
+    """Waits until the word is the number, if it was not when `look_at_turn` has seen it. From then
+    on it stays so until who has the number passes the turn."""
 
     def wait(_: Any, turn: Any, number: Any) -> None:
         asm(WAIT, [], [pointer(turn, word(0)), single(number)], "l,r,~{memory}", convergent=True)
 
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLIT))(wait)(turn, number)
+    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLIT))(wait)
+    pl.when(seen != number)(lambda: run(turn, number))
 
 
-def pass_turn(turn: Any, *, interpret: bool) -> None:
+def pass_turn(turn: Any) -> None:
     """Lets the next number in. Each thread of the warpgroup has waited for its copies before, and
     for the others."""
-    if interpret:
-        return
 
     def give(_: Any, turn: Any) -> None:
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):

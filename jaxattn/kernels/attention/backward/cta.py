@@ -1,0 +1,91 @@
+"""A block of `attention_backward`: two warpgroups that compute, and one that loads."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.backward.interpreter import InterpretedBackwardConsumer
+from jaxattn.kernels.attention.backward.mainloop import BackwardConsumer, KeyTileOutputs
+from jaxattn.kernels.attention.backward.producer import BackwardProducer, BackwardSources
+from jaxattn.kernels.attention.backward.query_gradient import QueryGradient
+from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
+from jaxattn.kernels.attention.backward.smem import WARPGROUPS, BackwardSmem, BackwardTileConfig
+from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler
+from jaxattn.kernels.attention.backward.wide_mainloop import WideBackwardConsumer
+from jaxattn.kernels.attention.work_queue import WorkQueue
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardCta:
+    """What a block does with its references.
+
+    Attributes:
+        blocks, items: resident blocks, and tiles in all.
+    """
+
+    config: BackwardTileConfig
+    tiles: BackwardTileScheduler
+    scores: ScoreGradient
+    dtype: Any
+    blocks: int
+    items: int
+    interpret: bool
+
+    def run(self, **refs: Any) -> None:
+        """`refs` are those of the operands, of the outputs, and of `BackwardSmem`."""
+        config, wg = self.config, lax.axis_index("wg")
+        memory = BackwardSmem(**{name: refs.pop(name) for name in BackwardSmem._fields})
+        outputs = KeyTileOutputs(**{name: refs.pop(name) for name in ("dk", "dk_rest", "dv")})
+        dq, turns = refs.pop("dq"), refs.pop("turns")
+        ranges, drawn, first = (refs.pop(name) for name in ("ranges", "drawn", "first"))
+        each = functools.partial(self.each_tile, ranges, drawn, memory)
+
+        @pl.when(wg < WARPGROUPS)
+        def _compute() -> None:
+            plgpu.set_max_registers(config.compute_registers, action="increase")
+            kind = BackwardConsumer if config.ahead else WideBackwardConsumer
+            kind = InterpretedBackwardConsumer if self.interpret else kind
+            # The code of each warpgroup is its own: places in shared memory that depended on the
+            # warpgroup would take the registers of the sums.
+            for number in range(WARPGROUPS):
+                query_gradient = QueryGradient(
+                    config=config, tiles=self.tiles, memory=memory, dq=dq, turns=turns,
+                    from_zero=first is None, wg=number, interpret=self.interpret,
+                )  # fmt: skip
+                consumer = kind(
+                    config=config, tiles=self.tiles, memory=memory, scores=self.scores,
+                    dtype=self.dtype, wg=number, first=first, outputs=outputs,
+                    query_gradient=query_gradient, interpret=self.interpret,
+                )  # fmt: skip
+
+                @pl.when(wg == number)
+                def _(consumer: BackwardConsumer = consumer) -> None:
+                    each(False, consumer.tile, jnp.int32(0))
+                    plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == WARPGROUPS)
+        def _load() -> None:
+            plgpu.set_max_registers(config.memory_registers, action="decrease")
+            producer = BackwardProducer(
+                config=config, tiles=self.tiles, sources=BackwardSources(**refs), memory=memory
+            )
+            producer.drain(each(True, producer.tile, (jnp.int32(0), jnp.int32(0))))
+
+    def each_tile(
+        self, ranges: Any, drawn: Any, memory: BackwardSmem, draws: bool, do: Any, carry: Any
+    ) -> Any:
+        """carry = do(tile, carry) for each of the block's; one warpgroup draws them."""
+        block = lax.axis_index("block")
+        run = lambda item, carry: do(self.tiles.at(item, ranges), carry)  # noqa: E731
+        if self.items == self.blocks:
+            return run(block, carry)
+        turns = WorkQueue(
+            drawn, memory.queue, block, blocks=self.blocks, items=self.items,
+            interpret=self.interpret,
+        )  # fmt: skip
+        return turns.each(draws, run, carry)
