@@ -38,20 +38,20 @@ def chunk_gradient(
         cotangents: of o [B, T, Hv, 128] and the final states [n, Hv, 128, 128].
     """
     do, dfinal = cotangents
+    *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
     backward = gdn_backward_mosaic
+    if normalised := rule.channels and use_qk_l2norm:  # which those kernels do not undo
+        unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *chunked[:2])
+        chunked = [*unit, *chunked[2:]]
     if rule.channels:
         backward = kda_backward_mosaic
-        if use_qk_l2norm:  # which those kernels do not undo
-            unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *tokens[:2])
-            tokens = (*unit, *tokens[2:])
-    *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
     call = DeltaRuleBackwardCall(
         ChunkedTokens(*chunked), do, runs, initial_state, dfinal, scale, use_qk_l2norm
     )
-    gradients, dstart = backward(call, interpret=interpret)
-    dq, dk, *others = map(restore, gradients)
-    if rule.channels and use_qk_l2norm:
+    (dq, dk, *others), dstart = backward(call, interpret=interpret)
+    if normalised:
         dq, dk = of_lengths((dq, dk))
+    dq, dk, *others = map(restore, (dq, dk, *others))
     return dq, dk, *others, None if initial_state is None else dstart
 
 
