@@ -82,7 +82,7 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
     packing = pack(jnp.asarray(cu_seqlens), length, CHUNK)
     ends = jnp.asarray(cu_seqlens, jnp.int32)
     number = -(-jnp.diff(ends) // CHUNK)
-    runs = jnp.stack([jnp.cumsum(number) - number, number])
+    runs = jnp.stack([jnp.cumsum(number, dtype=jnp.int32) - number, number])
 
     def gathered(x: jax.Array) -> jax.Array:
         return x[0].at[packing.token].get(mode="fill", fill_value=0, unique_indices=True)
