@@ -47,6 +47,19 @@ def mla_decode(
     return mla.mla_decode(kv_cache=kv_cache, **given)
 
 
+def delta_rule_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of a chunked rule's outputs and states, of all its floats."""
+
+    def call(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, **given: Any) -> Any:
+        def total(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any) -> Any:
+            out, states = op(q, k, v, g, beta, initial_state=initial_state, **given)
+            return jnp.square(out.astype(jnp.float32)).sum() + jnp.square(states).sum()
+
+        return jax.grad(total, argnums=range(6))(q, k, v, g, beta, initial_state)
+
+    return call
+
+
 def append_of(op: Callable[..., Any]) -> Callable[..., Any]:
     """An append; where no angles are given, of two tokens from each row's end, or `positions`."""
 

@@ -18,7 +18,7 @@ from jaxattn.ops.linear import fp8_linear, linear
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
 from jaxattn.ops.moe.router_logits import choose_experts
 from scripts.cases import calls
-from scripts.cases.calls import append_of, delta_rule_prefill, in_pattern
+from scripts.cases.calls import append_of, delta_rule_gradient, delta_rule_prefill, in_pattern
 from scripts.cases.shapes import Shapes, shapes
 
 
@@ -156,6 +156,7 @@ OPS: dict[str, Op] = {
         f"state:state[*L,Z,Hv,Dv,Dk] {SLOTS} {LAYER}",
     ),
     "chunk_gated_delta_rule": Op(gdn.chunk_gated_delta_rule, CHUNKS),
+    "chunk_gated_delta_rule_gradient": Op(delta_rule_gradient(gdn.chunk_gated_delta_rule), CHUNKS),
     "gated_delta_rule_prefill": Op(
         delta_rule_prefill(gdn.gated_delta_rule_prefill), f"{OF_RULE} {POOL} {OF_NORM}"
     ),
@@ -174,6 +175,7 @@ OPS: dict[str, Op] = {
         f"state:f32[*L,Z,H,D,D] {SLOTS} {LAYER}",
     ),
     "chunk_kda": Op(kda.chunk_kda, CHUNKS),
+    "chunk_kda_gradient": Op(delta_rule_gradient(kda.chunk_kda), CHUNKS),
     "kda_prefill": Op(delta_rule_prefill(kda.kda_prefill), f"{OF_RULE} {POOL} {OF_NORM}"),
     "mixture_of_experts": Op(
         moe.mixture_of_experts,

@@ -117,6 +117,7 @@ def delta_rule(
     split: int | None = None,
     norm: bool = False,
     channels: bool = False,
+    gradient: bool = False,
 ) -> KernelCase:
     """In a pool, `checkpoint_tokens` keeps the states after every so many tokens, and `norm` norms
     the output. With `channels` every channel of a key decays by itself."""
@@ -127,7 +128,9 @@ def delta_rule(
     if not pool:
         options |= {"output_final_state": True, "use_qk_l2norm": True}
         op = "chunk_kda" if channels else "chunk_gated_delta_rule"
-        return KernelCase(op, sizes, options=options, values=values)
+        return KernelCase(
+            f"{op}_gradient" if gradient else op, sizes, options=options, values=values
+        )
     kept = max(lens) // checkpoint_tokens if checkpoint_tokens else 0
     sizes |= {"Z": count * (1 + kept), "kept": kept, "gate": 8 + 4 * 128 if norm else 0}
     values |= {"state_indices": np.arange(count)[::-1]}
@@ -233,6 +236,9 @@ SMALL: dict[str, KernelCase] = {
     "kda_prefill_short": delta_rule([63, 0, 1, 200], channels=True),
     "kda_prefill_pool": delta_rule([63, 130], pool=True, checkpoint_tokens=64, channels=True),
     "kda_prefill_split": delta_rule([700], split=128, channels=True),
+    "gdn_gradient": delta_rule([63, 0, 1, 200], gradient=True),
+    "gdn_gradient_many": delta_rule([70] * 40, gradient=True),
+    "kda_gradient": delta_rule([63, 0, 1, 200], channels=True, gradient=True),
     "gdn_prefill_norm": delta_rule([63, 0, 1, 130] * 9, pool=True, norm=True),
     "gdn_decode_few_states": delta_net("bfloat16"),
     "gdn_decode_few_states_float32": delta_net("float32"),

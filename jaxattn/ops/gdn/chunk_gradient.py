@@ -38,20 +38,20 @@ def chunk_gradient(
         cotangents: of o [B, T, Hv, 128] and the final states [n, Hv, 128, 128].
     """
     do, dfinal = cotangents
+    *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
     backward = gdn_backward_mosaic
+    if normalised := rule.channels and use_qk_l2norm:  # which those kernels do not undo
+        unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *chunked[:2])
+        chunked = [*unit, *chunked[2:]]
     if rule.channels:
         backward = kda_backward_mosaic
-        if use_qk_l2norm:  # which those kernels do not undo
-            unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *tokens[:2])
-            tokens = (*unit, *tokens[2:])
-    *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
     call = DeltaRuleBackwardCall(
         ChunkedTokens(*chunked), do, runs, initial_state, dfinal, scale, use_qk_l2norm
     )
-    gradients, dstart = backward(call, interpret=interpret)
-    dq, dk, *others = map(restore, gradients)
-    if rule.channels and use_qk_l2norm:
+    (dq, dk, *others), dstart = backward(call, interpret=interpret)
+    if normalised:
         dq, dk = of_lengths((dq, dk))
+    dq, dk, *others = map(restore, (dq, dk, *others))
     return dq, dk, *others, None if initial_state is None else dstart
 
 
@@ -82,7 +82,7 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
     packing = pack(jnp.asarray(cu_seqlens), length, CHUNK)
     ends = jnp.asarray(cu_seqlens, jnp.int32)
     number = -(-jnp.diff(ends) // CHUNK)
-    runs = jnp.stack([jnp.cumsum(number) - number, number])
+    runs = jnp.stack([jnp.cumsum(number, dtype=jnp.int32) - number, number])
 
     def gathered(x: jax.Array) -> jax.Array:
         return x[0].at[packing.token].get(mode="fill", fill_value=0, unique_indices=True)

@@ -74,19 +74,19 @@ def test_packed_sequences_before_nan(lens, key_heads, value_heads, implementatio
 
 @both_devices
 @pytest.mark.slow(reason="an overflow or 0 * inf; found by gradients of such gates in XLA too")
-def test_gates_from_nothing_to_minus_infinity(implementation):
-    case = make_case([130], value_heads=4, padding=3)
+@pytest.mark.parametrize("channels", [False, True])
+def test_gates_from_nothing_to_minus_infinity(channels, implementation):
+    case = make_case([130], value_heads=4, padding=3, channels=channels)
     g, beta = np.array(case.g), np.array(case.beta)
-    g[..., 0], g[..., 1] = 0.0, -1000.0
+    g[:, :, 0], g[:, :, 1] = 0.0, -1000.0
     g[:, ::5, 2:] -= 1000.0
     g[0, 9, 3] = -np.inf
     beta[:, :32, 0], beta[:, 40:50, 2] = 1e-6, 0.0
     case.g, case.beta = jnp.asarray(g), jnp.asarray(beta)
     actual, expected = assert_right(case, implementation)
     # Gradients differ in size: each head has to be right. A gate's is a sum whose terms cancel.
-    for ours, theirs, bound in zip(
-        actual[2:5], expected[2:5], (BOUND, 2 * BOUND, BOUND), strict=True
-    ):
+    bounds = BOUND, 2 * BOUND, BOUND
+    for ours, theirs, bound in zip(actual[2:5], expected[2:5], bounds, strict=True):
         for head in (0, 2, 3):
             assert relative(ours[:, :130, head], theirs[:, :, head]) < bound
     assert not np.any(actual[3][:, :130, 1])

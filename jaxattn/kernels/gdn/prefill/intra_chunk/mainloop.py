@@ -414,7 +414,9 @@ class GdnIntraChunkCta:
         vectors[DECAY, :] = every
         if self.cut.backward:
             vectors[BETA, :], vectors[SUM, :] = beta, running
-            vectors[LOG_Q, :], vectors[LOG_K, :] = lengths.q, lengths.k
+            # Plus 0 by row: a constant, as without l2norm, is none that may be stored.
+            for row, log in ((LOG_Q, lengths.q), (LOG_K, lengths.k)):
+                vectors[row, :] = log + 0.0 * running
         # exp(G_i - G_j), times what multiplies query i and key j; 0 above the diagonal, where it
         # might be inf.
         columns = over_columns(_load(sums, BY_COLUMN))
