@@ -25,7 +25,8 @@ MARKS = (
     "<|call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f"', '"arguments": ', "```",
     "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="', '<｜DSML｜parameter name="', '" string="',
     'true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>", "<think>", "</think>", "f", "g_2",
-    "other", "{", "}", "[", "]", '"', "\\", "\n", " ", "1", ";", "é", "🙂", "text", "{}", '{"a":"1"}',
+    "other", "{", "}", "[", "]", '"',
+    "\\", "\n", " ", "1", ";", "é", "🙂", "text", "{}", '{"a":"1"}',
 )  # fmt: skip
 
 
