@@ -196,13 +196,15 @@ def test_a_conversation_keeps_its_history(compiled, tokenizer, capsys, monkeypat
     first, second = json.loads(printed.out)["requests"]
     history = [user("hello")]
     assert first["prompt_tokens"] == len(tokenizer.chat(history))
-    history += [{"role": "assistant", "content": first["text"]}, user("and then?")]
+    thoughts = first["text"].strip()  # the template opens them, and writes no earlier ones
+    answer = {"role": "assistant", "content": "", "reasoning_content": thoughts}
+    history += [answer, user("and then?")]
     assert second["prompt_tokens"] == len(tokenizer.chat(history))
-    assert second["prompt"] == "and then?" and first["text"] in printed.err
+    assert second["prompt"] == "and then?" and f"<think>\n{thoughts}\n" in printed.err
     assert "[2] 5 tokens, cut by --max-tokens 5, first token after" in printed.err
     assert "tok/s   8 tokens in 8 steps" in printed.err  # of both answers together
     assert converse(monkeypatch, "hello\n", *most, "--quiet") == 0
-    assert capsys.readouterr().out == first["text"].rstrip("\n") + "\n"
+    assert capsys.readouterr().out == f"<think>\n{thoughts}\n"
 
 
 def test_a_long_conversation_drops_its_oldest_turns_and_says_so(compiled, capsys, monkeypatch):

@@ -34,6 +34,10 @@ CALLS = {
     "```json\nJSON\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="NAME">\n'
+    '<｜DSML｜parameter name="a" string="true">1</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
     "<|tool_call_argument_begin|>JSON<|tool_call_end|><|tool_calls_section_end|>",
     "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>",
@@ -48,6 +52,7 @@ UNBEGUN = {
     "glm": CALLS["glm"].removeprefix("<tool_call>"),
     "deepseek_v3": CALLS["deepseek_v3"].removeprefix("<｜tool▁calls▁begin｜>"),
     "deepseek_v31": CALLS["deepseek_v31"].removeprefix("<｜tool▁calls▁begin｜>"),
+    "deepseek_v32": CALLS["deepseek_v32"].removeprefix("<｜DSML｜function_calls>\n"),
     "kimi_k2": CALLS["kimi_k2"].removeprefix("<|tool_calls_section_begin|>"),
     "harmony": CALLS["harmony"].removeprefix("<|channel|>"),
     "mistral": CALLS["mistral"].removeprefix("[TOOL_CALLS]"),

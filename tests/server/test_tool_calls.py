@@ -156,7 +156,7 @@ def test_a_value_has_the_type_that_its_tool_declares(key, text, value):
         assert read(name, f"<tool_call>{inner}</tool_call>")[2] == [("f", expected)]
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen3_coder", "glm"}))
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen3_coder", "glm", "deepseek_v32"}))
 def test_json_stays_as_it_was_written_but_for_white_space(name):
     arguments = (
         '{"n": 18446744073709551617,\n "x": 1.0e+400 , "a": "\\ud83d\\ude00 \\" </tool_call>"}'
@@ -165,7 +165,7 @@ def test_json_stays_as_it_was_written_but_for_white_space(name):
     assert read(name, call(name, arguments))[2] == [("f", found)]
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen3_coder", "glm"}))
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen3_coder", "glm", "deepseek_v32"}))
 def test_end_tags_and_brackets_in_a_string_end_nothing(name):
     held = 'x </tool_call> } ] " \\ <｜tool▁call▁end｜> <|tool_call_end|> <|call|> ``` ;'
     arguments = json.dumps({"a": held}, ensure_ascii=False, separators=(",", ":"))
@@ -215,6 +215,9 @@ def test_end_tags_in_a_value_end_nothing():
         ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>"),
         ("deepseek_v3", "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>"),
         ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}"),
+        ("deepseek_v32", '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" string="false">2'),
+        ("deepseek_v32", call("deepseek_v32").replace("</｜DSML｜parameter>", "", 1)),
+        ("deepseek_v32", call("deepseek_v32").replace(">2<", ">two<")),
         ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_end|>"),
         ("harmony", "<|channel|>commentary to=functions.f<|message|>{oh}"),
         ("llama3", '{"name": "Bob", "parameters": {}}'),
@@ -247,6 +250,24 @@ def test_a_call_whose_begin_mark_is_missing_is_one(name):
     other = UNBEGUN[name].replace("NAME", "other").replace("JSON", JSON)
     if name in ("hermes", "qwen3_coder", "glm", "mistral", "mistral_array"):
         assert read(name, other) == ("", other, [])  # text of the same form
+
+
+def test_deepseeks_markup_says_which_values_are_strings():
+    values = {"true": "1\n <b> ", "false": ' {"x": [12345678901234567890]}\n'}
+    texts = [
+        f'<｜DSML｜parameter name="{kind}" string="{kind}">{value}</｜DSML｜parameter>'
+        for kind, value in values.items()
+    ]
+    one = f'<｜DSML｜invoke name="f">{"".join(texts)}</｜DSML｜invoke>'
+    other = '<｜DSML｜invoke name="g_2">{"a": "1"}</｜DSML｜invoke>'
+    for section in ("function_calls", "tool_calls"):  # the second is DeepSeek-V4's
+        text = f"So:\n\n<｜DSML｜{section}>\n{one}\n{other}\n</｜DSML｜{section}>"
+        found = ('{"true":"1\\n <b> ","false":{"x":[12345678901234567890]}}', '{"a":"1"}')
+        assert read("deepseek_v32", text) == (
+            "",
+            "So:",
+            list(zip(("f", "g_2"), found, strict=True)),
+        )
 
 
 def test_many_begun_calls_take_no_long_time():
@@ -290,6 +311,7 @@ def test_an_id_has_the_form_that_the_template_expects(name, form):
         ("<tool_call> <arg_key>", "glm"),
         ("<｜tool▁calls▁begin｜> ```json", "deepseek_v3"),
         ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
+        ("<｜DSML｜function_calls> <｜tool▁calls▁begin｜>", "deepseek_v32"),
         ("<|tool_call_begin|>", "kimi_k2"),
         ("<|im_system|>tool_declare<|im_middle|>", "kimi_k2"),
         ("<|channel|> <|message|>", "harmony"),

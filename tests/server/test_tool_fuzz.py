@@ -23,8 +23,10 @@ MARKS = (
     "<|tool_call_argument_begin|>", "<|tool_call_end|>", "functions.f:0", "<|channel|>", "<|end|>",
     "<|message|>", "<|start|>assistant", "commentary to=functions.f", "analysis", "final",
     "<|call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", '{"name": "f"', '"arguments": ', "```",
-    "<think>", "</think>", "f", "g_2", "other", "{", "}", "[", "]", '"', "\\", "\n", " ", "1", ";",
-    "é", "🙂", "text", "{}", '{"a":"1"}',
+    "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="', '<｜DSML｜parameter name="', '" string="',
+    'true">', "</｜DSML｜parameter>", "</｜DSML｜invoke>", "<think>", "</think>", "f", "g_2",
+    "other", "{", "}", "[", "]", '"',
+    "\\", "\n", " ", "1", ";", "é", "🙂", "text", "{}", '{"a":"1"}',
 )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def check(name, luck):
     for function, arguments in calls:
         assert function in text and isinstance(parsed(arguments), dict)
         assert not end or "</think>" in text or name == "harmony"
-        if name not in ("qwen3_coder", "glm"):
+        if name not in ("qwen3_coder", "glm", "deepseek_v32"):
             held = squeezed(arguments) in squeezed(text)
             assert held or json.loads(arguments) in ({}, json_in_string(text, arguments))
     for part in (reasoning, content):

@@ -8,8 +8,8 @@ from jaxattn.cli.options.value_types import number, seconds, size
 
 # Names of jaxattn.server.decoding.message_format.FORMATS; the server is an extra.
 TOOL_PARSERS = (
-    "hermes", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "kimi_k2", "harmony", "llama3",
-    "mistral", "mistral_array",
+    "hermes", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2",
+    "harmony", "llama3", "mistral", "mistral_array",
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""A conversation in the terminal: lines of stdin are turns, and answers appear as they are written.
+"""A conversation in the terminal: lines of stdin are turns, and answers appear as they are written,
+their thoughts dim.
 
 It ends with stdin or at Ctrl-C. The whole history is sent with each turn. When it grows beyond the
 model length, its oldest turns are dropped, and that is said.
@@ -6,12 +7,13 @@ model length, its oldest turns are dropped, and that is said.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from rich.console import Console
 
 from jaxattn.cli.exit_codes import code_of, interrupts_raised
+from jaxattn.cli.serve.message_text import MessageText, StyledText
 from jaxattn.cli.serve.request_inputs import RequestFactory, in_template, user
 from jaxattn.cli.serve.text_stream import TextPrinter
 from jaxattn.engine.engine import Engine
@@ -86,16 +88,16 @@ class Conversation:
         tokens = self._fitted(line)
         if tokens is None:
             return
-        written, stream = "", self.requests.tokenizer.stream()
+        text, last = MessageText(self.requests.tokenizer, tokens), "\n"
 
-        def show(text: str) -> None:
-            nonlocal written
-            written += text
-            self.printer.write(text)
+        def show(pieces: Sequence[StyledText]) -> None:
+            nonlocal last
+            for last, style in pieces:
+                self.printer.write(last, style)
 
         def on_token(request: Request, token: int) -> None:
             check()
-            show(stream.push(token))
+            show(text.push(token))
 
         number = len(self.completions)
         self.texts[number] = line
@@ -103,15 +105,15 @@ class Conversation:
         try:
             [done] = self.engine.generate([request], on_token=on_token)
         finally:
-            show(stream.end())
-            if not written.endswith("\n"):
+            show(text.end())
+            if not last.endswith("\n"):
                 self.printer.write("\n")
         self._end(done)
         if done.finish_reason == FinishReason.REFUSED:
             self.messages.print(f"refused: {done.detail}")
             self.history.pop()
         else:
-            self.history.append({"role": "assistant", "content": written})
+            self.history.append(text.message)
 
     def _fitted(self, line: str) -> list[int] | None:
         """The history with this turn as tokens, without the oldest turns that do not fit.

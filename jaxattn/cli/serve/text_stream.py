@@ -2,14 +2,15 @@
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
+from jaxattn.cli.serve.message_text import MessageText, StyledText
 from jaxattn.cli.serve.request_inputs import Prompt
 from jaxattn.engine.requests.outputs import Completion
 from jaxattn.engine.requests.request import Request
-from jaxattn.text import Tokenizer, TokenStream
+from jaxattn.text import Tokenizer
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 # A terminal would obey control characters; all but tab and newline are shown as undecodable.
@@ -65,19 +66,26 @@ class TextStream:
         """For `Engine.generate`'s `on_token`."""
         text = self._texts.get(request.id)
         if text is None:
-            text = self._texts[request.id] = _BufferedText(self._tokenizer.stream())
-            self._feed_prompt(text, self._prompts[request.id])
-        text.add(text.stream.push(token))
+            text = self._texts[request.id] = self._begun(self._prompts[request.id])
+        text.push(token)
         self._flush()
 
-    def _feed_prompt(self, text: "_BufferedText", prompt: Prompt) -> None:
+    def _begun(self, prompt: Prompt) -> "_BufferedText":
+        """A request's text, which its prompt begins."""
         if self._chat:
+            answer = MessageText(self._tokenizer, prompt.tokens)
+            text = _BufferedText(answer.push, answer.end)
             text.add(f"{prompt.text}\n", style="dim")
-            return
+            return text
         # The stream has read the prompt: a character may lie on both sides of its end, and some
         # tokenizers leave out a text's first space.
-        said = "".join(text.stream.push(token) for token in prompt.tokens)
+        stream = self._tokenizer.stream()
+        said = stream.push(*prompt.tokens)
+        text = _BufferedText(
+            lambda token: [(stream.push(token), None)], lambda: [(stream.end(), None)]
+        )
         text.add(said if prompt.text is None else prompt.text, style="dim")
+        return text
 
     def finish(self, completion: Completion) -> None:
         """For `on_finish`: lets the next request flow if this one did."""
@@ -92,9 +100,9 @@ class TextStream:
     def _flush(self) -> None:
         while self._turns:
             number = self._turns[0]
-            text = self._texts.get(number) or _BufferedText(self._tokenizer.stream())
+            text = self._texts.get(number) or _BufferedText()
             if number in self._done:
-                text.add(text.stream.end())
+                text.finish()
             while text.waiting:
                 line, style = text.waiting.popleft()
                 if text.line_begins and self._numbered:
@@ -112,16 +120,31 @@ class TextStream:
 class _BufferedText:
     """A request's text until it is printed.
 
+    Args:
+        push: the pieces of a token.
+        end: what is left after the last one.
+
     Attributes:
-        stream: makes it out of tokens.
         waiting: lines or parts of one, each with its style.
         line_begins: whether what was printed of it ends with a newline.
     """
 
-    def __init__(self, stream: TokenStream) -> None:
-        self.stream = stream
-        self.waiting: deque[tuple[str, str | None]] = deque()
+    def __init__(
+        self,
+        push: Callable[[int], Sequence[StyledText]] = lambda token: (),
+        end: Callable[[], Sequence[StyledText]] = tuple,
+    ) -> None:
+        self._push, self._end = push, end
+        self.waiting: deque[StyledText] = deque()
         self.line_begins = True
+
+    def push(self, token: int) -> None:
+        for piece in self._push(token):
+            self.add(*piece)
+
+    def finish(self) -> None:
+        for piece in self._end():
+            self.add(*piece)
 
     def add(self, text: str, style: str | None = None) -> None:
         # Not splitlines, to which other characters than a newline end a line.

@@ -14,7 +14,11 @@ from jaxattn.server.decoding.tool_formats.sections import (
     DeepSeekV31Format,
     KimiFormat,
 )
-from jaxattn.server.decoding.tool_formats.tagged_values import GlmFormat, QwenCoderFormat
+from jaxattn.server.decoding.tool_formats.tagged_values import (
+    DsmlFormat,
+    GlmFormat,
+    QwenCoderFormat,
+)
 from jaxattn.server.decoding.tool_formats.tool_format import ToolFormat, ToolSchemas
 
 FORMATS: dict[str, ToolFormat | HarmonyFormat] = {
@@ -25,6 +29,7 @@ FORMATS: dict[str, ToolFormat | HarmonyFormat] = {
         GlmFormat(),
         DeepSeekV3Format(),
         DeepSeekV31Format(),
+        DsmlFormat(),
         KimiFormat(),
         HarmonyFormat(),
         LlamaFormat(),
@@ -37,6 +42,7 @@ SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "harmony"),
     (("<|tool_call_begin|>",), "kimi_k2"),
     (("<|im_middle|>", "tool_declare"), "kimi_k2"),  # Kimi-K2's first template writes no calls
+    (("｜DSML｜",), "deepseek_v32"),
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
     (("[TOOL_CALLS]", "[ARGS]"), "mistral"),

@@ -1,4 +1,4 @@
-"""Calls whose arguments are texts between tags: Qwen3-Coder's and GLM's.
+"""Calls whose arguments are texts between tags: Qwen3-Coder's, GLM's and DeepSeek-V3.2's.
 
 A value is the text between its tags; only the tool's schema says whether `12345` is a string. An
 end tag within a value ends it only where what follows an argument follows the tag.
@@ -12,10 +12,20 @@ from jaxattn.server.decoding.tool_formats.text_cursor import (
     TextCursor,
     Unreadable,
 )
-from jaxattn.server.decoding.tool_formats.tool_format import CallDraft, Reading, ToolSchemas
+from jaxattn.server.decoding.tool_formats.tool_format import (
+    CallDraft,
+    CallFrame,
+    Reading,
+    ToolFormat,
+    ToolSchemas,
+)
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+DSML = "｜DSML｜"
+SECTIONS = (f"<{DSML}function_calls>", f"<{DSML}tool_calls>")
+INVOKE, INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
+GIVEN, GIVEN_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
@@ -134,6 +144,83 @@ class GlmFormat(HermesFormat):
             parts += text, mark, space
 
 
+class DsmlFormat(ToolFormat):
+    """DeepSeek-V3.2's markup, whose parameters say whether they are strings or JSON.
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="f">
+    <｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+    An invocation may hold a JSON object in the place of parameters. DeepSeek-V4's section is called
+    tool_calls.
+    """
+
+    name = "deepseek_v32"
+    shown = (DSML,)
+    frame = CallFrame(
+        begin=f"<{DSML}function_calls>\n",
+        before=f'{INVOKE}NAME">\n',
+        after=f"\n{INVOKE_END}",
+        end=f"\n</{DSML}function_calls>",
+    )
+
+    def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return (*SECTIONS, INVOKE)
+
+    def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
+        if (yield from cursor.one_of(*SECTIONS)) is not None:
+            yield from cursor.space()
+        yield from cursor.literal(INVOKE)
+        invokes = True
+        while invokes:
+            name = yield from _name(cursor, '">')
+            yield from cursor.space()
+            if cursor.text.startswith("{"):
+                arguments = json_arguments.object_text((yield from cursor.json()))
+                yield from cursor.space()
+                yield from cursor.literal(INVOKE_END)
+            else:
+                arguments = yield from self._parameters(cursor)
+            yield CallDraft(name, arguments)
+            yield from cursor.space()
+            ends = (f"</{section[1:]}" for section in SECTIONS)
+            invokes = (yield from cursor.one_of(INVOKE, *ends)) == INVOKE
+
+    def _parameters(self, cursor: TextCursor) -> Scan[str]:
+        """The object of an invocation's parameters, up to its end tag, which is consumed."""
+        found: dict[str, str] = {}
+        mark = yield from cursor.one_of(GIVEN, INVOKE_END)
+        while mark == GIVEN:
+            key = yield from _name(cursor, '" string="')
+            kind = yield from cursor.one_of('true">', 'false">')
+            if kind is None or key in found:
+                raise Unreadable
+            text, mark = yield from self._value(cursor)
+            is_text = kind.startswith("true")
+            found[key] = json_arguments.quoted(text) if is_text else json_arguments.literal(text)
+        if mark is None:
+            raise Unreadable
+        return _object(found)
+
+    def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
+        """(the value up to its end tag, the tag after that).
+
+        Raises:
+            Unreadable: the next value begins or the call ends before the end tag: it is missing.
+        """
+        parts: list[str] = []
+        while True:
+            text, mark = yield from cursor.until(GIVEN_END, GIVEN, INVOKE_END)
+            if mark != GIVEN_END:
+                raise Unreadable
+            space = yield from cursor.space()
+            if (after := (yield from cursor.one_of(GIVEN, INVOKE_END))) is not None:
+                return "".join([*parts, text]), after
+            parts += text, mark, space
+
+
 def _name(cursor: TextCursor, end: str) -> Scan[str]:
     """A function's or an argument's name, up to an end mark in the same line."""
     text, mark = yield from cursor.until(end, "\n")
@@ -145,9 +232,14 @@ def _name(cursor: TextCursor, end: str) -> Scan[str]:
 
 def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
     root = tools.parameters.get(name, {})
-    pairs = [
-        f"{json_arguments.quoted(key)}:"
-        f"{json_arguments.spelled(value, tools.arguments(name).get(key), root)}"
+    spelled = {
+        key: json_arguments.spelled(value, tools.arguments(name).get(key), root)
         for key, value in values.items()
-    ]
-    return CallDraft(name, "{" + ",".join(pairs) + "}")
+    }
+    return CallDraft(name, _object(spelled))
+
+
+def _object(values: dict[str, str]) -> str:
+    """The JSON of an object, of that of its values."""
+    pairs = (f"{json_arguments.quoted(key)}:{value}" for key, value in values.items())
+    return "{" + ",".join(pairs) + "}"

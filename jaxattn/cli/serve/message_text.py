@@ -1,0 +1,69 @@
+"""An answer's text in the terminal, with its thoughts apart."""
+
+from collections.abc import Iterable, Sequence
+
+from jaxattn.server.decoding.message_events import (
+    ContentDelta,
+    MessageEvent,
+    MessageParts,
+    ReasoningDelta,
+)
+from jaxattn.server.decoding.message_format import MessageFormat
+from jaxattn.server.decoding.tool_choice import ToolChoice
+from jaxattn.text import Tokenizer
+
+THOUGHTS = "dim"
+PROMPT_END = 32  # tokens, more than any template writes after the last message
+type StyledText = tuple[str, str | None]
+
+
+class MessageText:
+    """The text of one answer of a chat, token by token, in pieces that each have a style.
+
+    Thoughts are dim, and stand between their tags, also where the template writes the first one.
+
+    Args:
+        prompt: tokens of the conversation, which may end within thoughts.
+
+    Attributes:
+        parts: thoughts and content so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        format_, choice = MessageFormat.of(tokenizer.chat_template), ToolChoice()
+        end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        self.parts, self._tags = MessageParts(), format_.thoughts
+        self._stream = tokenizer.stream(shown=format_.shown(choice))
+        self._parser = format_.parser(choice, end)
+        self._thinking = False
+
+    def push(self, token: int) -> list[StyledText]:
+        return self._pieces(self._parser.feed(self._stream.push(token)))
+
+    def end(self) -> list[StyledText]:
+        """What is left after the last token."""
+        rest = self._parser.feed(self._stream.end())
+        return self._pieces([*rest, *self._parser.finish()])
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer as a message of the conversation."""
+        found = {"role": "assistant", "content": self.parts.content}
+        thoughts = self.parts.reasoning
+        return found | ({"reasoning_content": thoughts} if thoughts else {})
+
+    def _pieces(self, events: Iterable[MessageEvent]) -> list[StyledText]:
+        found: list[StyledText] = []
+        begin, end = self._tags
+        for event in events:
+            self.parts.add([event])
+            if isinstance(event, ReasoningDelta):
+                before = "" if self._thinking else f"{begin}\n"
+                found.append((before + event.text, THOUGHTS))
+                self._thinking = True
+            elif isinstance(event, ContentDelta):
+                if self._thinking:
+                    found.append((f"\n{end}\n\n", THOUGHTS))
+                found.append((event.text, None))
+                self._thinking = False
+        return found
