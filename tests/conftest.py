@@ -5,6 +5,7 @@ import os
 import signal
 import time
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 # A job in the background ignores Ctrl-C, and so would every process that it starts.
@@ -32,6 +33,7 @@ from tests.helpers.executables import (  # noqa: E402
     keep_freed_memory,
     leave_out_locations,
     share_executables,
+    with_locations,
 )
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
@@ -229,6 +231,12 @@ def _little_garbage_to_look_through(request: pytest.FixtureRequest) -> None:
     if "gc" in vars(request.module):
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture
+def locations() -> Iterator[None]:
+    with with_locations():
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

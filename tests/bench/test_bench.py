@@ -303,6 +303,7 @@ def test_a_wrong_result_of_decode_is_refused(off, words, monkeypatch):
         mla.check(mla.decode(mla.inputs(*shape), None, "xla"), shape)
 
 
+@pytest.mark.usefixtures("locations")
 @pytest.mark.parametrize("turns, together", [(5, 1), (2, 8)])
 def test_calls_in_a_loop_are_neither_merged_nor_dropped_nor_moved_out_of_it(turns, together):
     op = timing.TimedOp(lambda x, state, layer: (jnp.sin(x), state), [jnp.ones((64, 128))])

@@ -27,6 +27,7 @@ from jaxattn.bench.model import (
 from jaxattn.bench.model import steps as steps_module
 from jaxattn.bench.plots import roofline_plot
 from jaxattn.core.numerics.fp8_block_scaling import interleave_columns, quantize
+from tests.helpers.executables import with_locations
 
 CONFIG = {
     "model_type": "deepseek_v2", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64,
@@ -58,7 +59,8 @@ def with_callers():
     name, none = "jax_traceback_in_locations_limit", jax.config.jax_traceback_in_locations_limit
     jax.config.update(name, 100)
     try:
-        yield
+        with with_locations():
+            yield
     finally:
         jax.config.update(name, none)
 

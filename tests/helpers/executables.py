@@ -5,11 +5,17 @@ so JAX compiles the same text again and again. JAX still traces and lowers each 
 that it compiles each; a program is equal if its text, its options and its devices are.
 """
 
+import contextlib
 import ctypes
 import io
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
+# What leave_out_locations has replaced: (module, function), if it has.
+LOCATIONS: list[tuple[Any, Any]] = []
 MOST = 1024  # programs that are kept; those that were used last
 
 
@@ -43,8 +49,9 @@ def share_executables() -> None:
 def leave_out_locations(*, scopes: bool = False) -> None:
     """For the whole process: operations of a program do not say where in the source they are from.
 
-    A name and a place for each take a twelfth of an engine's time to compile: JAX makes them, and
-    XLA carries them along. Where JAX has moved what this replaces, it stays as it is.
+    A name and a place for each take a twelfth of an engine's time to compile, since JAX makes them
+    and XLA carries them along. `with_locations` puts them back. Where JAX has moved what this
+    replaces, it stays as it is.
 
     Args:
         scopes: keep the names of scopes and operations, which tests of compiled text read.
@@ -60,7 +67,17 @@ def leave_out_locations(*, scopes: bool = False) -> None:
     def named(ctx: Any, primitive: Any, name_stack: Any, traceback: Any) -> Any:
         return ir.Location.name(f"{name_stack}/{primitive.name}" if primitive else str(name_stack))
 
+    LOCATIONS.append((mlir, mlir.source_info_to_location))
     mlir.source_info_to_location = named if scopes else lambda *_: ir.Location.unknown()
+
+
+@contextlib.contextmanager
+def with_locations() -> Iterator[None]:
+    """For tests that read in compiled text of which scope or function an instruction is."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, function in LOCATIONS:
+            patch.setattr(module, "source_info_to_location", function)
+        yield
 
 
 def keep_freed_memory() -> None:

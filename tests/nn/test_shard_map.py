@@ -110,7 +110,7 @@ def check_with_gradients(op, shared, own):
 @pytest.mark.parametrize(
     "shared, call",
     [
-        ("nothing", "gqa_decode"),
+        slow("nothing", "gqa_decode"),
         slow("nothing", "gqa_prefill"),
         slow("nothing", "gqa_attention"),
         ("cache and sinks", "gqa_decode"),

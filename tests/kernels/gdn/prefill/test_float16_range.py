@@ -37,6 +37,7 @@ def large_case(channels: bool, *, log_decay: float, at: int, lens=(70,), large=3
     return dataclasses.replace(case, g=gate, initial_state=state)
 
 
+@pytest.mark.sampled
 @everywhere
 @rules
 @pytest.mark.parametrize("at", [0, 5, 66])
