@@ -130,6 +130,7 @@ def test_kernels_match_float64(name, implementation, request):
     assert not np.any(gradients[1][0, 0]) and np.all(np.any(gradients[1], axis=0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_xla_matches_float64(name):
     sizes = CASES[name]

@@ -1,0 +1,59 @@
+"""`bench train` counts both passes apart and checks gradients; no times."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxattn.bench import __main__ as bench
+from jaxattn.bench.layers.gradients import gradient_timing, layer_gradients, op_gradients
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The forward pass takes 1 ms, and both passes, which have a cotangent, 3."""
+    monkeypatch.setattr(
+        gradient_timing.CompiledPass,
+        "loop_seconds",
+        lambda each: 3e-3 if len(each.operands) == 3 else 1e-3,
+    )
+
+
+def test_an_op_s_row_has_both_passes_and_the_error_of_its_gradients(timed):
+    row = op_gradients.measure(op_gradients.SMALL_SHAPES[0], None)
+    assert {unit: row[unit] for unit in ("ms", "forward ms", "backward ms")} == pytest.approx(
+        {"ms": 3.0, "forward ms": 1.0, "backward ms": 2.0}
+    )
+    assert row["TFLOP/s"] == pytest.approx(3 * 24 * 2 * 6 * 64 * 64 / 3e-3 / 1e12)
+    assert 0 < row["relative L2"] < 2e-2 and row["MiB"] > row["forward MiB"]
+
+
+def test_a_wrong_gradient_is_refused(monkeypatch):
+    monkeypatch.setattr(op_gradients, "check", lambda *_: 0.5)
+    with pytest.raises(AssertionError, match="gradients differ by 0.5"):
+        op_gradients.measure(op_gradients.SMALL_SHAPES[0], None)
+
+
+def test_a_layer_s_row_has_both_passes(timed):
+    row = layer_gradients.measure(layer_gradients.SMALL_SHAPES[0], None)
+    assert row["backward ms"] == pytest.approx(2.0) and row["relative L2"] < 2e-2
+    assert row["TFLOP/s"] == pytest.approx(6 * 3 * 64 * 64 * 24 / 3e-3 / 1e12)
+
+
+def test_of_a_stack_a_token_meets_the_experts_that_it_takes():
+    assert layer_gradients.met_by_a_token(jnp.zeros((18, 4, 2))) == 18 * 4 * 2 / 2
+    assert layer_gradients.met_by_a_token(jnp.zeros((4, 2))) == 8
+    assert layer_gradients.met_by_a_token(jnp.zeros(4)) == 0
+
+
+def test_a_peer_that_fails_is_a_line_and_no_column(capsys):
+    def refuse(floats, fixed):
+        raise ValueError("heads of 192\nare too wide")
+
+    columns = op_gradients.peer_columns("cudnn", refuse, ({}, {}, jnp.zeros(())))
+    assert not dict(columns)
+    assert capsys.readouterr().err == "cudnn: ValueError: heads of 192\n"
+
+
+def test_an_implementation_is_not_for_layers(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["train", "--small", "--no-peers", "--implementation", "xla"])
+    assert "layers, which train times too, choose it themselves" in capsys.readouterr().err
