@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Two programs that launch the same Mosaic GPU kernel hold it under different hashes, so it is compiled twice.
 #
-# Seen with jax 0.11.2. A Pallas kernel's module gets the attribute `mosaic_gpu.dump_basename`: the kernel's name and a
-# counter of the process, such as copy_0 and copy_1. The attribute is part of the bytes that are hashed into
-# `kernel_hash`, by which the runtime finds kernels that it has compiled. The counter is the only difference between the
-# modules. An engine with 50 executables therefore compiles each of their common kernels up to 50 times.
+# Seen with jax 0.11.2, and no more with 0.12.0.1. A Pallas kernel's module gets the attribute
+# `mosaic_gpu.dump_basename`: the kernel's name and a counter of the process, such as copy_0 and copy_1. The attribute is
+# part of the bytes that are hashed into `kernel_hash`, by which the runtime finds kernels that it has compiled. The
+# counter is the only difference between the modules. An engine with 50 executables therefore compiles each of their
+# common kernels up to 50 times.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

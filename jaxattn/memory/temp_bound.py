@@ -32,7 +32,6 @@ _IN_PLACE = {
     "expand_dims",
     "copy",
     "copy_p",
-    "optimization_barrier",
     "ref_get",
     "new_ref",
     "freeze",
@@ -150,6 +149,8 @@ def _equation(eqn: Any, donated: set[Any]) -> tuple[int, list[Cost]]:
         outs = zip(eqn.outvars, costs, strict=True)
         return size - sum(_size(var.aval) for var, cost in outs if cost == NEW), costs
     inside = max((_peak(jaxpr, set())[0] for jaxpr in inner), default=0)
+    if name == "optimization_barrier":  # each result is its operand
+        return inside, [OWNED if mine else place for place, mine in enumerate(held)]
     if name in _VIEWS and not held[0] and _size(eqn.invars[0].aval) == _size(eqn.outvars[0].aval):
         return inside, [0]
     if name in _IN_PLACE or name.startswith("scatter"):

@@ -502,7 +502,7 @@ def test_serving_from_a_share_of_the_device_says_what_it_did(model, capsys, monk
         monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{name}", "0.5" if name[0] == "M" else "true")
     arguments = ["--prompt", "ab", "--max-tokens", "4", "--utilization", "0.5", "--batch", "2"]
     arguments += ["--strict", "--json", "--max-model-len", "128", "--prefill-chunk", "16"]
-    # As many pages as a row needs: the trial beside one row has the same executables.
+    # As many pages as a row needs: a trial beside one row has the same executables.
     arguments += ["--decode-buckets", "1", "--num-pages", "2"]
     assert main(["--model", model, *arguments]) == 0
     printed = capsys.readouterr()

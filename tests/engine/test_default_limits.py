@@ -107,7 +107,7 @@ def test_given_pages_decide_the_context_and_no_share_of_the_device():
 
 
 def test_rows_that_need_little_have_their_cache_whole():
-    """Then no trial beside a smaller cache has to be compiled."""
+    """Then no bound has to be looked into."""
     choice = chosen(Limits(batch=2, max_model_len=1024))
     assert choice.limits.utilization is None and choice.limits.pages == 32
     assert any(reason.startswith("pages 32: all rows at full length") for reason in choice.reasons)

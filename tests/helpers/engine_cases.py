@@ -62,7 +62,8 @@ BUCKETS = dataclasses.replace(
 TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
 # Room for one row at full length and a page more, for four rows: the youngest are computed again.
 TIGHT = dataclasses.replace(LIMITS, batch=4, num_pages=5, prefill_rows=2)
-# Of a device that is filled: all that rows can use, and the one row of the trial before it.
+# Of a device that is filled: all that rows can use, and one row, which is tried first where bounds
+# leave no room.
 WHOLE, TRIAL = (dataclasses.replace(LIMITS, num_pages=pages) for pages in (12, 4))
 
 

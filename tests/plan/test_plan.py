@@ -355,6 +355,26 @@ def test_what_a_call_passes_through_counts_where_it_is_written():
     assert temp_bound(step, x, buffer, donated=1).temp - LIBRARY_WORKSPACE < 10**4
 
 
+def test_a_barrier_costs_nothing_whatever_stands_before_the_donated_buffer_in_it():
+    def step(x, buffer):
+        doubled, buffer = jax.lax.optimization_barrier((x * 2, buffer))
+        return buffer.at[0].set(doubled[0]), x
+
+    x, buffer = (jax.ShapeDtypeStruct((size,), "float32") for size in (1, 10**6))
+    assert temp_bound(step, x, buffer, donated=1).temp - LIBRARY_WORKSPACE < 10**4
+
+
+@pytest.mark.parametrize("name", ["Qwen3-32B", "DeepSeek-V2-Lite", "Qwen3-Next-80B-A3B"])
+def test_steps_that_read_prompts_beside_rows_hold_no_copy_of_the_cache(name):
+    model = public_models.load(name).model
+    limits = [dataclasses.replace(SERVING, num_pages=pages) for pages in (10_000, 20_000)]
+    first, second = (
+        bound_of(model, entry_points(each)[0], each, packed_shapes(model), "xla").temp
+        for each in limits
+    )
+    assert first == second
+
+
 # Without a device ---------------------------------------------------------------------------------
 
 

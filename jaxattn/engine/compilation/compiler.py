@@ -102,7 +102,7 @@ def get_or_compile_steps(
         if steps is None:
             steps = CompiledSteps({}, limits)
         found = dict(steps.executables)
-        if earlier and len(found) < len(every):
+        if earlier is not None and earlier is not steps and len(found) < len(every):
             found = earlier.shared(model, limits, params) | found
         missing = [step for step in wanted or every if str(step) not in found]
         if on_compile:

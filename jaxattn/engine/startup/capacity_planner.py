@@ -19,7 +19,7 @@ from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
 
 # Of the pages, so much may stay unused where that saves compiling steps twice.
-SPARE = 0.02
+SPARE = 0.025
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ class CapacityPlanner:
             PlanError: too little is left, or XLA's temp grows with the pages again and again.
         """
         for _ in range(3):
-            limits, known = self._measured(wanted, known, memory, own)
+            limits, known, earlier = self._measured(wanted, known, memory, own, earlier)
             self.plan(limits, known, memory, own, wanted=wanted)
             steps = self.compile(limits, earlier=earlier)
             found = self.known(limits, steps)
@@ -176,13 +176,15 @@ class CapacityPlanner:
         known: Mapping[str, ExecutableMemory],
         memory: DeviceMemory,
         own: int,
-    ) -> tuple[Limits, Mapping[str, ExecutableMemory]]:
-        """Limits with pages, and what they count of the steps.
+        steps: CompiledSteps | None,
+    ) -> tuple[Limits, Mapping[str, ExecutableMemory], CompiledSteps | None]:
+        """Limits with pages, what they count of the steps, and what has been compiled.
 
         A bound is above what XLA takes. Where that costs more than `SPARE` of the pages, the steps
         with the largest are compiled first, one after another, until one is what XLA says.
         """
-        whole, known = self.fill(wanted, {}, memory, own), dict(known)
+        without_temp = {name: dataclasses.replace(each, temp=0) for name, each in known.items()}
+        whole, known = self.fill(wanted, without_temp, memory, own), dict(known)
         least = min(whole.pages_per_row, whole.pages)
         limits: Limits | None = None
         while True:
@@ -190,14 +192,15 @@ class CapacityPlanner:
             if limits is None or not limits.pages <= filled.pages <= limits.pages * (1 + SPARE):
                 # At least a row, although bounds leave no room for it: XLA may.
                 limits = dataclasses.replace(filled, num_pages=max(filled.pages, least))
-            name = max(known, key=lambda each: known[each].temp + known[each].in_out)
+            name = max(known, key=lambda each: known[each].temp)
             fits = filled.pages >= least
             if known[name].basis == "compiled":
-                return limits if fits else filled, known
+                return limits if fits else filled, known, steps
             if fits and whole.pages <= limits.pages * (1 + SPARE):
-                return limits, known
-            step = next(each for each in all_steps(limits) if str(each) == name)
-            known |= self.known(limits, self.compile(limits, [step]))
+                return limits, known, steps
+            largest = next(each for each in all_steps(limits) if str(each) == name)
+            steps = self.compile(limits, [largest], steps)
+            known |= self.known(limits, steps)
 
 
 def _most(known: Mapping[str, ExecutableMemory]) -> int:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn import mla
+from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.build.trace_cache import cache_key, share_launches
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
@@ -254,3 +256,19 @@ def early():
 def test_what_cannot_be_told_is_not_shared(value):
     with pytest.raises(TypeError):
         cache_key(value)
+
+
+def test_the_launches_of_two_layers_attention_are_two_kernels():
+    """The attention, and what merges the parts of a row that is cut."""
+    shape = jax.ShapeDtypeStruct
+    cache, tables = shape((2, 64, 64, 576), jnp.bfloat16), shape((8, 16), jnp.int32)
+    q, lens = shape((8, 1, 16, 576), jnp.bfloat16), shape((8,), jnp.int32)
+
+    def step(q, cache, tables, lens):
+        outs = (mla.mla_decode(q, cache, tables, lens, scale=1.0, layer=n)[0] for n in range(2))
+        return sum(outs)
+
+    with traced_for_hopper(True), share_launches():
+        lowered = jax.jit(step).trace(q, cache, tables, lens).lower(lowering_platforms=("cuda",))
+    calls = re.findall("custom_call @mosaic_gpu", lowered.as_text())
+    assert len(calls) == 2

@@ -1,8 +1,8 @@
 """The hash by which the runtime finds a kernel that it has compiled, the same for equal kernels.
 
-Mosaic writes a name with a counter of the process into a kernel's module, and hashes both. So two
-programs that launch one kernel would compile it twice, and JAX's cache of programs would not find
-one that another process has lowered in another order.
+Up to JAX 0.11 Mosaic writes a name with a counter of the process into a kernel's module, and hashes
+both. So two programs that launch one kernel would compile it twice, and JAX's cache of programs
+would not find one that another process has lowered in another order.
 """
 
 import hashlib

@@ -79,6 +79,7 @@ def combine(
         sharers = SHARERS if cut and batch * used <= SHARED_ROWS and not interpret else 1
     chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
     out_ref, partial_ref = split.refs
+    first_rows = split.first_rows  # the body holds no array, so that launches share its trace
     lse_ref = jax.new_ref(split.lse)
     shared = {
         "sums": plgpu.SMEM((sharers, RANK), jnp.float32),
@@ -89,7 +90,7 @@ def combine(
 
     def body(sums, tops, totals, there, **refs):
         together = CombineReduction(sharers, sums, tops, totals, there) if sharers > 1 else None
-        MlaCombineCta(split.first_rows, rows, chunk, together, **refs).run()
+        MlaCombineCta(first_rows, rows, chunk, together, **refs).run()
 
     launch(
         body,

@@ -71,6 +71,7 @@ def distributed_combine(
         )
     own = heads // gpus
     out_ref, partial_ref = split.refs
+    first_rows = split.first_rows  # the body holds no array, so that launches share its trace
     if out_ref.dtype != jnp.bfloat16:
         raise Refusal(f"{op}: outputs meet in bfloat16, and these are {out_ref.dtype.name}")
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(box.counts)
@@ -83,7 +84,7 @@ def distributed_combine(
         )
         to, known = call.address(gpu), call.address(call.own)  # there when the state is
         sharers = CombineReduction(SHARERS, sums, tops, totals, there)
-        block = DistributedCombineCta(split.first_rows, rows, sharers, **given)
+        block = DistributedCombineCta(first_rows, rows, sharers, **given)
         out, lse = block.state(row, gpu * own + head, half)
 
         @pl.when(lax.axis_index("wg") == 0)
