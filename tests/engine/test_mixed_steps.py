@@ -14,6 +14,7 @@ from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
 from jaxattn.engine.requests.outputs import FinishEvent
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout, by_lines
+from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, Stream
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch, init_state, scratch_spec
@@ -183,6 +184,15 @@ def test_prompts_share_a_step_with_rows_that_decode():
     own = PromptLayout.of(FEW, 256).unpack_all(packed)[0]
     assert own.prompts.query_lens.tolist() == [50, 60]
     assert own.places.tolist()[:3] == [0, 1, 2] and own.sources.tolist() == [-1, 0, 1, -1]
+
+
+def test_sizes_that_no_row_decodes_in_have_no_rows():
+    names = [str(step) for step in entry_points(LIMITS) if step.kind == "prefill"]
+    assert names == [
+        "prefill of 128 tokens beside 4 rows",
+        "prefill of 256 tokens beside 4 rows",
+        "prefill of 384 tokens",
+    ]
 
 
 def test_prompts_are_scored_beside_rows_that_decode_and_other_prompts():

@@ -2,7 +2,8 @@
 
     prefill of N tokens        pieces of prompts: first ones, later ones (the cached prefix is
                                walked up to the whole block table), last ones
-    prefill of N tokens beside B rows   the same, while all rows that decode get a token
+    prefill of N tokens beside B rows   the same, while all rows that decode get a token; of up to
+                               `mixed_tokens`
     score of N tokens          log-probabilities of prompts, behind their prefill (score_step.py)
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
@@ -39,8 +40,10 @@ from jaxattn.memory.limits import Limits
 
 
 def prefill_step(limits: Limits, tokens: int) -> ModelStep:
-    """The step that reads so many tokens of prompts; one that mixes has room for all rows."""
-    return ModelStep("prefill", limits.batch if limits.mixes else 0, tokens)
+    """The step that reads so many tokens of prompts, with room for all rows where they may decode
+    in it."""
+    mixes = limits.mixes and tokens in limits.mixed_sizes
+    return ModelStep("prefill", limits.batch if mixes else 0, tokens)
 
 
 def entry_points(limits: Limits) -> tuple[ModelStep, ...]:
