@@ -30,6 +30,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "32 tokens": {"columns": 32},
     "64 tokens": {"columns": 64},
     "128 tokens": {"columns": 128},
+    "narrow tiles": {"narrow": True},
+    "whole tiles": {"narrow": False},
 }
 
 
@@ -41,7 +43,8 @@ SHAPES: tuple[Shape, ...] = (
     *_of("v2-lite", 1, "128 rows", "step 64", "two parts", "4 stages"),
     *_of("v2-lite", 32, "64 rows", "step 128", "one part", "16 tokens", "4 stages"),
     *_of("v2-lite", 128, "64 rows", "step 128", "16 tokens", "64 tokens"),
-    *_of("v2-lite", 8192, "64 tokens", "one part", "3 stages"),
+    *_of("v2-lite", 2048, "narrow tiles", "whole tiles"),
+    *_of("v2-lite", 8192, "64 tokens", "one part", "3 stages", "narrow tiles", "whole tiles"),
     *_of("qwen3-next-fp8", 1, "128 rows", "one part"),
     *_of("qwen3-next-fp8", 32, "64 rows", "one part", "16 tokens"),
     *_of("v3-fp8", 32, "64 rows", "one part", "16 tokens", "3 stages"),

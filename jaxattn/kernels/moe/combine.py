@@ -72,7 +72,7 @@ def combine(
     """float32 [T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
 
     Args:
-        y: a 2-D array, float32 or of 16 bits, in which `results` says where the rows are.
+        y: a 2-D array of floats, in which `results` says where the rows are.
         columns: at most so many of the output are a block's.
     """
     tokens, top_k = weights.shape

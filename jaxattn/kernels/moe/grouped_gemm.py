@@ -33,6 +33,7 @@ Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
 tests/kernels/moe/test_kernel.py.
 """
 
+import copy
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
@@ -59,10 +60,10 @@ from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO
 from jaxattn.kernels.moe.tile_config import (
     BLOCK,
     GROUP,
+    NARROWEST,
     ROWS,
     GemmTileConfig,
     stages_of,
-    widths_of,
 )
 
 PRODUCT = plgpu.Layout.WGMMA
@@ -167,7 +168,6 @@ def grouped_product(
         apart=height // 2 if gated else product.rows,
         pieces=pieces,
         blocks=blocks,
-        widths=widths_of(columns) if product.narrow else (columns,),
         affine=affine,
         gated=gated,
         activation=activation,
@@ -232,7 +232,6 @@ class GroupedGemmConfig:
 
     Attributes:
         stages: places of the ring.
-        widths: tokens that a tile may be multiplied as, the last of them `columns`.
         steps: of K.
         apart: rows of weights from a part to the next.
         pieces: of an expert's rows.
@@ -242,7 +241,6 @@ class GroupedGemmConfig:
     product: GemmTileConfig
     columns: int
     stages: int
-    widths: tuple[int, ...]
     steps: int
     apart: int
     pieces: int
@@ -328,31 +326,45 @@ class GroupedGemmCta:
 
         return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
 
-    def in_width(self, function: Any, now: GroupedGemmTile) -> None:
-        """`function(width)` with the least of the widths that an item's tokens fit."""
-        widths = self.cut.widths
-        if len(widths) == 1:
-            function(widths[0])
-            return
-        for narrower, width in zip((0, *widths), widths, strict=False):
-            fits = (now.groups > narrower // GROUP) & (now.groups <= width // GROUP)
-            pl.when(fits)(partial(function, width))
+    def narrowed(self, columns: int) -> "GroupedGemmCta":
+        """The same block for tiles of so many tokens, in the first rows of shared memory."""
+
+        def rows(ref: Any) -> Any:  # [..., N, width]
+            return ref.at[*[slice(None)] * (len(ref.shape) - 2), pl.ds(0, columns)]
+
+        refs, block = self.refs, copy.copy(self)
+        block.cut = dataclasses.replace(self.cut, columns=columns)
+        block.refs = dataclasses.replace(
+            refs, tokens_smem=rows(refs.tokens_smem), out_smem=rows(refs.out_smem)
+        )
+        return block
+
+    def in_width(self, method: Any) -> Any:
+        """`method(block, item, steps before it)` of the block for the item's tokens."""
+        columns = self.cut.columns
+        if not self.cut.product.narrow:
+            return partial(method, self)
+
+        def function(now: GroupedGemmTile, done: jax.Array) -> None:
+            for width in range(NARROWEST, columns + 1, NARROWEST):
+                block = self if width == columns else self.narrowed(width)
+                fits = (now.groups > (width - NARROWEST) // GROUP) & (now.groups <= width // GROUP)
+                pl.when(fits)(partial(method, block, now, done))
+
+        return function
 
     def load(self) -> None:
         """The copying warpgroup: steps of K into the ring, as its places become free."""
         stages, read = self.cut.stages, self.refs.read
         if self.cut.many_registers:
             plgpu.set_max_registers(40, action="decrease")
-        done = self.each(self._load_item)
+        done = self.each(self.in_width(GroupedGemmCta._load_item))
 
         @pl.loop(jnp.maximum(done - stages, 0), done)
         def _drain(s):
             plgpu.barrier_wait(read.at[lax.rem(s, stages)])
 
     def _load_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
-        self.in_width(partial(self._load_steps, now, done), now)
-
-    def _load_steps(self, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
         cut, refs = self.cut, self.refs
         product, depth = cut.product, cut.product.depth
         of_expert = refs.weights.at[self.layer, now.expert]
@@ -376,9 +388,9 @@ class GroupedGemmCta:
                     plgpu.copy_gmem_to_smem(tile, to, there)
             _, pieces, _, size = refs.tokens_smem.shape
             for piece in range(pieces):
-                rows = cut.source.at(refs.tokens, now.source, width, s * depth + piece * size, size)
-                to = refs.tokens_smem.at[slot, piece, pl.ds(0, width)]
-                plgpu.copy_gmem_to_smem(rows, to, there)
+                first = s * depth + piece * size
+                rows = cut.source.at(refs.tokens, now.source, cut.columns, first, size)
+                plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot, piece], there)
 
     def multiply(self) -> None:
         """A multiplying warpgroup: its rows of each item."""
@@ -387,18 +399,18 @@ class GroupedGemmCta:
         if self.cut.product.split:
             self._multiply_split()
             return
-        self.each(self._multiply_item)
+        self.each(self.in_width(GroupedGemmCta._multiply_item))
         plgpu.wait_smem_to_gmem(0)
 
     @property
     def sums(self) -> Any:
-        """`sums(item, steps before it, width)` are an item's."""
+        """`sums(item, steps before it)` are an item's."""
         if self.cut.form is not None:
             return partial(self._four_bit_sums, self.cut.form)
         return self._sums if self.refs.scales is None else ScaledAccumulators(self)
 
     def _four_bit_sums(
-        self, form: FourBitFormat, now: GroupedGemmTile, done: jax.Array, width: int
+        self, form: FourBitFormat, now: GroupedGemmTile, done: jax.Array
     ) -> list[jax.Array]:
         del now
         cut, refs, product = self.cut, self.refs, self.cut.product
@@ -407,18 +419,15 @@ class GroupedGemmCta:
         if product.split:
             mine = [(self.wg, 0)]
         sums = FourBitAccumulators(
-            form=form, dtype=refs.tokens.dtype, columns=width,
-            arrived=lambda step: self.arrived(step, width)[0],
+            form=form, dtype=refs.tokens.dtype, columns=cut.columns,
+            arrived=lambda step: self.arrived(step)[0],
             tiles=lambda slot: [refs.weights_smem.at[slot, *each] for each in mine],
             tokens=refs.tokens_smem, read=refs.read, interpret=cut.interpret,
         )  # fmt: skip
         return sums(cut.steps, done)
 
     def _multiply_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
-        self.in_width(partial(self._multiply_width, now, done), now)
-
-    def _multiply_width(self, now: GroupedGemmTile, done: jax.Array, width: int) -> None:
-        every = self._biased(now, self.sums(now, done, width), range(self.cut.product.parts))
+        every = self._biased(now, self.sums(now, done), range(self.cut.product.parts))
         if self.refs.saved is not None:
             self._store(now, self._kept(every), self.refs.saved, None)
         if self.cut.gated:
@@ -449,17 +458,14 @@ class GroupedGemmCta:
     ) -> list[jax.Array]:
         if self.refs.biases is None:
             return sums
-        return [
-            total + self._bias(now, part, total.shape[1])
-            for total, part in zip(sums, parts, strict=True)
-        ]
+        return [total + self._bias(now, part) for total, part in zip(sums, parts, strict=True)]
 
-    def _bias(self, now: GroupedGemmTile, part: int, width: int) -> jax.Array:
+    def _bias(self, now: GroupedGemmTile, part: int) -> jax.Array:
         """A number for each row of the weights of a part, for every token."""
-        of_expert = self.refs.biases.at[self.layer, now.expert]
+        cut, of_expert = self.cut, self.refs.biases.at[self.layer, now.expert]
         some = pl.ds(pl.multiple_of(self.row(now, part), ROWS), ROWS)
         bias = plgpu.load(of_expert.at[some], layout=PRODUCT.reduce(1), optimized=False)
-        wide = lax.broadcast_in_dim(bias.astype(jnp.float32), (ROWS, width), (0,))
+        wide = lax.broadcast_in_dim(bias.astype(jnp.float32), (ROWS, cut.columns), (0,))
         return plgpu.layout_cast(wide, PRODUCT)
 
     def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
@@ -472,8 +478,7 @@ class GroupedGemmCta:
         refs = self.refs
 
         def sums(now: GroupedGemmTile, done: jax.Array, part: int) -> jax.Array:
-            every = self.sums(now, done, self.cut.columns)
-            (total,) = self._biased(now, every, [part])
+            (total,) = self._biased(now, self.sums(now, done), [part])
             return total
 
         def gate(now: GroupedGemmTile, done: jax.Array) -> None:
@@ -507,27 +512,23 @@ class GroupedGemmCta:
         cut, out = self.cut, self.refs.out_smem
         panels = panels or PanelMatrix(0, target.shape[0], target.shape[1])
         for part, result in enumerate(every):
-            width = result.shape[1]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            to = out.at[self.wg] if width == cut.columns else out.at[self.wg, pl.ds(0, width)]
-            store_transposed(to, result.astype(out.dtype), interpret=cut.interpret)
+            store_transposed(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
-            self._write(now, self.row(now, part), width, target, panels)
+            self._write(now, self.row(now, part), target, panels)
 
-    def arrived(self, step: jax.Array, width: int) -> tuple[jax.Array, Any]:
+    def arrived(self, step: jax.Array) -> tuple[jax.Array, Any]:
         """The slot of a step, once it is loaded, and its tokens as columns."""
         slot = lax.rem(step, self.cut.stages)
         plgpu.barrier_wait(self.refs.loaded.at[slot])
-        tokens = self.refs.tokens_smem.at[slot, 0]
-        if width < self.cut.columns:
-            tokens = tokens.at[pl.ds(0, width)]
-        return slot, tokens.transpose((1, 0))
+        return slot, self.refs.tokens_smem.at[slot, 0].transpose((1, 0))
 
-    def accumulators(self, width: int) -> list[Any]:
-        shape = (ROWS, width)
+    @property
+    def accumulators(self) -> list[Any]:
+        shape = (ROWS, self.cut.columns)
         return [plgpu.ACC(shape, jnp.float32)] * self.cut.product.parts
 
-    def _sums(self, now: GroupedGemmTile, done: jax.Array, width: int) -> list[jax.Array]:
+    def _sums(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
         """Of each part over all of K, of 16-bit weights."""
         del now
         cut, refs = self.cut, self.refs
@@ -535,7 +536,7 @@ class GroupedGemmCta:
         def accumulate(*accs: Any) -> list[jax.Array]:
             @pl.loop(0, cut.steps)
             def _step(s):
-                slot, turned = self.arrived(done + s, width)
+                slot, turned = self.arrived(done + s)
                 for part, acc in enumerate(accs):
                     tile = refs.weights_smem.at[slot, part, self.wg]
                     plgpu.wgmma(acc, tile.transpose((1, 0)) if cut.transposed else tile, turned)
@@ -549,23 +550,19 @@ class GroupedGemmCta:
             plgpu.barrier_arrive(refs.read.at[lax.rem(done + cut.steps - 1, cut.stages)])
             return every
 
-        return pl.run_scoped(accumulate, *self.accumulators(width))
+        return pl.run_scoped(accumulate, *self.accumulators)
 
     def _write(
-        self, now: GroupedGemmTile, column: jax.Array, width: int, target: Any, panels: PanelMatrix
+        self, now: GroupedGemmTile, column: jax.Array, target: Any, panels: PanelMatrix
     ) -> None:
-        """A tile whose first `now.groups` groups of rows are somebody's: in one copy as many as no
-        narrower tile has, the others in groups."""
+        """A tile whose first `now.groups` groups of rows are somebody's."""
+        for group in range(self.cut.columns // GROUP):
 
-        def copy(first: int, rows: int) -> None:
-            to = panels.at(target, now.target + first, rows, column, ROWS)
-            plgpu.copy_smem_to_gmem(self.refs.out_smem.at[self.wg, pl.ds(first, rows)], to)
-
-        narrower = max((each for each in self.cut.widths if each < width), default=0)
-        if narrower:
-            copy(0, narrower)
-        for first in range(narrower, width, GROUP):
-            pl.when(first // GROUP < now.groups)(partial(copy, first, GROUP))
+            @pl.when(group < now.groups)
+            def _some(group=group):
+                to = panels.at(target, now.target + group * GROUP, GROUP, column, ROWS)
+                of_group = self.refs.out_smem.at[self.wg, pl.ds(group * GROUP, GROUP)]
+                plgpu.copy_smem_to_gmem(of_group, to)
 
 
 class ScaledAccumulators:
@@ -574,7 +571,7 @@ class ScaledAccumulators:
     def __init__(self, block: GroupedGemmCta):
         self.block = block
 
-    def __call__(self, now: GroupedGemmTile, done: jax.Array, width: int) -> list[jax.Array]:
+    def __call__(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
         block, cut, refs = self.block, self.block.cut, self.block.refs
         split = cut.product.split
         parts: Any = [block.wg] if split else range(cut.product.parts)
@@ -591,7 +588,7 @@ class ScaledAccumulators:
 
         def step(s, carry):
             totals, factors = carry
-            slot, turned = block.arrived(done + s, width)
+            slot, turned = block.arrived(done + s)
             following = scales(s + 1)
             every = self._products(slot, turned)
             # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
@@ -605,7 +602,7 @@ class ScaledAccumulators:
             ]
             return totals, following
 
-        zero = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), PRODUCT)
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
         return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
 
     def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
@@ -630,4 +627,4 @@ class ScaledAccumulators:
                 for place, acc in enumerate(accs)
             ]
 
-        return pl.run_scoped(products, *block.accumulators(block.cut.columns)[: len(mine)])
+        return pl.run_scoped(products, *block.accumulators[: len(mine)])

@@ -144,7 +144,8 @@ def choose(
         columns=columns,
         gate_up=in_two(gate_up),
         down=dataclasses.replace(
-            all_at_once(down, hidden, 3 * NUM_SMS), narrow=rounded and not quantized
+            all_at_once(down, hidden, 3 * NUM_SMS),
+            narrow=rounded and not quantized and columns > NARROWEST,
         ),
         combine=1024 if rounded else 512,
         rounded=rounded,
@@ -168,12 +169,6 @@ def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
 def panel(width: int) -> int:
     """Columns of a panel of a matrix of that width."""
     return math.gcd(width, WIDEST)
-
-
-def widths_of(columns: int) -> tuple[int, ...]:
-    """Tokens that a tile of at most `columns` of them is multiplied as: an expert's last tile, or
-    only one, may have few."""
-    return tuple(range(NARROWEST, columns, NARROWEST)) + (columns,)
 
 
 def stages_of(
