@@ -295,10 +295,10 @@ def scaled(**change: Any) -> dict[str, Any]:
         (int4() | {"config_groups": []}, r"config_groups must be an object; got \[\]"),
         (int4() | {"config_groups": {"g": {}}}, "config_groups.g.weights must be an object"),
         (int4(num_bits=8), "config_groups.group_0.weights: num_bits is implemented as 4 only"),
-        (int4(group_size=128), "group_size is implemented as 32 only; got 128"),
+        (int4(group_size=64), "group_size is implemented as 32 or 128 only; got 64"),
         (int4(symmetric=False), "symmetric is implemented as True only"),
         (int4(type="float"), "type is implemented as 'int' only; got 'float'"),
-        (int4(actorder="weight"), "actorder is implemented as None only"),
+        (int4(actorder="group"), "actorder is implemented as None or .* only; got 'group'"),
     ],
 )
 def test_quantization_that_is_not_supported(tmp_path, quantization, message):
@@ -313,7 +313,7 @@ def test_options_that_do_not_fit_the_folder(tmp_path):
         "experts='fp8' needs a checkpoint in FP8 blocks; this one is in floats",
         experts="fp8",
     )
-    refused(folder, "experts must be None, 'fp8' or 'bfloat16'; got 'int4'", experts="int4")
+    refused(folder, "experts must be None, 'fp8', '4bit' or 'bfloat16'; got 'int4'", experts="int4")
     refused(folder, "dtype must be None, 'bfloat16' or 'float32'; got 'float16'", dtype="float16")
     with pytest.raises(ValueError, match="readers must be a positive integer, got 0"):
         huggingface_checkpoint.load(folder, readers=0)

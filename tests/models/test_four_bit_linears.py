@@ -1,21 +1,26 @@
 """Dense matrices of 4 bits, from a folder of compressed-tensors to the logits."""
 
+import dataclasses
 import json
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.four_bit_tiles import dequantize
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
+from jaxattn.models.blocks import MoE
 from jaxattn.models.loading import huggingface_checkpoint
-from jaxattn.models.sharding.axis_sharding import ShardingError
+from jaxattn.models.sharding.axis_sharding import ShardingError, divided_layer, own
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.nn.four_bit_linear import FourBitLinears
+from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import Parallel
 from tests.helpers.safetensors_files import write_file
 
+KIMI = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "kimi_k2_int4"
 HIDDEN, WIDE, HEADS, DIM, VOCAB, LAYERS = 128, 256, 4, 32, 96, 2
 SIZES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN, HIDDEN),
@@ -132,3 +137,18 @@ def test_gpus_divide_whole_tiles(root):
     assert shapes["down_proj"]["weight"].shape[1:3] == (2, 2)
     with pytest.raises(ShardingError, match="no whole tiles of 64; use fewer"):
         divided(model, Parallel(tensor=4))
+
+
+def test_gpus_divide_whole_tiles_of_experts():
+    stream = huggingface_checkpoint.read_config(KIMI).model.spec.stream
+    router = Router(experts=4, top_k=2, scores="softmax")
+    experts = MoE(expert_size=128, router=router, weight_format=FourBitFormat("int4", 32))
+    found = divided_layer(experts, stream, Parallel(tensor=2))
+    whole = np.arange(4 * 2 * 2).reshape(4, 2, 2, 1, 1)  # experts, gate and up, tiles of rows
+    mine = [own(whole, found.cuts["gate_up_proj"], Parallel(tensor=2), gpu) for gpu in (0, 1)]
+    assert found.layer.expert_size == 64
+    np.testing.assert_array_equal(np.concatenate(mine, axis=-3), whole)
+    wide = dataclasses.replace(experts, weight_format=FourBitFormat("int4", 128))
+    with pytest.raises(ShardingError, match="64 each, no whole tiles of 64 rows and 128 columns"):
+        divided_layer(wide, stream, Parallel(tensor=2))
+    divided_layer(wide, stream, Parallel(tensor=2, expert=2))

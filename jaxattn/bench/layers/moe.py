@@ -100,7 +100,8 @@ def weights_of(name: str) -> dict[str, jax.Array]:
     """A stack of layers of random weights, the last model's kept."""
     model = MODELS[name]
     features, width, experts = model.hidden, model.expert_size, model.router.experts
-    gate_up, down = (2 * width, features), (features, width)
+    gate_up: tuple[int, ...] = (2 * width, features)
+    down = (features, width)
     if model.form is not None:
         gate_up = (2, width, features)
 

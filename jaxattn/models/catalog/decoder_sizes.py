@@ -159,11 +159,13 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
         forms = {each.form for each in kinds if isinstance(each, MoE)}
         layers = [each for block in model.spec.blocks for each in (block.mixer, block.feed_forward)]
         dense = any(isinstance(each.fp8, FourBitLinears) for each in layers)
-        kept = [what for what, is_so in (("experts", forms - {None}), ("matrices", dense)) if is_so]
-        if not kept:
+        four_bit = [
+            what for what, is_so in (("experts", forms - {None}), ("matrices", dense)) if is_so
+        ]
+        if not four_bit:
             return f"{name} weights dequantized to bfloat16 on loading"
         return (
-            f"{name} {' and '.join(kept)} kept in 4 bits, other {name} weights dequantized to "
+            f"{name} {' and '.join(four_bit)} kept in 4 bits, other {name} weights dequantized to "
             "bfloat16 on loading"
         )
     if quantization != "fp8":

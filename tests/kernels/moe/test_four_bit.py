@@ -183,6 +183,19 @@ GPU_CASES = {
 
 
 @pytest.mark.gpu
+def test_a_tokens_bits_do_not_depend_on_the_others():
+    """One token and 20 are multiplied by mma of single warps, and 400 by wgmma."""
+    args, named, _ = four_bit_case(INT4, 400, 4, 2, features=256, width=128)
+    x, ids, weights, *tiles = args
+    run = jax.jit(functools.partial(mixture_of_experts_mosaic, **named))
+    alone, some, all_of_them = (
+        run(x[1 : 1 + n], ids[1 : 1 + n], weights[1 : 1 + n], *tiles) for n in (1, 20, 399)
+    )
+    np.testing.assert_array_equal(alone[0], some[0])
+    np.testing.assert_array_equal(alone[0], all_of_them[0])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CASES)
 def test_on_a_gpu(name):
     form, tokens, experts, top_k, features, width, options = GPU_CASES[name]
