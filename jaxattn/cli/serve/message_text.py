@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from jaxattn.cli.serve.text_stream import StyledText
 from jaxattn.server.decoding.message_events import (
     ContentDelta,
     MessageEvent,
@@ -14,7 +15,6 @@ from jaxattn.text import Tokenizer
 
 THOUGHTS = "dim"
 PROMPT_END = 32  # tokens, more than any template writes after the last message
-type StyledText = tuple[str, str | None]
 
 
 class MessageText:
