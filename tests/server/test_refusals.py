@@ -112,7 +112,7 @@ def test_an_unknown_model_or_path_is_404(scripted):
     assert response.json()["error"]["code"] == "model_not_found"
     assert scripted.complete("x", model="model").status_code == 200
     for method, path, status in (
-        ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/images", 404),
         ("GET", "/v1/models/gpt-5", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),

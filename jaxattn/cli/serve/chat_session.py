@@ -13,9 +13,8 @@ from typing import TextIO
 from rich.console import Console
 
 from jaxattn.cli.exit_codes import code_of, interrupts_raised
-from jaxattn.cli.serve.message_text import MessageText, StyledText
 from jaxattn.cli.serve.request_inputs import RequestFactory, in_template, user
-from jaxattn.cli.serve.text_stream import TextPrinter
+from jaxattn.cli.serve.text_stream import StyledText, TextPrinter
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason, GenerationInterrupted
 from jaxattn.engine.requests.request import GenerationStats, Request
@@ -88,6 +87,8 @@ class Conversation:
         tokens = self._fitted(line)
         if tokens is None:
             return
+        from jaxattn.cli.serve.message_text import MessageText  # other commands need no parser
+
         text, last = MessageText(self.requests.tokenizer, tokens), "\n"
 
         def show(pieces: Sequence[StyledText]) -> None:

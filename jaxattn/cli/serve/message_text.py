@@ -14,7 +14,6 @@ from jaxattn.text import Tokenizer
 
 THOUGHTS = "dim"
 PROMPT_END = 32  # tokens, more than any template writes after the last message
-type StyledText = tuple[str, str | None]
 
 
 class MessageText:
@@ -37,10 +36,10 @@ class MessageText:
         self._parser = format_.parser(choice, end)
         self._thinking = False
 
-    def push(self, token: int) -> list[StyledText]:
+    def push(self, token: int) -> list[tuple[str, str | None]]:
         return self._pieces(self._parser.feed(self._stream.push(token)))
 
-    def end(self) -> list[StyledText]:
+    def end(self) -> list[tuple[str, str | None]]:
         """What is left after the last token."""
         rest = self._parser.feed(self._stream.end())
         return self._pieces([*rest, *self._parser.finish()])
@@ -52,8 +51,8 @@ class MessageText:
         thoughts = self.parts.reasoning
         return found | ({"reasoning_content": thoughts} if thoughts else {})
 
-    def _pieces(self, events: Iterable[MessageEvent]) -> list[StyledText]:
-        found: list[StyledText] = []
+    def _pieces(self, events: Iterable[MessageEvent]) -> list[tuple[str, str | None]]:
+        found: list[tuple[str, str | None]] = []
         begin, end = self._tags
         for event in events:
             self.parts.add([event])

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from jaxattn.cli.serve.message_text import MessageText, StyledText
 from jaxattn.cli.serve.request_inputs import Prompt
 from jaxattn.engine.requests.outputs import Completion
 from jaxattn.engine.requests.request import Request
 from jaxattn.text import Tokenizer
 
+type StyledText = tuple[str, str | None]
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 # A terminal would obey control characters; all but tab and newline are shown as undecodable.
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
@@ -73,6 +73,8 @@ class TextStream:
     def _begun(self, prompt: Prompt) -> "_BufferedText":
         """A request's text, which its prompt begins."""
         if self._chat:
+            from jaxattn.cli.serve.message_text import MessageText  # other commands need no parser
+
             answer = MessageText(self._tokenizer, prompt.tokens)
             text = _BufferedText(answer.push, answer.end)
             text.add(f"{prompt.text}\n", style="dim")

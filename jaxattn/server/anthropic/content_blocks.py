@@ -6,7 +6,6 @@ from typing import Any
 
 import orjson
 
-from jaxattn.server.anthropic.message_input import stop_sequence
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.message_events import (
     ContentDelta,
@@ -30,13 +29,10 @@ class MessageForm(AnswerForm):
         model: its name.
         prompt_tokens: of the conversation.
         parser: of the answer's text.
-        stops: stop strings of the request.
     """
 
-    def __init__(
-        self, model: str, prompt_tokens: int, parser: MessageParser, stops: Sequence[str] = ()
-    ):
-        self._prompt_tokens, self._parser, self._stops = prompt_tokens, parser, stops
+    def __init__(self, model: str, prompt_tokens: int, parser: MessageParser):
+        self._prompt_tokens, self._parser = prompt_tokens, parser
         self._content: list[dict[str, Any]] = []
         self._is_open = False
         self._last: OutputChunk | None = None
@@ -86,7 +82,7 @@ class MessageForm(AnswerForm):
     def _stop(self) -> dict[str, Any]:
         """Why the message ended."""
         last = self._last
-        stop = stop_sequence(last.stop, self._stops) if last else None
+        stop = last.stop if last is not None and isinstance(last.stop, str) else None
         reason = "end_turn"
         if last is not None and last.finish == "length":
             reason = "max_tokens"

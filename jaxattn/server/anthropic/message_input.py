@@ -4,7 +4,6 @@ Tools and blocks of kinds that Anthropic's own servers run, such as web_search, 
 model answers without them.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -185,8 +184,3 @@ def _output(fields: JsonFields) -> dict[str, Any]:
     schema = format_.object("schema").values
     found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return found
-
-
-def stop_sequence(stop: str | int | None, stops: Sequence[str]) -> str | None:
-    """The stop string of the request that an answer ended at, if it did."""
-    return stop if isinstance(stop, str) and stop in stops else None

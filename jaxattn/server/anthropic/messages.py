@@ -10,7 +10,6 @@ from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.chat_completions import encoded, read_chat
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.runtime.service import Service
-from jaxattn.server.settings import MOST_STOP_CHARACTERS, MOST_STOPS
 
 
 async def create_message(service: Service, exchange: HttpRequest) -> None:
@@ -25,12 +24,7 @@ async def create_message(service: Service, exchange: HttpRequest) -> None:
             exchange=exchange,
             ticket=ticket,
             generation=chat.generation,
-            form=MessageForm(
-                service.settings.names[0],
-                len(chat.row.prompt),
-                chat.parser(),
-                fields.texts("stop_sequences", MOST_STOPS, MOST_STOP_CHARACTERS),
-            ),
+            form=MessageForm(service.settings.names[0], len(chat.row.prompt), chat.parser()),
             streamed=streamed,
             arrived=arrived,
         ).give()

@@ -41,7 +41,7 @@ class OutputChunk(NamedTuple):
     Attributes:
         text: final; often empty, while a character or a stop string is incomplete.
         finish: "stop" or "length" in the last piece.
-        stop: the string or token that ended it.
+        stop: the stop string or stop token that ended it; None where something else did.
         chances: of its tokens, if the request asked for them; `Chance.offset` counts from the
             beginning of the choice's own text.
         ids: its tokens.
