@@ -4,7 +4,7 @@
     JAX_PLATFORMS=cpu python -m scripts.gradients     # memory alone, for Hopper: see compiled.py
     JAX_PLATFORMS=cpu python -m scripts.gradients --small    # tiny shapes, run on a CPU
 
-Forward runs by kernels where they serve, and backward where there are any. `GiB` is XLA's temporary
+Forward and backward run by kernels where they serve. `GiB` is XLA's temporary
 memory of one layer's op, beside its arguments and results.
 """
 

@@ -331,7 +331,7 @@ def test_scanned_gqa_attention_is_differentiated():
         return jax.lax.scan(layer, q, None, length=2)[0].astype(jnp.float32).sum()
 
     # More tiles than multiprocessors, which blocks so draw one after another.
-    assert len(launches(jax.grad(loss), shape(1, 8192, 8, 128), shape(1, 8192, 4, 128))) == 1
+    assert len(launches(jax.grad(loss), shape(1, 8192, 8, 128), shape(1, 8192, 4, 128))) == 2
 
 
 @pytest.mark.slow_cases(reason="another head dim's kernel; its rows lower in kernels/gqa/prefill")

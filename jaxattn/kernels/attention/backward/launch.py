@@ -99,7 +99,7 @@ def attention_backward(
         together=head_group(batch * kv_heads, 1, config.heads_together),
     )  # fmt: skip
     items = batch * kv_heads * tiles.count
-    blocks = min(items, 1 if interpret else config.blocks or NUM_SMS)
+    blocks = min(items, 1 if interpret else config.blocks or _resident_blocks())
     padded = -(-tokens // 8) * 8
     cta = BackwardCta(
         config=config, tiles=tiles, scores=ScoreGradient(scale=scale, soft_cap=soft_cap),
@@ -149,6 +149,12 @@ def attention_backward(
     dq = results["dq"] if first is None else jax.freeze(dq)
     dq = jnp.where(there, dq[:, :tokens] * scale, 0).astype(dtype)
     return AttentionGrads(dq, dk, dk_rest, dv)
+
+
+def _resident_blocks() -> int:
+    """Blocks that run at one time, one on each multiprocessor. With more of them a block might wait
+    for the turn of one that does not run."""
+    return min(NUM_SMS, getattr(jax.devices()[0], "core_count", NUM_SMS))
 
 
 def _whole(x: jax.Array) -> jax.Array:
