@@ -41,24 +41,6 @@ def gate_gradients(
     return jnp.where(g * LOG2E > LOWEST_LOG2_DECAY, of_g, 0.0), of_beta
 
 
-def channel_gate_gradients(
-    of_sums: jax.Array, ends: jax.Array, states: jax.Array, dstates: jax.Array, g: jax.Array
-) -> jax.Array:
-    """Those of decays per channel, g [N * 64, Hv, 128], of what `channel_gradients` leaves."""
-    of_decay = (states.astype(jnp.float32) * dstates.astype(jnp.float32)).sum(axis=2)
-    of_decay = of_decay * ends.reshape(of_decay.shape)
-    of_g = summed("nihd,ij->njhd", of_sums, _behind()) + of_decay[:, None]
-    return jnp.where(g * LOG2E > LOWEST_LOG2_DECAY, of_g.reshape(g.shape), 0.0)
-
-
-def two_terms(g: jax.Array) -> jax.Array:
-    """log2 decays in bfloat16: rounded, and what the rounding left."""
-    decays = jnp.maximum(g * LOG2E, LOWEST_LOG2_DECAY)
-    rounded = decays.astype(jnp.bfloat16)
-    rest = (decays - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
-    return jnp.stack([rounded, rest])
-
-
 def _behind() -> jax.Array:
     """Which sums [64, 64] a gate is in: those of its own token and of the ones behind it."""
     token = jnp.arange(CHUNK)
