@@ -70,16 +70,9 @@ def test_a_gpu_gets_the_model_s_own_context_and_packed_prompts():
     assert limits.max_model_len == LITE.max_position_embeddings
     assert (limits.batch, limits.utilization, limits.checkpoints) == (256, 0.9, 0)
     assert limits.decode_buckets == (1, 8, 32, 128)
-<<<<<<< HEAD
     assert limits.prefill_sizes == (256, 1024, 2048, 4096, 8192) and limits.prompt_rows == 16
     assert limits.mixes and limits.mixed_sizes == (256, 1024, 2048, 4096)
-    assert len(all_steps(limits)) <= 56  # each is compiled once, and the largest twice
-=======
-    assert limits.prefill_shapes == (
-        (1, 256), (1, 1024), (1, 2048), (1, 8192), (8, 256), (8, 1024)
-    )  # fmt: skip
     assert len(all_steps(limits)) <= 61  # each is compiled once, and the largest twice
->>>>>>> agents
     reasons = {reason.split()[0] for reason in choice.reasons}
     assert reasons >= {"batch", "max_model_len", "prefill_chunk", "prefill_rows", "utilization"}
     assert chosen(limits) == dataclasses.replace(choice, reasons=())  # nothing is chosen twice
