@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxattn.arena import Arena
 from jaxattn.core.numerics.rope import RopeConfig, rotation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
@@ -232,12 +233,29 @@ def test_moe(tokens, experts, top_k, hidden, width, fp8):
     args = (shape(tokens, hidden), ints(tokens, top_k), f32(tokens, top_k))
     args = (*args, stored(2 * width, hidden), stored(hidden, width), ints())
     *few, gate_up, down, combine = launches(step, *args, **scales)
-    assert len(few) == (tokens * top_k <= 1536)  # whose list is a launch
+    assert len(few) == (1 if tokens * top_k <= 1536 else 3)  # that list and sort the tokens
     # What is between the products is written in place; weights are read where they lie.
     assert gate_up.count("output_operand_alias<") == down.count("output_operand_alias<") == 1
     assert combine.count("output_operand_alias<") == 0
     for launch in (gate_up, down):
         assert f"tensor<4x{experts}x" in launch
+
+
+def test_experts_of_many_tokens_lower_with_an_arena():
+    """Results of both products lie in the arena, each in a lane of its own."""
+    sizes = dict(tokens=1024, top_k=6, experts=64, hidden=2048, expert_size=1408)
+    arena = jax.eval_shape(lambda: Arena.allocate(moe.scratch(**sizes)))
+
+    def experts(x, ids, weights, gate_up, down, arena):
+        return mixture_of_experts(
+            x, ids, weights, gate_up, down, layer=1, arena=arena, implementation="mosaic_gpu"
+        )
+
+    found = launches(
+        experts, shape(1024, 2048), ints(1024, 6), shape(1024, 6, dtype=jnp.float32),
+        shape(2, 64, 2816, 2048), shape(2, 64, 2048, 1408), arena,
+    )  # fmt: skip
+    assert sum("output_operand_alias<" in launch for launch in found) == 2
 
 
 @pytest.mark.sampled

@@ -13,7 +13,6 @@ Reference: `jaxattn.ops.moe.experts.mixture_of_experts` (implementation="xla"); 
 tests/kernels/moe/test_kernel.py.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -78,9 +77,8 @@ def scratch(
         config: how the kernels cut the products; None is what `mixture_of_experts` chooses.
 
     Returns:
-        Regions `h`, inside of the experts, in `dtype`, and `y`, their outputs, in float32, or in
-        `dtype` too from 1,024 tokens on. Both have T * K rows and some more, so that
-        each expert begins a tile.
+        Regions `h`, inside of the experts, in `dtype`, and `y`, their outputs, float32. Both have
+        T * K rows and some more, so that each expert begins a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
@@ -89,9 +87,8 @@ def scratch(
     config = config or _chosen(form, fp8, sizes)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
-    outputs = dtype if config.rounded else jnp.float32
     return ArenaSpec.of(
-        OP, h=(shape(expert_size), dtype), y=(shape(output_columns(hidden)), outputs)
+        OP, h=(shape(expert_size), dtype), y=(shape(output_columns(hidden)), jnp.float32)
     )
 
 
@@ -209,10 +206,11 @@ def mixture_of_experts_mosaic(
             x = x[work.tokens]
 
     places, lanes = {}, {}
-    for name, size in (("h", width), ("y", output_columns(features))):
+    # In an arena both products' results would share a lane, if both had 16 bits.
+    outputs = dtype if config.rounded and arena is None else jnp.float32
+    for name, size, held in (("h", width, dtype), ("y", output_columns(features), outputs)):
         if arena is None:
-            region = spec.region(name)
-            lane, first = jnp.empty((math.prod(region.shape[:2]), panel(size)), region.dtype), 0
+            lane, first = jnp.empty((size // panel(size) * rows, panel(size)), held), 0
         else:
             lane, first = arena.lane(spec, name, width=panel(size))
         places[name], lanes[name] = PanelMatrix(first, rows, panel(size)), lane

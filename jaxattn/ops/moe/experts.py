@@ -56,10 +56,10 @@ def mixture_of_experts(
     """Sum over a token's experts of `weights * down(activation(gate(x), up(x)))`, in float32.
 
     Operands of the products have the weights' dtype, and x's where the weights are quantized; sums
-    are float32. From 1,024 tokens on, the kernels round each expert's output to that dtype before
-    they multiply it by the weight and add it, but for weights of 4 bits. A token's experts are
-    added in the order of `ids`, so its result does not depend on the other tokens. A NaN in a token
-    stays in that token.
+    are float32. From 1,024 tokens on and without an arena, the kernels round each expert's output
+    to that dtype before they multiply it by the weight and add it, but for weights of 4 bits. A
+    token's experts are added in the order of `ids`, so its result does not depend on the other
+    tokens. A NaN in a token stays in that token.
 
     Padding: an id below 0 or from E on is no expert: it adds exactly 0, and nothing is read for it.
     The kernels read the weights of experts that somebody chose, once per tile of tokens, and no
@@ -221,8 +221,8 @@ def _check_tiles(
         "down": (down, (features // four_bit_tiles.ROWS, width // form.columns)),
     }
     for name, (array, sizes) in wanted.items():
-        shape = (*sizes, form.tile_bytes)
-        if tuple(array.shape[-len(shape) :]) != shape or x.shape[-1] != features:
+        shape, whole = (*sizes, form.tile_bytes), form.fits(width, features)
+        if tuple(array.shape[-len(shape) :]) != shape or x.shape[-1] != features or not whole:
             raise ValueError(
                 f"{op}: {name} {tuple(array.shape)} must end in {list(shape)}, tiles of F = "
                 f"{x.shape[-1]} and I = {width} in {form}"

@@ -108,7 +108,7 @@ def assert_near(gradients, wanted, most):
 CASES = {
     "an expert has no token": dict(tokens=9, experts=3, top_k=2, chosen=[0, 2]),
     "one expert has all": dict(tokens=70, experts=2, top_k=1, chosen=[1], width=128),
-    "biases, clamped": dict(tokens=5, experts=3, top_k=2, features=192, biases=True),
+    "biases, clamped": dict(tokens=5, experts=3, top_k=2, features=320, biases=True),
 }
 
 

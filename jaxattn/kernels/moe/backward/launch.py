@@ -200,7 +200,7 @@ class ExpertBackward:
     ) -> jax.Array:
         """Rows times the weights' own [out, in], and not their transposes as in the forward."""
         depth, height = stack.shape[-2:]
-        panels = max(1, height // at.width)
+        panels = -(-height // at.width)  # the last may be part of one
         return grouped_product(
             operand, stack, None, None, self.rows.work,
             jax.ShapeDtypeStruct((panels * self.count, at.width), self.dtype),
