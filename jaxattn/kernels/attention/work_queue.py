@@ -37,13 +37,24 @@ class WorkQueue:
             starts, and again when it has ended.
         refs: of `scratch`.
         first, blocks, items: the block's number, and how many of both there are.
+        in_order: whether a block's first item is drawn as well. Then only blocks that run have
+            items, and no item waits for an earlier one of a block that has not begun.
     """
 
     def __init__(
-        self, drawn: Any, refs: Any, first: Any, *, blocks: int, items: int, interpret: bool
+        self,
+        drawn: Any,
+        refs: Any,
+        first: Any,
+        *,
+        blocks: int,
+        items: int,
+        in_order: bool = False,
+        interpret: bool,
     ):
         self.drawn, (self.smem, self.posted, self.taken) = drawn, refs
         self.first, self.blocks, self.items, self.interpret = first, blocks, items, interpret
+        self.in_order = in_order
 
     def each(self, draws: bool, do: Any, carry: Any) -> Any:
         """carry = do(item, carry) for each; one warpgroup draws, and the others take."""
@@ -52,9 +63,13 @@ class WorkQueue:
             item, turn, carry = state
             carry = do(item, carry)
             at = lax.rem(turn, jnp.int32(POSTED))
-            return (self._draw(item, turn, at) if draws else self._take(at)), turn + 1, carry
+            item = self._draw(item + self.blocks, turn, at) if draws else self._take(at)
+            return item, turn + 1, carry
 
-        state = (self.first, jnp.int32(0), carry)
+        item = self.first
+        if self.in_order:
+            item = self._draw(item, jnp.int32(0), 0) if draws else self._take(0)
+        state = (item, jnp.int32(self.in_order), carry)
         _, turns, carry = lax.while_loop(lambda state: state[0] < self.items, step, state)
         if draws:
             # A thread that waits on a barrier has to see each of its completions.
@@ -70,10 +85,10 @@ class WorkQueue:
         plgpu.barrier_arrive(self.taken.at[at])
         return item
 
-    def _draw(self, item: Any, turn: Any, at: Any) -> jax.Array:
+    def _draw(self, plain_item: Any, turn: Any, at: Any) -> jax.Array:
         pl.when(turn >= POSTED)(lambda: plgpu.barrier_wait(self.taken.at[at]))
         if self.interpret:  # which has no atomic operations
-            self.smem[at] = item + self.blocks
+            self.smem[at] = plain_item
         else:
             plain = plgpu.RefType()
             draw = plgpu.inline_mgpu(arg_types=(plain, plain))(self._count_on)
@@ -86,8 +101,9 @@ class WorkQueue:
         del ctx
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
             place = utils.memref_ptr(drawn)
-            # Blocks draw until nothing is left, `items` numbers in all: 0 follows the last.
+            # Blocks draw until nothing is left, each once too often: 0 follows the last number.
             draw = "atom.global.inc.u32 $0, [$1], $2;"
-            last = word(self.items - 1)
+            given = 0 if self.in_order else self.blocks  # without a draw
+            last = word(self.items - given + self.blocks - 1)
             (number,) = asm(draw, [i32()], [place, last], "=r,l,r,~{memory}")
-            llvm.store(plus(number, word(self.blocks)), pointer(smem, word(0)))
+            llvm.store(plus(number, word(given)), pointer(smem, word(0)))

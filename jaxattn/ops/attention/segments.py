@@ -55,7 +55,10 @@ class SegmentBounds(NamedTuple):
         assert ends is not None
         token = jnp.arange(tokens, dtype=jnp.int32)
         sequence = jnp.searchsorted(ends[1:-1], token, side="right", method="compare_all")
-        return cls(ends[-1:], jnp.minimum(ends[sequence], token)[None], False)
+        # Of traced ones that fall, or lead out of the row, nothing is valid.
+        sound = (ends[0] == 0) & jnp.all(ends[1:] >= ends[:-1]) & (ends[-1] <= tokens)
+        lengths = jnp.where(sound, ends[-1:], 0)
+        return cls(lengths, jnp.minimum(ends[sequence], token)[None], False)
 
 
 def _check_sorted(op: str, ids: Any) -> None:

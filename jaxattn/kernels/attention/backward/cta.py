@@ -85,7 +85,7 @@ class BackwardCta:
         if self.items == self.blocks:
             return run(block, carry)
         turns = WorkQueue(
-            drawn, memory.queue, block, blocks=self.blocks, items=self.items,
+            drawn, memory.queue, block, blocks=self.blocks, items=self.items, in_order=True,
             interpret=self.interpret,
         )  # fmt: skip
         return turns.each(draws, run, carry)

@@ -173,6 +173,8 @@ def gqa_prefill_mosaic(
         whole = tiles.count * config.rows if packed > 1 else ROWS  # the last tile's rows too
         sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
     if firsts is not None:
+        if lined:
+            raise ValueError("firsts count keys from the first, and bounds of lines do not")
         firsts = jnp.repeat(firsts.astype(jnp.int32), packed, axis=1)
         firsts = jnp.pad(firsts, ((0, 0), (0, tiles.count * config.rows - rows)), mode="edge")
     scores = ScoreScaling(scale=scale, soft_cap=soft_cap)

@@ -135,6 +135,8 @@ def attend_padded(
     }
     bounds = bounds.astype(jnp.int32)
     if firsts is not None:
+        if cut.lined:
+            raise ValueError("firsts count keys from the first, and bounds of lines do not")
         more = tiles * 2 * TILE - tokens
         firsts = jnp.pad(firsts.astype(jnp.int32), ((0, 0), (0, more)), mode="edge")
     order = tile_order(batch * heads, tiles, group, blocks)
