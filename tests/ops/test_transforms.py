@@ -162,6 +162,15 @@ def test_a_kernel_has_the_gradient_of_the_table_or_refuses_by_name(name):
                 assert jax.eval_shape(jax.grad(loss), leaf).shape == leaf.shape
 
 
+@pytest.mark.parametrize("name", ["gqa_prefill", "mla_prefill"])
+def test_a_prompts_gradient_by_xla_says_what_to_train_with(name):
+    arrays, op = kernel(name, "mosaic_gpu")
+    loss, leaf = loss_of(op, arrays, floats(arrays)[0], jax.checkpoint)
+    said = f"^XLA computes the gradient: {name}: .* train with .*attention$"
+    with on_hopper(), kernels_untraced(True), pytest.warns(UserWarning, match=said):
+        jax.eval_shape(jax.grad(loss), leaf)
+
+
 def test_a_refused_gradient_is_no_fallback():
     """Whether or not `jit` stands between, and where another op's gradient is all that is asked."""
     arrays, rest = every_kernel.arguments("rms_norm_layer")

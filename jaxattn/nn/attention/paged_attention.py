@@ -12,6 +12,7 @@ from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import keep_concrete
 from jaxattn.nn.attention.table_overflow import beyond_table
+from jaxattn.ops.attention.segments import SegmentBounds
 
 
 class PagedAttention(nnx.Module):
@@ -42,6 +43,13 @@ class PagedAttention(nnx.Module):
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
         first = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return jnp.maximum(first + jnp.arange(q_len), 0)
+
+    def _positions(self, x: Any, segment_ids: Any, cu_seqlens: Any) -> Int[Array, "B T"]:
+        """Of tokens in the sequences that a row holds, each from 0 on. It checks the arguments."""
+        arguments = self._check_tokens(type(self).__name__, x, "B T hidden")
+        first = SegmentBounds.checked(arguments, x, None, segment_ids, cu_seqlens).first
+        positions = jnp.arange(x.shape[1])
+        return jnp.broadcast_to(positions if first is None else positions - first, x.shape[:2])
 
     def _most(self, kv_cache: Array, block_tables: Any) -> int:
         """Tokens that a row's block table has places for."""

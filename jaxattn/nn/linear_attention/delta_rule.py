@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.cache.prompt_lines import PromptLines
-from jaxattn.core.cache.slots import check_pool, state_read, state_write
+from jaxattn.core.cache.slots import check_cu_seqlens, check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.stacked_layer import checkable_layer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
@@ -48,12 +49,16 @@ class DeltaLayer(nnx.Module):
     Attributes:
         in_proj: the name of its first projection.
         family: the first word of its scopes in a profile.
+        chunk_rule: the recurrence over whole sequences, which has a gradient.
         prefill_rule: the recurrence over a chunk, from states in slots to those after it.
+        sigmoid_gate: whether the output is gated by sigmoid rather than SiLU.
     """
 
     in_proj: ClassVar[str]
     family: ClassVar[str]
+    chunk_rule: ClassVar[Callable[..., tuple[Array, Any]]]
     prefill_rule: ClassVar[Callable[..., tuple[Array, Array]]]
+    sigmoid_gate: ClassVar[bool] = False
     conv1d: nnx.Param
     norm: RMSNorm
     out_proj: Linear
@@ -90,6 +95,36 @@ class DeltaLayer(nnx.Module):
     @abc.abstractmethod
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         """The log decays and beta, float32."""
+
+    def __call__(
+        self, x: Float[Array, "B T hidden"], *, cu_seqlens: Int[Array, " n+1"] | None = None
+    ) -> Float[Array, "B T hidden"]:
+        """Whole sequences from a zero state. Returns float32.
+
+        Args:
+            cu_seqlens: offsets of n sequences packed in one row (B = 1), starting at 0. Neither
+                state nor convolution passes from one to the next. Tokens from the last offset on
+                are padding, which must be finite.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
+                fit; it is named.
+        """
+        op, ends = type(self).__name__, keep_concrete(cu_seqlens)
+        self._check_tokens(op, x)
+        if ends is not None:
+            check_cu_seqlens(op, ends, *x.shape[:2])
+        made = self._made(self._projected(x))
+        mixed, _ = causal_conv1d(made.mixed, self.conv1d[...], cu_seqlens=ends)
+        q, k, v = self._split_heads(mixed)
+        o, _ = type(self).chunk_rule(
+            q, k, v, *self._gates(made), use_qk_l2norm=True, cu_seqlens=ends
+        )
+        o = o.astype(jnp.float32)  # and so is what comes back from out_proj
+        weight, eps = self.norm.weight[...], self.norm.eps
+        return self._project_out(
+            gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)
+        )
 
     def prefill(
         self,

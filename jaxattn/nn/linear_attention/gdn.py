@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 from jaxattn import gdn
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.fp8_linear import ExtraFp8Weights, linears_with_extra, new_linear
@@ -25,7 +24,6 @@ from jaxattn.nn.linear_attention.delta_rule import (
     init_decay_rates,
 )
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.ops.gdn import causal_conv1d
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from jaxattn.ops.linear.norm_linear import PendingNorm
@@ -59,6 +57,7 @@ class GatedDeltaNet(DeltaLayer):
 
     in_proj = "in_proj_qkvz"
     family = "gdn"
+    chunk_rule = staticmethod(gdn.chunk_gated_delta_rule)
     prefill_rule = staticmethod(gated_delta_rule_prefill)
 
     def __init__(
@@ -106,17 +105,6 @@ class GatedDeltaNet(DeltaLayer):
         self.dt_bias = nnx.Param(jnp.ones((num_v_heads,), jnp.float32))
         self.norm = RMSNorm(head_v_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear("out_proj", value_dim, hidden_size, init_scale=out_init_scale)
-
-    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
-        """Whole sequences from a zero state. Returns float32."""
-        self._check_tokens("GatedDeltaNet", x)
-        made = self._made(self._projected(x))
-        mixed, _ = causal_conv1d.causal_conv1d(made.mixed, self.conv1d[...])
-        q, k, v = self._split_heads(mixed)
-        o, _ = gdn.chunk_gated_delta_rule(q, k, v, *self._gates(made), use_qk_l2norm=True)
-        o = o.astype(jnp.float32)  # and so is what comes back from out_proj
-        y = gated_rms_norm(o, made.gate, self.norm.weight[...], self.norm.eps)
-        return self._project_out(y)
 
     def decode(
         self,

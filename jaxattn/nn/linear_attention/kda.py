@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 from jaxattn import kda
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.linear import Linear, linears
@@ -55,7 +54,9 @@ class KimiDeltaAttention(DeltaLayer):
 
     in_proj = "in_proj_qkv"
     family = "kda"
+    chunk_rule = staticmethod(kda.chunk_kda)
     prefill_rule = staticmethod(kda.kda_prefill)
+    sigmoid_gate = True
 
     def __init__(
         self,
@@ -97,17 +98,6 @@ class KimiDeltaAttention(DeltaLayer):
         self.dt_bias = nnx.Param(jnp.ones((width,), jnp.float32))
         self.norm = RMSNorm(head_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear(width, hidden_size, init_scale=out_init_scale)
-
-    def __call__(self, x: Float[Array, "B T hidden"]) -> Float[Array, "B T hidden"]:
-        """Whole sequences from a zero state. Returns float32."""
-        self._check_tokens("KimiDeltaAttention", x)
-        made = self._made(self._projected(x))
-        mixed, _ = kda.causal_conv1d(made.mixed, self.conv1d[...])
-        q, k, v = self._split_heads(mixed)
-        o, _ = kda.chunk_kda(q, k, v, *self._gates(made), use_qk_l2norm=True)
-        o = o.astype(jnp.float32)  # and so is what comes back from out_proj
-        y = gated_rms_norm(o, made.gate, self.norm.weight[...], self.norm.eps, sigmoid=True)
-        return self._project_out(y)
 
     def decode(
         self,

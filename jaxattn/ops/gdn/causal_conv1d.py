@@ -88,7 +88,8 @@ def causal_conv1d(
             y, window = _conv_rows(x, weight, bias, activation, initial)
             final = window[:, length:]
         else:
-            y, final = _conv_packed(x, weight, bias, activation, initial, offsets)
+            from_zeros = initial_state is None
+            y, final = _conv_packed(x, weight, bias, activation, initial, offsets, from_zeros)
     return y, final.astype(initial.dtype) if output_final_state else None
 
 
@@ -178,8 +179,13 @@ def _conv_packed(
     activation: str | None,
     initial: Array,
     cu_seqlens: Array,
+    from_zeros: bool,
 ) -> tuple[Array, Array]:
-    """Sequences packed in one row; only a sequence's first W - 1 tokens see its initial state."""
+    """Sequences packed in one row; only a sequence's first W - 1 tokens see its initial state.
+
+    Args:
+        from_zeros: whether the initial state is known to be zeros, of which nothing is added.
+    """
     length, width = x.shape[1], weight.shape[1]
     if length == 0:
         return x, initial
@@ -198,13 +204,14 @@ def _conv_packed(
         taps.append(jnp.where((position >= back)[:, None], shifted, 0))
     total = _weigh(taps, weight)
 
-    head = jnp.pad(initial, ((0, 0), (0, width - 1), (0, 0)))
-    from_state = _weigh([head[:, j : j + width - 1] for j in range(width)], weight)
     row = jnp.arange(width - 1, dtype=cu_seqlens.dtype)
-    target = starts[:, None] + row
-    unused = length + jnp.arange(target.size, dtype=target.dtype).reshape(target.shape)
-    target = jnp.where(target < ends[:, None], target, unused)
-    total = total.at[target].add(from_state, mode="drop", unique_indices=True)
+    if not from_zeros:
+        head = jnp.pad(initial, ((0, 0), (0, width - 1), (0, 0)))
+        from_state = _weigh([head[:, j : j + width - 1] for j in range(width)], weight)
+        target = starts[:, None] + row
+        unused = length + jnp.arange(target.size, dtype=target.dtype).reshape(target.shape)
+        target = jnp.where(target < ends[:, None], target, unused)
+        total = total.at[target].add(from_state, mode="drop", unique_indices=True)
     y = jnp.where(real, _activate(total, bias, activation), 0)
 
     # Row i of the final state is input `len - (W - 1) + i` of the sequence: a token, or if that is

@@ -195,7 +195,8 @@ def gqa_prefill(
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
         refuse(arguments.op, q, k, v, interpret=interpret)
         forward = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
-        return with_gradient_of(xla, forward)(*operands)
+        because = f"{arguments.op}: the backward kernel reads no cache; train with gqa_attention"
+        return with_gradient_of(xla, forward, because=because)(*operands)
 
     return dispatch_kernel(arguments.op, implementation, mosaic, lambda: xla(*operands))
 

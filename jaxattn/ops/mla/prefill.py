@@ -281,7 +281,8 @@ def mla_prefill(
         forward = functools.partial(
             prefill_mosaic, scale=scale, block=block, format=format, interpret=interpret
         )
-        return with_gradient_of(xla, forward)(*args)
+        because = "mla_prefill: the backward kernel reads no cache; train with causal_attention"
+        return with_gradient_of(xla, forward, because=because)(*args)
 
     return dispatch_kernel("mla_prefill", implementation, mosaic, lambda: xla(*args))
 

@@ -1,0 +1,124 @@
+"""Rows that hold several sequences give what each sequence alone gives, gradients included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxattn import nn
+from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
+from tests.helpers.kernel_cases import slow
+
+HIDDEN, TOKENS = 16, 20
+OPTIONS = {"dtype": jnp.float32}
+ATTENTION = {
+    "GroupedQueryAttention": lambda rngs: nn.GroupedQueryAttention(
+        HIDDEN, 2, 1, 8, rope=RopeConfig(dim=4), gated=True, window=6, sinks=True,
+        query_scaling=QueryScaling(beta=0.5, original_max_position_embeddings=4),
+        rngs=rngs, **OPTIONS,
+    ),
+    "MultiHeadLatentAttention": lambda rngs: nn.MultiHeadLatentAttention(
+        HIDDEN, 2, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
+        rope=RopeConfig(dim=4), rngs=rngs, **OPTIONS,
+    ),
+}  # fmt: skip
+DELTA = {
+    "GatedDeltaNet": lambda rngs: nn.GatedDeltaNet(
+        HIDDEN, 1, 2, head_k_dim=8, head_v_dim=6, rngs=rngs, **OPTIONS
+    ),
+    "KimiDeltaAttention": lambda rngs: nn.KimiDeltaAttention(
+        HIDDEN, 1, head_dim=8, rngs=rngs, **OPTIONS
+    ),
+}
+MODULES = ATTENTION | DELTA
+# Of each row the lengths of its sequences; delta layers have one row.
+ROWS = ((7, 1, 9), (2, 11, 7))
+
+
+@functools.cache
+def module(name):
+    return nnx.split(MODULES[name](nnx.Rngs(0)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_gradients(definition, params, x, target, packed):
+    def loss(params, x):
+        out = nnx.merge(definition, params)(x, **packed)
+        return (out * target).sum(), out
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+
+
+def alone(x, rows):
+    """Sequences of x [B, T, hidden], a row each, with zeros behind them."""
+    pieces = [
+        piece
+        for tokens, lengths in zip(np.asarray(x), rows, strict=True)
+        for piece in np.split(tokens, np.cumsum(lengths))[: len(lengths)]
+    ]
+    return np.stack([np.pad(x, ((0, TOKENS - len(x)), (0, 0))) for x in pieces])
+
+
+@pytest.mark.slow_cases(reason="another rule in the same layer; its op has packed rows of its own")
+@pytest.mark.parametrize("name", [*ATTENTION, "GatedDeltaNet", slow("KimiDeltaAttention")])
+def test_a_packed_sequence_is_what_it_is_alone(name):
+    rows = ROWS if name in ATTENTION else ROWS[:1]
+    rng = np.random.default_rng(0)
+    x, target = rng.normal(size=(2, len(rows), TOKENS, HIDDEN)).astype(np.float32)
+    rest = [TOKENS - sum(lengths) for lengths in rows]  # padding
+    for row, count in zip(target, rest, strict=True):
+        row[len(row) - count :] = 0
+    if name in ATTENTION:
+        ids = [
+            np.repeat([0, 3, 4, 7], [*lengths, count])
+            for lengths, count in zip(rows, rest, strict=True)
+        ]
+        packed = {"segment_ids": np.stack(ids)}
+    else:
+        packed = {"cu_seqlens": np.cumsum([0, *rows[0]])}
+    (_, out), grads = value_and_gradients(*module(name), x, target, packed)
+    x, target = alone(x, rows), alone(target, rows)
+    (_, out_alone), grads_alone = value_and_gradients(*module(name), x, target, {})
+    # Behind a sequence of its own a row has outputs of padding.
+    of_tokens = np.arange(TOKENS) < np.concatenate(rows)[:, None]
+    out_alone = np.where(of_tokens[..., None], out_alone, 0)
+    found = alone(out, rows), grads[0], alone(grads[1], rows)
+    wanted = out_alone, *grads_alone
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
+    assert np.abs(out_alone[:, 0]).min() > 0
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_offsets_are_segments_too(name):
+    x = np.random.default_rng(0).normal(size=(1, TOKENS, HIDDEN)).astype(np.float32)
+    layer = nnx.merge(*module(name))
+    ids = np.repeat([[0, 1, 2]], (7, 9, 4), axis=1)
+    found = layer(x, cu_seqlens=[0, 7, 7, 16])
+    np.testing.assert_array_equal(found[:, :16], layer(x, segment_ids=ids)[:, :16])
+    assert not found[:, 16:].any()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_does_not_fit_is_named(name):
+    x = np.zeros((2, TOKENS, HIDDEN), np.float32)
+    layer = nnx.merge(*module(name))
+    with pytest.raises(ValueError, match=f"^{name}: cu_seqlens needs batch 1.*got 2"):
+        layer(x, cu_seqlens=[0, 5])
+    with pytest.raises(ValueError, match=f"^{name}: cu_seqlens must .*20 tokens, got .*0, 30"):
+        layer(x[:1], cu_seqlens=[0, 30])
+    if name in ATTENTION:
+        ids = np.zeros((2, TOKENS), np.int32)
+        with pytest.raises(ValueError, match=rf"^{name}: segment_ids .* \(2, 19\).* x .* T = 20"):
+            layer(x, segment_ids=ids[:, 1:])
+        ids[1, 4] = 3
+        with pytest.raises(
+            ValueError, match=f"^{name}: segment_ids must not decrease.* row 1 has 3"
+        ):
+            layer(x, segment_ids=ids)
+        with pytest.raises(ValueError, match=f"^{name}: .*drop segment_ids"):
+            layer(x, segment_ids=ids, cu_seqlens=[0, 5])
+        with pytest.raises(TypeError, match=f"^{name}: segment_ids must be integers"):
+            layer(x, segment_ids=x[..., 0])
