@@ -525,13 +525,13 @@ def test_what_was_compiled_is_found_again_in_the_cache_folder_and_quiet_prints_t
     model, capsys, tmp_path
 ):
     arguments = ["--prompt", "ab", "--max-tokens", "2", "--compile-cache", str(tmp_path / "xla")]
-    arguments += ["--quiet"]
+    arguments += ["--quiet", "--num-pages", "3"]  # as no other test: see tests/helpers/executables
     old = (
         jax.config.jax_compilation_cache_dir,
         jax.config.jax_persistent_cache_min_compile_time_secs,
     )
     try:
-        assert main(["--model", model, *arguments, *ONE_PAGE]) == 0
+        assert main(["--model", model, *ONE_PAGE, *arguments]) == 0
         assert list((tmp_path / "xla").iterdir())
         printed = capsys.readouterr()
         assert printed.out.startswith("ab") and printed.err == ""

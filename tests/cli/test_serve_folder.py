@@ -20,6 +20,7 @@ import safetensors.numpy
 from jaxattn import Limits, text
 from jaxattn.cli.serve.chat_session import turns
 from jaxattn.cli.serve.command import main
+from jaxattn.cli.serve.message_text import MessageText
 from jaxattn.cli.startup.model_source import is_name
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.memory.budget import nbytes
@@ -250,13 +251,13 @@ def test_ctrl_c_ends_a_conversation_with_its_statistics(compiled, capsys, monkey
 def test_ctrl_c_within_an_answer_reports_what_was_written(compiled, capsys, monkeypatch):
     written = []
 
-    def push(self, token, real=TokenStream.push):
+    def push(self, token, real=MessageText.push):
         written.append(token)
         if len(written) == 3:
             signal.raise_signal(signal.SIGINT)
         return real(self, token)
 
-    monkeypatch.setattr(TokenStream, "push", push)
+    monkeypatch.setattr(MessageText, "push", push)
     assert converse(monkeypatch, "hello\nmore\n", *GREEDY, "--max-tokens", 9) == 130
     error = capsys.readouterr().err
     assert "[1] 3 tokens, interrupted" in error and "[2]" not in error
