@@ -20,6 +20,7 @@ from jaxattn.models.families import (
 )
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.quantization import (
+    INT4,
     Quantization,
     four_bit_format,
     ignored,
@@ -40,7 +41,7 @@ from jaxattn.models.families.grouped_query import (
     smollm3,
 )
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.encodings import FourBitEncoding
+from jaxattn.models.weight_map.encodings import FourBitEncoding, WeightEncoding
 from jaxattn.models.weight_map.fp8_linears import (
     four_bit_form,
     in_floats,
@@ -112,7 +113,10 @@ class PublishedModel(NamedTuple):
         prefix = TensorPrefix.of(names)
         plain = {prefix.plain(name) for name in names}
         found = kept(self.model.spec, self.family.placed(self.model, plain))
-        spelled = [dataclasses.replace(each, name=prefix.spelled(each.name)) for each in found]
+        spelled = [
+            dataclasses.replace(each, name=prefix.spelled(each.name), stored=self._stored(each))
+            for each in found
+        ]
         if not self.model.spec.tie_embeddings:
             return spelled
         head = f"{prefix.head}weight"
@@ -123,6 +127,13 @@ class PublishedModel(NamedTuple):
             else each
             for each in spelled
         ]
+
+    def _stored(self, placed: WeightMapping) -> WeightEncoding | None:
+        """As what a weight has to be stored: tiles of INT4 as its quantization packs them."""
+        of = INT4.get(self.quantization) if self.quantization else None
+        if of is not None and isinstance(placed.stored, FourBitEncoding):
+            return dataclasses.replace(placed.stored, of=of)
+        return placed.stored
 
     def unread(self, names: Collection[str]) -> tuple[str, ...]:
         """Beginnings of a folder's names that are not read, as the folder spells them."""
@@ -280,6 +291,7 @@ def read_decoder(
             family.placed(model),
             lambda name: ignored(fields, name.removesuffix(".weight")),
         )
+        floats |= listed(model.spec, family.placed(model), listed_floats(fields))
         model = with_four_bit_linears(model, form, floats)
     if quantization == "fp8" and (dense or DENSE) == "fp8":
         model = with_fp8_linears(model)

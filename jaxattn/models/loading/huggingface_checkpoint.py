@@ -47,6 +47,7 @@ from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 from jaxattn.nn.four_bit_linear import FourBitLinears
 
 DTYPES = ("bfloat16", "float32")
+REORDERED = "; groups of reordered columns (desc_act) are not implemented"
 
 
 def load(
@@ -227,11 +228,12 @@ def find(
         missing |= dict.fromkeys(repr(part.name) for part in parts if part.name not in entries)
         there = [part for part in parts if part.name in entries]
         others |= dict.fromkeys(
-            wrong for part in there for wrong in _differences(part, entries[part.name], each.shape)
+            wrong for part in there for wrong in _differences(part, entries[part.name])
         )
         sources = tuple(SourceTensor(entries[part.name], part.rows) for part in there if part.rows)
         weights.append(PublishedWeight(each, stored, sources))
-    unknown = [repr(n) for n in found if n not in expected and not _is_skipped(n, skipped)]
+    others_of = (n for n in found if n not in expected and not _is_skipped(n, skipped))
+    unknown = [repr(n) for n in others_of if not _is_zero_bias(n, found)]
     wrong = [
         f"{what} {short_list(list(names), width=200)}"
         for what, names in (
@@ -257,16 +259,26 @@ def _scalars(
     return {n: found[n]._replace(shape=(1,)) for n in ones if found[n].shape == ()}
 
 
-def _differences(part: EncodedTensor, tensor: TensorEntry, shape: tuple[int, ...]) -> Iterator[str]:
+def _differences(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
     """In words, how a tensor differs from the part that it should be."""
     if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
         dtypes = "a float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
         found = f"{part.name!r} {tensor.dtype}{short_repr(list(tensor.shape))}"
         yield f"{found}, expected {dtypes}{list(part.shape)}"
     elif not part.rows:
-        stated = np.fromfile(tensor.file, tensor.dtype, len(shape), offset=tensor.begin).tolist()
-        if stated != list(shape):
-            yield f"{part.name!r} says {stated}, expected {list(shape)}"
+        wanted = list(part.numbers)
+        stated = np.fromfile(tensor.file, tensor.dtype, len(wanted), offset=tensor.begin).tolist()
+        if stated != wanted:
+            why = REORDERED if part.name.endswith(".g_idx") else ""
+            yield f"{part.name!r} says {short_repr(stated)}, expected {short_repr(wanted)}{why}"
+
+
+def _is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
+    """Whether it is the bias that AutoGPTQ writes for linears without one: zeros."""
+    if not name.endswith(".bias") or f"{name.removesuffix('bias')}qweight" not in found:
+        return False
+    tensor = found[name]
+    return not np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.begin).any()
 
 
 def _is_skipped(name: str, skipped: tuple[str, ...]) -> bool:
