@@ -1,6 +1,7 @@
 """Folders of AWQ and GPTQ: 4-bit tiles and floats that mean what the formats say."""
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 
@@ -10,15 +11,16 @@ import numpy as np
 import pytest
 
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading import huggingface_checkpoint, read_plan
 from jaxattn.models.weight_map.zero_point_encodings import AwqEncoding, GptqEncoding
-from jaxattn.plan import plan
 from tests.helpers.safetensors_files import read_file, write_file
-from tests.models.test_four_bit_linears import HIDDEN, LAYERS, VOCAB, config_of, folder_of
+from tests.models.test_four_bit_linears import LAYERS, SIZES, VOCAB, config_of, folder_of
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 KIMI, QWEN = TINY / "kimi_k2_int4", TINY / "qwen3_next_fp8"
+AWQ32 = FourBitFormat("int4", 32, "float16", zeros=True)
 METHODS = ("awq", "gptq", "gptq_v2")
 ENDS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_shape", "weight_scale")
 UP = "model.layers.1.mlp.up_proj"
@@ -123,7 +125,7 @@ def test_matrices_stay_4_bits_and_mean_the_same(root, method, group):
         assert tiles.dtype == jnp.uint8 and len(tiles) == LAYERS
         found = dequantize(tiles[1], form, jnp.float32)
         np.testing.assert_array_equal(found, meant[f"model.layers.1.{part}.weight"])
-    made = model.init_params(jax.random.key(0))
+    made = model.param_shapes()
     sizes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (params, made)]
     assert sizes[0] == sizes[1]
 
@@ -144,10 +146,8 @@ def test_blocks_of_columns_give_the_same_tiles(root, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
-@pytest.mark.parametrize(
-    "tiny, method, block", [(KIMI, "awq", None), (KIMI, "gptq", 2000), (QWEN, "awq", 2000)]
-)
-def test_floats_are_those_that_are_meant(tmp_path, monkeypatch, tiny, method, block):
+@pytest.mark.parametrize("tiny, method", [(KIMI, "gptq"), (QWEN, "awq")])
+def test_floats_are_those_that_are_meant(tmp_path, monkeypatch, tiny, method):
     """Heads and groups of rows that are split, experts, and shared experts in their stack."""
     config, tensors = floats_of(tiny)
     meant = written(tmp_path / "quantized", config, tensors, method, 32)
@@ -155,13 +155,12 @@ def test_floats_are_those_that_are_meant(tmp_path, monkeypatch, tiny, method, bl
     write_file(tmp_path / "floats" / "model.safetensors", meant)
     plain = config | {"quantization_config": None}
     (tmp_path / "floats" / "config.json").write_text(json.dumps(plain))
-    if block:
-        monkeypatch.setattr(read_plan, "BLOCK_BYTES", block)
+    monkeypatch.setattr(read_plan, "BLOCK_BYTES", 8000)
     kept = dict(experts="bfloat16", dense="bfloat16")
     _, found = huggingface_checkpoint.load(tmp_path / "quantized", dtype="float32", **kept)
     _, wanted = huggingface_checkpoint.load(tmp_path / "floats", dtype="float32")
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    if tiny == QWEN or block:
+    if tiny == QWEN:
         return
     model, params = huggingface_checkpoint.load(tmp_path / "quantized", dtype="bfloat16")
     tiles = params["segments"][0]["layers"][1]["mlp"]["gate_up_proj"][...]
@@ -197,7 +196,15 @@ def test_modules_that_are_not_converted(root, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
         model = huggingface_checkpoint.read_config(tmp_path).model
         assert tuple(model.spec.blocks[0].feed_forward.fp8) == ("gate_proj", "down_proj")
+    experts = json.loads((KIMI / "config.json").read_text())
+    for listed, forms in (("model.layers.1.mlp.experts", [None]), ("self_attn", [AWQ32])):
+        settings = quantization("awq", modules_to_not_convert=[listed])
+        (tmp_path / "config.json").write_text(
+            json.dumps(experts | {"quantization_config": settings})
+        )
+        assert huggingface_checkpoint.read_config(tmp_path).forms == forms
     folder, meant, _ = llama(root, "gptq", 32)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     tensors = read_file(folder / "model.safetensors")
     for end in ("qweight", "qzeros", "scales", "g_idx"):
         del tensors[f"{UP}.{end}"]
@@ -213,8 +220,16 @@ def test_modules_that_are_not_converted(root, tmp_path):
 
 def test_plan_counts_4_bits(root):
     folder, _, (_, params) = llama(root, "awq", 128)
-    found = plan(folder)
-    assert "AWQ matrices kept in 4 bits" in str(found)
+    published = huggingface_checkpoint.read_config(folder)
+    found = DecoderSizes.of("awq", published.model, published.quantization)
+    assert "AWQ matrices kept in 4 bits, other AWQ weights dequantized" in found.stored
+    tiles = [x for x in jax.tree.leaves(params) if x.dtype == jnp.uint8]
+    numbers = LAYERS * sum(out * inner for out, inner in SIZES.values())
+    assert sum(x.nbytes for x in tiles) == numbers // 2 + numbers // 128 * 4
+    counted = sum(
+        math.prod(each.shape) * each.count for each in found.weights if each.dtype_bytes == 1
+    )
+    assert counted == sum(x.nbytes for x in tiles)
 
 
 # --- what does not fit
@@ -259,9 +274,7 @@ def test_a_bias_of_zeros_is_skipped_and_others_are_named(root, tmp_path):
         ("awq", "qzeros", None, f"missing '{UP}.qzeros'"),
     ],
 )
-def test_tensors_that_do_not_fit_each_other_are_named(
-    root, tmp_path, method, end, tensor, message
-):
+def test_tensors_that_do_not_fit_each_other_are_named(root, tmp_path, method, end, tensor, message):
     def change(tensors):
         del tensors[f"{UP}.{end}"]
         if tensor is not None:
@@ -294,6 +307,3 @@ def test_settings_that_are_not_implemented(tmp_path, settings, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         huggingface_checkpoint.read_config(tmp_path)
-
-
-assert HIDDEN == 128  # which the shapes above have

@@ -1,7 +1,8 @@
 """Cuts the tensors of a folder into blocks: what is read, sent and placed at once.
 
 A block holds whole weights that follow each other in a stack, as the experts of a layer do, or
-consecutive rows of one large weight, or its columns where these lead in the tensors. Blocks are in the order of the files, and no byte is in two.
+consecutive rows of one large weight, or its columns where these lead in the tensors. Blocks are in
+the order of the files, and no byte is in two.
 """
 
 import math

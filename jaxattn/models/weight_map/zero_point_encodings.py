@@ -70,6 +70,7 @@ class ZeroPointEncoding(CodeEncoding):
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
         codes, scales, zeros = self.codes(parts)
+        assert zeros is not None
         numbers = codes.reshape(*scales.shape, self.group) - zeros[..., None]
         weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         return weights.reshape(codes.shape)
