@@ -21,7 +21,7 @@ from tests.models.test_four_bit_linears import LAYERS, SIZES, VOCAB, config_of, 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 KIMI, QWEN = TINY / "kimi_k2_int4", TINY / "qwen3_next_fp8"
 AWQ32 = FourBitFormat("int4", 32, "float16", zeros=True)
-METHODS = ("awq", "gptq", "gptq_v2")
+METHODS = ("awq", "gptq", "gptq_v2", "sym")
 ENDS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_shape", "weight_scale")
 UP = "model.layers.1.mlp.up_proj"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -32,7 +32,8 @@ def quantization(method: str, group: int = 32, **changes) -> dict:
     if method == "awq":
         settings |= {"quant_method": "awq", "version": "gemm", "zero_point": True}
     else:
-        settings |= {"quant_method": "gptq", "checkpoint_format": method, "desc_act": False}
+        version, sym = ("gptq", True) if method == "sym" else (method, False)
+        settings |= {"quant_method": "gptq", "checkpoint_format": version, "sym": sym}
     return settings | changes
 
 
@@ -48,13 +49,14 @@ def packed(numbers: np.ndarray, order=range(8)) -> np.ndarray:
 def quantized(rng, method: str, group: int, out: int, inner: int) -> tuple[dict, np.ndarray]:
     """(the tensors of a linear, the weights [out, in] that they mean)."""
     codes, zeros = rng.integers(0, 16, (inner, out)), rng.integers(0, 16, (inner // group, out))
+    zeros = np.full_like(zeros, 8) if method == "sym" else zeros
     scales = (rng.uniform(0.5, 1, zeros.shape) / 50).astype(np.float16)
     if method == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         tensors = {"qweight": packed(codes, order), "qzeros": packed(zeros, order)}
     else:
         words = packed(zeros).view(np.uint32)
-        if method == "gptq":
+        if method == "gptq" or (method == "sym" and rng.integers(2)):  # some are of the second
             words = words - np.uint32(0x11111111)
         tensors = {
             "qweight": np.ascontiguousarray(packed(codes.T).T),
@@ -116,7 +118,7 @@ def llama(root, method: str, group: int):
 @pytest.mark.parametrize("method, group", [(m, 32 if m == "gptq" else 128) for m in METHODS])
 def test_matrices_stay_4_bits_and_mean_the_same(root, method, group):
     folder, meant, (model, params) = llama(root, method, group)
-    form = FourBitFormat("int4", group, "float16", zeros=True)
+    form = FourBitFormat("int4", group, "float16", zeros=method != "sym")
     block = model.spec.blocks[0]
     assert block.mixer.fp8.form == form == block.feed_forward.fp8.form
     layer = params["segments"][0]["layers"][0]
@@ -176,10 +178,10 @@ def test_words_are_read_as_published():
     found = np.asarray(AwqEncoding(32).decode([rows, ones, zeros]))[0, :, 0]
     np.testing.assert_array_equal(found, [0, 4, 1, 5, 2, 6, 3, 7])
     rows = np.broadcast_to(word[None], (1, 4, 8))
-    for offset, stored in ((1, 0x77777777), (0, 0x88888888 - 2**32)):
-        zeros = np.full((1, 1, 1), stored, np.int32)
-        found = np.asarray(GptqEncoding(32, offset).decode([rows, ones, zeros]))[0, 5]
-        np.testing.assert_array_equal(found[:8], np.arange(8) - 8)
+    words = {offset: [np.full((1, 1, 1), 0x77777777, np.int32)] for offset in (1, 0)}
+    for offset, zeros in ({None: []} | words).items():
+        found = np.asarray(GptqEncoding(32, offset).decode([rows, ones, *zeros]))[0, 5]
+        np.testing.assert_array_equal(found[:8], np.arange(8) - (7 if offset == 0 else 8))
 
 
 # --- which modules
@@ -269,6 +271,12 @@ def test_a_bias_of_zeros_is_skipped_and_others_are_named(root, tmp_path):
             "g_idx",
             np.arange(128, dtype=np.int32)[::-1] // 32,
             r"g_idx' says \[3, 3.* groups of reordered columns \(desc_act\) are not implemented",
+        ),
+        (
+            "sym",
+            "qzeros",
+            np.full((1, 32), 0x77787777, np.int32),
+            "qzeros' has 0x77787777, expected 0x77777777 or 0x88888888; sym is true",
         ),
         ("gptq", "g_idx", None, f"missing '{UP}.g_idx'"),
         ("awq", "qzeros", None, f"missing '{UP}.qzeros'"),

@@ -154,7 +154,7 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
     if quantization is None:
         return "as the loader keeps them"
     if quantization == "mxfp4" or quantization in INT4:
-        name = quantization.partition("-")[0].removesuffix("_v2").upper()
+        name = quantization.partition("-")[0].partition("_")[0].upper()
         kinds = [block.feed_forward for block in model.spec.blocks]
         forms = {each.form for each in kinds if isinstance(each, MoE)}
         layers = [each for block in model.spec.blocks for each in (block.mixer, block.feed_forward)]

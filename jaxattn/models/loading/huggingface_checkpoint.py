@@ -14,6 +14,7 @@ becomes a float: its product with its scale in float32, rounded once.
 No code of a repository is run, and no pickle is read.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,8 @@ from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 from jaxattn.nn.four_bit_linear import FourBitLinears
 
 DTYPES = ("bfloat16", "float32")
+WORD = 0xFFFFFFFF
+ASYMMETRIC = "; sym is true in config.json, which zero points other than 8 contradict"
 REORDERED = "; groups of reordered columns (desc_act) are not implemented"
 
 
@@ -266,11 +269,21 @@ def _differences(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
         found = f"{part.name!r} {tensor.dtype}{short_repr(list(tensor.shape))}"
         yield f"{found}, expected {dtypes}{list(part.shape)}"
     elif not part.rows:
-        wanted = list(part.numbers)
-        stated = np.fromfile(tensor.file, tensor.dtype, len(wanted), offset=tensor.begin).tolist()
-        if stated != wanted:
-            why = REORDERED if part.name.endswith(".g_idx") else ""
-            yield f"{part.name!r} says {short_repr(stated)}, expected {short_repr(wanted)}{why}"
+        yield from _other_numbers(part, tensor)
+
+
+def _other_numbers(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
+    """In words, how the numbers of a tensor that is not placed differ from what they should be."""
+    stated = np.fromfile(tensor.file, tensor.dtype, math.prod(part.shape), offset=tensor.begin)
+    if part.each_of:
+        others = stated[~np.isin(stated, part.each_of)]
+        if others.size:
+            words = " or ".join(f"{word & WORD:#x}" for word in part.each_of)
+            yield f"{part.name!r} has {int(others[0]) & WORD:#x}, expected {words}{ASYMMETRIC}"
+    elif stated.tolist() != list(part.numbers):
+        why = REORDERED if part.name.endswith(".g_idx") else ""
+        found, wanted = short_repr(stated.tolist()), short_repr(list(part.numbers))
+        yield f"{part.name!r} says {found}, expected {wanted}{why}"
 
 
 def _is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:

@@ -45,8 +45,9 @@ class EncodedTensor:
         shape: as it has to be.
         dtypes: those that it may have.
         rows: so many of the weight's rows lie in one of its rows, or so many columns where the
-            encoding is `by_columns`; 0: it is compared with `numbers`, and not placed.
+            encoding is `by_columns`; 0: it is not placed, and has to hold `numbers` or `each_of`.
         numbers: what a tensor that is not placed has to hold.
+        each_of: what each of its numbers may be.
     """
 
     name: str
@@ -54,6 +55,7 @@ class EncodedTensor:
     dtypes: tuple[str, ...]
     rows: int = 1
     numbers: tuple[int, ...] = ()
+    each_of: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ I32 word, the first one in its lowest bits:
     GPTQ  qweight [in / 8, out]; the eight are consecutive inputs, in qzeros consecutive outputs
 
 GPTQ's first version stores words of zero points less 0x11111111, so that a zero point 0 borrows
-from the next one. `x.g_idx` has the group of each input.
+from the next one. A symmetric matrix has 8 everywhere; some folders have it as the second version
+does, but say that they are of the first. `x.g_idx` has the group of each input.
 """
 
 import abc
@@ -30,16 +31,23 @@ from jaxattn.models.weight_map.encodings import (
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of each of its outputs
 IN_ORDER = tuple(range(INT4_PER_WORD))
 ONES = 0x11111111
+SYMMETRIC = (0x77777777, 0x88888888 - 2**32)  # words of zero points of 8, by version
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroPointEncoding(CodeEncoding):
-    """
+    """Codes and zero points of 4 bits in words.
+
     Attributes:
         group: so many columns share a scale and a zero point.
     """
 
     group: int = 128
+
+    @property
+    def zeros(self) -> bool:
+        """Whether groups have other zero points than 8."""
+        return True
 
     @property
     def by_columns(self) -> bool:
@@ -70,8 +78,8 @@ class ZeroPointEncoding(CodeEncoding):
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
         codes, scales, zeros = self.codes(parts)
-        assert zeros is not None
-        numbers = codes.reshape(*scales.shape, self.group) - zeros[..., None]
+        numbers = codes.reshape(*scales.shape, self.group)
+        numbers = numbers - (8 if zeros is None else zeros[..., None])
         weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         return weights.reshape(codes.shape)
 
@@ -89,15 +97,23 @@ class AwqEncoding(ZeroPointEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class GptqEncoding(ZeroPointEncoding):
-    """
+    """Words of inputs.
+
     Attributes:
-        offset: of the zero points; 1 in the first version, 0 in "gptq_v2".
+        offset: of the zero points; 1 in the first version, 0 in "gptq_v2"; None: symmetric, all
+            are 8.
     """
 
-    offset: int = 1
+    offset: int | None = None
+
+    @property
+    def zeros(self) -> bool:
+        return self.offset is not None
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
-        found, inner = super().parts(name, shape), shape[1]
+        (*found, zeros), inner = super().parts(name, shape), shape[1]
+        if not self.zeros:
+            zeros = dataclasses.replace(zeros, rows=0, each_of=SYMMETRIC)
         groups = EncodedTensor(
             f"{name.removesuffix('weight')}g_idx",
             (inner,),
@@ -105,16 +121,21 @@ class GptqEncoding(ZeroPointEncoding):
             rows=0,
             numbers=_groups(inner, self.group),
         )
-        return *found, groups
+        return *found, zeros, groups
 
     def _numbers(self, name: str, out: int, inner: int) -> EncodedTensor:
         shape = (inner // INT4_PER_WORD, out)
         return EncodedTensor(name, shape, ("int32",), rows=INT4_PER_WORD)
 
-    def codes(self, parts: Sequence[Array]) -> tuple[Int[Array, "n rows columns"], Array, Array]:
-        words, scales, zeros = parts
-        zeros = _numbers_of(zeros + jnp.int32(self.offset * ONES), IN_ORDER)
-        return _numbers_of(_swapped(words), IN_ORDER), _swapped(scales), _swapped(zeros)
+    def codes(
+        self, parts: Sequence[Array]
+    ) -> tuple[Int[Array, "n rows columns"], Array, Array | None]:
+        words, scales, *zeros = parts
+        numbers, scales = _numbers_of(_swapped(words), IN_ORDER), _swapped(scales)
+        if self.offset is None:
+            return numbers, scales, None
+        stored = zeros[0] + jnp.int32(self.offset * ONES)
+        return numbers, scales, _swapped(_numbers_of(stored, IN_ORDER))
 
 
 def _numbers_of(words: Int[Array, "n a b"], places: Sequence[int]) -> Int[Array, "n a c"]:

@@ -36,7 +36,8 @@ from jaxattn.models.weight_map.zero_point_encodings import (
 
 type Quantization = Literal[
     "fp8", "fp8 by row", "fp8 by matrix", "int4", "int4-128", "mxfp4",
-    "awq-32", "awq-128", "gptq-32", "gptq-128", "gptq_v2-32", "gptq_v2-128",
+    "awq-32", "awq-128", "gptq-32", "gptq-128", "gptq_v1-32", "gptq_v1-128", "gptq_v2-32",
+    "gptq_v2-128",
 ]  # fmt: skip
 
 FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
@@ -48,8 +49,10 @@ INT4: dict[Quantization, Int4GroupEncoding | ZeroPointEncoding] = {
     "int4-128": Int4GroupEncoding(128),
     "awq-32": AwqEncoding(32),
     "awq-128": AwqEncoding(128),
-    "gptq-32": GptqEncoding(32),
+    "gptq-32": GptqEncoding(32),  # symmetric, in both versions alike
     "gptq-128": GptqEncoding(128),
+    "gptq_v1-32": GptqEncoding(32, offset=1),
+    "gptq_v1-128": GptqEncoding(128, offset=1),
     "gptq_v2-32": GptqEncoding(32, offset=0),
     "gptq_v2-128": GptqEncoding(128, offset=0),
 }
@@ -106,7 +109,7 @@ def four_bit_format(
     if stored is None:
         return None
     if isinstance(stored, ZeroPointEncoding):
-        return FourBitFormat("int4", stored.group, "float16", zeros=True)
+        return FourBitFormat("int4", stored.group, "float16", zeros=stored.zeros)
     dtype = fields.values.get("dtype", fields.values.get("torch_dtype"))
     return FourBitFormat("int4", stored.group, "float16" if dtype == "float16" else "bfloat16")
 
@@ -170,8 +173,8 @@ def _read_awq(given: ConfigFields) -> Quantization:
 
 
 def _read_gptq(given: ConfigFields) -> Quantization:
-    """Symmetric ones store their zero points too. `desc_act` may be set: the tensors tell whether
-    it reordered columns (`GptqEncoding`)."""
+    """Of symmetric ones both versions mean the same. `desc_act` may be set: the tensors tell
+    whether it reordered columns (`GptqEncoding`)."""
     group = _read_group(given)
     given.require("pack_dtype", None, "int32")
     legacy = given.values.get("checkpoint_format") is None
@@ -185,9 +188,11 @@ def _read_gptq(given: ConfigFields) -> Quantization:
             of_modules = ConfigFields(changed, f"{given.where}.dynamic.{pattern}")
             of_modules.require("bits", 4)
             of_modules.require("group_size", group)
+    if given.flag("sym", False):
+        return "gptq-32" if group == 32 else "gptq-128"
     if given.values.get(field) == "gptq_v2":
         return "gptq_v2-32" if group == 32 else "gptq_v2-128"
-    return "gptq-32" if group == 32 else "gptq-128"
+    return "gptq_v1-32" if group == 32 else "gptq_v1-128"
 
 
 def _read_group(given: ConfigFields) -> int:
