@@ -1,7 +1,7 @@
 """The registry of published model families, by the `model_type` of their config.json."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Literal, NamedTuple
@@ -20,6 +20,7 @@ from jaxattn.models.families import (
 )
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.quantization import (
+    INT4,
     Quantization,
     four_bit_format,
     ignored,
@@ -40,10 +41,11 @@ from jaxattn.models.families.grouped_query import (
     smollm3,
 )
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.weight_map.encodings import FourBitEncoding
+from jaxattn.models.weight_map.encodings import FourBitEncoding, WeightEncoding
 from jaxattn.models.weight_map.fp8_linears import (
     four_bit_form,
     in_floats,
+    is_listed,
     kept,
     linear_of,
     listed,
@@ -112,7 +114,10 @@ class PublishedModel(NamedTuple):
         prefix = TensorPrefix.of(names)
         plain = {prefix.plain(name) for name in names}
         found = kept(self.model.spec, self.family.placed(self.model, plain))
-        spelled = [dataclasses.replace(each, name=prefix.spelled(each.name)) for each in found]
+        spelled = [
+            dataclasses.replace(each, name=prefix.spelled(each.name), stored=self._stored(each))
+            for each in found
+        ]
         if not self.model.spec.tie_embeddings:
             return spelled
         head = f"{prefix.head}weight"
@@ -123,6 +128,13 @@ class PublishedModel(NamedTuple):
             else each
             for each in spelled
         ]
+
+    def _stored(self, placed: WeightMapping) -> WeightEncoding | None:
+        """As what a weight has to be stored: tiles of INT4 as its quantization packs them."""
+        of = INT4.get(self.quantization) if self.quantization else None
+        if of is not None and isinstance(placed.stored, FourBitEncoding):
+            return dataclasses.replace(placed.stored, of=of)
+        return placed.stored
 
     def unread(self, names: Collection[str]) -> tuple[str, ...]:
         """Beginnings of a folder's names that are not read, as the folder spells them."""
@@ -190,16 +202,7 @@ class PublishedModel(NamedTuple):
                 numbers, scales, *_ = each.stored.parts(each.name, each.shape)
                 found = dtypes.get(scales.name) if numbers.name in dtypes else None
                 layers.setdefault((*each.key[:4], each.index[0]), set()).add(found)
-        places = layer_places(self.model.spec)
-        blocks = []
-        for place, block in zip(places, self.model.spec.blocks, strict=True):
-            kind = block.feed_forward
-            if isinstance(kind, MoE) and kind.form is not None:
-                dtype = layers.get((*place.key, place.repeat), {None})
-                kind = dataclasses.replace(kind, weight_format=kind.form.with_scales(dtype))
-            blocks.append(dataclasses.replace(block, feed_forward=kind))
-        spec = dataclasses.replace(self.model.spec, blocks=tuple(blocks))
-        return self._replace(model=dataclasses.replace(self.model, spec=spec))
+        return self._replace(model=_with_tiles(self.model, layers))
 
 
 def family_of(fields: ConfigFields) -> ModuleType:
@@ -268,6 +271,8 @@ def read_decoder(
         model = with_experts(model, lambda _: "fp8")
     if form is not None and experts != "bfloat16":
         model = with_experts(model, partial(_where_it_fits, form, model.spec.stream.hidden_size))
+        if experts is None and form.kind == "int4":
+            model = _without_tiles(model, family.placed(model), partial(_is_float, fields))
         if experts == "4bit" and not any(_forms(model)):
             raise ConfigError(
                 f"{fields.where}: experts='4bit' needs experts of whole tiles of {ROWS} rows and "
@@ -275,11 +280,7 @@ def read_decoder(
             )
     if form is not None and form.kind == "int4" and dense in (None, "4bit"):
         model = with_four_bit_linears(model, form)
-        floats = not_four_bits(
-            model,
-            family.placed(model),
-            lambda name: ignored(fields, name.removesuffix(".weight")),
-        )
+        floats = not_four_bits(model, family.placed(model), partial(_is_float, fields))
         model = with_four_bit_linears(model, form, floats)
     if quantization == "fp8" and (dense or DENSE) == "fp8":
         model = with_fp8_linears(model)
@@ -308,6 +309,38 @@ def _where_it_fits(form: FourBitFormat, hidden: int, moe: MoE) -> FourBitFormat 
     """Of experts that are whole tiles; others become floats."""
     fits = form.fits(moe.expert_size, hidden) and form.fits(hidden, moe.expert_size)
     return form if fits else None
+
+
+def _is_float(fields: ConfigFields, name: str) -> bool:
+    """Whether config.json says that the weight of this name is not in INT4."""
+    module = name.removesuffix(".weight")
+    return ignored(fields, module) or is_listed(module, listed_floats(fields))
+
+
+def _without_tiles(
+    model: DecoderModel, placed: Iterable[WeightMapping], floats: Callable[[str], bool]
+) -> DecoderModel:
+    """The model in which layers with experts of these names have no tiles."""
+    layers: dict[Key, set[str | None]] = {}
+    for each in placed:
+        if isinstance(each.stored, FourBitEncoding) and linear_of(model.spec, each.key) is None:
+            dtypes = layers.setdefault((*each.key[:4], each.index[0]), set())
+            dtypes.add(None if floats(each.name) else each.stored.form.scale)
+    return _with_tiles(model, layers)
+
+
+def _with_tiles(model: DecoderModel, layers: Mapping[Key, set[str | None]]) -> DecoderModel:
+    """The model whose experts of 4 bits have scales of these dtypes, by layer. Layers whose experts
+    have several, or None, become floats."""
+    blocks = []
+    for place, block in zip(layer_places(model.spec), model.spec.blocks, strict=True):
+        kind = block.feed_forward
+        if isinstance(kind, MoE) and kind.form is not None:
+            dtypes = layers.get((*place.key, place.repeat), {None})
+            kind = dataclasses.replace(kind, weight_format=kind.form.with_scales(dtypes))
+        blocks.append(dataclasses.replace(block, feed_forward=kind))
+    spec = dataclasses.replace(model.spec, blocks=tuple(blocks))
+    return dataclasses.replace(model, spec=spec)
 
 
 def _forms(model: DecoderModel) -> list[FourBitFormat | None]:

@@ -278,7 +278,7 @@ def scaled(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "quantization, message",
     [
-        ({"quant_method": "awq"}, "quant_method is implemented as 'fp8' or 'compressed-tensors'"),
+        ({"quant_method": "nvfp4"}, "quant_method is implemented as 'fp8' or 'compressed-tensors'"),
         ({}, "quant_method is implemented as .* only; got None"),
         ("fp8", "quantization_config must be an object or null; got 'fp8'"),
         (scaled(num_bits=4), "config_groups.group_0.weights: num_bits is implemented as 8 only"),

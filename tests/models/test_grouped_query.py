@@ -128,7 +128,7 @@ def mixer_of(values) -> GQA:
         (
             GPT_OSS,
             {"quantization_config": {"quant_method": "nvfp4"}},
-            "quant_method is implemented as 'fp8' or 'compressed-tensors' or 'mxfp4' only",
+            "quant_method is implemented as 'fp8' or 'compressed-tensors' or 'mxfp4' or",
         ),
         (MOE, {"attention_bias": True}, "attention_bias is implemented as False only"),
         (MOE, {"use_sliding_window": True}, "use_sliding_window is implemented as False only"),

@@ -205,8 +205,8 @@ BROKEN = {
         "n_routed_experts must be an integer from 1 to",
     ),
     "quantization": (
-        changed(SMALL, quantization_config={"quant_method": "awq"}),
-        "quant_method is implemented as 'fp8' or 'compressed-tensors' or 'mxfp4' only; got 'awq'",
+        changed(SMALL, quantization_config={"quant_method": "nvfp4"}),
+        "'compressed-tensors' or 'mxfp4' or 'awq' or 'gptq' only; got 'nvfp4'",
     ),
     "block": (
         changed(SMALL, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),

@@ -21,7 +21,7 @@ from jaxattn.memory.budget import nbytes
 from jaxattn.models.blocks import GQA, MLA, MLP, DeltaMixer, MoE
 from jaxattn.models.caches.layer_cache import LayerCache
 from jaxattn.models.catalog.model_sizes import LayerSizes, ModelSizes, WeightGroup
-from jaxattn.models.families.components.quantization import Quantization
+from jaxattn.models.families.components.quantization import INT4, Quantization
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.sharding.partition_rules import param_role, with_local_heads
 from jaxattn.nn.four_bit_linear import FourBitLinears
@@ -153,8 +153,8 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
     """What the loader makes of the checkpoint's weights, in words."""
     if quantization is None:
         return "as the loader keeps them"
-    if quantization in ("int4", "int4-128", "mxfp4"):
-        name = quantization.partition("-")[0].upper()
+    if quantization == "mxfp4" or quantization in INT4:
+        name = quantization.partition("-")[0].partition("_")[0].upper()
         kinds = [block.feed_forward for block in model.spec.blocks]
         forms = {each.form for each in kinds if isinstance(each, MoE)}
         layers = [each for block in model.spec.blocks for each in (block.mixer, block.feed_forward)]

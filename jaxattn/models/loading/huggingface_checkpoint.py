@@ -14,6 +14,7 @@ becomes a float: its product with its scale in float32, rounded once.
 No code of a repository is run, and no pickle is read.
 """
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,9 @@ from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 from jaxattn.nn.four_bit_linear import FourBitLinears
 
 DTYPES = ("bfloat16", "float32")
+WORD = 0xFFFFFFFF
+ASYMMETRIC = "; sym is true in config.json, which zero points other than 8 contradict"
+REORDERED = "; groups of reordered columns (desc_act) are not implemented"
 
 
 def load(
@@ -227,11 +231,12 @@ def find(
         missing |= dict.fromkeys(repr(part.name) for part in parts if part.name not in entries)
         there = [part for part in parts if part.name in entries]
         others |= dict.fromkeys(
-            wrong for part in there for wrong in _differences(part, entries[part.name], each.shape)
+            wrong for part in there for wrong in _differences(part, entries[part.name])
         )
         sources = tuple(SourceTensor(entries[part.name], part.rows) for part in there if part.rows)
         weights.append(PublishedWeight(each, stored, sources))
-    unknown = [repr(n) for n in found if n not in expected and not _is_skipped(n, skipped)]
+    others_of = (n for n in found if n not in expected and not _is_skipped(n, skipped))
+    unknown = [repr(n) for n in others_of if not _is_zero_bias(n, found)]
     wrong = [
         f"{what} {short_list(list(names), width=200)}"
         for what, names in (
@@ -257,16 +262,36 @@ def _scalars(
     return {n: found[n]._replace(shape=(1,)) for n in ones if found[n].shape == ()}
 
 
-def _differences(part: EncodedTensor, tensor: TensorEntry, shape: tuple[int, ...]) -> Iterator[str]:
+def _differences(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
     """In words, how a tensor differs from the part that it should be."""
     if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
         dtypes = "a float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
         found = f"{part.name!r} {tensor.dtype}{short_repr(list(tensor.shape))}"
         yield f"{found}, expected {dtypes}{list(part.shape)}"
     elif not part.rows:
-        stated = np.fromfile(tensor.file, tensor.dtype, len(shape), offset=tensor.begin).tolist()
-        if stated != list(shape):
-            yield f"{part.name!r} says {stated}, expected {list(shape)}"
+        yield from _other_numbers(part, tensor)
+
+
+def _other_numbers(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
+    """In words, how the numbers of a tensor that is not placed differ from what they should be."""
+    stated = np.fromfile(tensor.file, tensor.dtype, math.prod(part.shape), offset=tensor.begin)
+    if part.each_of:
+        others = stated[~np.isin(stated, part.each_of)]
+        if others.size:
+            words = " or ".join(f"{word & WORD:#x}" for word in part.each_of)
+            yield f"{part.name!r} has {int(others[0]) & WORD:#x}, expected {words}{ASYMMETRIC}"
+    elif stated.tolist() != list(part.numbers):
+        why = REORDERED if part.name.endswith(".g_idx") else ""
+        found, wanted = short_repr(stated.tolist()), short_repr(list(part.numbers))
+        yield f"{part.name!r} says {found}, expected {wanted}{why}"
+
+
+def _is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
+    """Whether it is the bias that AutoGPTQ writes for linears without one: zeros."""
+    if not name.endswith(".bias") or f"{name.removesuffix('bias')}qweight" not in found:
+        return False
+    tensor = found[name]
+    return not np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.begin).any()
 
 
 def _is_skipped(name: str, skipped: tuple[str, ...]) -> bool:

@@ -1,7 +1,8 @@
 """Cuts the tensors of a folder into blocks: what is read, sent and placed at once.
 
 A block holds whole weights that follow each other in a stack, as the experts of a layer do, or
-consecutive rows of one large weight. Blocks are in the order of the files, and no byte is in two.
+consecutive rows of one large weight, or its columns where these lead in the tensors. Blocks are in
+the order of the files, and no byte is in two.
 """
 
 import math
@@ -23,7 +24,7 @@ type Shapes = Mapping[Key, jax.ShapeDtypeStruct]
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a weight; so many of the weight's rows lie in one of its rows."""
+    """A tensor of a weight; so many of the weight's rows, or columns, lie in one of its rows."""
 
     tensor: TensorEntry
     rows: int
@@ -143,8 +144,12 @@ def _follows(before: PublishedWeight, after: PublishedWeight) -> bool:
 def _blocks(run: list[PublishedWeight], dims: int, block_bytes: int) -> Iterator[ReadBlock]:
     """One block of several weights, or those of one: its rows may be too many for a block."""
     place, stored = run[0].placed, run[0].stored
-    rows = place.shape[0]
-    together = math.lcm(place.change.rows_together, stored.rows_together)
+    if stored.by_columns:
+        rows, axis = place.shape[1], place.change.columns_axis
+        together = rows if axis is None else stored.rows_together
+    else:
+        rows = place.shape[0]
+        together = math.lcm(place.change.rows_together, stored.rows_together)
     row_bytes = max(-(-run[0].nbytes // rows), 1)
     step = rows
     if len(run) == 1:
@@ -154,9 +159,21 @@ def _blocks(run: list[PublishedWeight], dims: int, block_bytes: int) -> Iterator
         for sources in zip(*(weight.sources for weight in run), strict=True):
             pieces.append(_piece(sources, begin, end, offset))
             offset += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
-        start = (*place.index, *place.change.start(begin, dims - len(place.index)))
+        start = (*place.index, *_start(run[0], begin, dims - len(place.index)))
         stacked = place.index != ()
         yield ReadBlock(place.key, start, stacked, stored, place.change.anywhere, tuple(pieces))
+
+
+def _start(weight: PublishedWeight, begin: int, dims: int) -> tuple[int, ...]:
+    """Where the block goes that begins at this row, or column."""
+    change, stored = weight.placed.change, weight.stored
+    if not stored.by_columns:
+        return change.start(begin, dims)
+    start = list(change.start(0, dims))
+    if begin:
+        assert change.columns_axis is not None
+        start[change.columns_axis] += begin // stored.column_step
+    return tuple(start)
 
 
 def _rows_of_block(rows: int, most: int, together: int) -> int:

@@ -6,11 +6,13 @@
     Mxfp4Encoding      two numbers of 4 bits in a byte of `_blocks`, a power of two for 32 of them
     Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 or 128
                        columns
-    FourBitEncoding    one of the two before that stays 4 bits, in tiles with its scales
+    ZeroPointEncoding  as AWQ and GPTQ store them (`zero_point_encodings.py`)
+    FourBitEncoding    one of the three before that stays 4 bits, in tiles with its scales
     Fp8NumberEncoding  FP8 numbers that stay FP8
     ScaleEncoding      scales that stay beside them
 
-`decode` runs on the device, on whole blocks of a weight's leading rows.
+`decode` runs on the device, on whole blocks of a weight's leading rows, or of its columns where
+these lead in the tensors.
 """
 
 import abc
@@ -42,13 +44,18 @@ class EncodedTensor:
         name: the tensor's.
         shape: as it has to be.
         dtypes: those that it may have.
-        rows: so many of the weight's rows lie in one of its rows; 0: it has nothing but the shape.
+        rows: so many of the weight's rows lie in one of its rows, or so many columns where the
+            encoding is `by_columns`; 0: it is not placed, and has to hold `numbers` or `each_of`.
+        numbers: what a tensor that is not placed has to hold.
+        each_of: what each of its numbers may be.
     """
 
     name: str
     shape: Shape
     dtypes: tuple[str, ...]
     rows: int = 1
+    numbers: tuple[int, ...] = ()
+    each_of: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +63,19 @@ class WeightEncoding(abc.ABC):
     """How a weight is stored. Equal objects decode alike."""
 
     @property
+    def by_columns(self) -> bool:
+        """The tensors begin with the axis of the weight's columns, and are cut into blocks of
+        these."""
+        return False
+
+    @property
     def rows_together(self) -> int:
-        """A block has a multiple of so many of the weight's rows."""
+        """A block has a multiple of so many of the weight's rows, or columns."""
+        return 1
+
+    @property
+    def column_step(self) -> int:
+        """So many columns are one step along the axis that the parameter has for them."""
         return 1
 
     @abc.abstractmethod
@@ -141,7 +159,17 @@ class Fp8ScaledEncoding(WeightEncoding):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4GroupEncoding(WeightEncoding):
+class CodeEncoding(WeightEncoding):
+    """Numbers of 4 bits with scales. The first two `parts` are the numbers and the scales."""
+
+    @abc.abstractmethod
+    def codes(self, parts: Sequence[Array]) -> tuple[Array, Array, Array | None]:
+        """The codes [n, ..., rows, columns], the scales as they are stored, [n, ..., rows, groups],
+        and the zero points, where each group has one of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4GroupEncoding(CodeEncoding):
     """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8.
 
     Attributes:
@@ -160,24 +188,24 @@ class Int4GroupEncoding(WeightEncoding):
         return (
             EncodedTensor(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
             EncodedTensor(f"{name}_scale", (rows, columns // self.group), FLOATS),
-            EncodedTensor(f"{name}_shape", (2,), SHAPES, rows=0),
+            EncodedTensor(f"{name}_shape", (2,), SHAPES, rows=0, numbers=shape),
         )
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
-        codes, scales = self.codes(parts)
+        codes, scales, _ = self.codes(parts)
         numbers = (codes - 8).reshape(*scales.shape, self.group)
         weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         return weights.reshape(codes.shape)
 
-    def codes(self, parts: Sequence[Array]) -> tuple[Int[Array, "n rows columns"], Array]:
-        """The numbers plus 8, and the scales as they are stored."""
+    def codes(self, parts: Sequence[Array]) -> tuple[Int[Array, "n rows columns"], Array, None]:
+        """The numbers plus 8, and the scales."""
         words, scales = parts
         nibbles = (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.int32)) & 15
-        return nibbles.reshape(*words.shape[:2], -1), scales
+        return nibbles.reshape(*words.shape[:2], -1), scales, None
 
 
 @dataclasses.dataclass(frozen=True)
-class Mxfp4Encoding(WeightEncoding):
+class Mxfp4Encoding(CodeEncoding):
     """Experts [E, in, out], of which `_blocks` has the columns [E, out] one after another: 16 bytes
     of 32 numbers each. The lower half of a byte is the first number. bfloat16, as transformers
     makes them.
@@ -197,15 +225,16 @@ class Mxfp4Encoding(WeightEncoding):
         )
 
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n experts inner out"]:
-        codes, scales = self.codes(parts)
+        codes, scales, _ = self.codes(parts)
         numbers = from_e2m1(codes.reshape(*scales.shape, MXFP4_GROUP), scales[..., None])
         return jnp.swapaxes(numbers.reshape(codes.shape), 2, 3)
 
-    def codes(self, parts: Sequence[Array]) -> tuple[Int[Array, "n experts out inner"], Array]:
-        """The codes, and the scales as they are stored."""
+    def codes(
+        self, parts: Sequence[Array]
+    ) -> tuple[Int[Array, "n experts out inner"], Array, None]:
         blocks, scales = parts
         codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
-        return codes.reshape(*scales.shape[:3], -1), scales
+        return codes.reshape(*scales.shape[:3], -1), scales, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,13 +247,23 @@ class FourBitEncoding(WeightEncoding):
             come before those of the next. 0: one matrix.
     """
 
-    of: Int4GroupEncoding | Mxfp4Encoding
+    of: CodeEncoding
     form: FourBitFormat
     interleaved: int = 0
 
     @property
+    def by_columns(self) -> bool:
+        return self.of.by_columns
+
+    @property
     def rows_together(self) -> int:
-        return four_bit_tiles.ROWS if isinstance(self.of, Int4GroupEncoding) else 1
+        if self.by_columns:
+            return self.form.columns
+        return 1 if isinstance(self.of, Mxfp4Encoding) else four_bit_tiles.ROWS
+
+    @property
+    def column_step(self) -> int:
+        return self.form.columns
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         numbers, scales, *rest = self.of.parts(name, shape)
@@ -233,13 +272,13 @@ class FourBitEncoding(WeightEncoding):
         return numbers, scales, *rest
 
     def decode(self, parts: Sequence[Array]) -> Array:
-        codes, scales = self.of.codes(parts)
+        codes, scales, zeros = self.of.codes(parts)
         if self.interleaved:
             codes, scales = (
                 jnp.swapaxes(x.reshape(*x.shape[:2], -1, self.interleaved, x.shape[-1]), 2, 3)
                 for x in (codes, scales)
             )
-        return four_bit_tiles.pack(codes, scales, None, self.form)
+        return four_bit_tiles.pack(codes, scales, zeros, self.form)
 
 
 def _scales(stored: Float[Array, "..."] | Int[Array, "..."]) -> Float[Array, "..."]:

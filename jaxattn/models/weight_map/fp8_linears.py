@@ -7,6 +7,8 @@ a shape that no kernel reads becomes bfloat16 on loading, as what would cut bloc
 """
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -134,22 +136,39 @@ def in_floats(
     }
 
 
-def listed(spec: DecoderSpec, placed: Iterable[WeightMapping], modules: Iterable[str]) -> set[str]:
-    """The FP8 linears of which a list has a module.
+def listed(
+    spec: DecoderSpec, placed: Iterable[WeightMapping], modules: Collection[str]
+) -> set[str]:
+    """The FP8 or 4-bit linears of which a list has a module.
 
     Args:
         placed: of a family.
-        modules: "model.layers.0.mlp.shared_expert", "o_proj". What stands before the layers is
-            spelled in several ways, and does not count.
+        modules: of `is_listed`.
     """
+    found = ((linear_of(spec, each.key), each.name) for each in placed)
+    return {name for name, tensor in found if name and is_listed(tensor, modules)}
 
-    def of_layer(name: str) -> str:
-        begin = name.find("layers.")
-        return f".{name[max(begin, 0) :]}."
 
-    wanted = [of_layer(str(each)) for each in modules]
-    found = ((linear_of(spec, each.key), of_layer(each.name)) for each in placed)
-    return {name for name, own in found if name and any(each in own for each in wanted)}
+def is_listed(name: str, modules: Collection[str]) -> bool:
+    """Whether a tensor is of a module of a list.
+
+    Args:
+        modules: "model.layers.0.mlp.shared_expert", "o_proj", "model.layers.0.". What stands before
+            the layers is spelled in several ways, and does not count.
+    """
+    pattern = _pattern(tuple(map(str, modules)))
+    return bool(modules) and pattern.search(_of_layer(name)) is not None
+
+
+@functools.cache
+def _pattern(modules: tuple[str, ...]) -> re.Pattern[str]:
+    """Of the names of these modules and all below them."""
+    return re.compile("|".join(re.escape(_of_layer(each)) for each in modules))
+
+
+def _of_layer(name: str) -> str:
+    begin = name.find("layers.")
+    return f".{name[max(begin, 0) :].strip('.')}."
 
 
 def kept(spec: DecoderSpec, placed: Iterable[WeightMapping]) -> Iterator[WeightMapping]:

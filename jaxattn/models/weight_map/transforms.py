@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -15,8 +16,12 @@ class WeightTransform(abc.ABC):
     """What is done to a tensor's rows.
 
     Attributes:
+        columns_axis: of the parameter, counted from its last: where a matrix's columns go one after
+            another; None: nowhere.
         anywhere: the same change of rows wherever they go; one program places all blocks of it.
     """
+
+    columns_axis: ClassVar[int | None] = None
 
     @property
     def anywhere(self) -> "WeightTransform":
@@ -38,6 +43,8 @@ class WeightTransform(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Identity(WeightTransform):
+    columns_axis: ClassVar[int | None] = -1
+
     def block(self, rows: Array) -> Array:
         return rows
 
@@ -50,6 +57,8 @@ class WriteRowsAt(WeightTransform):
     """As it is, below the first `first` rows of the parameter."""
 
     first: int
+
+    columns_axis: ClassVar[int | None] = -1
 
     @property
     def anywhere(self) -> WeightTransform:
@@ -67,6 +76,8 @@ class WriteIndex(WeightTransform):
     """As it is, number `number` along an axis that the parameter has before the tensor's."""
 
     number: int
+
+    columns_axis: ClassVar[int | None] = -1
 
     @property
     def anywhere(self) -> WeightTransform:
@@ -90,6 +101,8 @@ class WriteTiles(WeightTransform):
     number: int | None = None
     first: int = 0
 
+    columns_axis: ClassVar[int | None] = -2
+
     @property
     def anywhere(self) -> WeightTransform:
         return WriteTiles(None if self.number is None else 0)
@@ -111,6 +124,8 @@ class SplitExpertRows(WeightTransform):
     width: int
     first: int
     within: tuple[int, ...]
+
+    columns_axis: ClassVar[int | None] = -1
 
     @property
     def anywhere(self) -> WeightTransform:
@@ -180,6 +195,8 @@ class Transpose(WeightTransform):
 
     first: int = 0
 
+    columns_axis: ClassVar[int | None] = -2
+
     @property
     def anywhere(self) -> WeightTransform:
         return Transpose()
@@ -201,6 +218,8 @@ class SplitGroupRows(WeightTransform):
     size: int
     first: int
 
+    columns_axis: ClassVar[int | None] = -1
+
     @property
     def anywhere(self) -> WeightTransform:
         return dataclasses.replace(self, first=0)
@@ -220,6 +239,8 @@ class SplitGroupRows(WeightTransform):
 @dataclasses.dataclass(frozen=True)
 class SplitGroupColumns(SplitGroupRows):
     """The rows of `SplitGroupRows`, transposed: they become the columns from `first` on."""
+
+    columns_axis: ClassVar[int | None] = -2
 
     def block(self, rows: Array) -> Array:
         return super().block(rows).T
@@ -295,6 +316,8 @@ class SplitKeyHeads(WeightTransform):
     keys: int
     values: int
 
+    columns_axis: ClassVar[int | None] = -1
+
     @property
     def rows_together(self) -> int:
         return self.keys + self.values
@@ -309,6 +332,8 @@ class SplitKeyHeads(WeightTransform):
 @dataclasses.dataclass(frozen=True)
 class SplitValueHeads(SplitKeyHeads):
     """Of `kv_b_proj` [H * (U + V), R] the values, [H, R, V]."""
+
+    columns_axis: ClassVar[int | None] = -2
 
     def block(self, rows: Array) -> Array:
         heads = rows.reshape(-1, self.keys + self.values, rows.shape[-1])

@@ -5,6 +5,7 @@
     compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are, or
                         of 128; or FP8 with a scale for a row or a matrix
     mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
+    awq, gptq           INT4 with zero points in groups of 32 or 128; of AWQ the layout "gemm"
 
 All else is refused by name. Which weights are quantized is read from the tensors: the lists of
 exceptions in config.json differ from publisher to publisher. What is planned before there are
@@ -27,14 +28,35 @@ from jaxattn.models.weight_map.encodings import (
     Mxfp4Encoding,
     WeightEncoding,
 )
+from jaxattn.models.weight_map.zero_point_encodings import (
+    AwqEncoding,
+    GptqEncoding,
+    ZeroPointEncoding,
+)
 
-type Quantization = Literal["fp8", "fp8 by row", "fp8 by matrix", "int4", "int4-128", "mxfp4"]
+type Quantization = Literal[
+    "fp8", "fp8 by row", "fp8 by matrix", "int4", "int4-128", "mxfp4",
+    "awq-32", "awq-128", "gptq-32", "gptq-128", "gptq_v1-32", "gptq_v1-128", "gptq_v2-32",
+    "gptq_v2-128",
+]  # fmt: skip
 
 FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
-METHODS = ("fp8", "compressed-tensors", "mxfp4")
+METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # activations stay floats
 STRATEGIES: dict[str, Quantization] = {"channel": "fp8 by row", "tensor": "fp8 by matrix"}
-INT4: dict[int, Quantization] = {32: "int4", 128: "int4-128"}  # by columns of a group
+INT4: dict[Quantization, Int4GroupEncoding | ZeroPointEncoding] = {
+    "int4": Int4GroupEncoding(32),
+    "int4-128": Int4GroupEncoding(128),
+    "awq-32": AwqEncoding(32),
+    "awq-128": AwqEncoding(128),
+    "gptq-32": GptqEncoding(32),  # symmetric, in both versions alike
+    "gptq-128": GptqEncoding(128),
+    "gptq_v1-32": GptqEncoding(32, offset=1),
+    "gptq_v1-128": GptqEncoding(128, offset=1),
+    "gptq_v2-32": GptqEncoding(32, offset=0),
+    "gptq_v2-128": GptqEncoding(128, offset=0),
+}
+NOT_CONVERTED = "-:"  # begins a pattern of modules that GPTQModel leaves floats
 LISTS = ("modules_to_not_convert", "ignored_layers")  # of modules that are floats
 
 
@@ -54,6 +76,8 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
         return _read_fp8(given)
     if values["quant_method"] == "mxfp4":
         return "mxfp4"
+    if values["quant_method"] in ("awq", "gptq"):
+        return _read_awq(given) if values["quant_method"] == "awq" else _read_gptq(given)
     given.require("format", *FORMATS, missing=None)
     groups = given.values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
@@ -72,11 +96,6 @@ def listed_floats(fields: ConfigFields) -> list[str]:
     return [each for some in lists if isinstance(some, list) for each in some if each]
 
 
-def int4_group(quantization: Quantization | None) -> int | None:
-    """The columns of a group that share a scale, of weights in INT4."""
-    return next((group for group, name in INT4.items() if name == quantization), None)
-
-
 def four_bit_format(
     quantization: Quantization | None, fields: ConfigFields
 ) -> FourBitFormat | None:
@@ -86,20 +105,24 @@ def four_bit_format(
     """
     if quantization == "mxfp4":
         return FourBitFormat("mxfp4", MXFP4_GROUP, "e8m0")
-    group = int4_group(quantization)
-    if group is None:
+    stored = INT4.get(quantization) if quantization else None
+    if stored is None:
         return None
+    if isinstance(stored, ZeroPointEncoding):
+        return FourBitFormat("int4", stored.group, "float16", zeros=stored.zeros)
     dtype = fields.values.get("dtype", fields.values.get("torch_dtype"))
-    return FourBitFormat("int4", group, "float16" if dtype == "float16" else "bfloat16")
+    return FourBitFormat("int4", stored.group, "float16" if dtype == "float16" else "bfloat16")
 
 
 def ignored(fields: ConfigFields, module: str) -> bool:
-    """Whether config.json says that a module is not in INT4: by its name, or `re:` and what it
-    begins with."""
+    """Whether config.json says that a module is not in INT4: by its name, or by a pattern of how it
+    begins, after `re:` in compressed-tensors and after `-:` in GPTQModel's `dynamic`."""
     values = fields.values.get("quantization_config")
-    listed = values.get("ignore") if isinstance(values, dict) else None
-    names = [each for each in listed or () if isinstance(each, str)]
+    values = values if isinstance(values, dict) else {}
+    names = [each for each in values.get("ignore") or () if isinstance(each, str)]
     patterns = [each.removeprefix("re:") for each in names if each.startswith("re:")]
+    dynamic = [each for each in values.get("dynamic") or () if each.startswith(NOT_CONVERTED)]
+    patterns += [each.removeprefix(NOT_CONVERTED) for each in dynamic]
     return module in names or any(_begins(pattern, module) for pattern in patterns)
 
 
@@ -137,7 +160,45 @@ def _read_int4(group: ConfigFields, weights: ConfigFields) -> Quantization:
     weights.require("strategy", "group")
     weights.require("group_size", *INT4_GROUPS, missing=None)
     weights.require("actorder", None, "weight", "static")  # whose columns stay in their order
-    return INT4[weights.values["group_size"]]
+    return "int4" if weights.values["group_size"] == 32 else "int4-128"
+
+
+def _read_awq(given: ConfigFields) -> Quantization:
+    group = _read_group(given)
+    given.require("zero_point", True)
+    layout = "version" if given.values.get("version") is not None else "format"
+    given.require(layout, "gemm", "GEMM")
+    given.require("backend", None, "autoawq", "auto")  # llm-awq's has a layout of its own
+    return "awq-32" if group == 32 else "awq-128"
+
+
+def _read_gptq(given: ConfigFields) -> Quantization:
+    """Of symmetric ones both versions mean the same. `desc_act` may be set: the tensors tell
+    whether it reordered columns (`GptqEncoding`)."""
+    group = _read_group(given)
+    given.require("pack_dtype", None, "int32")
+    legacy = given.values.get("checkpoint_format") is None
+    field = "format" if legacy else "checkpoint_format"
+    given.require(field, "gptq", "gptq_v2")
+    dynamic = given.values.get("dynamic")
+    if not isinstance(dynamic or {}, dict):
+        raise given.wrong("dynamic", "an object or null")
+    for pattern, changed in (dynamic or {}).items():
+        if not pattern.startswith(NOT_CONVERTED) and isinstance(changed, dict):
+            of_modules = ConfigFields(changed, f"{given.where}.dynamic.{pattern}")
+            of_modules.require("bits", 4)
+            of_modules.require("group_size", group)
+    if given.flag("sym", False):
+        return "gptq-32" if group == 32 else "gptq-128"
+    if given.values.get(field) == "gptq_v2":
+        return "gptq_v2-32" if group == 32 else "gptq_v2-128"
+    return "gptq_v1-32" if group == 32 else "gptq_v1-128"
+
+
+def _read_group(given: ConfigFields) -> int:
+    given.require("bits", 4, missing=None)
+    given.require("group_size", *INT4_GROUPS, missing=None)
+    return given.values["group_size"]
 
 
 def _read_float(group: ConfigFields, weights: ConfigFields) -> Quantization:
@@ -165,7 +226,7 @@ def stored_as(
         return Fp8ScaledEncoding(quantization == "fp8 by row", scale)
     if quantization == "mxfp4" and f"{name}_blocks" in dtypes:
         return Mxfp4Encoding()
-    group = int4_group(quantization)
-    if group and f"{name}_packed" in dtypes:
-        return Int4GroupEncoding(group)
-    return FloatEncoding()
+    stored = INT4.get(quantization) if quantization else None
+    zeros = isinstance(stored, ZeroPointEncoding)
+    numbers = f"{name.removesuffix('weight')}qweight" if zeros else f"{name}_packed"
+    return stored if stored and numbers in dtypes else FloatEncoding()
