@@ -23,22 +23,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
-from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, require_hopper, swizzled
+from jaxattn.kernels.hopper.device import require_hopper, swizzled
 from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE, serves
 from jaxattn.kernels.linear.fp8_batched_linear import (
-    AT_A_TIME,
-    BARRIER_BYTES,
-    BEGINNING,
     CONSUMERS,
     MOST_TOKENS,
-    SUMMING,
     Fp8BatchedLinearConfig,
     Fp8BatchedLinearCta,
-    Fp8BatchedLinearRefs,
     columns_of,
-    sums_bytes,
+    divided,
+    launch_blocks,
 )
 from jaxattn.kernels.linear.launch import LinearTileConfig
 
@@ -58,18 +53,10 @@ def choose(
 ) -> LinearTileConfig:
     """The parts of K with which the last block ends first, by count of steps."""
     depth = depth_of(form, inner)
-    steps = inner // depth
-
-    def time(parts: int) -> int:
-        turns = -(-tiles // AT_A_TIME[parts])
-        return turns * (-(-steps // parts) + BEGINNING) + SUMMING * (parts > 1)
-
-    parts = min((each for each in AT_A_TIME if each <= steps), key=time)
-    room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
-    room -= sums_bytes(columns) * (gated or parts > 1)
     stage = CONSUMERS * lines_of_step(form, depth) * LINE + columns * depth * 2
-    stages = max(2, min(MOST_STAGES, steps // parts, room // stage))
-    return LinearTileConfig(parts=parts, stages=stages)
+    return divided(
+        stage, MOST_STAGES, tiles=tiles, steps=inner // depth, columns=columns, gated=gated
+    )
 
 
 def refusal(
@@ -123,52 +110,16 @@ def linears_four_bit_mosaic(
         steps=inner // depth, sizes=sizes, affine=affine, gated=gated, interpret=interpret,
         form=form, depth=depth,
     )  # fmt: skip
-    apart = None
-    if interpret and cut.parts > 1:  # whose blocks have no shared memory in common
-        shape = (cut.parts, tiles, CONSUMERS, ROWS * columns)
-        apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
-    padded, pieces = turns * columns, depth // form.columns
+    pieces = depth // form.columns
     of_tokens = (cut.stages, pieces, columns, form.columns)
     of_weights = (cut.stages, CONSUMERS, lines_of_step(form, depth), LINE)
-    found = launch(
-        lambda **refs: FourBitLinearCta(cut, Fp8BatchedLinearRefs(**refs)).run(),
-        name="linear_four_bit",
-        grid={"tile": tiles},
-        cluster={"part": cut.parts} if cut.parts > 1 else {},
-        inputs={
-            "x_ref": jnp.pad(x, ((0, padded - tokens), (0, 0))),
-            "weights_refs": tuple(each.reshape(*each.shape[:2], -1, LINE) for each in weights),
-            "scales_refs": None,
-            "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
-            "apart_ref": apart,
-        },
-        outputs={
-            "out_refs": tuple(
-                jax.ShapeDtypeStruct((padded, size), dtype)
-                for size, dtype in zip(sizes, out_dtypes, strict=True)
-            )
-        },
-        scratch={
-            "x_smem": plgpu.SMEM(of_tokens, x.dtype, transforms=swizzled(x.dtype)),
-            "w_smem": plgpu.SMEM(of_weights, jnp.uint8),
-            "sums_smem": plgpu.SMEM((CONSUMERS, ROWS * columns), jnp.float32)
-            if cut.summed
-            else None,
-            "loaded": plgpu.Barrier(num_arrivals=pieces + CONSUMERS, num_barriers=cut.stages),
-            "read": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=cut.stages),
-            "met": plgpu.Barrier(num_arrivals=CONSUMERS) if gated and cut.parts == 1 else None,
-            "all_met": None
-            if apart is None
-            else plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS + 1),
-        },
-        warpgroups=CONSUMERS + 1,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
-        detect_races=detect_races,
-    )["out_refs"]
-    return [each[:tokens] for each in found]
+    return launch_blocks(
+        FourBitLinearCta, cut, "linear_four_bit", x,
+        [each.reshape(*each.shape[:2], -1, LINE) for each in weights], None, layer=layer,
+        x_smem=plgpu.SMEM(of_tokens, x.dtype, transforms=swizzled(x.dtype)),
+        w_smem=plgpu.SMEM(of_weights, jnp.uint8), copies=pieces,
+        out_dtypes=out_dtypes, detect_races=detect_races,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

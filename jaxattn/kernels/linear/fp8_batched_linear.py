@@ -89,6 +89,15 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> LinearTileCo
         steps: of K.
     """
 
+    stage = BLOCK * (CONSUMERS * ROWS + 2 * columns)
+    return divided(stage, MOST_STAGES, tiles=tiles, steps=steps, columns=columns, gated=gated)
+
+
+def divided(
+    stage: int, most_stages: int, *, tiles: int, steps: int, columns: int, gated: bool
+) -> LinearTileConfig:
+    """`choose` for places of the ring of `stage` bytes each, and at most so many."""
+
     def time(parts: int) -> int:
         turns = -(-tiles // AT_A_TIME[parts])
         return turns * (-(-steps // parts) + BEGINNING) + SUMMING * (parts > 1)
@@ -96,9 +105,8 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> LinearTileCo
     parts = min((each for each in AT_A_TIME if each <= steps), key=time)
     room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
     room -= sums_bytes(columns) * (gated or parts > 1)
-    stage = BLOCK * (CONSUMERS * ROWS + 2 * columns)
     return LinearTileConfig(
-        parts=parts, stages=max(2, min(MOST_STAGES, steps // parts, room // stage))
+        parts=parts, stages=max(2, min(most_stages, steps // parts, room // stage))
     )
 
 
@@ -140,40 +148,69 @@ def many_linears_fp8_mosaic(
         parts=config.parts, stages=config.stages, columns=columns, turns=turns, steps=steps,
         sizes=sizes, affine=affine, gated=gated, interpret=interpret,
     )  # fmt: skip
+    return launch_blocks(
+        Fp8BatchedLinearCta, cut, "linear_fp8_many", x, weights, scales, layer=layer,
+        x_smem=plgpu.SMEM((cut.stages, columns, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
+        w_smem=plgpu.SMEM((cut.stages, CONSUMERS, ROWS, BLOCK), FP8, transforms=SWIZZLED),
+        out_dtypes=out_dtypes, detect_races=detect_races,
+    )  # fmt: skip
+
+
+def launch_blocks(
+    cta: type["Fp8BatchedLinearCta"],
+    cut: "Fp8BatchedLinearConfig",
+    name: str,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    scales: Sequence[jax.Array] | None,
+    *,
+    layer: jax.Array | int,
+    x_smem: Any,
+    w_smem: Any,
+    copies: int = 1,
+    out_dtypes: Sequence[Any],
+    detect_races: bool,
+) -> list[jax.Array]:
+    """The results of a kernel whose blocks are `cta(cut, refs)`.
+
+    Args:
+        weights: as the blocks read them.
+        x_smem, w_smem: the ring's, of tokens and of weights.
+        copies: of tokens, for each step.
+    """
+    tokens, columns, tiles = x.shape[0], cut.columns, cut.turns * sum(cut.tiles)
+    padded, interpret = cut.turns * columns, cut.interpret
     apart = None
     if interpret and cut.parts > 1:  # whose blocks have no shared memory in common
         shape = (cut.parts, tiles, CONSUMERS, ROWS * columns)
         apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
-    padded = turns * columns
     found = launch(
-        lambda **refs: Fp8BatchedLinearCta(cut, Fp8BatchedLinearRefs(**refs)).run(),
-        name="linear_fp8_many",
+        lambda **refs: cta(cut, Fp8BatchedLinearRefs(**refs)).run(),
+        name=name,
         grid={"tile": tiles},
         cluster={"part": cut.parts} if cut.parts > 1 else {},
         inputs={
             "x_ref": jnp.pad(x, ((0, padded - tokens), (0, 0))),
             "weights_refs": tuple(weights),
-            "scales_refs": tuple(scales),
+            "scales_refs": None if scales is None else tuple(scales),
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "apart_ref": apart,
         },
         outputs={
             "out_refs": tuple(
                 jax.ShapeDtypeStruct((padded, size), dtype)
-                for size, dtype in zip(sizes, out_dtypes, strict=True)
+                for size, dtype in zip(cut.sizes, out_dtypes, strict=True)
             )
         },
         scratch={
-            "x_smem": plgpu.SMEM(
-                (cut.stages, columns, BLOCK), x.dtype, transforms=swizzled(x.dtype)
-            ),
-            "w_smem": plgpu.SMEM((cut.stages, CONSUMERS, ROWS, BLOCK), FP8, transforms=SWIZZLED),
+            "x_smem": x_smem,
+            "w_smem": w_smem,
             "sums_smem": plgpu.SMEM((CONSUMERS, ROWS * columns), jnp.float32)
             if cut.summed
             else None,
-            "loaded": plgpu.Barrier(num_arrivals=1 + CONSUMERS, num_barriers=cut.stages),
+            "loaded": plgpu.Barrier(num_arrivals=copies + CONSUMERS, num_barriers=cut.stages),
             "read": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=cut.stages),
-            "met": plgpu.Barrier(num_arrivals=CONSUMERS) if gated and cut.parts == 1 else None,
+            "met": plgpu.Barrier(num_arrivals=CONSUMERS) if cut.gated and cut.parts == 1 else None,
             "all_met": None
             if apart is None
             else plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS + 1),
