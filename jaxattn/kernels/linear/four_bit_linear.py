@@ -79,8 +79,8 @@ def refusal(
 def linears_four_bit_mosaic(
     x: jax.Array,
     weights: Sequence[jax.Array],
-    form: FourBitFormat,
     *,
+    form: FourBitFormat,
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     out_dtypes: Sequence[Any],

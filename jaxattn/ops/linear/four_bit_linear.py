@@ -12,19 +12,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
-from jaxattn.core.stacked_layer import split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.array_checks import check_layer
 from jaxattn.kernels.linear.four_bit_linear import OP, linears_four_bit_mosaic
 from jaxattn.ops.linear.linear import Layer
+from jaxattn.ops.linear.quantized_products import check_gate_and_up, quantized_products
 
 
 def linear_four_bit_layer(
@@ -68,9 +66,7 @@ def gated_four_bit_layer(
 
     Arguments, limits and errors are those of `linear_four_bit_layer`; gate comes before up.
     """
-    shapes = [tuple(each.shape) for each in weights]
-    if len(shapes) != 2 or shapes[0] != shapes[1]:
-        raise ValueError(f"{OP}: weights must be gate and up of one shape, got {shapes}")
+    check_gate_and_up(OP, weights)
     dtypes = [jnp.dtype(out_dtype)]
     return _linears(x, list(weights), form, layer, dtypes, True, implementation)[0]
 
@@ -85,30 +81,11 @@ def _linears(
     implementation: Implementation | None,
 ) -> list[Array]:
     _check(x, weights, form)
-    first, affine, number = split_layer_index(layer)
-    check_layer(OP, "weights[0]", weights[0].shape, number)
-
-    def kernel(tokens: Array, first: Array, weights: list[Array], interpret: bool) -> list[Array]:
-        return linears_four_bit_mosaic(
-            tokens, weights, form, layer=first, affine=affine, out_dtypes=out_dtypes,
-            gated=gated, interpret=interpret,
-        )  # fmt: skip
-
-    def reference(tokens: Array, first: Array, weights: list[Array]) -> list[Array]:
-        layer = affine[0] * first + affine[1]
-        products = [_product(tokens, weight, form, layer) for weight in weights]
-        if gated:
-            products = [jax.nn.silu(products[0]) * products[1]]
-        return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
-
-    operands = x.reshape(-1, x.shape[-1]), jnp.asarray(first, jnp.int32), weights
-
-    def mosaic(interpret: bool) -> list[Array]:
-        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
-
-    with jax.named_scope(OP):
-        found = dispatch_kernel(OP, implementation, mosaic, lambda: reference(*operands))
-    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+    return quantized_products(
+        OP, x, (weights,), layer, out_dtypes, gated=gated,
+        kernel=partial(linears_four_bit_mosaic, form=form), product=partial(_product, form=form),
+        implementation=implementation,
+    )  # fmt: skip
 
 
 def _check(x: Array, weights: list[Array], form: FourBitFormat) -> None:
@@ -120,12 +97,12 @@ def _check(x: Array, weights: list[Array], form: FourBitFormat) -> None:
         inner = form.matrix(weight.shape)[1]
         if weight.shape[-1] != form.tile_bytes or x.shape[-1] != inner:
             raise ValueError(
-                f"{OP}: weights[{place}] {list(weight.shape)} must be [L, N / {64}, K / "
+                f"{OP}: weights[{place}] {list(weight.shape)} must be [L, N / 64, K / "
                 f"{form.columns}, {form.tile_bytes}] of x {list(x.shape)} in {form}"
             )
 
 
-def _product(x: Array, weights: Array, form: FourBitFormat, layer: Array) -> Array:
+def _product(x: Array, weights: Array, layer: Array, *, form: FourBitFormat) -> Array:
     tiles = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
     # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

@@ -11,25 +11,23 @@ tokens.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import block_counts, deinterleave_columns, dequantize
-from jaxattn.core.stacked_layer import split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.array_checks import check_features, check_layer
+from jaxattn.core.validation.array_checks import check_features
 from jaxattn.kernels.linear import fp8_batched_linear, fp8_linear
 from jaxattn.kernels.linear.fp8_batched_linear import many_linears_fp8_mosaic
 from jaxattn.kernels.linear.fp8_linear import OP, linears_fp8_mosaic
 from jaxattn.kernels.linear.launch import Shaped
 from jaxattn.ops.linear.linear import Layer
+from jaxattn.ops.linear.quantized_products import check_gate_and_up, quantized_products
 
 
 def linear_fp8_layer(
@@ -75,9 +73,7 @@ def gated_fp8_layer(
 
     Arguments, limits and errors are those of `linear_fp8_layer`; gate comes before up.
     """
-    shapes = [tuple(each.shape) for each in weights]
-    if len(shapes) != 2 or shapes[0] != shapes[1]:
-        raise ValueError(f"{OP}: weights must be gate and up of one shape, got {shapes}")
+    check_gate_and_up(OP, weights)
     dtypes = [jnp.dtype(out_dtype)]
     return _linears(x, list(weights), list(scales), layer, dtypes, True, implementation)[0]
 
@@ -98,36 +94,15 @@ def _linears(
     implementation: Implementation | None,
 ) -> list[Array]:
     _check(x, weights, scales)
-    first, affine, number = split_layer_index(layer)
-    check_layer(OP, "weights[0]", weights[0].shape, number)
 
-    def kernel(
-        tokens: Array, first: Array, weights: list[Array], scales: list[Array], interpret: bool
-    ) -> list[Array]:
+    def kernel(tokens: Array, *args: Any, **kwargs: Any) -> list[Array]:
         few = tokens.shape[0] <= fp8_linear.MOST_TOKENS
-        return (linears_fp8_mosaic if few else many_linears_fp8_mosaic)(
-            tokens, weights, scales, layer=first, affine=affine, out_dtypes=out_dtypes,
-            gated=gated, interpret=interpret,
-        )  # fmt: skip
+        return (linears_fp8_mosaic if few else many_linears_fp8_mosaic)(tokens, *args, **kwargs)
 
-    def reference(
-        tokens: Array, first: Array, weights: list[Array], scales: list[Array]
-    ) -> list[Array]:
-        layer = affine[0] * first + affine[1]
-        pairs = zip(weights, scales, strict=True)
-        products = [_product(tokens, weight, scale, layer) for weight, scale in pairs]
-        if gated:
-            products = [jax.nn.silu(products[0]) * products[1]]
-        return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
-
-    operands = x.reshape(-1, x.shape[-1]), jnp.asarray(first, jnp.int32), weights, scales
-
-    def mosaic(interpret: bool) -> list[Array]:
-        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
-
-    with jax.named_scope(OP):
-        found = dispatch_kernel(OP, implementation, mosaic, lambda: reference(*operands))
-    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
+    return quantized_products(
+        OP, x, (weights, scales), layer, out_dtypes, gated=gated, kernel=kernel, product=_product,
+        implementation=implementation,
+    )  # fmt: skip
 
 
 def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
