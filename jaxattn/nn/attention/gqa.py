@@ -167,29 +167,10 @@ class GroupedQueryAttention(PagedAttention):
         if out_bias:
             self.o_bias = nnx.Param(jnp.zeros(hidden_size, param_dtype))
 
-    def __call__(
-        self,
-        x: Float[Array, "B T hidden"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " n+1"] | None = None,
+    def _attend_whole(
+        self, x: Array, positions: Array, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
-        """Causal attention over whole sequences. Returns float32.
-
-        Args:
-            segment_ids: the sequence that each token is of, where rows hold several. The ids must
-                not decrease along a row. Tokens see those of their own sequence alone, and its
-                positions start at 0.
-            cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
-                Tokens from the last one on are padding, which must be finite.
-
-        Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; it is named.
-        """
-        positions = self._positions(x, segment_ids, cu_seqlens)
         q, k, v, gate = self._heads(x, positions)
-        packed: dict[str, Any] = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         out, _ = gqa.gqa_attention(q, k, v, gate=gate, **packed, **self._masking)
         return self._project_out(out)
 

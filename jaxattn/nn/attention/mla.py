@@ -126,27 +126,9 @@ class MultiHeadLatentAttention(PagedAttention):
         heads = num_heads * v_head_dim
         self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
 
-    def __call__(
-        self,
-        x: Float[Array, "B T hidden"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        cu_seqlens: Int[Array, " n+1"] | None = None,
+    def _attend_whole(
+        self, x: Array, positions: Array, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
-        """Causal attention over whole sequences. Returns float32.
-
-        Args:
-            segment_ids: the sequence that each token is of, where rows hold several. The ids must
-                not decrease along a row. Tokens see those of their own sequence alone, and its
-                positions start at 0.
-            cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
-                Tokens from the last one on are padding, which must be finite.
-
-        Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; it is named.
-        """
-        positions = self._positions(x, segment_ids, cu_seqlens)
         q_nope, q_pe = self._queries(x, positions)
         latent = self._latents(x, positions)
         compressed, k_pe = jnp.split(latent, [self.kv_lora_rank], axis=-1)
@@ -157,7 +139,6 @@ class MultiHeadLatentAttention(PagedAttention):
             k_nope = matmul(compressed, w_uk, self.dtype, self.dtype).reshape(*heads, -1)
             v = matmul(compressed, w_uv, self.dtype, self.dtype).reshape(*heads, -1)
             q = jnp.concatenate([q_nope, q_pe], axis=-1)
-        packed: dict[str, Any] = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale, **packed)
         return self._project_out(x, out)
 

@@ -25,6 +25,36 @@ class PagedAttention(nnx.Module):
     reads: ClassVar[tuple[str, str]]
     rope: RopeConfig
 
+    def __call__(
+        self,
+        x: Float[Array, "B T hidden"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " n+1"] | None = None,
+    ) -> Float[Array, "B T hidden"]:
+        """Causal attention over whole sequences. Returns float32.
+
+        Args:
+            segment_ids: the sequence that each token is of, where rows hold several. The ids must
+                not decrease along a row. Tokens see those of their own sequence alone, and its
+                positions start at 0.
+            cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
+                Tokens from the last one on are padding, which must be finite.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
+                fit; it is named.
+        """
+        positions = self._positions(x, segment_ids, cu_seqlens)
+        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        return self._attend_whole(x, positions, packed)
+
+    def _attend_whole(
+        self, x: Array, positions: Array, packed: dict[str, Any]
+    ) -> Float[Array, "B T hidden"]:
+        """`__call__` of checked arguments; `packed` are keywords of the op."""
+        raise NotImplementedError
+
     def decode_rotation(
         self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
     ) -> Rotation:
