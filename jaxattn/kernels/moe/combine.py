@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import WeightedRows
-from jaxattn.kernels.moe.grouped_gemm import PanelMatrix
+from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 
 THREADS = 128
 

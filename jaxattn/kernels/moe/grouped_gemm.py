@@ -37,7 +37,7 @@ import copy
 import dataclasses
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,51 +52,20 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE
-from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
+from jaxattn.kernels.hopper.fp8_operands import SWIZZLED
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.four_bit_gemm import lines
+from jaxattn.kernels.moe.grouped_tile import GroupedGemmTile, PanelMatrix
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
+from jaxattn.kernels.moe.scaled_accumulators import PRODUCT, ScaledAccumulators
 from jaxattn.kernels.moe.tile_config import (
-    BLOCK,
     GROUP,
     NARROWEST,
     ROWS,
     GemmTileConfig,
     stages_of,
 )
-
-PRODUCT = plgpu.Layout.WGMMA
-
-
-@dataclasses.dataclass(frozen=True)
-class PanelMatrix:
-    """A matrix [rows, K] in a 2-D array: panels of `width` columns, one below the other.
-
-    Attributes:
-        first: row of the array where it begins.
-        rows: of a panel.
-    """
-
-    first: int
-    rows: int
-    width: int
-
-    def at(self, ref: Any, row: Any, rows: int, column: Any, columns: int) -> Any:
-        """Some of its rows and columns, which lie in one panel."""
-        of_panel, inside = lax.div(column, self.width), lax.rem(column, self.width)
-        row = pl.multiple_of(self.first + of_panel * self.rows + row, GROUP)
-        return ref.at[pl.ds(row, rows), pl.ds(pl.multiple_of(inside, columns), columns)]
-
-
-class GroupedGemmTile(NamedTuple):
-    """What a block does next."""
-
-    expert: jax.Array
-    source: jax.Array  # first row of its tokens
-    target: jax.Array  # first row of its results
-    groups: jax.Array  # of 8 tokens
-    place: jax.Array  # which of the expert's pieces of rows
 
 
 def neighbours(limit: float, dtype: Any) -> tuple[float, float]:
@@ -563,68 +532,3 @@ class GroupedGemmCta:
                 to = panels.at(target, now.target + group * GROUP, GROUP, column, ROWS)
                 of_group = self.refs.out_smem.at[self.wg, pl.ds(group * GROUP, GROUP)]
                 plgpu.copy_smem_to_gmem(of_group, to)
-
-
-class ScaledAccumulators:
-    """Sums of a `GroupedGemmCta` with FP8 weights; each step's scale is read a step ahead."""
-
-    def __init__(self, block: GroupedGemmCta):
-        self.block = block
-
-    def __call__(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
-        block, cut, refs = self.block, self.block.cut, self.block.refs
-        split = cut.product.split
-        parts: Any = [block.wg] if split else range(cut.product.parts)
-        first = now.place * cut.piece + (0 if split else block.wg) * ROWS
-        of_parts = [
-            lax.div(first + (0 if cut.gated else part * cut.apart), BLOCK)
-            + (part * (refs.scales.shape[2] // 2) if cut.gated else 0)
-            for part in parts
-        ]
-
-        def scales(s: Any) -> list[jax.Array]:
-            s = jnp.minimum(s, cut.steps - 1)
-            return [refs.scales[block.layer, now.expert, rows, s] for rows in of_parts]
-
-        def step(s, carry):
-            totals, factors = carry
-            slot, turned = block.arrived(done + s)
-            following = scales(s + 1)
-            every = self._products(slot, turned)
-            # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
-            # between a load and the next copy to its place.
-            if cut.interpret:
-                plgpu.commit_smem()
-            plgpu.barrier_arrive(refs.read.at[slot])
-            totals = [
-                total + one * factor
-                for total, one, factor in zip(totals, every, factors, strict=True)
-            ]
-            return totals, following
-
-        zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
-        return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
-
-    def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
-        """A step's, of each part that is the warpgroup's, without its scale."""
-        block, refs, product = self.block, self.block.refs, self.block.cut.product
-        # (part, which of its 64 rows)
-        mine: list[Any] = [(part, block.wg) for part in range(product.parts)]
-        if product.split:
-            mine = [(block.wg, 0)]
-        if block.cut.interpret:
-            tokens = refs.tokens_smem[slot, 0]
-            return [
-                plain_product(refs.weights_smem[slot, part, rows], tokens) for part, rows in mine
-            ]
-
-        def products(*accs: Any) -> list[jax.Array]:
-            for (part, rows), acc in zip(mine, accs, strict=True):
-                tile = refs.weights_smem.at[slot, part, rows]
-                plgpu.wgmma(acc, widened(tile, refs.tokens.dtype), turned)
-            return [
-                plgpu.wgmma_accumulator_load(acc, wait_n=len(mine) - 1 - place)
-                for place, acc in enumerate(accs)
-            ]
-
-        return pl.run_scoped(products, *block.accumulators[: len(mine)])

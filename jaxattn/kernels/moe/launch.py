@@ -26,7 +26,8 @@ from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.four_bit_operands import serves
 from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.kernels.moe.four_bit_gemm import choose_four_bit
-from jaxattn.kernels.moe.grouped_gemm import PanelMatrix, grouped_product
+from jaxattn.kernels.moe.grouped_gemm import grouped_product
+from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.kernels.moe.routing.small_batch_alignment import (
     align_small_batch,

@@ -41,7 +41,7 @@ from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
     smem,
 )
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
-from jaxattn.kernels.moe.grouped_gemm import PanelMatrix
+from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, supports_pairs

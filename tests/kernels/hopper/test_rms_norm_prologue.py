@@ -10,7 +10,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.launch import LinearTileConfig, linears_mosaic, sums_parts
 from jaxattn.kernels.moe.combine import ExpertOutputs
-from jaxattn.kernels.moe.grouped_gemm import PanelMatrix
+from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.moe import mixture_of_experts
 from jaxattn.ops.linear.norm_linear import PendingNorm, array_of

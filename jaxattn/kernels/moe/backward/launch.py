@@ -29,7 +29,8 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
 from jaxattn.kernels.moe.backward.weight_gradient import DEPTH, weight_gradient
 from jaxattn.kernels.moe.combine import combine
-from jaxattn.kernels.moe.grouped_gemm import PanelMatrix, grouped_product
+from jaxattn.kernels.moe.grouped_gemm import grouped_product
+from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import FP8, OP, output_columns, refuse
 from jaxattn.kernels.moe.routing.token_alignment import TokenAlignment, align_tokens
 from jaxattn.kernels.moe.tile_config import (

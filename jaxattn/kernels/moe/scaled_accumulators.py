@@ -1,0 +1,83 @@
+"""Sums over K of products with FP8 weights, for `GroupedGemmCta` (grouped_gemm.py).
+
+Each step's product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.fp8_operands import plain_product, widened
+from jaxattn.kernels.moe.grouped_tile import GroupedGemmTile
+from jaxattn.kernels.moe.tile_config import BLOCK, ROWS
+
+PRODUCT = plgpu.Layout.WGMMA
+
+
+class ScaledAccumulators:
+    """Sums of a `GroupedGemmCta` with FP8 weights; each step's scale is read a step ahead."""
+
+    def __init__(self, block: Any):  # a GroupedGemmCta
+        self.block = block
+
+    def __call__(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
+        block, cut, refs = self.block, self.block.cut, self.block.refs
+        split = cut.product.split
+        parts: Any = [block.wg] if split else range(cut.product.parts)
+        first = now.place * cut.piece + (0 if split else block.wg) * ROWS
+        of_parts = [
+            lax.div(first + (0 if cut.gated else part * cut.apart), BLOCK)
+            + (part * (refs.scales.shape[2] // 2) if cut.gated else 0)
+            for part in parts
+        ]
+
+        def scales(s: Any) -> list[jax.Array]:
+            s = jnp.minimum(s, cut.steps - 1)
+            return [refs.scales[block.layer, now.expert, rows, s] for rows in of_parts]
+
+        def step(s, carry):
+            totals, factors = carry
+            slot, turned = block.arrived(done + s)
+            following = scales(s + 1)
+            every = self._products(slot, turned)
+            # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
+            # between a load and the next copy to its place.
+            if cut.interpret:
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.read.at[slot])
+            totals = [
+                total + one * factor
+                for total, one, factor in zip(totals, every, factors, strict=True)
+            ]
+            return totals, following
+
+        zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
+        return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
+
+    def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
+        """A step's, of each part that is the warpgroup's, without its scale."""
+        block, refs, product = self.block, self.block.refs, self.block.cut.product
+        # (part, which of its 64 rows)
+        mine: list[Any] = [(part, block.wg) for part in range(product.parts)]
+        if product.split:
+            mine = [(block.wg, 0)]
+        if block.cut.interpret:
+            tokens = refs.tokens_smem[slot, 0]
+            return [
+                plain_product(refs.weights_smem[slot, part, rows], tokens) for part, rows in mine
+            ]
+
+        def products(*accs: Any) -> list[jax.Array]:
+            for (part, rows), acc in zip(mine, accs, strict=True):
+                tile = refs.weights_smem.at[slot, part, rows]
+                plgpu.wgmma(acc, widened(tile, refs.tokens.dtype), turned)
+            return [
+                plgpu.wgmma_accumulator_load(acc, wait_n=len(mine) - 1 - place)
+                for place, acc in enumerate(accs)
+            ]
+
+        return pl.run_scoped(products, *block.accumulators[: len(mine)])
