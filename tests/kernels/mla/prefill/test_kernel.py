@@ -334,7 +334,8 @@ def test_prefill_without_a_prefix_and_its_gradient(implementation):
 
     grad = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
     got, (out, lse) = grad(case.args[:4], implementation)
-    assert_close(out, lse, *case.expected())
+    # A key that the gradient's product rounds the other way moves an LSE by 4e-5.
+    assert_close(out, lse, *case.expected(), lse_atol=1e-4)
     expected, _ = grad(case.args[:4], "xla")
     for a, b in zip(got, expected, strict=True):
         assert np.isfinite(a).all() and relative(a, np.asarray(b, np.float64)) < 1e-2
