@@ -24,7 +24,7 @@ run() {  # SECONDS, a command
   echo "== $(date +%T) ${*:2}"
   timeout -k 5 "$@" || echo "== exit $?: ${*:2}"
 }
-suite() { run 600 python -m pytest -q -m 'gpu and not large' -n 14 --dist loadgroup --timeout 200 "$@"; }
+suite() { run 600 python -m pytest -q -m 'gpu and not large' -n 8 --dist loadgroup --timeout 200 "$@"; }
 bench() { local name=$1; shift; run 300 python -m jaxattn.bench "$@" --json "$OUT/$name.json"; }
 model() { local name=$1; shift; bench "model-${name,,}" model "$name" "$@"; }
 
