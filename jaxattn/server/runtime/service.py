@@ -308,7 +308,13 @@ class Service:
             for prompt, room in zip(prompts, rooms, strict=True)
             for choice in range(sampling.choices)
         ]
-        return Generation.of(requests, stream, sampling.stops, stop_included=sampling.stop_included)
+        return Generation.of(
+            requests,
+            stream,
+            sampling.stops,
+            stop_tokens=sampling.stop_tokens,
+            stop_included=sampling.stop_included,
+        )
 
     def embeddings(
         self, prompts: Sequence[Sequence[int]], pooling: str, *, priority: int, salt: str
