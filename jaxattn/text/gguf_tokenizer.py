@@ -118,12 +118,13 @@ def _settings(metadata: Mapping[str, Any], tokens: Sequence[str], path: Path) ->
         if name in ENDS:
             stops.add(number)
     template = metadata.get("tokenizer.chat_template")
-    add_bos = metadata.get(f"{KEY}.add_bos_token", False)
+    bos, eos = (metadata.get(f"{KEY}.add_{each}_token", False) for each in ("bos", "eos"))
     return TokenizerConfig(
         folder=path,
         named=named,
         more=(),
-        add_bos=bool(add_bos) and "bos_token" in named,
+        add_bos=bool(bos) and "bos_token" in named,
+        add_eos=bool(eos) and "eos_token" in named,
         eos_ids=tuple(sorted(stops)),
         defaults=SamplingDefaults(),
         vocab_size=len(tokens),

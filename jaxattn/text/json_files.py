@@ -61,12 +61,26 @@ def read_object(path: Path) -> dict[str, Any]:
     return {} if text is None else parse_object(text, path)
 
 
+def read_list(path: Path) -> list[Any]:
+    """The JSON list of a file; an empty one if there is no file.
+
+    Raises:
+        TextError: it cannot be read, or is something else.
+    """
+    text = read_text(path, MOST_JSON_BYTES)
+    return [] if text is None else _parsed(text, path, list, "list")
+
+
 def parse_object(text: str, path: Path) -> dict[str, Any]:
     """The JSON object of a text that was read from `path`.
 
     Raises:
         TextError: it is something else.
     """
+    return _parsed(text, path, dict, "object")
+
+
+def _parsed[T](text: str, path: Path, kind: type[T], name: str) -> T:
     if not text.strip():
         raise TextError(f"{path} is empty: copy it again, or remove it")
     try:
@@ -75,6 +89,6 @@ def parse_object(text: str, path: Path) -> dict[str, Any]:
         raise TextError(f"{path} is damaged: its JSON is nested too deeply") from None
     except ValueError as error:  # also integers of thousands of digits
         raise TextError(f"{path} is damaged: it is not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise TextError(f"{path} must hold a JSON object; got {type(values).__name__}")
+    if not isinstance(values, kind):
+        raise TextError(f"{path} must hold a JSON {name}; got {type(values).__name__}")
     return values

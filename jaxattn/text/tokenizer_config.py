@@ -75,6 +75,7 @@ class TokenizerConfig:
         named: special tokens by the names that a template uses, such as bos_token.
         more: `additional_special_tokens`.
         add_bos: whether a prompt begins with BOS; None leaves it to tokenizer.json.
+        add_eos: whether a prompt ends with EOS, where tokenizer.json does not say so itself.
         eos_ids: end-of-sequence ids of generation_config.json and config.json together. Empty if
             neither has one.
         defaults: sampling.
@@ -88,6 +89,7 @@ class TokenizerConfig:
     named: Mapping[str, str]
     more: tuple[str, ...]
     add_bos: bool | None
+    add_eos: bool
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     vocab_size: int | None
@@ -113,6 +115,7 @@ def read_settings(folder: Path) -> TokenizerConfig:
         named={name: token for name, token in named.items() if token is not None},
         more=tokenizer.items("additional_special_tokens", ListOf(_content), "a list of tokens"),
         add_bos=tokenizer.flag("add_bos_token"),
+        add_eos=bool(tokenizer.flag("add_eos_token")),
         eos_ids=eos_ids,
         defaults=_defaults(generation),
         vocab_size=config.optional("vocab_size", ID) or inner.optional("vocab_size", ID),
@@ -122,7 +125,7 @@ def read_settings(folder: Path) -> TokenizerConfig:
     )
 
 
-class _FileFields(OptionalFields):
+class FileFields(OptionalFields):
     """The fields of a file, or of an object in it; a refusal is a TextError."""
 
     def name(self, field: str) -> str:
@@ -141,8 +144,8 @@ class _FileFields(OptionalFields):
         return self.optional(field, _content, "a text or an object with a text `content`")
 
 
-def _fields(path: Path) -> _FileFields:
-    return _FileFields(read_object(path), str(path))
+def _fields(path: Path) -> FileFields:
+    return FileFields(read_object(path), str(path))
 
 
 def _content(name: str, value: Any) -> str:
@@ -155,7 +158,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _defaults(generation: _FileFields) -> SamplingDefaults:
+def _defaults(generation: FileFields) -> SamplingDefaults:
     least = math.ulp(0.0)
     top_k = generation.number("top_k", -1, MOST_ID, "an integer from -1")
     if top_k is not None and not top_k.is_integer():
@@ -177,7 +180,7 @@ def _defaults(generation: _FileFields) -> SamplingDefaults:
     )
 
 
-def _added(tokenizer: _FileFields) -> dict[int, AddedVocabToken]:
+def _added(tokenizer: FileFields) -> dict[int, AddedVocabToken]:
     field = tokenizer.object("added_tokens_decoder")
     found = {}
     for key in field.values:
@@ -190,7 +193,7 @@ def _added(tokenizer: _FileFields) -> dict[int, AddedVocabToken]:
     return found
 
 
-def _templates(folder: Path, tokenizer: _FileFields) -> dict[str, TemplateFile]:
+def _templates(folder: Path, tokenizer: FileFields) -> dict[str, TemplateFile]:
     """The templates of files of their own, else those of tokenizer_config.json."""
     paths = {"default": folder / TEMPLATE}
     paths |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
@@ -206,7 +209,7 @@ def _templates(folder: Path, tokenizer: _FileFields) -> dict[str, TemplateFile]:
     }
 
 
-def _named_templates(tokenizer: _FileFields) -> dict[str, str]:
+def _named_templates(tokenizer: FileFields) -> dict[str, str]:
     value = tokenizer.values.get("chat_template")
     if value is None or isinstance(value, str):
         return {"default": value} if value else {}

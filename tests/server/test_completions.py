@@ -101,8 +101,9 @@ def test_a_stop_string_is_cut_and_ends_the_row(scripted):
 
 def test_a_stop_token_ends_the_row_unless_eos_is_ignored(scripted):
     stopped = scripted.complete("abcd", stop_token_ids=[99], max_tokens=9).json()["choices"][0]
-    assert (stopped["text"], stopped["finish_reason"]) == ("ab", "stop")
-    assert texts(scripted.complete("ab\0", max_tokens=9)) == ["ab"]
+    assert (stopped["text"], stopped["finish_reason"], stopped["stop_reason"]) == ("ab", "stop", 99)
+    [own] = scripted.complete("ab\0", stop_token_ids=[99], max_tokens=9).json()["choices"]
+    assert (own["text"], own["finish_reason"], own["stop_reason"]) == ("ab", "stop", None)
     assert len(texts(scripted.complete("ab\0", max_tokens=9, ignore_eos=True))[0]) == 6
     shown = scripted.complete("ab\0", max_tokens=9, ignore_eos=True, skip_special_tokens=False)
     assert texts(shown) == ["ab\0" * 3]

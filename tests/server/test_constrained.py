@@ -42,6 +42,7 @@ def test_a_schema_a_pattern_and_plain_rows_beside_each_other(real, client):
     plain = real.complete("def ", max_tokens=8, temperature=0).json()["choices"][0]["text"]
     ruled = real.complete(["def ", "x"], **fields).json()["choices"]
     assert all(choice["text"] in ("yes!", "no!") for choice in ruled)
+    assert [choice["stop_reason"] for choice in ruled] == [None, None]
     again = real.complete("def ", max_tokens=8, temperature=0).json()["choices"][0]["text"]
     assert again == plain
 

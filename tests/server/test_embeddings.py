@@ -1,11 +1,20 @@
 """/v1/embeddings: OpenAI's form, of the engine's embeddings."""
 
 import base64
+import dataclasses
+import json
 
 import numpy as np
 import openai
 import pytest
 
+from jaxattn.models.loading.embedding_defaults import (
+    MODULES,
+    POOLING,
+    EmbeddingDefaults,
+    read_embedding_defaults,
+)
+from jaxattn.text import TextError
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import HIDDEN, LIMITS, ScriptedEngine
 
@@ -119,3 +128,84 @@ def test_a_model_without_hidden_states_says_so():
     with live(served(ScriptedEngine)) as server:
         response = server.post("/v1/embeddings", {"input": "x"})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "no_embeddings")
+
+
+def write_modules(folder, pooling, *kinds):
+    """A folder as Sentence Transformers writes it."""
+    (folder / POOLING).parent.mkdir(exist_ok=True)
+    (folder / POOLING).write_text(json.dumps(pooling))
+    modules = [{"idx": n, "type": f"sentence_transformers.models.{k}"} for n, k in enumerate(kinds)]
+    (folder / MODULES).write_text(json.dumps(modules))
+
+
+FLAGS = {"word_embedding_dimension": 8, "pooling_mode_cls_token": False, "include_prompt": True}
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kinds", "found"),
+    [
+        (FLAGS | {"pooling_mode_mean_tokens": True}, ["Transformer", "Pooling"], ("mean", False)),
+        (
+            FLAGS | {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True},
+            ["Transformer", "Pooling", "Normalize"],
+            ("last", True),
+        ),
+        ({"pooling_mode": "mean"}, ["Transformer", "Pooling", "Normalize"], ("mean", True)),
+        ({"pooling_mode": "lasttoken"}, [], ("last", True)),
+    ],
+)
+def test_a_published_folder_says_what_its_embeddings_are(tmp_path, pooling, kinds, found):
+    assert read_embedding_defaults(tmp_path) == EmbeddingDefaults()
+    write_modules(tmp_path, pooling, *kinds)
+    read = read_embedding_defaults(tmp_path)
+    assert (read.pooling, read.normalize, read.missing) == (*found, "")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kinds", "missing"),
+    [
+        (FLAGS | {"pooling_mode_cls_token": True}, ["Pooling"], "asks for cls_token"),
+        (
+            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+            ["Pooling"],
+            "asks for mean_tokens and max_tokens",
+        ),
+        ({"pooling_mode": "lasttoken"}, ["Pooling", "Dense"], "has the module Dense"),
+    ],
+)
+def test_other_embeddings_need_a_pooling_in_the_request(tmp_path, pooling, kinds, missing):
+    write_modules(tmp_path, pooling, *kinds)
+    own = read_embedding_defaults(tmp_path)
+    model = dataclasses.replace(served(ScriptedEngine, hidden_size=HIDDEN), embedding=own)
+    with live(model) as server:
+        error = server.post("/v1/embeddings", {"input": "x"}).json()["error"]
+        assert error["param"] == "pooling" and missing in error["message"]
+        assert str(tmp_path) not in error["message"]
+        assert asked(server, input="x", pooling="mean").shape == (1, HIDDEN)
+
+
+def test_requests_have_the_model_s_own_embeddings(tmp_path):
+    own = EmbeddingDefaults(pooling="mean", normalize=False)
+    with live(
+        dataclasses.replace(served(ScriptedEngine, hidden_size=HIDDEN), embedding=own)
+    ) as server:
+        raw = asked(server, input="abc")
+        assert server.service.worker.engine.added[-1].pooling == "mean"
+        np.testing.assert_allclose(asked(server, input="abc", normalize=True), unit(raw), atol=1e-6)
+        assert abs(np.linalg.norm(raw) - 1) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "match"),
+    [
+        (MODULES, "{}", "modules.json must hold a JSON list; got dict"),
+        (MODULES, "[1]", "modules must be a list of objects"),
+        (POOLING, '{"pooling_mode": 3}', "pooling_mode must be"),
+        (POOLING, '{"pooling_mode_mean_tokens": "yes"}', "must be true or false; got 'yes'"),
+    ],
+)
+def test_damaged_files_of_embeddings_are_named(tmp_path, file, text, match):
+    write_modules(tmp_path, {})
+    (tmp_path / file).write_text(text)
+    with pytest.raises(TextError, match=match):
+        read_embedding_defaults(tmp_path)

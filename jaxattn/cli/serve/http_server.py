@@ -59,7 +59,7 @@ def serve(
     Raises:
         InputError: the extra is not installed, the port is taken, or the model cannot be served.
     """
-    settings = _read_settings(options, chosen)
+    settings, embedding = _read_settings(options, chosen), chosen.embedding_defaults()
     from jaxattn.server import uvicorn_server  # installed, since the settings could be read
     from jaxattn.server.runtime.service import ServedModel
 
@@ -98,6 +98,7 @@ def serve(
                 limits=limits,
                 vocab_size=model.vocab_size,
                 hidden_size=model.hidden_shape.shape[0],
+                embedding=embedding,
                 defaults=defaults(options, tokenizer.defaults),
                 longest=model.max_position_embeddings,
                 progress=display.tasks,

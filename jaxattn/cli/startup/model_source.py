@@ -17,6 +17,7 @@ from jaxattn import text
 from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults, read_embedding_defaults
 from jaxattn.models.loading.gguf.gguf_header import is_gguf
 from jaxattn.models.loading.huggingface_checkpoint import OnProgress
 from jaxattn.models.loading.loader import (
@@ -69,6 +70,17 @@ class ModelSource:
                     f"{self.folder.model.vocab_size}, not {BYTES}; for other tokens it needs a "
                     f"tokenizer: {error}"
                 ) from error
+
+    def embedding_defaults(self) -> EmbeddingDefaults:
+        """What embeddings of the model are; its files were fetched with the tokenizer's.
+
+        Raises:
+            InputError: one is damaged.
+        """
+        if isinstance(self.folder, GgufFile):
+            return EmbeddingDefaults()
+        with refusals():
+            return read_embedding_defaults(self.folder.path)
 
     def model(self, tokenizer: text.Tokenizer) -> DecoderModel:
         """The model, which samples none but the tokenizer's tokens."""

@@ -38,9 +38,11 @@ from huggingface_hub.utils import tqdm
 
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, INDEX, WEIGHTS, shards_of
+from jaxattn.models.loading.embedding_defaults import MODULES, POOLING
 from jaxattn.models.loading.weight_loader import OnProgress
 
 TEXT = (
+    *(MODULES, POOLING),
     "generation_config.json",
     "tokenizer.json",
     "tiktoken.model",
@@ -69,7 +71,7 @@ def fetch_config(name: str, *, revision: str | None = None) -> Path:
 
 
 def fetch_text(name: str, folder: Path) -> None:
-    """Fetches what the tokenizer is made of, as far as the model has it.
+    """Fetches what the tokenizer is made of, and what embeddings are, as far as the model has it.
 
     Args:
         folder: that `fetch_config` returned.

@@ -1,41 +1,28 @@
 """A message of Anthropic's API: blocks of content, and the events of a stream that make them."""
 
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from jaxattn.server.decoding.generation import Generation, OutputChunk
-from jaxattn.server.decoding.message_events import (
-    ContentDelta,
-    MessageEvent,
-    MessageParser,
-    ReasoningDelta,
-    ToolCall,
-)
-from jaxattn.server.http.event_stream import named_events
-from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
-
-type Events = list[dict[str, Any]]
+from jaxattn.server.decoding.generation import Generation
+from jaxattn.server.decoding.message_events import MessageParser, ToolCall
+from jaxattn.server.openai.answer_form import Events, PartsForm, TokenUsage
 
 SIGNATURE = "jaxattn"  # clients send it back with the thoughts; nobody reads it
 
 
-class MessageForm(AnswerForm):
-    """The state of one message.
+class MessageForm(PartsForm):
+    """The state of one message, whose parts are its blocks.
 
     Args:
         model: its name.
-        prompt_tokens: of the conversation.
-        parser: of the answer's text.
     """
 
+    thoughts, content = "thinking", "text"
+
     def __init__(self, model: str, prompt_tokens: int, parser: MessageParser):
-        self._prompt_tokens, self._parser = prompt_tokens, parser
-        self._content: list[dict[str, Any]] = []
-        self._is_open = False
-        self._last: OutputChunk | None = None
+        super().__init__(prompt_tokens, parser)
         self._message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -44,109 +31,71 @@ class MessageForm(AnswerForm):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(prompt_tokens, 0, 0),
+            "usage": _usage(TokenUsage(prompt_tokens, 0, 0)),
         }
-
-    def take(self, piece: OutputChunk) -> None:
-        self._events(piece)
 
     def whole(self, generation: Generation) -> dict[str, Any]:
-        used = TokenUsage.of(self._prompt_tokens, generation)
-        return self._message | {
-            "content": self._content,
-            **self._stop(),
-            "usage": self._usage(used.prompt, used.cached, used.generated),
-        }
+        told = {"content": self.parts, **self._stop(), "usage": _usage(self.usage(generation))}
+        return self._message | told
 
     def begin(self) -> bytes:
-        return named_events([{"type": "message_start", "message": self._message}])
-
-    def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
-        return named_events([event for piece in pieces for event in self._events(piece)])
+        return self.written([{"type": "message_start", "message": self._message}])
 
     def end(self, generation: Generation) -> bytes:
-        used = TokenUsage.of(self._prompt_tokens, generation)
-        usage = self._usage(used.prompt, used.cached, used.generated)
+        usage = _usage(self.usage(generation))
         delta = {"type": "message_delta", "delta": self._stop(), "usage": usage}
-        return named_events([delta, {"type": "message_stop"}])
-
-    @staticmethod
-    def _usage(prompt: int, cached: int, generated: int) -> dict[str, int]:
-        return {
-            "input_tokens": prompt - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": generated,
-        }
+        return self.written([delta, {"type": "message_stop"}])
 
     def _stop(self) -> dict[str, Any]:
         """Why the message ended."""
-        last = self._last
-        stop = last.stop if last is not None and isinstance(last.stop, str) else None
-        reason = "end_turn"
-        if last is not None and last.finish == "length":
+        stop = self.last.stop if self.last is not None else None
+        stop = stop if isinstance(stop, str) else None
+        reason = "end_turn" if stop is None else "stop_sequence"
+        if self.cut:
             reason = "max_tokens"
-        elif any(block["type"] == "tool_use" for block in self._content):
+        elif any(block["type"] == "tool_use" for block in self.parts):
             reason = "tool_use"
-        elif stop is not None:
-            reason = "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stop}
 
-    def _events(self, piece: OutputChunk) -> Events:
-        """What a piece adds to the content."""
+    def opened(self, kind: str) -> Events:
+        return [self._begun({"type": kind, kind: ""})]
+
+    def text(self, text: str) -> dict[str, Any]:
+        kind = self.parts[-1]["type"]
+        self.parts[-1][kind] += text
+        return self._delta({"type": f"{kind}_delta", kind: text})
+
+    def closed(self, kind: str, *, cut: bool) -> Events:
         found: Events = []
-        events = self._parser.feed(piece.text)
-        if piece.finish is not None:
-            events, self._last = [*events, *self._parser.finish()], piece
-        for event in events:
-            found += self._of_event(event)
-        if piece.finish is not None:
-            found += self._closed()
-        return found
+        if kind == self.thoughts:
+            self.parts[-1]["signature"] = SIGNATURE
+            found = [self._delta({"type": "signature_delta", "signature": SIGNATURE})]
+        return [*found, self._event("stop")]
 
-    def _of_event(self, event: MessageEvent) -> Events:
-        match event:
-            case ReasoningDelta(text):
-                return self._text("thinking", text)
-            case ContentDelta(text):
-                return self._text("text", text)
-            case ToolCall():
-                return self._call(event)
-        raise TypeError(f"an event of another kind: {event!r}")
-
-    def _text(self, kind: str, text: str) -> Events:
-        found: Events = []
-        if not self._is_open or self._content[-1]["type"] != kind:
-            found = self._closed() + self._opened({"type": kind, kind: ""})
-        self._content[-1][kind] += text
-        return [*found, self._delta({"type": f"{kind}_delta", kind: text})]
-
-    def _call(self, call: ToolCall) -> Events:
-        """The events of a call, which comes whole."""
+    def call(self, call: ToolCall) -> Events:
         block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        found = self._closed() + self._opened(block)
+        begun = self._begun(block)
         block["input"] = orjson.loads(call.arguments)
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        return [*found, self._delta(delta), *self._closed()]
+        return [begun, self._delta(delta), self._event("stop")]
 
-    def _opened(self, block: dict[str, Any]) -> Events:
-        self._content.append(block)
-        self._is_open = True
-        began = {"type": "content_block_start", "index": len(self._content) - 1}
-        signed = {"signature": ""} if block["type"] == "thinking" else {}
-        return [began | {"content_block": block | signed}]
-
-    def _closed(self) -> Events:
-        """The events that end the open block, if there is one."""
-        if not self._is_open:
-            return []
-        self._is_open = False
-        found: Events = []
-        if self._content[-1]["type"] == "thinking":
-            self._content[-1]["signature"] = SIGNATURE
-            found = [self._delta({"type": "signature_delta", "signature": SIGNATURE})]
-        return [*found, {"type": "content_block_stop", "index": len(self._content) - 1}]
+    def _begun(self, block: dict[str, Any]) -> dict[str, Any]:
+        self.parts.append(block)
+        signed = {"signature": ""} if block["type"] == self.thoughts else {}
+        return self._event("start") | {"content_block": block | signed}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        index = len(self._content) - 1
-        return {"type": "content_block_delta", "index": index, "delta": delta}
+        return self._event("delta") | {"delta": delta}
+
+    def _event(self, what: str) -> dict[str, Any]:
+        """An event of the last block."""
+        return {"type": f"content_block_{what}", "index": len(self.parts) - 1}
+
+
+def _usage(tokens: TokenUsage) -> dict[str, int]:
+    return {
+        "input_tokens": tokens.prompt - tokens.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": tokens.cached,
+        "output_tokens": tokens.generated,
+    }

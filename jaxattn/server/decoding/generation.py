@@ -41,7 +41,8 @@ class OutputChunk(NamedTuple):
     Attributes:
         text: final; often empty, while a character or a stop string is incomplete.
         finish: "stop" or "length" in the last piece.
-        stop: the stop string or stop token that ended it; None where something else did.
+        stop: the request's stop string or stop token that ended it; None where something else did,
+            such as the model's own stop token.
         chances: of its tokens, if the request asked for them; `Chance.offset` counts from the
             beginning of the choice's own text.
         ids: its tokens.
@@ -62,16 +63,26 @@ class OutputChunk(NamedTuple):
 class ChoiceDetokenizer:
     """One row's text.
 
+    Args:
+        stops: that cut it; None where there are none.
+        stop_tokens: of the request.
+
     Attributes:
         tokens: that were generated.
         done: whether its last piece was made.
         cached: tokens of its prompt that were not read again; known at its end.
     """
 
-    def __init__(self, number: int, stream: TokenStream, stops: StopStrings | None):
+    def __init__(
+        self,
+        number: int,
+        stream: TokenStream,
+        stops: StopStrings | None,
+        stop_tokens: Sequence[int] = (),
+    ):
         self.number, self.tokens, self.cached = number, 0, 0
         self.done = False
-        self._stream, self._stops = stream, stops
+        self._stream, self._stops, self._stop_tokens = stream, stops, stop_tokens
         self._characters = 0
 
     def take(self, events: Sequence[Event]) -> OutputChunk | None:
@@ -129,10 +140,9 @@ class ChoiceDetokenizer:
                 return {"finish": "stop", "stop": stop}
             rest += self._stops.end()
         text.append(rest)
-        # Clients know stop strings and tokens, and none of the engine's own reasons.
-        is_token = finish == "stop" and isinstance(completion.detail, int)
-        found = completion.detail if is_token else None
-        return {"finish": finish, "stop": found, "embedding": completion.embedding}
+        asked = isinstance(completion.detail, int) and completion.detail in self._stop_tokens
+        stop = completion.detail if asked else None  # and none of the engine's own reasons
+        return {"finish": finish, "stop": stop, "embedding": completion.embedding}
 
 
 def _plain(event: Event) -> bool:
@@ -190,12 +200,16 @@ class Generation:
         stream: Callable[[], TokenStream],
         stops: Sequence[str],
         *,
+        stop_tokens: Sequence[int] = (),
         stop_included: bool = False,
     ) -> Self:
         """A generation whose choices have streams and stop strings of their own."""
         choices = [
             ChoiceDetokenizer(
-                number, stream(), StopStrings(stops, included=stop_included) if stops else None
+                number,
+                stream(),
+                StopStrings(stops, included=stop_included) if stops else None,
+                stop_tokens,
             )
             for number in range(len(requests))
         ]

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from jaxattn.engine.requests.request import POOLINGS
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.sampling_params import MOST_ID, MOST_SALT
-from jaxattn.server.http.errors import ApiError
+from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.request import HttpRequest
 from jaxattn.server.openai.answer_form import WholeForm
 from jaxattn.server.openai.completions import encoded_prompts, read_prompts
@@ -29,13 +29,19 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
         service.check_model(fields)
         if (size := service.served.hidden_size) is None:
             raise ApiError(400, "this model has no embeddings", code="no_embeddings")
+        own, pooling = service.served.embedding, fields.chosen("pooling", POOLINGS)
+        if pooling is None and own.missing:
+            raise bad(
+                "pooling",
+                f"pooling must be {' or '.join(POOLINGS)} here: {own.missing}, which is not "
+                "implemented",
+            )
         form = EmbeddingForm(
             service.settings.names[0],
             dimensions=fields.integer("dimensions", 1, size) or size,
             base64_=fields.chosen("encoding_format", ("float", "base64")) == "base64",
-            normalize=fields.flag("normalize", True),
+            normalize=fields.flag("normalize", own.normalize),
         )
-        pooling = fields.chosen("pooling", POOLINGS) or "last"
         priority = fields.integer("priority", -(2**31), MOST_ID) or 0
         salt = fields.text("cache_salt", MOST_SALT) or ""
         given = read_prompts(fields, "input", MOST_INPUTS)
@@ -49,7 +55,9 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=service.embeddings(prompts, pooling, priority=priority, salt=salt),
+            generation=service.embeddings(
+                prompts, pooling or own.pooling, priority=priority, salt=salt
+            ),
             form=form,
             arrived=arrived,
             places=min(len(prompts), service.limits.batch),

@@ -18,6 +18,7 @@ from jaxattn import __version__
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
+from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults
 from jaxattn.server.decoding.generation import Generation, RowEvents
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ class ServedModel:
         limits: of the engine, which chooses what they leave open when it starts.
         vocab_size: of the model.
         hidden_size: of the model, which its embeddings have; None for one that embeds nothing.
+        embedding: what its embeddings are.
         longest: tokens of the model's longest row, whatever the limits.
         defaults: of requests that do not say how to sample.
         progress: what `make` has done so far, for the page: JSON objects with the name of a task,
@@ -61,6 +63,7 @@ class ServedModel:
     vocab_size: int
     defaults: SamplingDefaults
     hidden_size: int | None = None
+    embedding: EmbeddingDefaults = EmbeddingDefaults()
     longest: int | None = None
     progress: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
@@ -305,7 +308,13 @@ class Service:
             for prompt, room in zip(prompts, rooms, strict=True)
             for choice in range(sampling.choices)
         ]
-        return Generation.of(requests, stream, sampling.stops, stop_included=sampling.stop_included)
+        return Generation.of(
+            requests,
+            stream,
+            sampling.stops,
+            stop_tokens=sampling.stop_tokens,
+            stop_included=sampling.stop_included,
+        )
 
     def embeddings(
         self, prompts: Sequence[Sequence[int]], pooling: str, *, priority: int, salt: str

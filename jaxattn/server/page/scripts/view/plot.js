@@ -16,7 +16,7 @@ export class LivePlot {
     Object.assign(this, { title, format });
     this.most = null; // the axis' end; null follows the values
     this.points = []; // [second, value]
-    this.value = element("output", { class: "value" });
+    this.value = element("output", { class: "value", text: "–" });
     this.top = element("span", { class: "axis top", "aria-hidden": "true" });
     this.area = svg("path", { class: "area" });
     this.line = svg("path", { class: "line" });

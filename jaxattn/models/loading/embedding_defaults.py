@@ -1,0 +1,66 @@
+"""How a published model makes embeddings: modules.json and the configuration of its pooling.
+
+Sentence Transformers writes both beside the weights. Of its modules, the transformer itself, two
+kinds of pooling and the normalization are implemented.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from jaxattn.core.validation.config_fields import ListOf, json_object
+from jaxattn.text.json_files import read_list, read_object
+from jaxattn.text.tokenizer_config import FileFields
+
+MODULES, POOLING = "modules.json", "1_Pooling/config.json"
+MOST_MODULES = 32
+# Names of the files -> poolings of a request. The second name of each is that of a flag.
+POOLINGS = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+FLAG = "pooling_mode_"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingDefaults:
+    """What an embedding is where a request does not say it.
+
+    Attributes:
+        pooling: "mean" or "last"; see `Request.pooling`.
+        normalize: whether its length is 1.
+        missing: what the model's own embeddings need and the engine does not have; empty where
+            there is nothing.
+    """
+
+    pooling: str = "last"
+    normalize: bool = True
+    missing: str = ""
+
+
+def read_embedding_defaults(folder: Path) -> EmbeddingDefaults:
+    """What the files of a folder say; each may be missing.
+
+    Raises:
+        TextError: one is damaged, or a field has another type than it should.
+    """
+    pooling, missing = _pooling(FileFields(read_object(folder / POOLING), str(folder / POOLING)))
+    listed = read_list(folder / MODULES)
+    modules = FileFields({"modules": listed}, str(folder / MODULES))
+    items = modules.items("modules", ListOf(json_object, MOST_MODULES), "a list of objects")
+    kinds = [(modules.of("modules", each).text("type") or "").rpartition(".")[2] for each in items]
+    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if others:
+        missing = f"{MODULES} has the module {others[0]:.60}"
+    return EmbeddingDefaults(
+        pooling=pooling, normalize=not kinds or "Normalize" in kinds, missing=missing
+    )
+
+
+def _pooling(fields: FileFields) -> tuple[str, str]:
+    """(the pooling, what is missing of it): older files have a flag for each, newer ones a name."""
+    flags = [name for name in fields.values if name.startswith(FLAG)]
+    named = [name.removeprefix(FLAG) for name in flags if fields.flag(name)]
+    if (mode := fields.text("pooling_mode")) is not None:
+        named = [mode]
+    if not named:
+        return EmbeddingDefaults.pooling, ""
+    if len(named) > 1 or named[0] not in POOLINGS:
+        return EmbeddingDefaults.pooling, f"{POOLING} asks for {' and '.join(named):.60}"
+    return POOLINGS[named[0]], ""
