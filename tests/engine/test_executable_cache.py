@@ -68,7 +68,6 @@ def test_what_jaxs_cache_gave_is_kept_only_where_it_stays_whole(tmp_path):
         for name in ("first", "again"):
             lowered = jax.jit(lambda x: jnp.sin(x).sum() + 1).lower(x)
             assert opened(tmp_path).compiled(name, lowered)(x).shape == ()
-            jax.clear_caches()
         found = [opened(tmp_path).load(name) for name in ("first", "again")]
         assert found[0] is not None and found[0](x).shape == ()
         assert found[1] is None or found[1](x).block_until_ready().shape == ()

@@ -16,7 +16,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers.executables import keep_freed_memory, leave_out_locations
+import pytest
+
+from tests.helpers.executables import (
+    keep_freed_memory,
+    leave_out_locations,
+    share_executables,
+)
 
 DEVICES = 8
 FLAGS = (
@@ -43,6 +49,7 @@ def _begin() -> None:
 
     leave_out_locations(scopes=True)
     keep_freed_memory()
+    share_executables()
     gc.set_threshold(1_000_000, 20, 20)
     jax.config.update("jax_default_matmul_precision", "highest")
     # See conftest.py.
@@ -52,7 +59,13 @@ def _begin() -> None:
 
 
 def _run(module: str, name: str, arguments: dict[str, Any]) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    try:
+        getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    finally:
+        # Fixtures end in the other process, which does not know what a copy has changed here.
+        for each in arguments.values():
+            if isinstance(each, pytest.MonkeyPatch):
+                each.undo()
 
 
 def on_virtual_devices(test: Callable[..., None]) -> Callable[..., None]:

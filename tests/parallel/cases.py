@@ -83,11 +83,6 @@ def decoder(*layers: tuple[str, str], tied: bool = False, dtype: str = "float32"
 
 
 @functools.cache
-def params_of(model: DecoderModel) -> Any:
-    return model.init_params(jax.random.key(3))
-
-
-@functools.cache
 def drawn_params(model: DecoderModel) -> Any:
     """Uniform ones of NumPy's, which nothing is compiled for."""
     random = np.random.default_rng(3)
@@ -153,7 +148,7 @@ class Stepped:
         size = CacheSize(pages=local * stripes, slots=local, page_size=sizes.page)
         spec = scratch_spec(own, local, max_pages=stripes, page_size=sizes.page)
         make = functools.partial(init_state, own, size, spec)
-        params = params_of(model) if params is None else params
+        params = drawn_params(model) if params is None else params
         columns = PartitionSpec(parallel.axes("data") or None, parallel.axes("tensor") or None)
         if parallel.gpus == 1:
             self.params, self.state = own.pack(params), make()

@@ -28,13 +28,16 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
     np.testing.assert_allclose(found, logits, atol=2e-5)
 
 
-@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
+@pytest.mark.slow_cases(
+    reason="a cut of another axis; found by the other layouts there, and of data groups with experts "
+    "by parallel/test_tiny_checkpoints and with a delta net by grouped-query attention, too"
+)
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(dict(tensor=2), marks=pytest.mark.slow),
         dict(tensor=2, context=2, expert=2),
-        dict(data=2, expert=2),
+        pytest.param(dict(data=2, expert=2), marks=pytest.mark.slow),
         pytest.param(dict(tensor=4, context=2), marks=pytest.mark.slow),
         pytest.param(dict(data=4, tensor=2, expert=8), marks=pytest.mark.slow),
         pytest.param(dict(tensor=8, context=4, expert=4), marks=pytest.mark.slow),
