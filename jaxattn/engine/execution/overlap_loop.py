@@ -250,7 +250,9 @@ class OverlapLoop:
 
     def _has_history(self, row: RunningRequest) -> bool:
         """Whether penalties count the row's tokens, or drafts are looked up among them."""
-        return bool(row.request.penalized or self.scheduler.limits.speculate)
+        limits = self.scheduler.limits
+        looked_up = limits.speculate and not limits.uses_draft_head
+        return bool(row.request.penalized or looked_up)
 
     def _remember_cached(self, row: RunningRequest) -> None:
         """Writes what a row does not read of its prompt into its history."""
@@ -268,7 +270,9 @@ class OverlapLoop:
         tokens = row.prompt[cached : cached + count]
         place = row.index if self._has_history(row) else -1
         pages = self.scheduler.block_tables[row.index]
-        return PromptChunk(tokens, cached + len(tokens), row.slot, place, pages)
+        length = cached + len(tokens)
+        following = row.prompt[length] if length < len(row.prompt) else -1
+        return PromptChunk(tokens, length, row.slot, place, pages, following)
 
     def _decode(self, running: DecodeBatchPlan | None, steps: int) -> None:
         self._send_deltas()
