@@ -76,8 +76,8 @@ class Limits:
         cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto"
             is the model's own. The parameters are then those of `model.with_cache_format(...)`.
         speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
-            3 (engine/steps/speculation/). What rows say is the same up to rounding; it may come sooner. A
-            row with recurrent states takes as many slots more. On one GPU alone.
+            3 (engine/steps/speculation/). What rows say is the same up to rounding; it may come
+            sooner. A row with recurrent states takes as many slots more. On one GPU alone.
         speculate_by: "lookup" guesses what followed the row's last tokens before; "mtp" asks the
             model's own draft head (draft_head.py), and `load` must read that: `draft_head=True`.
             Guesses of a head cost time, so each bucket of rows goes without where that is faster.
@@ -150,6 +150,11 @@ class Limits:
             raise ValueError(
                 f"speculate_by must be one of {', '.join(DRAFT_SOURCES)}; got "
                 f"speculate_by={self.speculate_by!r}"
+            )
+        if self.speculate_by == "mtp" and not self.speculate:
+            raise ValueError(
+                f"speculate_by={self.speculate_by!r} guesses speculate={self.speculate} tokens; "
+                f"give speculate too, from 1 to {MOST_DRAFTS}"
             )
         if self.steps_per_round is not None:
             check_sizes("Limits", steps_per_round=self.steps_per_round)

@@ -24,8 +24,10 @@ from jaxattn.parallel import ALONE, Parallel, pieces_of
 
 @dataclasses.dataclass(frozen=True)
 class DraftHead:
-    """A multi-token prediction (MTP) head: a layer behind the others, which reads what the head reads
-    of a token beside the embedding of the next, and guesses the token after that.
+    """A multi-token prediction (MTP) head, which guesses the token after the next.
+
+    It is a layer behind the others, and reads what the output head reads of a token beside the
+    embedding of the next.
 
     Attributes:
         hands_on_normed: what the next guess reads in the place of what the head reads of a token is
