@@ -1,4 +1,4 @@
-"""The switch of a draft head: steps of a bucket of rows draft where that gives more tokens a second.
+"""The switch of a draft head: a bucket of rows drafts where that gives more tokens a second.
 
     drafts      seconds of a step with drafts, over the tokens that it gives of a row
     no drafts   seconds of a step without, which gives one

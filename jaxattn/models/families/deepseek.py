@@ -19,8 +19,6 @@ from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_
 from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
-# How many prediction layers there are: transformers 5 writes the second name, publishers the first.
-PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 # Of the embedding's norm, the hidden state's, their projection, and the last norm.
 DRAFT = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # Of Kimi-K2.5, as it is published and as transformers saves it.
@@ -40,7 +38,13 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
     """The model with its first prediction layer, which is as the last one."""
     last = model.spec.blocks[-1]
-    return decoder.with_draft_head(model, fields, last, DraftHead(), *PREDICTION)
+    return decoder.with_draft_head(model, fields, last, DraftHead(), prediction_layers(fields))
+
+
+def prediction_layers(fields: ConfigFields) -> int:
+    """How many there are: transformers 5 writes the second name, publishers the first."""
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    return max(fields.integer(name, 0, least=0) for name in names)
 
 
 def draft_layers(spec: DecoderSpec) -> list[WeightMapping]:
@@ -135,7 +139,7 @@ def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layers and a vision tower."""
     fields = fields.text()
     last = fields.integer("num_hidden_layers")
-    extra = max(fields.integer(name, 0, least=0) for name in PREDICTION)
+    extra = prediction_layers(fields)
     vision = VISION if fields.values["model_type"] == "kimi_k25" else ()
     return (*(f"model.layers.{last + number}." for number in range(extra)), *vision)
 

@@ -38,7 +38,9 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
     """The model with its prediction layer."""
-    return qwen_hybrid.with_draft_head(model, fields, "mtp_num_hidden_layers")
+    fields.require("mtp_use_dedicated_embeddings", False)
+    layers = fields.integer("mtp_num_hidden_layers", 1, least=0)
+    return qwen_hybrid.with_draft_head(model, fields, layers)
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:

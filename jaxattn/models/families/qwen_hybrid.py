@@ -46,17 +46,16 @@ def read_model(fields: ConfigFields, feed_forward: FeedForward) -> DecoderModel:
     return decoder.read_decoder(fields, blocks, norm_dtype="float32")
 
 
-def with_draft_head(model: DecoderModel, fields: ConfigFields, *counts: str) -> DecoderModel:
+def with_draft_head(model: DecoderModel, fields: ConfigFields, layers: int = 1) -> DecoderModel:
     """The model with its prediction layer, which attends.
 
     Args:
-        counts: fields that may say how many of them there are.
+        layers: how many there are.
     """
     attends = [block for block in model.spec.blocks if isinstance(block.mixer, GQA)]
     if not attends:
-        raise ConfigError(f"{fields.where}: no layer attends, and a draft head (MTP) does")
-    head = DraftHead(hands_on_normed=True)
-    return decoder.with_draft_head(model, fields, attends[-1], head, *counts)
+        raise ConfigError(f"{fields.where}: no layer attends, and the prediction layer (MTP) does")
+    return decoder.with_draft_head(model, fields, attends[-1], DraftHead(True), layers)
 
 
 def _attends(fields: ConfigFields) -> list[bool]:

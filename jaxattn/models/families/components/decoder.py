@@ -42,19 +42,19 @@ def read_decoder(
 
 
 def with_draft_head(
-    model: DecoderModel, fields: ConfigFields, block: Block, head: DraftHead, *counts: str
+    model: DecoderModel, fields: ConfigFields, block: Block, head: DraftHead, layers: int
 ) -> DecoderModel:
     """The model with a draft head of this block.
 
     Args:
-        counts: fields that may say how many prediction layers a checkpoint has.
+        layers: prediction layers of the checkpoint, of which the first is the head's.
 
     Raises:
-        ConfigError: it has none; the fields are named.
+        ConfigError: there are none.
     """
-    if counts and not any(fields.integer(name, 0, least=0) for name in counts):
+    if not layers:
         raise ConfigError(
-            f"{fields.where}: there is no draft head (MTP): {' and '.join(counts)} say no layer; "
+            f"{fields.where}: there is no prediction layer (MTP), which speculate_by='mtp' needs; "
             "set speculate_by to 'lookup', or speculate to 0"
         )
     spec = model.spec
