@@ -44,11 +44,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_folder(folder: Path, model_type: str, *, scale: float = 1.0) -> Tensors:
+def write_folder(folder: Path, model_type: str, *, guesses_well: bool = False) -> Tensors:
     """Writes a folder of random weights, and returns its tensors as they are stored.
 
     Args:
-        scale: of what layers add to the stream.
+        guesses_well: layers add little to the stream, and the prediction layer's stream begins with
+            the token's embedding: what it guesses is often what the model says.
     """
     config = CONFIGS[model_type] | {"model_type": model_type}
     published = read_model(ConfigFields(config, "config.json"), draft_head=True)
@@ -64,8 +65,10 @@ def write_folder(folder: Path, model_type: str, *, scale: float = 1.0) -> Tensor
             drawn = plain + 0.1 * drawn
         elif len(each.shape) == 2 and last != "embed_tokens":
             drawn = drawn * each.shape[1] ** -0.5
-        if last in ("o_proj", "out_proj", "down_proj"):
-            drawn = drawn * scale
+        if guesses_well and last in ("o_proj", "out_proj", "down_proj"):
+            drawn = 0.2 * drawn
+        if guesses_well and each.key[:2] == ("draft_layers", "projection"):
+            drawn = np.eye(*each.shape)
         tensors[each.name] = drawn.astype(ml_dtypes.bfloat16)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -114,7 +117,9 @@ class PredictionLayer:
         if c["q_lora_rank"] is None:
             q = self.linear(x, f"{name}.q_proj")
         else:
-            low = self.norm(self.linear(x, f"{name}.q_a_proj"), f"{self.prefix}.{name}.q_a_layernorm")
+            low = self.norm(
+                self.linear(x, f"{name}.q_a_proj"), f"{self.prefix}.{name}.q_a_layernorm"
+            )
             q = self.linear(low, f"{name}.q_b_proj")
         q = q.reshape(len(x), heads, keys + turned)
         down = self.linear(x, f"{name}.kv_a_proj_with_mqa")
@@ -146,7 +151,9 @@ class PredictionLayer:
         if self.qwen:
             scores = np.exp(scores - scores.max(-1, keepdims=True))
             chosen, scale = scores, 1.0
-            shared = sigmoid(self.linear(x, "mlp.shared_expert_gate")) * self.mlp(x, "mlp.shared_expert")
+            shared = sigmoid(self.linear(x, "mlp.shared_expert_gate")) * self.mlp(
+                x, "mlp.shared_expert"
+            )
         else:
             scores = sigmoid(scores)
             chosen = scores + self.tensors[f"{self.prefix}.mlp.gate.e_score_correction_bias"]
