@@ -10,6 +10,7 @@ from jaxattn.memory.budget import check_utilization
 
 # The decode kernels take so many tokens beside a row's last one.
 MOST_DRAFTS = 3
+DRAFT_SOURCES = ("lookup", "mtp")
 # Prompt tokens of a line of a step: the queries that kernels take together.
 LINE_TOKENS = 128
 # Decode steps of one call: a row that ends outside of the device's sight is found so much later.
@@ -75,8 +76,11 @@ class Limits:
         cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto"
             is the model's own. The parameters are then those of `model.with_cache_format(...)`.
         speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
-            3 (prompt_lookup.py). What rows say is the same up to rounding; it may come sooner. A
-            row with recurrent states takes as many slots more. On one GPU alone.
+            3 (engine/steps/speculation/). What rows say is the same up to rounding; it may come
+            sooner. A row with recurrent states takes as many slots more. On one GPU alone.
+        speculate_by: "lookup" guesses what followed the row's last tokens before; "mtp" asks the
+            model's own draft head (draft_head.py), and `load` must read that: `draft_head=True`.
+            Guesses of a head cost time, so each bucket of rows goes without where that is faster.
         steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
             prompt is being read, and no row has a stop string, a grammar or log-probabilities.
             Tokens come as many at a time, and a request comes in up to two such calls later. None
@@ -115,6 +119,7 @@ class Limits:
     cache_format: str = "auto"
     native_layers: int = 0
     speculate: int = 0
+    speculate_by: str = "lookup"
     steps_per_round: int | None = None
     reproducible: bool = False
     spread: int = 1
@@ -141,6 +146,16 @@ class Limits:
         check_sizes("Limits", least=0, checkpoints=self.checkpoints, speculate=self.speculate)
         if self.speculate > MOST_DRAFTS:
             raise ValueError(f"speculate must be at most {MOST_DRAFTS}; got {self.speculate}")
+        if self.speculate_by not in DRAFT_SOURCES:
+            raise ValueError(
+                f"speculate_by must be one of {', '.join(DRAFT_SOURCES)}; got "
+                f"speculate_by={self.speculate_by!r}"
+            )
+        if self.speculate_by == "mtp" and not self.speculate:
+            raise ValueError(
+                f"speculate_by={self.speculate_by!r} guesses speculate={self.speculate} tokens; "
+                f"give speculate too, from 1 to {MOST_DRAFTS}"
+            )
         if self.steps_per_round is not None:
             check_sizes("Limits", steps_per_round=self.steps_per_round)
             if self.steps_per_round > MOST_STEPS:
@@ -153,6 +168,7 @@ class Limits:
                     f"speculate={self.speculate}; set one of them to its default"
                 )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
+        zero |= {"speculate_by"}
         zero |= {"reproducible", "mixed_tokens"}
         for name, value in dataclasses.asdict(self).items():
             if name in zero:
@@ -226,6 +242,11 @@ class Limits:
     def page_tokens(self) -> int:
         """Tokens of a page, or of a page on each of the GPUs that share a row's."""
         return PAGE_SIZE * self.spread
+
+    @property
+    def uses_draft_head(self) -> bool:
+        """Whether the model's own draft head guesses tokens."""
+        return self.speculate > 0 and self.speculate_by == "mtp"
 
     @property
     def step_tokens(self) -> int:

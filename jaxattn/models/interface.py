@@ -80,6 +80,14 @@ class PrefillBatch:
         lens = self.query_lens, self.seq_lens
         return PromptLines.of(self.lines, *lens, self.tokens.shape[1])
 
+    def sampled(self, sources: Int[Array, "b"], *, beside_rows: bool) -> Int[Array, "b"]:
+        """Of each line of logits, which token it is of: of all tokens, and b rows' tokens behind
+        them if the step has those; see `Model.mixed`."""
+        at = self.layout.last[jnp.maximum(sources, 0)]
+        if not beside_rows:
+            return at
+        return jnp.where(sources >= 0, at, self.tokens.size + jnp.arange(len(sources)))
+
     def in_one_line(self) -> "PrefillBatch":
         """The same with one line for each row, as long as all lines together."""
         if self.lines is None:
@@ -224,13 +232,74 @@ class Model(abc.ABC):
         batch: DecodeBatch,
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
-        """As `decode`, with the logits of each of the new tokens, for drafts.
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState, Float[Array, "B S hidden"]]:
+        """As `decode`, with the logits of each of the new tokens, for drafts, and what the head
+        read of them.
 
         Raises:
             TypeError: the model has no such step.
         """
         raise TypeError(f"{type(self).__name__} has no decode_each, which drafts need")
+
+    # --- of a model with a draft head (`DraftHead`), which has the cache `DraftInputs`
+
+    @property
+    def has_draft_head(self) -> bool:
+        """Whether the model guesses tokens itself, by the three functions below."""
+        return False
+
+    def mixed_hidden(
+        self,
+        params: Any,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "N hidden"], DecodeState]:
+        """What the head reads of each token of the prompts' lines, and of the rows behind them; and
+        the state."""
+        raise TypeError(f"{type(self).__name__} has no draft head")
+
+    def draft(
+        self,
+        params: Any,
+        state: DecodeState,
+        batch: DecodeBatch,
+        hidden: Float[Array, "B S hidden"],
+        last: Int[Array, "B"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], Float[Array, "B hidden"], DecodeState]:
+        """Guesses the token behind each row's token at `last`.
+
+        Args:
+            batch: the tokens that follow those of `hidden`, at the places of these.
+            hidden: what the head read of tokens that are cached, or what this gave of a guess.
+            last: int32 [B], below S.
+
+        Returns:
+            Float32 logits of the guess; what the next guess reads in the place of `hidden`; and the
+            state, in which the draft head has cached the tokens.
+        """
+        raise TypeError(f"{type(self).__name__} has no draft head")
+
+    def draft_prompts(
+        self,
+        params: Any,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        hidden: Float[Array, "N hidden"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> DecodeState:
+        """The state in which the draft head has cached the tokens of prompts.
+
+        Args:
+            prompts: with the token that follows each token in its place.
+            hidden: what the head reads of each token.
+        """
+        raise TypeError(f"{type(self).__name__} has no draft head")
 
     def scratch(
         self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE

@@ -224,6 +224,7 @@ def read_model(
     fields: ConfigFields,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
+    draft_head: bool = False,
 ) -> PublishedModel:
     """The model of a config.json, and where its tensors go.
 
@@ -232,24 +233,30 @@ def read_model(
             kernel reads their shapes.
         dense: likewise of the matrices beside them: those that are stored so and that a kernel
             reads stay quantized, and others become bfloat16.
+        draft_head: with the head that guesses tokens (MTP).
 
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented, or the weights are not
             stored in the format that is asked for; it is named.
     """
     family = family_of(fields)
-    model, quantization = read_decoder(fields, experts, dense)
+    model, quantization = read_decoder(fields, experts, dense, draft_head)
     return PublishedModel(model, family, family.skipped(fields), quantization)
 
 
 def read_decoder(
-    fields: ConfigFields, experts: WeightsFormat | None = None, dense: WeightsFormat | None = None
+    fields: ConfigFields,
+    experts: WeightsFormat | None = None,
+    dense: WeightsFormat | None = None,
+    draft_head: bool = False,
 ) -> tuple[DecoderModel, Quantization | None]:
     """The model of a config.json and the quantization of its weights, as `read_model`."""
     family, fields = family_of(fields), fields.text()
     quantization = read_quantization(fields)
     form = four_bit_format(quantization, fields)
     model = family.read_model(fields)
+    if draft_head:
+        model = _with_draft_head(model, family, fields)
     for name, value in (("experts", experts), ("dense", dense)):
         if value not in (None, *WEIGHTS_FORMATS):
             raise ConfigError(
@@ -289,6 +296,16 @@ def read_decoder(
             floats = listed(model.spec, family.placed(model), modules)
             model = with_fp8_linears(model, floats)
     return model, quantization
+
+
+def _with_draft_head(model: DecoderModel, family: ModuleType, fields: ConfigFields) -> DecoderModel:
+    if not hasattr(family, "with_draft_head"):
+        raise ConfigError(
+            f"{fields.where}: model_type {fields.values['model_type']!r} has no draft head (MTP); "
+            "set speculate_by to 'lookup', or speculate to 0"
+        )
+    found: DecoderModel = family.with_draft_head(model, fields)
+    return found
 
 
 def with_experts(model: DecoderModel, chosen: Callable[[MoE], WeightFormat | None]) -> DecoderModel:

@@ -9,9 +9,9 @@ import pytest
 
 from jaxattn import Limits
 from jaxattn.engine.sampling.sampler import SamplingMode
-from jaxattn.engine.steps import prompt_lookup
 from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, NUMBERS, STOPS
 from jaxattn.engine.steps.engine_state import row_shapes
+from jaxattn.engine.steps.speculation import prompt_lookup, verification
 from jaxattn.engine.steps.token_selection import FinishCode
 
 
@@ -21,8 +21,8 @@ def on_the_host(function):
 
 # Compiled as one; what they give is NumPy's, of which a part is no operation of JAX.
 draft = on_the_host(jax.jit(prompt_lookup.draft, static_argnums=(2, 3)))
-draft_batch = on_the_host(jax.jit(prompt_lookup.draft_batch, static_argnames="recurrent"))
-verify = on_the_host(jax.jit(prompt_lookup.verify, static_argnames="level"))
+draft_batch = on_the_host(jax.jit(verification.draft_batch, static_argnames="recurrent"))
+verify = on_the_host(jax.jit(verification.verify, static_argnames="level"))
 
 
 def rows_of(histories, *, batch=None, **numbers):

@@ -20,6 +20,7 @@ from jaxattn.cli.options.parser import (
     add_layout,
 )
 from jaxattn.cli.options.value_types import fraction, number, size, sizes
+from jaxattn.memory.limits import DRAFT_SOURCES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -270,8 +271,15 @@ def _add_reuse(group: argparse._ActionsContainer) -> None:
         metavar="N",
         type=size,
         default=0,
-        help="speculative decoding by prompt lookup: most tokens, up to 3, that a step drafts for "
-        "each row (default: none)",
+        help="speculative decoding: most tokens, up to 3, that a step drafts for each row "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--speculate-by",
+        choices=DRAFT_SOURCES,
+        default="lookup",
+        help="lookup drafts what followed the row's last tokens before; mtp loads the model's own "
+        "prediction layer (MTP), which drafts wherever that is faster (default: lookup)",
     )
 
 

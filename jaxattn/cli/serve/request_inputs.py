@@ -190,6 +190,7 @@ def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu")
             prefix_cache=not options.no_prefix_cache,
             checkpoints=checkpoints,
             speculate=options.speculate,
+            speculate_by=options.speculate_by,
             utilization=options.utilization,
             decode_buckets=options.decode_buckets,
             prefill_buckets=options.prefill_buckets,

@@ -117,7 +117,8 @@ def choose(options: argparse.Namespace) -> ModelSource:
         raise InputError("--model is empty; give a folder, or a name on the hub as in org/name")
     with refusals():
         path, name = located(given or str(native_format.EMBEDDED), options.revision)
-        folder = read(path, options.dtype, options.experts, options.dense)
+        draft_head = options.speculate_by == "mtp"
+        folder = read(path, options.dtype, options.experts, options.dense, draft_head)
     try:
         folder = folder.in_cache_format(options.kv_cache_dtype, options.kv_cache_native_layers)
     except ValueError as error:
@@ -163,6 +164,7 @@ def read(
     dtype: str | None,
     experts: WeightsFormat | None,
     dense: WeightsFormat | None = None,
+    draft_head: bool = False,
 ) -> ModelFolder:
     """A folder's config.json.
 
@@ -171,12 +173,14 @@ def read(
         InputError: the folder says its dtype itself.
     """
     try:
-        return read_folder(path, dtype=dtype, experts=experts, dense=dense)
+        return read_folder(path, dtype=dtype, experts=experts, dense=dense, draft_head=draft_head)
     except ValueError as error:
         given = {"dtype": dtype, "experts": experts, "dense": dense}
         options = [f"--{name} {value}" for name, value in given.items() if value]
-        if isinstance(error, CheckpointError) or not options:
+        if isinstance(error, CheckpointError) or not (options or draft_head):
             raise
+        if not options:
+            raise InputError(f"--speculate-by mtp: {path} has no draft head") from error
         option = options[0]
         raise InputError(f"{option}: the config.json of {path} says its dtype") from error
 

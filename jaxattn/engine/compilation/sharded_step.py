@@ -140,7 +140,7 @@ def jitted_step(
         call = call or model_step(step.decode, model, limits, tree, implementation, group)
         out = group and group.shardings(((model.state_specs(), REPLICATED), REPLICATED))
         return jax.jit(
-            step.behind(call),
+            step.behind(call, limits),
             donate_argnums=step.donated,
             compiler_options=compiler_options(backend),
             out_shardings=out,

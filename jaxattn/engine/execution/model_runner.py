@@ -55,7 +55,7 @@ class ModelRunner:
         self._names: dict[Any, str] = {}
         self._places: jax.Array | None = None
         self._placed: np.ndarray | None = None
-        self._rounds: dict[tuple[int, SamplingMode, int], FusedDecodeStep | None] = {}
+        self._rounds: dict[tuple[int, SamplingMode, int, bool], FusedDecodeStep | None] = {}
 
     @property
     def lost(self) -> bool:
@@ -140,6 +140,7 @@ class ModelRunner:
         level: SamplingMode,
         words: Callable[[int], np.ndarray] | None = None,
         steps: int = 1,
+        drafts: bool = True,
     ) -> jax.Array:
         """Decodes the rows at `places`, and samples them. What comes back is on its way.
 
@@ -147,8 +148,9 @@ class ModelRunner:
             words: makes the bitmasks of so many lines, while the device decodes.
             steps: decode steps, one after another: 1, or `limits.round_steps` at a level that
                 such a round has.
+            drafts: with drafts, where rows speculate.
         """
-        if words is None and (step := self._round_of(len(places), level, steps)):
+        if words is None and (step := self._round_of(len(places), level, steps, drafts)):
             return self._round(places, step)
         assert steps == 1, f"no round of {steps} steps of {len(places)} rows: {level.name}"
         bucket = sampled_rows(self.limits, len(places))
@@ -176,11 +178,14 @@ class ModelRunner:
             if not leaf.is_deleted():
                 leaf.delete()
 
-    def _round_of(self, rows: int, level: SamplingMode, steps: int) -> FusedDecodeStep | None:
+    def _round_of(
+        self, rows: int, level: SamplingMode, steps: int, drafts: bool
+    ) -> FusedDecodeStep | None:
         """The step that decodes and samples so many rows; None where those are two."""
-        key = rows, level, steps
+        key = rows, level, steps, drafts
         if key not in self._rounds:
-            self._rounds[key] = round_of(self.limits, sampled_rows(self.limits, rows), level, steps)
+            bucket = sampled_rows(self.limits, rows)
+            self._rounds[key] = round_of(self.limits, bucket, level, steps, drafts)
         return self._rounds[key]
 
     def _round(self, places: np.ndarray, step: FusedDecodeStep) -> jax.Array:

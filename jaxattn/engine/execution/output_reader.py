@@ -12,8 +12,10 @@ from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.scheduling.draft_switch import DraftSwitch
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
+from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.token_selection import FinishCode
 
 
@@ -26,6 +28,7 @@ class DecodeBatchPlan:
         places: the rows.
         moved: int32 [B], tokens that a step is counted to give each of them; at most so many come.
         most: steps that one call may run of them.
+        drafts: whether such a step may have drafts.
         rows: those of the lines; None is padding.
         requests: theirs, and `texts` what each has generated.
         kept: their lines among all.
@@ -37,6 +40,7 @@ class DecodeBatchPlan:
     places: np.ndarray
     moved: np.ndarray
     most: int
+    drafts: bool
     rows: list[RunningRequest | None]
     requests: list[Request]
     texts: list[list[int]]
@@ -75,10 +79,11 @@ class OutputReader:
 
     Args:
         endings: takes tokens, and ends rows.
+        switch: of the model's draft head, which is told how long steps took.
     """
 
-    def __init__(self, scheduler: Scheduler, endings: OutputProcessor):
-        self.scheduler, self.endings = scheduler, endings
+    def __init__(self, scheduler: Scheduler, endings: OutputProcessor, switch: DraftSwitch):
+        self.scheduler, self.endings, self.switch = scheduler, endings, switch
         self._read_at = time.perf_counter()
 
     @property
@@ -115,7 +120,17 @@ class OutputReader:
                 self.stats.decoded_tokens += self.endings.take(flight.rows, told)
             return
         assert running is not None
+        if running.drafts and self.scheduler.limits.uses_draft_head and tells:
+            self._observe(running, told, spent)
         self.stats.decoded_tokens += self._taken(flight, running, told)
+
+    def _observe(self, running: DecodeBatchPlan, told: np.ndarray, seconds: float) -> None:
+        """Tells the switch of a step, which drafted where it tells of several tokens of a row."""
+        counts = told[..., 1] != FinishCode.IDLE
+        rows = np.count_nonzero(counts[:, 0] if counts.ndim == 2 else counts)
+        if rows:
+            bucket = sampled_rows(self.scheduler.limits, len(running.lines))
+            self.switch.observe(bucket, told.ndim == 3, seconds, np.count_nonzero(counts) / rows)
 
     def _taken(self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray) -> int:
         """How many tokens a call of decode steps gave."""

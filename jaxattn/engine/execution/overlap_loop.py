@@ -28,9 +28,11 @@ from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
 from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.scheduling.draft_switch import DraftSwitch
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
+from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import round_of
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
 from jaxattn.engine.steps.step_catalog import prefill_step
@@ -51,6 +53,7 @@ class OverlapLoop:
 
     Attributes:
         stats: what it counts in.
+        switch: whether steps ask the model's draft head, where there is one.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, endings: OutputProcessor):
@@ -59,7 +62,8 @@ class OverlapLoop:
         self._round = 0
         self._running: DecodeBatchPlan | None = None
         self._steady = 0  # steps that the rows which decode can still go on for as they are
-        self._reader = OutputReader(scheduler, endings)
+        self.switch = DraftSwitch()
+        self._reader = OutputReader(scheduler, endings, self.switch)
 
     @property
     def stats(self) -> GenerationStats:
@@ -250,7 +254,9 @@ class OverlapLoop:
 
     def _has_history(self, row: RunningRequest) -> bool:
         """Whether penalties count the row's tokens, or drafts are looked up among them."""
-        return bool(row.request.penalized or self.scheduler.limits.speculate)
+        limits = self.scheduler.limits
+        looked_up = limits.speculate and not limits.uses_draft_head
+        return bool(row.request.penalized or looked_up)
 
     def _remember_cached(self, row: RunningRequest) -> None:
         """Writes what a row does not read of its prompt into its history."""
@@ -268,20 +274,25 @@ class OverlapLoop:
         tokens = row.prompt[cached : cached + count]
         place = row.index if self._has_history(row) else -1
         pages = self.scheduler.block_tables[row.index]
-        return PromptChunk(tokens, cached + len(tokens), row.slot, place, pages)
+        length = cached + len(tokens)
+        following = row.prompt[length] if length < len(row.prompt) else -1
+        return PromptChunk(tokens, length, row.slot, place, pages, following)
 
     def _decode(self, running: DecodeBatchPlan | None, steps: int) -> None:
         self._send_deltas()
         if running is None:
             return
-        words = None
+        limits, words = self.scheduler.limits, None
         if running.grammars:
             words = functools.partial(self._masks_after_all, running.rows)
-        moved = running.moved
+        moved, drafts = running.moved, running.drafts
+        if drafts and limits.uses_draft_head:
+            drafts = self.switch.choose(sampled_rows(limits, len(running.lines)))
+            moved = moved if drafts else np.minimum(moved, 1)
         if steps > 1:  # a row gets no more than it may generate
             moved = np.minimum(moved * steps, self.scheduler.left)
         self.scheduler.sent(moved)
-        told = self.runner.decode(running.lines, running.level, words, steps)
+        told = self.runner.decode(running.lines, running.level, words, steps, drafts)
         self.stats.decode_steps += steps
         self._flights[-1].append(InFlightStep(told, running.rows, running, steps))
 
@@ -333,11 +344,13 @@ class OverlapLoop:
         alone = not grammars and round_of(limits, limits.batch, level) is not None
         moved = np.zeros_like(scheduler.cached)
         moved[places] = limits.step_tokens if alone else 1
+        drafts = bool(alone and limits.speculate)
         return DecodeBatchPlan(
             lines=lines,
             places=places,
             moved=moved,
             most=limits.round_steps if alone and plain else 1,
+            drafts=drafts,
             rows=rows,
             requests=[row.request for row in there],
             texts=[row.tokens for row in there],

@@ -16,7 +16,7 @@ class GenerationStats:
         queued_seconds: for which requests that are done waited for their rows, all together.
         cached_tokens: of the prompts of requests that are done, found in the cache of prefixes.
         drafted_tokens: that were drafted for rows, whether they turned out right or not.
-        guessed_tokens: of those decoded, that came with others in one step (prompt_lookup.py).
+        guessed_tokens: of those decoded, that came with others in one step (verification.py).
         preemptions: how often a row lost its pages to an older one, and was computed again.
     """
 

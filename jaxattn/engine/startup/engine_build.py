@@ -117,6 +117,12 @@ def prepare(
             f"speculate={limits.speculate} runs on one GPU, and parallel has {parallel.gpus}; use "
             "speculate=0"
         )
+    if limits.uses_draft_head and not model.has_draft_head:
+        raise ValueError(
+            f"speculate_by={limits.speculate_by!r} needs a model with a draft head, and "
+            f"{type(model).__name__} was made without one; use load(folder, draft_head=True), or "
+            "speculate_by='lookup'"
+        )
     if limits.round_steps > 1 and parallel.gpus > 1:
         raise ValueError(
             f"steps_per_round={limits.steps_per_round} runs on one GPU, and parallel has "

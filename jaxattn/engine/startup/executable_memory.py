@@ -64,7 +64,7 @@ def bound_of(
     function = step.function(model, limits, tree)
     if isinstance(step, FusedDecodeStep) and limits.groups > 1:
         decode = step.decode.function(model, limits, tree)
-        function = step.behind(_of_all_groups(decode, limits.groups))
+        function = step.behind(_of_all_groups(decode, limits.groups), limits)
     if isinstance(step, ModelStep | FusedDecodeStep):
         entry = step.decode if isinstance(step, FusedDecodeStep) else step
         chosen = implementation_of(entry, implementation)

@@ -14,7 +14,7 @@ from jaxattn.models.interface import Model, init_state, overlaid
 def recurrent(model: Model) -> bool:
     """Whether rows have states in slots, beside their pages."""
     one, two = (CacheSize(pages=1, slots=slots) for slots in (1, 2))
-    return any(cache.shapes(one) != cache.shapes(two) for cache in model.caches)
+    return any(cache.shapes(one) != cache.shapes(two) for cache in model.caches if cache.recurrent)
 
 
 def row_shapes(limits: Limits) -> DeviceBatch:
@@ -40,7 +40,12 @@ def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
 def cache_size(limits: Limits) -> CacheSize:
     """What the caches of an engine are made for."""
     beside = kept_checkpoints(limits) + limits.batch * limits.speculate
-    return CacheSize(pages=limits.pages, slots=limits.rows_per_group, checkpoints=beside)
+    return CacheSize(
+        pages=limits.pages,
+        slots=limits.rows_per_group,
+        checkpoints=beside,
+        drafts=limits.speculate if limits.uses_draft_head else 0,
+    )
 
 
 def kept_checkpoints(limits: Limits) -> int:

@@ -20,8 +20,10 @@ from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices, decode_ba
 from jaxattn.engine.steps.engine_state import kept_checkpoints, new_state, recurrent, row_shapes
 from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
 from jaxattn.engine.steps.prefill_batch import PromptLayout
-from jaxattn.engine.steps.prompt_lookup import draft, draft_batch, verify
-from jaxattn.engine.steps.token_selection import advance
+from jaxattn.engine.steps.speculation import draft_head
+from jaxattn.engine.steps.speculation.prompt_lookup import draft
+from jaxattn.engine.steps.speculation.verification import DraftTokens, draft_batch, verify
+from jaxattn.engine.steps.token_selection import FinishCode, advance
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, Model
@@ -67,8 +69,11 @@ class ModelStep(EngineStep):
         """(params, state, batch) -> (logits, state), of prefill (logits, state, hidden)."""
         if self.kind == "prefill":
             layout = PromptLayout.of(limits, self.tokens)
-            return partial(_prefill, model, layout, self.rows > 0)
-        return partial(_decode if self.reads_rows else _decode_given, model)
+            read = _prefill_pairs if limits.uses_draft_head else _prefill
+            return partial(read, model, layout, self.rows > 0)
+        if not self.reads_rows:
+            return partial(_decode_given, model)
+        return partial(_decode_pairs if limits.uses_draft_head else _decode, model)
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         step = self.step(model, limits)
@@ -139,18 +144,20 @@ class FusedDecodeStep(EngineStep):
         return ModelStep("decode", self.rows, 1)
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
-        return self.behind(self.decode.function(model, limits, tree))
+        return self.behind(self.decode.function(model, limits, tree), limits)
 
-    def behind(self, decode: Callable) -> Callable:
+    def behind(self, decode: Callable, limits: Limits) -> Callable:
         """(weights, (state, rows), places) -> ((state, rows), what `advance` tells)."""
 
         def both(weights: Any, held: Any, places: Any, **options: Any) -> Any:
             state, rows = held
             logits, state = decode(weights, state, RowIndices(rows, places), **options)
             # Without the barrier XLA may sample of logits that it has not rounded.
-            rows, told = advance(rows, lax.optimization_barrier(logits), places, level=self.level)
+            logits = lax.optimization_barrier(logits)
+            rows, told = advance(rows, logits, places, level=self.level, remembers=remembers)
             return (state, rows), told
 
+        remembers = limits.speculate > 0
         return both
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
@@ -183,9 +190,9 @@ class MultiStepDecode(FusedDecodeStep):
     def __str__(self) -> str:
         return f"{self.steps} rounds of {self.rows} rows: {self.level}"
 
-    def behind(self, decode: Callable) -> Callable:
+    def behind(self, decode: Callable, limits: Limits) -> Callable:
         """As of one round, but it tells of each: int32 [steps, b, 2]."""
-        one = super().behind(decode)
+        one = super().behind(decode, limits)
 
         def several(weights: Any, held: Any, places: Any, **options: Any) -> Any:
             def step(held: Any, _: None) -> Any:
@@ -207,35 +214,47 @@ class SpeculativeDecodeStep(FusedDecodeStep):
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         checkpoints, slots = kept_checkpoints(limits), recurrent(model)
+        guess = partial(draft_head.guess, model) if limits.uses_draft_head else _looked_up
 
         def drafted(weights: Any, held: Any, places: Any, **options: Any) -> Any:
             state, rows = held
-            made = draft(rows, places, self.drafts, checkpoints)
-            batch = draft_batch(rows, made, recurrent=slots)
             params = jax.tree.unflatten(tree, weights)
-            logits, state = model.decode_each(params, state, batch, **options)
+            made, state = guess(params, state, rows, places, self.drafts, checkpoints, **options)
+            batch = draft_batch(rows, made, recurrent=slots)
+            logits, state, hidden = model.decode_each(params, state, batch, **options)
             rows, told = verify(rows, lax.optimization_barrier(logits), made, self.level)
+            if limits.uses_draft_head:
+                counts = (told[:, :, 1] != FinishCode.IDLE).sum(1, dtype=jnp.int32)
+                state = draft_head.keep(state, places, hidden, counts)
             return (state, rows), told
 
         return drafted
 
 
-def fused_levels(limits: Limits, steps: int = 1) -> tuple[SamplingMode, ...]:
-    """Levels that a round of so many decode steps samples in its own executable."""
-    if limits.speculate:
+def fused_levels(limits: Limits, steps: int = 1, drafts: bool = True) -> tuple[SamplingMode, ...]:
+    """Levels that a round of so many decode steps samples in its own executable.
+
+    Args:
+        drafts: of the rounds with drafts, where rows speculate.
+    """
+    if limits.speculate and drafts:
         return *FUSED, SamplingMode.CONTROLS
     # Where most steps come several at a time, one executable serves the others.
     return FUSED if steps == limits.round_steps else (SamplingMode.DRAWS,)
 
 
 def round_of(
-    limits: Limits, rows: int, level: SamplingMode, steps: int = 1
+    limits: Limits, rows: int, level: SamplingMode, steps: int = 1, drafts: bool = True
 ) -> FusedDecodeStep | None:
-    """The step of a round of rows that need a level; None where it is no step of its own."""
-    found = [fused for fused in fused_levels(limits, steps) if fused >= level]
+    """The step of a round of rows that need a level; None where it is no step of its own.
+
+    Args:
+        drafts: with drafts, where rows speculate.
+    """
+    found = [fused for fused in fused_levels(limits, steps, drafts) if fused >= level]
     if not found:
         return None
-    if limits.speculate:
+    if limits.speculate and drafts:
         return SpeculativeDecodeStep(rows, found[0], limits.speculate)
     return FusedDecodeStep(rows, found[0]) if steps == 1 else MultiStepDecode(rows, found[0], steps)
 
@@ -243,9 +262,10 @@ def round_of(
 def rounds(limits: Limits, rows: int) -> tuple[FusedDecodeStep, ...]:
     """Every round of so many rows."""
     found = {
-        round_of(limits, rows, level, steps): None
+        round_of(limits, rows, level, steps, drafts): None
+        for drafts in ((True, False) if limits.uses_draft_head else (True,))
         for steps in (1, limits.round_steps)
-        for level in fused_levels(limits, steps)
+        for level in fused_levels(limits, steps, drafts)
     }
     return tuple(step for step in found if step is not None)
 
@@ -261,19 +281,54 @@ def _prefill(
 ) -> Any:
     """Logits of all rows: those that decode, and those of prompts."""
     own = layout.unpack(local_shard(batch.places, model.parallel, "data")[0])
+    rows = decode_batch(RowIndices(batch.rows, own.decoding)) if mixes else None
+    return model.mixed(params, state, own.prompts, rows, own.sources, **options)
+
+
+def _prefill_pairs(
+    model: Model,
+    layout: PromptLayout,
+    mixes: bool,
+    params: Any,
+    state: Any,
+    batch: RowIndices,
+    **options: Any,
+) -> Any:
+    """As `_prefill`, and the draft head reads what the step does."""
+    own = layout.unpack(batch.places[0])
     rows = None
     if mixes:
-        decoding = jnp.where(own.sources < 0, own.places, -1)
-        rows = decode_batch(RowIndices(batch.rows, decoding))
-    return model.mixed(params, state, own.prompts, rows, own.sources, **options)
+        rows = decode_batch(RowIndices(batch.rows, own.decoding))
+        state = draft_head.read_pairs(model, params, state, batch.rows, own.decoding, **options)
+    hidden, state = model.mixed_hidden(params, state, own.prompts, rows, **options)
+    of_prompts = hidden[: own.prompts.tokens.size]
+    state = draft_head.read_prompts(
+        model, params, state, own.prompts, own.following, of_prompts, **options
+    )
+    sampled = hidden[own.prompts.sampled(own.sources, beside_rows=mixes)]
+    state = draft_head.keep(state, own.places, sampled)
+    return model.head(params, sampled), state, of_prompts
 
 
 def _decode(model: Model, params: Any, state: Any, batch: RowIndices, **options: Any) -> Any:
     return _decode_given(model, params, state, decode_batch(batch), **options)
 
 
+def _decode_pairs(model: Model, params: Any, state: Any, batch: RowIndices, **options: Any) -> Any:
+    """As `_decode`, and what the draft head reads next is kept."""
+    logits, state, hidden = model.decode_each(params, state, decode_batch(batch), **options)
+    return logits[:, -1], draft_head.keep(state, batch.places, hidden[:, -1])
+
+
 def _decode_given(model: Model, params: Any, state: Any, batch: DecodeBatch, **options: Any) -> Any:
     return model.decode(params, state, _own_rows(model, batch), **options)
+
+
+def _looked_up(
+    params: Any, state: Any, rows: DeviceBatch, places: Any, *sizes: int, **options: Any
+) -> tuple[DraftTokens, Any]:
+    """Drafts by prompt lookup, which asks no model."""
+    return draft(rows, places, *sizes), state
 
 
 def _own_rows[Batch](model: Model, batch: Batch) -> Batch:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Int
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import PrefillBatch
 
-# Of a prompt's row, before its pages: new tokens, length after them, slot, place.
-HEAD = 4
+# Of a prompt's row, before its pages: new tokens, length after them, slot, place, next token.
+HEAD = 5
 
 
 class PromptChunk(NamedTuple):
@@ -26,6 +26,7 @@ class PromptChunk(NamedTuple):
         length: of the row, after the tokens.
         place: in the rows on the device, if its history is kept; otherwise -1.
         pages: int32 [M].
+        following: the prompt's token behind these; -1 where they end it.
     """
 
     tokens: Sequence[int]
@@ -33,6 +34,7 @@ class PromptChunk(NamedTuple):
     slot: int
     place: int
     pages: np.ndarray
+    following: int = -1
 
 
 class PackedPrompts(NamedTuple):
@@ -42,12 +44,19 @@ class PackedPrompts(NamedTuple):
         histories: int32 [B], where the history of each prompt's row is kept; -1 where it is not.
         places: int32 [b], the row of each line of logits; -1 is none.
         sources: int32 [b], the prompt that the line is of; -1 is the row that decodes.
+        following: int32 [B], the token behind each prompt's piece; -1 where it ends the prompt.
     """
 
     prompts: PrefillBatch
     histories: Array
     places: Array
     sources: Array
+    following: Array
+
+    @property
+    def decoding(self) -> Array:
+        """Places of the rows that decode, by line of logits; -1 of other lines."""
+        return jnp.where(self.sources < 0, self.places, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +140,9 @@ class PromptLayout:
             line = 0
             for row, chunk in enumerate(chunks[group] if chunks else ()):
                 new = len(chunk.tokens)
-                heads[row, :HEAD] = new, chunk.length, chunk.slot, chunk.place
+                heads[row, :HEAD] = (
+                    new, chunk.length, chunk.slot, chunk.place, chunk.following
+                )  # fmt: skip
                 heads[row, HEAD:] = chunk.pages
                 behind = line + self._lines_of(chunk)
                 owners[line:behind] = row
@@ -155,7 +166,7 @@ class PromptLayout:
             state_indices=heads[:, 2],
             lines=None if self.one_each else owners,
         )
-        return PackedPrompts(prompts, heads[:, 3], places, sources)
+        return PackedPrompts(prompts, heads[:, 3], places, sources, heads[:, 4])
 
     def unpack_all(self, packed: Int[Array, "G n"]) -> list[PackedPrompts]:
         return [self.unpack(packed[group]) for group in range(self.groups)]

@@ -13,7 +13,8 @@
     round of B rows: level     decode and sample in one, at the levels that most rows have
     N rounds of B rows: level  several of them in one call, where a step is short
                                (decode_step_count.py)
-    draft of B x N tokens: level   in the place of rounds where rows speculate (prompt_lookup.py)
+    draft of B x N tokens: level   in the place of rounds where rows speculate (speculation/), or
+                               beside them where the model has a draft head
     update of rows             rows that come, and pages (device_batch.py)
     history of N tokens        prompts of rows with penalties
     copy of states             to a checkpoint and back, where there are checkpoints

@@ -34,6 +34,8 @@ def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> t
                 "cache_format too"
             )
         return tuple(blocks)
+    if not blocks:
+        return ()
     places = [i for i, block in enumerate(blocks) if block.mixer.cache_formats]
     if not places:
         kinds = ", ".join(sorted({type(block.mixer).__name__ for block in blocks}))

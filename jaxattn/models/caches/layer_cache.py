@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +55,14 @@ class CacheSize:
         pages: of `page_size` tokens each; the rows share them.
         slots: one for each row that can be live.
         checkpoints: slots beside those, for copies of a row's state; no row decodes in them.
+        drafts: tokens that a model's own draft head guesses in a step, at most.
     """
 
     pages: int
     slots: int
     page_size: int = PAGE_SIZE
     checkpoints: int = 0
+    drafts: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,10 @@ class LayerCache(abc.ABC):
     Attributes:
         name: of the cache, unique within a model.
         layers: how many layers it has; layer l of it is `array[l]`.
+        recurrent: whether a row's slot holds what a request needs to resume.
     """
+
+    recurrent: ClassVar[bool] = True
 
     name: str
     layers: int

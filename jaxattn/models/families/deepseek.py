@@ -1,8 +1,8 @@
 """DeepSeek-V2, V2-Lite, V3, R1, Moonlight, Kimi-K2 to K2.6: MLA, a dense prefix, then experts.
 
 `model_type` deepseek_v2, deepseek_v3, kimi_k2, or kimi_k25, of which the text model is read: its
-fields are in `text_config`. Prediction layers (MTP), which lie behind the last layer of the model,
-are not read, nor is a vision tower.
+fields are in `text_config`. The first prediction layer (MTP) behind the last layer of the model is
+read as a draft head where one is asked for. A vision tower is not read.
 
 Refused: other activations than SiLU, biases in attention, experts in every nth layer only, and
 other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with a correction bias).
@@ -14,10 +14,13 @@ from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
 from jaxattn.models.families.components import decoder, experts, mla
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec, DraftHead
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
+# Of the embedding's norm, the hidden state's, their projection, and the last norm.
+DRAFT = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 # Of Kimi-K2.5, as it is published and as transformers saves it.
 VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 
@@ -30,6 +33,26 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     """
     fields.require("moe_layer_freq", 1)
     return decoder.read_decoder(fields, read_blocks(fields, dense_layers(fields)))
+
+
+def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
+    """The model with its first prediction layer, which is as the last one."""
+    last = model.spec.blocks[-1]
+    return decoder.with_draft_head(model, fields, last, DraftHead(), prediction_layers(fields))
+
+
+def prediction_layers(fields: ConfigFields) -> int:
+    """How many there are: transformers 5 writes the second name, publishers the first."""
+    names = ("num_nextn_predict_layers", "num_mtp_layers")
+    return max(fields.integer(name, 0, least=0) for name in names)
+
+
+def draft_layers(spec: DecoderSpec) -> list[WeightMapping]:
+    """The tensors around the block of the draft head. Embedding and output head, which a checkpoint
+    stores again, are the model's."""
+    if not spec.draft_head:
+        return []
+    return decoder.draft_layers(f"model.layers.{spec.layers}", spec.stream.hidden_size, DRAFT)
 
 
 def dense_layers(fields: ConfigFields) -> list[bool]:
@@ -116,9 +139,7 @@ def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layers and a vision tower."""
     fields = fields.text()
     last = fields.integer("num_hidden_layers")
-    # transformers 5 writes the second name, publishers the first.
-    names = ("num_nextn_predict_layers", "num_mtp_layers")
-    extra = max(fields.integer(name, 0, least=0) for name in names)
+    extra = prediction_layers(fields)
     vision = VISION if fields.values["model_type"] == "kimi_k25" else ()
     return (*(f"model.layers.{last + number}." for number in range(extra)), *vision)
 
@@ -126,7 +147,7 @@ def skipped(fields: ConfigFields) -> tuple[str, ...]:
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
     spec = model.spec
-    hidden, found = spec.stream.hidden_size, ends(spec)
+    hidden, found = spec.stream.hidden_size, ends(spec) + draft_layers(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, MLA)
         found += decoder.norms(place, hidden) + mla.attention(place, block.mixer, hidden)

@@ -6,7 +6,7 @@ A head has keys of 192 + 64 dims and values of 256, and a model 20 heads. Where 
     prefill         the grouped-query kernel: its tile of keys comes in two pieces, 192 and 64
     training        the same kernel; gradients by XLA
 
-Routing is DeepSeek-V3's. The prediction layer (MTP) behind the last layer is not read.
+Routing is DeepSeek-V3's, and so is the prediction layer (MTP) behind the last layer.
 
 Refused: other activations than SiLU, biases in attention, heads that are rotated in part, other
 routing than by sigmoid with a correction bias.
@@ -20,6 +20,7 @@ from jaxattn.models.network.decoder_model import DecoderModel
 MODEL_TYPES = ("glm4_moe_lite",)
 
 placed, skipped = deepseek.placed, deepseek.skipped
+with_draft_head = deepseek.with_draft_head
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:

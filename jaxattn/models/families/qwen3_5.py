@@ -5,7 +5,8 @@ qwen3_5_text or qwen3_5_moe_text. Of a model with a vision tower the text model 
 axes of positions are one for text, so that its rotation is plain RoPE. Tensors are named
 `model.language_model.*`, or `model.*`; experts are one tensor each, or a layer's are fused in two.
 
-The vision tower and the prediction layers (mtp.*) are not read.
+The prediction layer (mtp.*) is read as a draft head where one is asked for. The vision tower is not
+read.
 
 Refused: biases in attention, ungated attention, other activations than SiLU, weights of chosen
 experts that are not normalised.
@@ -33,6 +34,13 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         return qwen_hybrid.read_model(fields, qwen_hybrid.read_experts(fields))
     mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
     return qwen_hybrid.read_model(fields, mlp)
+
+
+def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
+    """The model with its prediction layer."""
+    fields.require("mtp_use_dedicated_embeddings", False)
+    layers = fields.integer("mtp_num_hidden_layers", 1, least=0)
+    return qwen_hybrid.with_draft_head(model, fields, layers)
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:

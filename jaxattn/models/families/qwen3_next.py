@@ -1,7 +1,7 @@
 """Qwen3-Next (`model_type` qwen3_next): gated delta nets, gated attention, experts in every layer.
 
 Its checkpoints interleave the rows of a delta net's input projections per key head. The prediction
-layer (mtp.*) is not read.
+layer (mtp.*), which config.json does not mention, is read as a draft head where one is asked for.
 
 Refused: biases in attention, ungated attention, other activations than SiLU, experts in every nth
 layer only, weights of chosen experts that are not normalised.
@@ -25,6 +25,9 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     return qwen_hybrid.read_model(fields, qwen_hybrid.read_experts(fields))
+
+
+with_draft_head = qwen_hybrid.with_draft_head
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ The norms before the blocks, the last one and those of heads are published as w 
 bfloat16 would round away: their weights are float32 here. The norm behind the delta rule is plain.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection
 
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, FeedForward, MoE
@@ -11,11 +12,14 @@ from jaxattn.models.families.components import decoder, experts
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.families.components.gqa import attention, read_attention
 from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DraftHead
 from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping, ends, layer_places
 from jaxattn.models.weight_map.transforms import AddOne
 from jaxattn.ops.moe.routing import Router
 
 PREDICTION, VISION = ("mtp.",), ("model.visual.", "visual.")
+# Of the embedding's norm, the hidden state's, their projection, and the last norm.
+DRAFT = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 _INTERVAL = "full_attention_interval"
 
@@ -40,6 +44,18 @@ def read_model(fields: ConfigFields, feed_forward: FeedForward) -> DecoderModel:
     )
     blocks = tuple(Block(full if each else delta, feed_forward) for each in _attends(fields))
     return decoder.read_decoder(fields, blocks, norm_dtype="float32")
+
+
+def with_draft_head(model: DecoderModel, fields: ConfigFields, layers: int = 1) -> DecoderModel:
+    """The model with its prediction layer, which attends.
+
+    Args:
+        layers: how many there are.
+    """
+    attends = [block for block in model.spec.blocks if isinstance(block.mixer, GQA)]
+    if not attends:
+        raise ConfigError(f"{fields.where}: no layer attends, and the prediction layer (MTP) does")
+    return decoder.with_draft_head(model, fields, attends[-1], DraftHead(True), layers)
 
 
 def _attends(fields: ConfigFields) -> list[bool]:
@@ -88,9 +104,12 @@ def placed(
     """
     spec = model.spec
     hidden, plus = spec.stream.hidden_size, AddOne()
-    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
-    found = ends(spec, plus)
-    for place, block in zip(layer_places(spec), spec.blocks, strict=True):
+    fused = {name for name in names if name.endswith(".mlp.experts.gate_up_proj")}
+    places, found = layer_places(spec), ends(spec, plus)
+    if spec.draft_head:
+        places[-1] = dataclasses.replace(places[-1], prefix=f"{PREDICTION[0]}layers.0")
+        found += decoder.draft_layers(PREDICTION[0].rstrip("."), hidden, DRAFT, plus)
+    for place, block in zip(places, spec.blocks, strict=True):
         found += decoder.norms(place, hidden, plus)
         if isinstance(block.mixer, GQA):
             found += attention(place, block.mixer, hidden, plus)
@@ -100,7 +119,11 @@ def placed(
             found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
             found += experts.placed(
-                place, hidden, block.feed_forward, shared="shared_expert", fused=fused
+                place,
+                hidden,
+                block.feed_forward,
+                shared="shared_expert",
+                fused=f"{place.prefix}.mlp.experts.gate_up_proj" in fused,
             )
     return found
 

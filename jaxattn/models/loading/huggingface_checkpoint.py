@@ -59,6 +59,7 @@ def load(
     dtype: str | None = None,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
+    draft_head: bool = False,
     readers: int = READERS,
     on_progress: OnProgress | None = None,
 ) -> tuple[DecoderModel, nnx.State]:
@@ -72,6 +73,7 @@ def load(
             "bfloat16" makes `dtype` of quantized ones, also where that is float32.
         dense: the same of the matrices beside the routed experts. Those with a shape that no kernel
             reads become `dtype`.
+        draft_head: also read the head that guesses tokens (MTP), for `Limits(speculate_by="mtp")`.
         readers: threads that read ahead. Loading takes at most `weight_loader.PART_BYTES` of host
             memory for each, whatever the model's size.
         on_progress: called with the bytes that are placed and the bytes in all.
@@ -83,7 +85,7 @@ def load(
     """
     path = Path(folder)
     check_sizes("load", readers=readers)
-    published = read_config(path, dtype, experts, dense)
+    published = read_config(path, dtype, experts, dense, draft_head)
     weights, scales = open_weights(path, published)
     return published.model, place(
         published.model, weights, scales, readers=readers, on_progress=on_progress
@@ -95,6 +97,7 @@ def read_config(
     dtype: str | None = None,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
+    draft_head: bool = False,
 ) -> PublishedModel:
     """What config.json says, of that file alone; arguments are those of `load`.
 
@@ -102,7 +105,7 @@ def read_config(
         CheckpointError: it is missing or damaged, or says what is not supported.
     """
     fields = ConfigFields(read_json(folder / CONFIG), str(folder / CONFIG))
-    published = published_model(fields, dtype, experts, dense)
+    published = published_model(fields, dtype, experts, dense, draft_head)
     return _as_stored(folder, published, mixed=dense is None)
 
 
@@ -111,6 +114,7 @@ def published_model(
     dtype: str | None = None,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
+    draft_head: bool = False,
 ) -> PublishedModel:
     """The model of these fields; other arguments are those of `load`.
 
@@ -122,7 +126,7 @@ def published_model(
             f"dtype must be None, 'bfloat16' or 'float32'; got {short_repr(dtype)}"
         )
     try:
-        published = read_model(fields, experts, dense)
+        published = read_model(fields, experts, dense, draft_head)
         model = published.model.with_dtype(dtype) if dtype else published.model
     except (ConfigError, ValueError) as error:
         raise CheckpointError(str(error)) from error

@@ -161,6 +161,7 @@ def read_folder(
     dtype: str | None = None,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
+    draft_head: bool = False,
 ) -> ModelFolder:
     """The model that a folder's config.json says, or the metadata of a GGUF file; the format of a
     folder is recognised by `model_type`.
@@ -171,25 +172,28 @@ def read_folder(
         experts: of a folder from the hub: "fp8", "4bit" or "bfloat16", what routed experts are kept
             in; None: as they are stored, where a kernel reads that.
         dense: likewise, of the matrices beside them.
+        draft_head: also read the head that guesses tokens (MTP), for `Limits(speculate_by="mtp")`.
 
     Raises:
         CheckpointError: config.json is missing or damaged, or the model is not supported.
-        ValueError: a dtype or format of weights for the package's own format.
+        ValueError: a dtype, format of weights or draft head for the package's own format.
     """
     folder = Path(path)
     if is_gguf(folder):
-        return _read_gguf(folder, dtype, {"experts": experts, "dense": dense})
+        given = {"experts": experts, "dense": dense, "draft_head": draft_head or None}
+        return _read_gguf(folder, dtype, given)
     if "model_type" in read_json(folder / CONFIG):
-        published = huggingface_checkpoint.read_config(folder, dtype, experts, dense)
+        published = huggingface_checkpoint.read_config(folder, dtype, experts, dense, draft_head)
         return HuggingFaceFolder(path=folder, model=published.model, published=published)
-    for name, value in (("dtype", dtype), ("experts", experts), ("dense", dense)):
+    given = {"dtype": dtype, "experts": experts, "dense": dense, "draft_head": draft_head or None}
+    for name, value in given.items():
         if value is not None:
             raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
     config = native_format.read_config(folder)
     return NativeFolder(path=folder, model=Hybrid(config), config=config)
 
 
-def _read_gguf(path: Path, dtype: str | None, formats: Mapping[str, str | None]) -> GgufFile:
+def _read_gguf(path: Path, dtype: str | None, formats: Mapping[str, Any]) -> GgufFile:
     """The model of a GGUF file."""
     for name, value in formats.items():
         if value is not None:
@@ -206,6 +210,7 @@ def load(
     dtype: str | None = None,
     experts: WeightsFormat | None = None,
     dense: WeightsFormat | None = None,
+    draft_head: bool = False,
     cache_format: str = "auto",
     native_layers: int = 0,
     parallel: Parallel = ALONE,
@@ -216,7 +221,7 @@ def load(
         folder: in the layout of the Hugging Face hub
             (`jaxattn.models.loading.huggingface_checkpoint`), or in the package's own format
             (`jaxattn.models.checkpoint`); or a GGUF file (`jaxattn.models.loading.gguf`).
-        dtype, experts, dense: see `read_folder`.
+        dtype, experts, dense, draft_head: see `read_folder`.
         cache_format, native_layers: those of the `Limits` that the model will be served with; an
             FP8 cache reads its scales from the folder, or takes 1.
         parallel: of several GPUs, the first of JAX's devices, which get a share each, for an
@@ -236,7 +241,7 @@ def load(
             f"load: there is no folder {str(folder)!r}; fetch a model of the hub first, by "
             "huggingface_hub.snapshot_download, and load the folder that this returns"
         )
-    found = read_folder(folder, dtype=dtype, experts=experts, dense=dense)
+    found = read_folder(folder, dtype=dtype, experts=experts, dense=dense, draft_head=draft_head)
     found = found.in_cache_format(cache_format, native_layers)
     if parallel.gpus == 1:
         return found.model, found.open().place()

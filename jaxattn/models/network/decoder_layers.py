@@ -1,10 +1,12 @@
 """The modules of a decoder's layers: a block with its parameters, and a repeat of a segment."""
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.nn import RMSNorm
+from jaxattn.nn.linear import Linear
 
 
 class DecoderLayer(nnx.Module):
@@ -40,6 +42,28 @@ class LayerGroup(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class DraftLayers(nnx.Module):
+    """What is around the block of a draft head: norms of what it reads, their projection, and the
+    norm before the output head."""
+
+    def __init__(self, stream: Stream, *, rngs: nnx.Rngs):
+        self.embedding_norm, self.hidden_norm = norm_of(stream), norm_of(stream)
+        self.projection = Linear(
+            2 * stream.hidden_size,
+            stream.hidden_size,
+            dtype=stream.dtype,
+            param_dtype=stream.param_dtype,
+            rngs=rngs,
+        )
+        self.norm = norm_of(stream)
+
+    def __call__(self, embedded: Array, hidden: Array) -> Array:
+        """The stream before the block, of a token's embedding and of what the output head read of
+        the token before it."""
+        both = self.embedding_norm(embedded), self.hidden_norm(hidden)
+        return self.projection(jnp.concatenate(both, axis=-1)).astype(jnp.float32)
 
 
 def norm_of(stream: Stream) -> RMSNorm:

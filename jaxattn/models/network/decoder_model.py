@@ -88,7 +88,9 @@ class DecoderModel(Model):
     def with_cache_format(self, name: str, native_layers: int = 0) -> "DecoderModel":
         """See `Model.with_cache_format`; an FP8 cache of keys and values adds their scales to the
         parameters, and native layers cut the layers into other segments."""
-        return self._with_blocks(reformatted(self.spec.blocks, name, native_layers))
+        count = self.spec.layers  # the draft head's cache is as most layers' are
+        layers = reformatted(self.spec.blocks[:count], name, native_layers)
+        return self._with_blocks((*layers, *reformatted(self.spec.blocks[count:], name)))
 
     def with_batch_invariance(self) -> "DecoderModel":
         """See `Model.with_batch_invariance`."""
@@ -184,7 +186,7 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "L T hidden"], DecodeState]:
-        hidden, state = self._mixed_hidden(params, state, batch, None, implementation)
+        hidden, state = self.mixed_hidden(params, state, batch, None, implementation=implementation)
         return hidden.reshape(*batch.tokens.shape, -1), state
 
     def mixed(
@@ -197,21 +199,21 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "b vocab"], DecodeState, Float[Array, "N hidden"]]:
-        hidden, state = self._mixed_hidden(params, state, prompts, rows, implementation)
-        at, count = prompts.layout.last[jnp.maximum(sources, 0)], prompts.tokens.size
-        if rows is not None:
-            at = jnp.where(sources >= 0, at, count + jnp.arange(len(sources)))
-        return self.head(params, hidden[at]), state, hidden[:count]
+        hidden, state = self.mixed_hidden(
+            params, state, prompts, rows, implementation=implementation
+        )
+        at = prompts.sampled(sources, beside_rows=rows is not None)
+        return self.head(params, hidden[at]), state, hidden[: prompts.tokens.size]
 
-    def _mixed_hidden(
+    def mixed_hidden(
         self,
-        params: Any,
+        params: nnx.State | PackedParams,
         state: DecodeState,
         prompts: PrefillBatch,
         rows: DecodeBatch | None,
-        implementation: Implementation | None,
+        *,
+        implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "N hidden"], DecodeState]:
-        """What the head reads of each token of the prompts' lines, and of the rows behind them."""
         stacks: dict[str, Any] = {}
         if isinstance(params, PackedParams):
             stacks = {"vectors": params.vectors, "weights": params.weights}
@@ -239,7 +241,7 @@ class DecoderModel(Model):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        logits, state = self._decode(params, state, batch, implementation)
+        logits, state, _ = self._decode(params, state, batch, implementation)
         return self._of_tokens(logits[:, -1]), state
 
     def decode_each(
@@ -249,20 +251,60 @@ class DecoderModel(Model):
         batch: DecodeBatch,
         *,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
-        logits, state = self._decode(params, state, batch, implementation)
-        return self._of_tokens(logits), state
+    ) -> tuple[Float[Array, "B S vocab"], DecodeState, Float[Array, "B S hidden"]]:
+        logits, state, hidden = self._decode(params, state, batch, implementation)
+        return self._of_tokens(logits), state, hidden
+
+    @property
+    def has_draft_head(self) -> bool:
+        return self.spec.draft_head is not None
+
+    def draft(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        batch: DecodeBatch,
+        hidden: Float[Array, "B S hidden"],
+        last: Int[Array, "B"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B vocab"], Float[Array, "B hidden"], DecodeState]:
+        decoder, stacks = self._decoding(params)
+        read, handed, state = decoder.draft(
+            state, batch, hidden, last, **stacks, implementation=implementation
+        )
+        return self._of_tokens(decoder.head(read)), handed, state
+
+    def draft_prompts(
+        self,
+        params: nnx.State | PackedParams,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        hidden: Float[Array, "N hidden"],
+        *,
+        implementation: Implementation | None = None,
+    ) -> DecodeState:
+        vectors = params.vectors if isinstance(params, PackedParams) else None
+        own = params.params if isinstance(params, PackedParams) else params
+        return self.bind(own).draft_mixed(
+            state, prompts, hidden, vectors=vectors, implementation=implementation
+        )
 
     def _decode(
         self, params: Any, state: DecodeState, batch: DecodeBatch, implementation: Any
-    ) -> tuple[Float[Array, "B S rows"], DecodeState]:
-        """The logits of each token, with those of padding rows of the embedding."""
-        stacks: dict[str, Any] = {}
-        if isinstance(params, PackedParams):
-            stacks = {"weights": params.weights, "norms": params.norms, "beside": params.beside}
-            params = params.params
-        decoder = self.bind(params)
-        return decoder.decode(state, batch, **stacks, implementation=implementation)
+    ) -> tuple[Float[Array, "B S rows"], DecodeState, Float[Array, "B S hidden"]]:
+        """The logits of each token, with those of padding rows of the embedding, and what the head
+        read."""
+        decoder, stacks = self._decoding(params)
+        hidden, state = decoder.decode(state, batch, **stacks, implementation=implementation)
+        return decoder.head(hidden), state, hidden.astype(self.spec.stream.dtype)
+
+    def _decoding(self, params: Any) -> tuple[DecoderNetwork, dict[str, Any]]:
+        """The decoder, and what its decode steps read of packed parameters."""
+        if not isinstance(params, PackedParams):
+            return self.bind(params), {}
+        stacks = {"weights": params.weights, "norms": params.norms, "beside": params.beside}
+        return self.bind(params.params), stacks
 
     def _of_tokens(self, logits: Array) -> Array:
         """The logits [..., vocab] without those of padding rows of the embedding.

@@ -24,7 +24,7 @@ from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.models.network.decode_step import DecodeStep, LayerPosition, caches_of
-from jaxattn.models.network.decoder_layers import LayerGroup, norm_of
+from jaxattn.models.network.decoder_layers import DraftLayers, LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import (
     in_repeat,
@@ -71,6 +71,8 @@ class DecoderNetwork(nnx.Module):
                 param_dtype=stream.param_dtype,
                 rngs=rngs,
             )
+        if spec.draft_head:
+            self.draft_layers = DraftLayers(stream, rngs=rngs)
 
     @property
     def collectives(self) -> ResidualCollectives:
@@ -85,7 +87,7 @@ class DecoderNetwork(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
         """Float32 logits of whole sequences; differentiable."""
         x = self._embed(tokens)
-        for stack in self.segments:
+        for stack in self.segments[: len(self.spec.layer_segments)]:
             graphdef, params = nnx.split(stack)
 
             def body(x: Array, params: nnx.State, graphdef=graphdef) -> tuple[Array, None]:
@@ -112,8 +114,6 @@ class DecoderNetwork(nnx.Module):
         Args:
             weights: the small weights of decoding, by cache.
         """
-        # What is named is for decoding: prefill's kernels refuse other models.
-        chosen = implementation if implementation == "xla" else None
         lines = prompts.layout
         ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
         shared, overlong = {}, None
@@ -127,7 +127,56 @@ class DecoderNetwork(nnx.Module):
         if overlong is not None:
             marked = lines.join(jnp.zeros_like(lines.valid), overlong[:, None])
             x = jnp.where(marked[..., None], jnp.nan, x)
-        for number, segment in enumerate(self.spec.segments):
+        numbers = range(len(self.spec.layer_segments))
+        x, state = self._mixed_segments(
+            numbers, x, state, prompts, rows, tokens, shared, vectors, weights, implementation
+        )
+        # The head's product rounds to this dtype: what it reads of a token is kept no wider.
+        return self.norm(x).astype(self.spec.stream.dtype), state
+
+    def draft_mixed(
+        self,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        hidden: Float[Array, "N hidden"],
+        *,
+        vectors: tuple[Array, ...] | None = None,
+        implementation: Implementation | None = None,
+    ) -> DecodeState:
+        """The state with what the draft head caches of the prompts' tokens.
+
+        Args:
+            prompts: with the token that follows each token in its place.
+            hidden: what `head` reads of each token.
+        """
+        lines = prompts.layout
+        ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
+        tokens = StepTokens.of(self.collectives, valid)
+        x = self._draft_stream(ids, hidden[None], valid)
+        numbers = range(len(self.spec.layer_segments), len(self.spec.segments))
+        return self._mixed_segments(
+            numbers, x, state, prompts, None, tokens, {}, vectors, None, implementation
+        )[1]
+
+    def _mixed_segments(
+        self,
+        numbers: range,
+        x: Array,
+        state: DecodeState,
+        prompts: PrefillBatch,
+        rows: DecodeBatch | None,
+        tokens: StepTokens,
+        shared: dict[str, Any],
+        vectors: tuple[Array, ...] | None,
+        weights: dict[str, Array] | None,
+        implementation: Implementation | None,
+    ) -> tuple[Array, DecodeState]:
+        """The stream and the state behind some segments, of a step with prompts."""
+        # What is named is for decoding: prefill's kernels refuse other models.
+        chosen = implementation if implementation == "xla" else None
+        lines = prompts.layout
+        for number in numbers:
+            segment = self.spec.segments[number]
             graphdef, params, stacks = self._split(number)
 
             def body(carry, xs, graphdef=graphdef, stacks=stacks, number=number, segment=segment):
@@ -166,8 +215,7 @@ class DecoderNetwork(nnx.Module):
 
             packed = None if vectors is None else vectors[number]
             x, state = scan_layers(segment.repeats, body, (x, state), (params, packed))
-        # The head's product rounds to this dtype: what it reads of a token is kept no wider.
-        return self.norm(x).astype(self.spec.stream.dtype), state
+        return x, state
 
     def decode(
         self,
@@ -178,33 +226,94 @@ class DecoderNetwork(nnx.Module):
         norms: Array | None = None,
         beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
         implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S vocab"], DecodeState]:
-        """Float32 logits of every new token (0 for a padding row), and the state."""
+    ) -> tuple[Float[Array, "B S hidden"], DecodeState]:
+        """What `head` reads of every new token (that of 0 for a padding row), and the state."""
         batch, overlong = self._within_tables(state, batch)
+        step = self._decode_step(state, batch, weights, norms, implementation)
+        x = self._embed(batch.tokens, step.tokens.valid > 0)
+        if overlong is not None:
+            x = jnp.where(overlong[:, None, None], jnp.nan, x)
+        numbers = range(len(self.spec.layer_segments))
+        x, state = self._decode_segments(numbers, step, x, state, beside)
+        return self.norm(x), state
+
+    def draft(
+        self,
+        state: DecodeState,
+        batch: DecodeBatch,
+        hidden: Float[Array, "B S hidden"],
+        last: Int[Array, "B"],
+        *,
+        weights: dict[str, Array] | None = None,
+        norms: Array | None = None,
+        beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B hidden"], Float[Array, "B hidden"], DecodeState]:
+        """What the draft head makes of each row's token at `last`.
+
+        Args:
+            batch: the tokens that follow those of `hidden`, at the places of these.
+            hidden: what `head` reads of tokens that are cached, or what this returns of one.
+            last: int32 [B], below S.
+
+        Returns:
+            (what `head` reads for the guess, what the next guess reads in the place of `hidden`,
+            the state).
+        """
+        assert self.spec.draft_head is not None
+        batch, _ = self._within_tables(state, batch)
+        step = self._decode_step(state, batch, weights, norms, implementation)
+        x = self._draft_stream(batch.tokens, hidden, step.tokens.valid > 0)
+        numbers = range(len(self.spec.layer_segments), len(self.spec.segments))
+        x, state = self._decode_segments(numbers, step, x, state, beside)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        normed = self.draft_layers.norm(x)
+        handed = normed if self.spec.draft_head.hands_on_normed else x
+        return normed, handed.astype(self.spec.stream.dtype), state
+
+    def _draft_stream(self, tokens: Array, hidden: Array, valid: Array) -> Array:
+        """What the draft head's block reads; 0 at padding."""
+        x = self.draft_layers(self._embed(tokens, valid), hidden.astype(jnp.float32))
+        return jnp.where(valid[..., None], x, 0)
+
+    def _decode_step(
+        self,
+        state: DecodeState,
+        batch: DecodeBatch,
+        weights: dict[str, Array] | None,
+        norms: Array | None,
+        implementation: Implementation | None,
+    ) -> DecodeStep:
         shared = self._shared(state, batch, implementation)
         # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
         valid = valid.astype(jnp.int32)
-        fused = norms is not None and self._fused(valid.size)
-        step = DecodeStep(
+        return DecodeStep(
             collectives=self.collectives,
             batch=batch,
             tokens=StepTokens.of(self.collectives, valid),
             shared=shared,
             packed=weights or {},
             norms=norms,
-            fused=fused,
+            fused=norms is not None and self._fused(valid.size),
             implementation=implementation,
         )
-        x = self._embed(batch.tokens, valid > 0)
-        if overlong is not None:
-            x = jnp.where(overlong[:, None, None], jnp.nan, x)
-        added = x.dtype if fused else self.collectives.added_dtype(x)
-        carry = x, self.collectives.part(jnp.zeros_like(x, added), fused), state
-        for number in range(len(self.spec.segments)):
+
+    def _decode_segments(
+        self,
+        numbers: range,
+        step: DecodeStep,
+        x: Array,
+        state: DecodeState,
+        beside: dict[tuple[int, int], tuple[Array, Array]] | None,
+    ) -> tuple[Array, DecodeState]:
+        """The stream and the state behind some segments."""
+        added = x.dtype if step.fused else self.collectives.added_dtype(x)
+        carry = x, self.collectives.part(jnp.zeros_like(x, added), step.fused), state
+        for number in numbers:
             carry = self._decode_segment(number, step, beside or {}, carry, added)
         x, y, state = carry
-        return self.head(self.norm(x + (self.collectives.local_total(y) if fused else y))), state
+        return x + (self.collectives.local_total(y) if step.fused else y), state
 
     def _decode_segment(
         self,

@@ -10,6 +10,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.collectives.all_reduce_norm import supports_all_reduce
 from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer
+from jaxattn.models.caches.draft_inputs import DraftInputs
 from jaxattn.models.caches.layer_cache import LayerCache, check_caches
 from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
@@ -21,12 +22,28 @@ from jaxattn.models.network.layer_segments import LayerSegment, derive
 from jaxattn.parallel import ALONE, Parallel, pieces_of
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftHead:
+    """A multi-token prediction (MTP) head, which guesses the token after the next.
+
+    It is a layer behind the others, and reads what the output head reads of a token beside the
+    embedding of the next.
+
+    Attributes:
+        hands_on_normed: what the next guess reads in the place of what the head reads of a token is
+            the layer's output behind its last norm, and not before it.
+    """
+
+    hands_on_normed: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     """A decoder's layers and what surrounds them.
 
     Attributes:
-        blocks: one for each layer, in order.
+        blocks: one for each layer, in order; the last is that of a draft head, if there is one.
+        draft_head: None without one.
         tie_embeddings: the output head is the embedding, transposed.
         parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
         fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
@@ -46,6 +63,7 @@ class DecoderSpec:
     tie_embeddings: bool = False
     parallel: Parallel = ALONE
     fused_tokens: int | None = None
+    draft_head: DraftHead | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -68,9 +86,21 @@ class DecoderSpec:
         """Tokens that one GPU has logits of, padding of the last GPU included."""
         return -(-self.vocab_size // self.parallel.tensor)
 
+    @property
+    def layers(self) -> int:
+        """How many blocks follow one another in a step: all but that of the draft head."""
+        return len(self.blocks) - (self.draft_head is not None)
+
     @cached_property
     def segments(self) -> tuple[LayerSegment[Block], ...]:
-        return derive(self.blocks)
+        """Those of the layers; the last is that of the draft head, if there is one."""
+        of_layers, of_draft = derive(self.blocks[: self.layers]), self.blocks[self.layers :]
+        return *of_layers, *(LayerSegment(self.layers, (block,), 1) for block in of_draft)
+
+    @property
+    def layer_segments(self) -> tuple[LayerSegment[Block], ...]:
+        """The segments without that of the draft head."""
+        return self.segments[:-1] if self.draft_head else self.segments
 
     @cached_property
     def mixers(self) -> dict[str, Mixer]:
@@ -81,6 +111,8 @@ class DecoderSpec:
     def caches(self) -> tuple[LayerCache, ...]:
         layers = Counter(block.mixer.cache_name for block in self.blocks)
         caches = [mixer.cache(self.stream, layers[n]) for n, mixer in self.mixers.items()]
+        if self.draft_head:
+            caches.append(DraftInputs.of(self.stream))
         if self.sums_fused:
             features, gpus = self.stream.hidden_size, self.parallel.gpus
             caches.append(

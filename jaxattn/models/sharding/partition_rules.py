@@ -106,6 +106,10 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
             return ParamRole(line="head", split="dense")
         case ("norm", "weight"):
             return ParamRole(line="norms", split="all")
+        case ("draft_layers", "projection", "weight"):
+            return ParamRole(line="draft head", split="all")
+        case ("draft_layers", _, "weight"):
+            return ParamRole(line="norms", split="all")
         case ("segments", int(), "layers", int(), "norm" | "mlp_norm", "weight"):
             return ParamRole(line="norms", split="all", stacked=1)
         case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):

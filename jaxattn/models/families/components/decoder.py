@@ -1,11 +1,13 @@
 """Decoder fields, and tensors of norms and dense MLPs, of all families."""
 
+import dataclasses
+
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.models.network.decoder_spec import DecoderSpec, DraftHead
 from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
-from jaxattn.models.weight_map.transforms import WeightTransform
+from jaxattn.models.weight_map.transforms import Transpose, WeightTransform
 
 
 def read_decoder(
@@ -37,6 +39,53 @@ def read_decoder(
             tie_embeddings=fields.flag("tie_word_embeddings", False) and ties,
         )
     )
+
+
+def with_draft_head(
+    model: DecoderModel, fields: ConfigFields, block: Block, head: DraftHead, layers: int
+) -> DecoderModel:
+    """The model with a draft head of this block.
+
+    Args:
+        layers: prediction layers of the checkpoint, of which the first is the head's.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not layers:
+        raise ConfigError(
+            f"{fields.where}: there is no prediction layer (MTP), which speculate_by='mtp' needs; "
+            "set speculate_by to 'lookup', or speculate to 0"
+        )
+    spec = model.spec
+    spec = dataclasses.replace(spec, blocks=(*spec.blocks, block), draft_head=head)
+    return dataclasses.replace(model, spec=spec)
+
+
+def draft_layers(
+    prefix: str, hidden: int, names: tuple[str, str, str, str], norm: WeightTransform = IDENTITY
+) -> list[WeightMapping]:
+    """What is around the block of a draft head.
+
+    Args:
+        names: of the embedding's norm, the hidden state's, the projection and the last norm.
+        norm: what is done to the norms' weights.
+    """
+    of_embedding, of_hidden, projection, last = names
+    key = ("draft_layers",)
+
+    def vector(name: str, place: str) -> WeightMapping:
+        weight = f"{prefix}.{name}.weight"
+        return WeightMapping(weight, (hidden,), (*key, place, "weight"), change=norm)
+
+    matrix = WeightMapping(
+        f"{prefix}.{projection}.weight",
+        (hidden, 2 * hidden),
+        (*key, "projection", "weight"),
+        change=Transpose(),
+    )
+    found = (of_embedding, "embedding_norm"), (of_hidden, "hidden_norm"), (last, "norm")
+    return [*(vector(*each) for each in found), matrix]
 
 
 def norms(

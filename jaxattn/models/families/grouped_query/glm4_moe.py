@@ -1,11 +1,13 @@
 """GLM-4.5, 4.6 and 4.7 (`model_type` glm4_moe): heads that turn in half, then DeepSeek's experts.
 
 Queries, keys and values may have biases, and queries and keys norms. The first layers are dense.
-Routing is DeepSeek-V3's. The prediction layer (MTP) behind the last layer is not read.
+Routing is DeepSeek-V3's, and so is the prediction layer (MTP) behind the last layer.
 
 Refused: other activations than SiLU, other scalings of RoPE than Llama 3's and YaRN, other routing
 than by sigmoid with a correction bias.
 """
+
+from collections.abc import Collection
 
 from jaxattn.models.blocks import GQA, MLP, Block, FeedForward
 from jaxattn.models.families import deepseek
@@ -14,10 +16,11 @@ from jaxattn.models.families.components.decoder import read_decoder
 from jaxattn.models.families.components.gqa import head_dim
 from jaxattn.models.families.grouped_query import qwen3_moe
 from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.weight_map.tensor_mapping import WeightMapping
 
 MODEL_TYPES = ("glm4_moe",)
 
-placed, skipped = qwen3_moe.placed, deepseek.skipped
+skipped, with_draft_head = deepseek.skipped, deepseek.with_draft_head
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
@@ -43,3 +46,8 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     if not all(dense):
         kinds[False] = deepseek.read_experts(fields)
     return read_decoder(fields, tuple(Block(attention, kinds[each]) for each in dense))
+
+
+def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
+    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    return qwen3_moe.placed(model, names) + deepseek.draft_layers(model.spec)

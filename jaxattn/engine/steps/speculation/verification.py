@@ -1,6 +1,6 @@
-"""Speculative decoding by prompt lookup: what a row may say next is read off what it said before.
+"""What of a draft counts: the tokens that the model samples behind a row's last token and drafts.
 
-    draft     the tokens that followed the latest place where the row had its last two or three
+    draft     prompt_lookup.py, draft_head.py
     decode    the last token and the draft, in one step of S tokens
     verify    a token is sampled behind each of them, as if there were no draft; the draft counts as
               far as it is what was sampled
@@ -23,7 +23,7 @@ another slot of the row, and the row goes on from one of them:
 import dataclasses
 import functools
 import operator
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.engine.sampling.sampler import SamplingBatch, SamplingMode, sample
-from jaxattn.engine.steps.device_batch import INTEGERS, DeviceBatch, RowView, read
+from jaxattn.engine.steps.device_batch import INTEGERS, DeviceBatch, RowView
 from jaxattn.engine.steps.token_selection import FinishCode, ending, with_biases, with_penalties
 from jaxattn.models.interface import DecodeBatch
-
-# A draft follows so many equal tokens at least; of places with more than MOST the latest is taken.
-LEAST, MOST = 2, 3
 
 
 class DraftTokens(NamedTuple):
@@ -58,35 +55,25 @@ class DraftTokens(NamedTuple):
     def active(self) -> Bool[Array, "b"]:
         return self.read.cursor.active > 0
 
+    @classmethod
+    def of(
+        cls,
+        rows: DeviceBatch,
+        found: RowView,
+        guessed: Int[Array, "b n"],
+        there: Bool[Array, "b"],
+        checkpoints: int,
+    ) -> Self:
+        """Of rows and guesses, which are `there` in some; rows with penalties get none.
 
-@jax.named_scope("draft")
-def draft(rows: DeviceBatch, places: Int[Array, "b"], drafts: int, checkpoints: int) -> DraftTokens:
-    """Looks up `drafts` tokens for each row at `places`.
-
-    Args:
-        checkpoints: slots between those of rows and the spare ones.
-    """
-    found = read(rows, places)
-    last = found.cursor.length  # where the last token stands
-    history = rows.history.at[found.at].get(mode="fill", fill_value=0)
-    column = jnp.arange(history.shape[1])
-    same, equal = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
-    for back in range(MOST):
-        before = jnp.pad(history, ((0, 0), (back, 0)))[:, : history.shape[1]]
-        own = jnp.take_along_axis(history, jnp.maximum(last - back, 0)[:, None], axis=1)
-        same &= (before == own) & (column >= back) & (last >= back)[:, None]
-        equal += same
-    there = (equal >= LEAST) & (column < last[:, None])
-    at = jnp.argmax(jnp.where(there, equal * len(column) + column, -1), axis=1)
-    # What was said since then is said again, where the draft is longer than that.
-    since = jnp.maximum(last - at, 1)[:, None]
-    follows = at[:, None] + 1 + jnp.arange(drafts) % since
-    guessed = jnp.take_along_axis(history, follows, axis=1)
-    tokens = jnp.concatenate([found.cursor.token[:, None], guessed], axis=1)
-    active = found.cursor.active > 0
-    there &= ~_penalized(found)[:, None]
-    slots = jnp.where(active[:, None], _slots(found, len(rows.cursor), drafts, checkpoints), -1)
-    return DraftTokens(found, tokens, active & there.any(1), slots)
+        Args:
+            checkpoints: slots between those of rows and the spare ones.
+        """
+        tokens = jnp.concatenate([found.cursor.token[:, None], guessed], axis=1)
+        active = found.cursor.active > 0
+        slots = _slots(found, len(rows.cursor), guessed.shape[1], checkpoints)
+        slots = jnp.where(active[:, None], slots, -1)
+        return cls(found, tokens, active & there & ~_penalized(found), slots)
 
 
 def _penalized(found: RowView) -> Bool[Array, "b"]:

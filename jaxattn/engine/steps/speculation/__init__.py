@@ -1,0 +1,1 @@
+"""Speculative decoding: where drafts come from, and what of them counts."""

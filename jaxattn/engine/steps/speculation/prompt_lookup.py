@@ -1,0 +1,40 @@
+"""Drafts by prompt lookup: what a row may say next is read off what it said before.
+
+The draft is the tokens that followed the latest place where the row had its last two or three.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxattn.engine.steps.device_batch import DeviceBatch, read
+from jaxattn.engine.steps.speculation.verification import DraftTokens
+
+# A draft follows so many equal tokens at least; of places with more than MOST the latest is taken.
+LEAST, MOST = 2, 3
+
+
+@jax.named_scope("draft")
+def draft(rows: DeviceBatch, places: Int[Array, "b"], drafts: int, checkpoints: int) -> DraftTokens:
+    """Looks up `drafts` tokens for each row at `places`.
+
+    Args:
+        checkpoints: slots between those of rows and the spare ones.
+    """
+    found = read(rows, places)
+    last = found.cursor.length  # where the last token stands
+    history = rows.history.at[found.at].get(mode="fill", fill_value=0)
+    column = jnp.arange(history.shape[1])
+    same, equal = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
+    for back in range(MOST):
+        before = jnp.pad(history, ((0, 0), (back, 0)))[:, : history.shape[1]]
+        own = jnp.take_along_axis(history, jnp.maximum(last - back, 0)[:, None], axis=1)
+        same &= (before == own) & (column >= back) & (last >= back)[:, None]
+        equal += same
+    there = (equal >= LEAST) & (column < last[:, None])
+    at = jnp.argmax(jnp.where(there, equal * len(column) + column, -1), axis=1)
+    # What was said since then is said again, where the draft is longer than that.
+    since = jnp.maximum(last - at, 1)[:, None]
+    follows = at[:, None] + 1 + jnp.arange(drafts) % since
+    guessed = jnp.take_along_axis(history, follows, axis=1)
+    return DraftTokens.of(rows, found, guessed, there.any(1), checkpoints)

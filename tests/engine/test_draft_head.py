@@ -1,0 +1,129 @@
+"""Drafts by a model's own head: they change when tokens come, and never which."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxattn import Engine, Limits, Request
+from jaxattn.aliasing.checker import check_aliasing
+from jaxattn.engine.steps.engine_state import cache_size, recurrent
+from jaxattn.models.loading.huggingface_checkpoint import load
+from tests.helpers.draft_heads import VOCAB, write_folder
+
+LIMITS = Limits(batch=3, max_model_len=192, prefill_chunk=64, prefill_rows=2, checkpoints=2,
+                num_pages=8, speculate=2, speculate_by="mtp")  # fmt: skip
+FAMILIES = ["glm4_moe_lite", "qwen3_5_text"]
+
+
+class FixedSwitch:
+    """Drafts in every `period`-th step; 0 is never."""
+
+    def __init__(self, period):
+        self.period, self.step = period, 0
+
+    def choose(self, bucket):
+        self.step += 1
+        return self.period > 0 and self.step % self.period == 0
+
+    def observe(self, *told):
+        pass
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory):
+    @functools.cache
+    def made(model_type):
+        folder = tmp_path_factory.mktemp(model_type)
+        write_folder(folder, model_type, guesses_well=True)
+        engine = Engine(*load(folder, dtype="float32", draft_head=True), LIMITS, strict=True)
+        engine.start()
+        return engine
+
+    return made
+
+
+def prompt(first, length):
+    return [(5 * first + 3 * i) % VOCAB for i in range(length)]
+
+
+MIXES = {
+    "greedy, and more than rows": [
+        Request(prompt(i, 3 + 29 * i), max_tokens=50 - 3 * i) for i in range(5)
+    ],
+    "drawn": [
+        Request(prompt(i, 9), max_tokens=40, temperature=0.7, top_p=p, seed=i)
+        for i, p in enumerate([1.0, 1.0, 0.8])
+    ],
+    "more of sampling, beside others": [
+        Request(prompt(1, 9), max_tokens=40),
+        Request(prompt(2, 9), max_tokens=10, logprobs=2),
+        Request(prompt(3, 9), max_tokens=30, presence_penalty=0.5),
+        Request(prompt(4, 9), max_tokens=30, logit_bias={5: 4.0}),
+    ],
+}
+
+
+def run(engine, requests, period):
+    engine._loop.switch = engine._loop._reader.switch = FixedSwitch(period)
+    found = engine.generate([dataclasses.replace(each) for each in requests])
+    assert engine.scheduler.slots.in_use == 0 and not engine.seal.counts
+    return [(each.tokens, each.finish_reason) for each in found]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_say_the_same_with_drafts_and_without(engine_of, family, mix):
+    """Their prompts are found in the prefix cache from the second time on."""
+    engine, requests = engine_of(family), MIXES[mix]
+    plain = run(engine, requests, 0)
+    assert engine.stats.drafted_tokens == 0
+    assert run(engine, requests, 1) == plain
+    assert engine.stats.guessed_tokens > 10
+    assert run(engine, requests, 3) == plain
+    assert engine.stats.guessed_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_end_inside_a_draft_and_lose_pages_as_without(engine_of, family):
+    engine = engine_of(family)
+    [(whole, _)] = run(engine, [Request(prompt(1, 9), max_tokens=50)], 0)
+    requests = [
+        *(Request(prompt(1, 9), max_tokens=50, stop_tokens=[t]) for t in sorted(set(whole))[:6]),
+        *(Request(prompt(1, 9), max_tokens=most) for most in range(1, 7)),
+        *(Request(prompt(7 * i, 40), max_tokens=152) for i in range(3)),
+    ]
+    plain = run(engine, requests, 0)
+    assert run(engine, requests, 1) == plain
+    assert engine.stats.preemptions > 0
+
+
+def test_a_step_that_drafts_updates_all_in_place(engine_of):
+    executables = engine_of("qwen3_5_text").executables
+    for name in executables:
+        if name.startswith(("draft", "prefill", "round")):
+            report = check_aliasing(executables[name])
+            assert report.aliased_bytes == report.donated_bytes > 0, name
+
+
+def test_the_heads_layer_and_inputs_are_in_the_plan(engine_of):
+    engine = engine_of("glm4_moe_lite")
+    assert engine.plan["kv cache"] == 3 * 8 * 64 * 48 * 4  # layers, pages, tokens, latents, float32
+    assert engine.plan["draft hidden"] == 3 * 3 * 32 * 4  # rows, tokens, features, float32
+    held = jax.tree.leaves(engine._runner.state.caches)
+    caches = [
+        item.nbytes
+        for item in engine.plan.items
+        if item.name in ("kv cache", "draft hidden", "draft pairs")
+    ]
+    assert sum(caches) == sum(leaf.nbytes for leaf in held)
+
+
+def test_inputs_of_a_head_are_no_recurrent_states(engine_of):
+    model = engine_of("glm4_moe_lite").model
+    assert not recurrent(model) and recurrent(engine_of("qwen3_5_text").model)
+    cache, size = model.caches[-1], cache_size(LIMITS)
+    arrays = cache.init(size)
+    assert cache.copy_slots(arrays, np.array([0]), np.array([1])) is arrays

@@ -1,0 +1,89 @@
+"""Draft heads of published models (MTP) against their prediction layers in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, scratch_spec
+from jaxattn.models.loading.huggingface_checkpoint import load
+from tests.helpers.draft_heads import CONFIGS, VOCAB, PredictionLayer, write_folder
+
+TABLE = np.array([[2, 0]], np.int32)
+LINES = (24, 16)  # tokens of the prompt's two pieces, of which the second is not full
+TOKENS, PROMPT = 38, 37
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    @functools.cache
+    def made(model_type):
+        folder = tmp_path_factory.mktemp(model_type)
+        return folder, write_folder(folder, model_type)
+
+    return made
+
+
+def prompt_batch(tokens, first, line):
+    """A piece of the prompt in one line of so many tokens."""
+    own = tokens[first : first + line]
+    padded = np.zeros((1, line), np.int32)
+    padded[0, : len(own)] = own
+    lens = np.array([len(own)], np.int32)
+    return on_device(PrefillBatch(padded, lens, first + lens, TABLE, np.zeros(1, np.int32)))
+
+
+def next_tokens(tokens, length):
+    """The next tokens [1, S] of the row, which has so many with them."""
+    lens, slots = np.array([length], np.int32), np.zeros(1, np.int32)
+    return on_device(DecodeBatch(tokens, lens, TABLE, slots))
+
+
+def on_device(batch):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), batch)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_head_guesses_what_the_prediction_layer_says(folder_of, model_type):
+    """Pairs of a prompt in two pieces, of the next two tokens, and of a guess of the head's own."""
+    folder, tensors = folder_of(model_type)
+    model, params = load(folder, dtype="float32", draft_head=True)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, TOKENS + 1)
+    spec = scratch_spec(model, 1, max_pages=2, q_len=2)
+
+    @jax.jit
+    def run(params):
+        params = model.pack(params)
+        state = init_state(model, CacheSize(pages=4, slots=1, drafts=1), spec)
+        read, first = [], 0
+        for line in LINES:
+            own = tokens[:PROMPT]
+            hidden, state = model.mixed_hidden(params, state, prompt_batch(own, first, line), None)
+            pairs = prompt_batch(tokens[1 : PROMPT + 1], first, line)
+            state = model.draft_prompts(params, state, pairs, hidden)
+            read.append(hidden[: min(line, PROMPT - first)])
+            first += line
+        # The model's next token, whose pair comes beside the last of the prompt again.
+        batch = next_tokens(tokens[None, PROMPT:TOKENS], TOKENS)
+        _, state, hidden = model.decode_each(params, state, batch)
+        read.append(hidden[0])
+        hidden = jnp.concatenate(read)
+        pairs = next_tokens(tokens[None, PROMPT : TOKENS + 1], TOKENS)
+        last = jnp.ones(1, jnp.int32)
+        logits, handed, state = model.draft(params, state, pairs, hidden[None, -2:], last)
+        guess = jnp.argmax(logits, -1).astype(jnp.int32)
+        behind = next_tokens(guess[:, None], TOKENS + 1)
+        second, _, _ = model.draft(params, state, behind, handed[:, None], 0 * last)
+        return hidden, logits[0], handed[0], guess, second[0]
+
+    hidden, logits, handed, guess, second = map(np.asarray, run(params))
+    layer = PredictionLayer(model_type, tensors)
+    wanted, hands_on = layer(tokens[1:], hidden)
+    np.testing.assert_allclose(logits, wanted[-1], atol=2e-4, rtol=2e-4)
+    np.testing.assert_allclose(handed, hands_on[-1], atol=2e-4, rtol=2e-4)
+    both = np.concatenate([hidden, handed[None]])
+    again, _ = layer(np.concatenate([tokens[1:], guess]), both)
+    np.testing.assert_allclose(second, again[-1], atol=2e-4, rtol=2e-4)
