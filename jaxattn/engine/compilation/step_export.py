@@ -87,8 +87,8 @@ class PortableExport:
 
     def call(self) -> Callable[..., Any]:
         """The function, to be called within another that is jitted."""
-        types = {"in_avals": _types(self.operands), "out_avals": _types(self.results)}
-        return dataclasses.replace(self.lowered, **types).call
+        operands, results = _types(self.operands), _types(self.results)
+        return dataclasses.replace(self.lowered, in_avals=operands, out_avals=results).call
 
 
 def _shape(aval: Any) -> jax.ShapeDtypeStruct:
