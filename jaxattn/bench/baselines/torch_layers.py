@@ -39,7 +39,7 @@ def experts() -> Any:
 def hybrid_layer() -> Any:
     t, modules = torch(), importlib.import_module("fla.modules")
 
-    class HybridLayer(t.nn.Module):  # type: ignore[misc, name-defined]
+    class HybridLayer(t.nn.Module):  # type: ignore[name-defined]
         """A delta net and experts, each behind a norm and added to the stream."""
 
         def __init__(self) -> None:

@@ -132,8 +132,9 @@ class DeltaLayer(nnx.Module):
         if bounds is None:
             mixed, _ = causal_conv1d(made.mixed, taps, cu_seqlens=ends)
         else:
+            assert bounds.first is not None  # of ids it is known
             mixed = causal_conv1d_of_segments(made.mixed, taps, bounds.first)
-            begins = bounds.first == jnp.arange(x.shape[1])
+            begins = jnp.equal(bounds.first, jnp.arange(x.shape[1]))
             begins = begins.reshape(begins.shape + (1,) * (g.ndim - 2))
             g = jnp.where(begins, CLEARING_LOG_DECAY, g)
         q, k, v = self._split_heads(mixed)
