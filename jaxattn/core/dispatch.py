@@ -22,6 +22,7 @@ Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 # environment variable PJRT_NPROC=16 before JAX is imported, or it may wait for ever.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
 PACKAGE = str(package.PACKAGE) + os.sep
+JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 # With `traced_for_hopper(True)`, ops that are traced choose what a Hopper GPU runs, whatever device
@@ -72,13 +73,20 @@ def dispatch[T](
             refusal.add_note(f"implementation={name!r}")
             refusals.append(refusal)
             continue
-        if refusals and jax.default_backend() == "gpu":
-            warnings.warn(
-                f"{op}: {name!r} runs instead of the GPU's kernel: {refusals[0]}",
-                skip_file_prefixes=(PACKAGE,),
-            )
+        if refusals:
+            warn_of_xla(f"{op}: {name!r} runs instead of the GPU's kernel: {refusals[0]}")
         return result
     raise ExceptionGroup(f"{op}: every implementation refused", refusals)
+
+
+def warn_of_xla(message: str) -> None:
+    """On a GPU, warns at the caller's line that XLA computes what a kernel was expected to.
+
+    Python shows a message of a line once. JAX's own frames are skipped: it is JAX that calls a
+    backward pass.
+    """
+    if jax.default_backend() == "gpu" or traced_for_hopper.value:
+        warnings.warn(message, skip_file_prefixes=(PACKAGE, JAX))
 
 
 def dispatch_kernel[T](
@@ -144,38 +152,56 @@ def with_gradient_of(
     differentiable = jax.custom_vjp(function)
 
     def backward(arguments, cotangents):
-        if because is not None and (jax.default_backend() == "gpu" or traced_for_hopper.value):
-            warnings.warn(f"XLA computes the gradient: {because}", skip_file_prefixes=(PACKAGE,))
+        if because is not None:
+            warn_of_xla(f"XLA computes the gradient: {because}")
         return jax.vjp(reference, *arguments)[1](cotangents)
 
     differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
-    return differentiable
+    if because is None:
+        return differentiable
+    return in_reverse_mode_only(because.partition(":")[0], differentiable)
 
 
-def without_gradient[T](op: str, operands: T) -> T:
+def without_gradient[T](
+    op: str, operands: T, names: str | None = None, *, train_with: str | None = None
+) -> T:
     """The operands of a kernel that has no gradient, none of which may be differentiated.
 
     Args:
         op: the op's public name, for the message.
         operands: arrays, or a tree of them; None is no array.
+        names: of the arguments that the operands are, a name for each.
+        train_with: the public op that has a gradient.
 
     Raises:
         NotImplementedError: later, where JAX differentiates what depends on one of them. It is no
             `Refusal`: inside `jax.jit` the implementation was chosen long before.
     """
+    instead = f"train with {train_with}, or " if train_with else ""
 
-    @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
-        return x
+    def held(x: Any, name: str | None) -> Any:
+        if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)):
+            return x
 
-    @same.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(
-            f"{op}: its kernel has no gradient; pass implementation='xla' to differentiate"
-        )
+        @jax.custom_jvp
+        def same(x: jax.Array) -> jax.Array:
+            return x
 
-    def held(x: Any) -> Any:
-        is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
-        return same(x) if is_float else x
+        @same.defjvp
+        def refuse(primals: Any, tangents: Any) -> Any:
+            of = f" of {name}" if name else ""
+            raise NotImplementedError(
+                f"{op}: its kernel has no gradient{of}; {instead}pass implementation='xla' to "
+                "differentiate"
+            )
 
-    return jax.tree.map(held, operands)
+        return same(x)
+
+    if names is None:
+        return jax.tree.map(lambda x: held(x, None), operands)
+    parts: Any = operands
+    found = tuple(
+        jax.tree.map(lambda x, name=name: held(x, name), part)
+        for part, name in zip(parts, names.split(), strict=True)
+    )
+    return found  # type: ignore[return-value]

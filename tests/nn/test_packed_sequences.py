@@ -34,7 +34,7 @@ DELTA = {
     ),
 }
 MODULES = ATTENTION | DELTA
-# Of each row the lengths of its sequences; delta layers have one row.
+# Of each row the lengths of its sequences; offsets are of one row.
 ROWS = ((7, 1, 9), (2, 11, 7))
 
 
@@ -63,15 +63,23 @@ def alone(x, rows):
 
 
 @pytest.mark.slow_cases(reason="another rule in the same layer; its op has packed rows of its own")
-@pytest.mark.parametrize("name", [*ATTENTION, "GatedDeltaNet", slow("KimiDeltaAttention")])
-def test_a_packed_sequence_is_what_it_is_alone(name):
-    rows = ROWS if name in ATTENTION else ROWS[:1]
+@pytest.mark.parametrize(
+    ("name", "keyword"),
+    [
+        *((name, "segment_ids") for name in (*ATTENTION, "GatedDeltaNet")),
+        ("GatedDeltaNet", "cu_seqlens"),
+        slow("KimiDeltaAttention", "segment_ids"),
+        slow("KimiDeltaAttention", "cu_seqlens"),
+    ],
+)
+def test_a_packed_sequence_is_what_it_is_alone(name, keyword):
+    rows = ROWS if keyword == "segment_ids" else ROWS[:1]
     rng = np.random.default_rng(0)
     x, target = rng.normal(size=(2, len(rows), TOKENS, HIDDEN)).astype(np.float32)
     rest = [TOKENS - sum(lengths) for lengths in rows]  # padding
     for row, count in zip(target, rest, strict=True):
         row[len(row) - count :] = 0
-    if name in ATTENTION:
+    if keyword == "segment_ids":
         ids = [
             np.repeat([0, 3, 4, 7], [*lengths, count])
             for lengths, count in zip(rows, rest, strict=True)
@@ -109,16 +117,24 @@ def test_what_does_not_fit_is_named(name):
         layer(x, cu_seqlens=[0, 5])
     with pytest.raises(ValueError, match=f"^{name}: cu_seqlens must .*20 tokens, got .*0, 30"):
         layer(x[:1], cu_seqlens=[0, 30])
+    ids = np.zeros((2, TOKENS), np.int32)
+    with pytest.raises(ValueError, match=rf"^{name}: segment_ids .* \(2, 19\).* x .* T = 20"):
+        layer(x, segment_ids=ids[:, 1:])
     if name in ATTENTION:
-        ids = np.zeros((2, TOKENS), np.int32)
-        with pytest.raises(ValueError, match=rf"^{name}: segment_ids .* \(2, 19\).* x .* T = 20"):
-            layer(x, segment_ids=ids[:, 1:])
-        ids[1, 4] = 3
-        with pytest.raises(
-            ValueError, match=f"^{name}: segment_ids must not decrease.* row 1 has 3"
-        ):
-            layer(x, segment_ids=ids)
-        with pytest.raises(ValueError, match=f"^{name}: .*drop segment_ids"):
-            layer(x, segment_ids=ids, cu_seqlens=[0, 5])
-        with pytest.raises(TypeError, match=f"^{name}: segment_ids must be integers"):
-            layer(x, segment_ids=x[..., 0])
+        with pytest.raises(ValueError, match=rf"^{name}: positions .* \(2, 19\).* x .* T = 20"):
+            layer(x, positions=ids[:, 1:])
+    ids[1, 4] = 3
+    with pytest.raises(ValueError, match=f"^{name}: segment_ids must not decrease.* row 1 has 3"):
+        layer(x, segment_ids=ids)
+    with pytest.raises(ValueError, match=f"^{name}: .*drop segment_ids"):
+        layer(x[:1], segment_ids=ids[:1], cu_seqlens=[0, 5])
+    with pytest.raises(TypeError, match=f"^{name}: segment_ids must be integers"):
+        layer(x, segment_ids=x[..., 0])
+
+
+def test_ids_that_turn_out_unsorted_give_zeros():
+    layer, x = nnx.merge(*module("GatedDeltaNet")), np.ones((2, TOKENS, HIDDEN), np.float32)
+    ids = np.zeros((2, TOKENS), np.int32)
+    ids[1, 4] = 3
+    out = jax.jit(lambda ids: layer(x, segment_ids=ids))(ids)
+    assert out[0].all() and not out[1].any()

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from jaxattn.bench.attention import mla
-from jaxattn.bench.baselines import flash_attention, flashinfer_xqa
+from jaxattn.bench.baselines import flash_attention, flashinfer_xqa, torch_layers
 from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
 
 CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
@@ -247,6 +247,7 @@ def both_passes(rule: Callable[..., Any], operands: dict[str, Any]) -> Callable[
         out = rule(**operands, use_qk_l2norm_in_kernel=True)[0]
         return t.autograd.grad(out, list(operands.values()), cotangent)
 
+    call.forward = lambda i: rule(**operands, use_qk_l2norm_in_kernel=True)  # type: ignore[attr-defined]
     return call
 
 
@@ -277,6 +278,14 @@ PEERS = {
     ),
     "flashqla-gradient": TorchBaseline(
         "flashqla", "op_gradients", "flash_qla", "flash-qla", flashqla_gradient, gradient=True
+    ),
+    "torch-layer-gradient": TorchBaseline(
+        "torch",
+        "layer_gradients",
+        "fla",
+        "flash-linear-attention",
+        torch_layers.layer_gradient,
+        gradient=True,
     ),
     "vllm-flashmla": TorchBaseline(
         "flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla
@@ -311,9 +320,13 @@ def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
             if "error" in line:
                 said.append(f"{name} {line['shape']}".rstrip() + f": {line['error']}")
                 continue
-            for column, key in ((peer.column, "burst"), (f"{peer.column} call", "seconds")):
-                if line[key]:
+            keys = {"burst": "", "seconds": " call", "forward": " forward"}
+            for key, suffix in keys.items():
+                if line.get(key):
+                    column = f"{peer.column}{suffix}"
                     times.setdefault(column, {})[json.dumps(line["shape"])] = line[key]
+            if "MiB" in line:
+                said.append(f"{name} {line['shape']}: {line['MiB']:.0f} MiB beside its operands")
             used = f"{name}: {peer.package} {line['version']}, by {line['how']}"
             if used not in said:
                 said.append(used)
@@ -411,6 +424,17 @@ def burst_seconds(call: Callable[[int], Any]) -> float:
     return 0.0 if rest else covered(spans[-PROFILED * kernels :]) * 1e-9 / PROFILED
 
 
+def peak_mebibytes(call: Callable[[int], Any]) -> float:
+    """What a call allocates at most, beside what is there before it."""
+    cuda = torch().cuda
+    cuda.synchronize()
+    before = cuda.memory_allocated()
+    cuda.reset_peak_memory_stats()
+    call(0)
+    cuda.synchronize()
+    return (cuda.max_memory_allocated() - before) / 2**20
+
+
 def covered(spans: Sequence[tuple[int, int]]) -> int:
     """The length of what sorted spans cover; what overlaps counts once."""
     until = total = 0
@@ -446,6 +470,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 call = peer.build(*shape)
                 line["seconds"], line["how"] = seconds(call)
                 line["burst"] = burst_seconds(call)
+                if peer.gradient:
+                    line["forward"] = burst_seconds(call.forward)  # type: ignore[attr-defined]
+                    line["MiB"] = peak_mebibytes(call)
             line["version"] = version(peer.module)
         except Exception as error:  # of any kind: what fails is the peer's, and is reported
             first = (str(error).strip().splitlines() or [""])[0]

@@ -219,7 +219,10 @@ def gqa_append_mosaic(
             f"{kv_cache.dtype.name}"
         )
     q, k, v, weights, kv_cache, angles, kv_scale = without_gradient(
-        "gqa_append", (q, k, v, weights, kv_cache, angles, kv_scale)
+        "gqa_append",
+        (q, k, v, weights, kv_cache, angles, kv_scale),
+        "q k v weights kv_cache rotation kv_scale",
+        train_with="gqa_attention",
     )
     layers = kv_cache if layer is not None else kv_cache[None]
     cache_ref = jax.new_ref(layers.reshape(*layers.shape[:4], kv_heads * dim))

@@ -50,7 +50,9 @@ def rms_norm_mosaic(
             f"rms_norm_layer: the kernel has a multiple of {THREADS} features, at most "
             f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
         )
-    x, added, weights = without_gradient("rms_norm_layer", (x, added, weights))
+    x, added, weights = without_gradient(
+        "rms_norm_layer", (x, added, weights), "x added weights", train_with="nn.RMSNorm"
+    )
     tokens = x.reshape(-1, features)
     vector = next(n for n in (4, 2, 1) if features % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)

@@ -69,7 +69,10 @@ def mla_append_mosaic(
     rank = dim - angles.shape[-1] // 2
     _refuse(rank, dim - rank, kv_cache.dtype)
     kv, q, weights, kv_cache, angles = without_gradient(
-        "mla_append", (kv, q, weights, kv_cache, angles)
+        "mla_append",
+        (kv, q, weights, kv_cache, angles),
+        "kv q weights kv_cache rotation",
+        train_with="causal_attention",
     )
     tokens = batch * q_len
     stacked = weights.ndim == 2

@@ -170,6 +170,7 @@ def mixture_of_experts_mosaic(
         without_gradient(
             OP,
             (x, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias),
+            "x weights gate_up down gate_up_scale down_scale gate_up_bias down_bias",
         )
     )
     (tokens, features), top_k = x.shape, ids.shape[1]

@@ -121,7 +121,9 @@ def router_shared_experts_mosaic(
         raise Refusal(
             f"router_shared_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}"
         )
-    x, router, bias, gate_up = without_gradient("router_shared_experts", (x, router, bias, gate_up))
+    x, router, bias, gate_up = without_gradient(
+        "router_shared_experts", (x, router, bias, gate_up), "x router bias gate_up"
+    )
     dtype = router.dtype
     x = x.astype(dtype if norm is None else jnp.float32)
     features, width = x.shape[1], gate_up.shape[2] // 2

@@ -1,11 +1,15 @@
 """The modules of a decoder's layers: a block with its parameters, and a repeat of a segment."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.nn import RMSNorm
+from jaxattn.nn.attention.paged_attention import PagedAttention
 from jaxattn.nn.linear import Linear
 
 
@@ -19,8 +23,11 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm_of(stream)
         self.mlp = block.feed_forward.build(stream, rngs)
 
-    def __call__(self, x: Array) -> Array:
-        x = x + self.given(self.norm, self.mixer(self.read(self.norm, x)))
+    def __call__(self, x: Array, packed: Mapping[str, Any]) -> Array:
+        """Whole sequences; `packed` is how rows hold several, in the keywords of attention."""
+        rotated = isinstance(self.mixer, PagedAttention)
+        given = {name: of for name, of in packed.items() if rotated or name != "positions"}
+        x = x + self.given(self.norm, self.mixer(self.read(self.norm, x), **given))
         return x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
 
     def read(self, norm: RMSNorm, x: Array) -> Array:
@@ -38,9 +45,9 @@ class LayerGroup(nnx.Module):
     def __init__(self, pattern: tuple[Block, ...], stream: Stream, *, rngs: nnx.Rngs):
         self.layers = nnx.List([DecoderLayer(block, stream, rngs=rngs) for block in pattern])
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Array, packed: Mapping[str, Any]) -> Array:
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, packed)
         return x
 
 

@@ -8,6 +8,7 @@ next is no array yet where a launch can make it.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.validation.array_checks import keep_concrete
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
@@ -84,15 +86,43 @@ class DecoderNetwork(nnx.Module):
         build = nnx.vmap(lambda key: LayerGroup(segment.pattern, stream, rngs=nnx.Rngs(params=key)))
         return build(keys)
 
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T vocab"]:
-        """Float32 logits of whole sequences; differentiable."""
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " n+1"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        saved: Callable[..., bool] | None = None,
+    ) -> Float[Array, "B T vocab"]:
+        """Float32 logits of whole sequences; differentiable.
+
+        Args:
+            segment_ids, cu_seqlens, positions: how rows hold several sequences, see the attention
+                layers of `jaxattn.nn`. Each sequence has the logits that it has in a row alone.
+            saved: a policy of `jax.checkpoint_policies`: what a repeat of layers keeps for its
+                backward pass, which computes the rest again. None keeps all.
+
+        Raises:
+            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
+                fit; a layer names it.
+        """
+        packed = {
+            name: given if name == "positions" else keep_concrete(given)
+            for name, given in (
+                ("segment_ids", segment_ids), ("cu_seqlens", cu_seqlens), ("positions", positions)
+            )
+            if given is not None
+        }  # fmt: skip
         x = self._embed(tokens)
         for stack in self.segments[: len(self.spec.layer_segments)]:
             graphdef, params = nnx.split(stack)
 
             def body(x: Array, params: nnx.State, graphdef=graphdef) -> tuple[Array, None]:
-                return nnx.merge(graphdef, params)(x), None
+                return nnx.merge(graphdef, params)(x, packed), None
 
+            if saved is not None:
+                body = jax.checkpoint(body, policy=saved)
             x, _ = lax.scan(body, x, params)
         return self.head(self.norm(x))
 

@@ -31,6 +31,7 @@ class PagedAttention(nnx.Module):
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " n+1"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T hidden"]:
         """Causal attention over whole sequences. Returns float32.
 
@@ -40,12 +41,14 @@ class PagedAttention(nnx.Module):
                 positions start at 0.
             cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
                 Tokens from the last one on are padding, which must be finite.
+            positions: of the tokens, for the rotation, if they are not those in their sequences:
+                of pieces of longer ones. What a token sees does not depend on them.
 
         Raises:
             TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
                 fit; it is named.
         """
-        positions = self._positions(x, segment_ids, cu_seqlens)
+        positions = self._positions(x, segment_ids, cu_seqlens, positions)
         packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         return self._attend_whole(x, positions, packed)
 
@@ -74,10 +77,15 @@ class PagedAttention(nnx.Module):
         first = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return jnp.maximum(first + jnp.arange(q_len), 0)
 
-    def _positions(self, x: Any, segment_ids: Any, cu_seqlens: Any) -> Int[Array, "B T"]:
-        """Of tokens in the sequences that a row holds, each from 0 on. It checks the arguments."""
+    def _positions(
+        self, x: Any, segment_ids: Any, cu_seqlens: Any, given: Any
+    ) -> Int[Array, "B T"]:
+        """Those given, or of tokens in the sequences that a row holds, each from 0 on. It checks
+        the arguments."""
         arguments = self._check_tokens(type(self).__name__, x, "B T hidden")
         first = SegmentBounds.checked(arguments, x, None, segment_ids, cu_seqlens).first
+        if given is not None:
+            return arguments.integers("positions", given, "B T")[1]
         positions = jnp.arange(x.shape[1])
         return jnp.broadcast_to(positions if first is None else positions - first, x.shape[:2])
 

@@ -29,7 +29,9 @@ from jaxattn.core.validation.array_checks import (
 from jaxattn.kernels.gdn.prefill.launch import segment_tokens
 from jaxattn.nn.linear import Linear, normal
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.ops.gdn.causal_conv1d import causal_conv1d
+from jaxattn.ops.attention.segments import SegmentBounds
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d, causal_conv1d_of_segments
+from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
 
@@ -97,14 +99,20 @@ class DeltaLayer(nnx.Module):
         """The log decays and beta, float32."""
 
     def __call__(
-        self, x: Float[Array, "B T hidden"], *, cu_seqlens: Int[Array, " n+1"] | None = None
+        self,
+        x: Float[Array, "B T hidden"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cu_seqlens: Int[Array, " n+1"] | None = None,
     ) -> Float[Array, "B T hidden"]:
         """Whole sequences from a zero state. Returns float32.
 
         Args:
-            cu_seqlens: offsets of n sequences packed in one row (B = 1), starting at 0. Neither
-                state nor convolution passes from one to the next. Tokens from the last offset on
-                are padding, which must be finite.
+            segment_ids: the sequence that each token is of, where rows hold several. The ids must
+                not decrease along a row. Neither state nor convolution passes from one sequence to
+                the next.
+            cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
+                Tokens from the last offset on are padding, which must be finite.
 
         Raises:
             TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
@@ -114,12 +122,26 @@ class DeltaLayer(nnx.Module):
         self._check_tokens(op, x)
         if ends is not None:
             check_cu_seqlens(op, ends, *x.shape[:2])
-        made = self._made(self._projected(x))
-        mixed, _ = causal_conv1d(made.mixed, self.conv1d[...], cu_seqlens=ends)
+        bounds = None
+        if segment_ids is not None:
+            arguments = OpArguments(op)
+            arguments.check_shape("x", x, "B T hidden")
+            bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
+        made, taps = self._made(self._projected(x)), self.conv1d[...]
+        g, beta = self._gates(made)
+        if bounds is None:
+            mixed, _ = causal_conv1d(made.mixed, taps, cu_seqlens=ends)
+        else:
+            assert bounds.first is not None  # of ids it is known
+            mixed = causal_conv1d_of_segments(made.mixed, taps, bounds.first)
+            begins = jnp.equal(bounds.first, jnp.arange(x.shape[1]))
+            begins = begins.reshape(begins.shape + (1,) * (g.ndim - 2))
+            g = jnp.where(begins, CLEARING_LOG_DECAY, g)
         q, k, v = self._split_heads(mixed)
-        o, _ = type(self).chunk_rule(
-            q, k, v, *self._gates(made), use_qk_l2norm=True, cu_seqlens=ends
-        )
+        o, _ = type(self).chunk_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=ends)
+        if bounds is not None:  # of ids that are not sorted, and only known when it runs
+            valid = jnp.arange(x.shape[1]) < bounds.lengths[:, None]
+            o = jnp.where(valid[..., None, None], o, 0)
         o = o.astype(jnp.float32)  # and so is what comes back from out_proj
         weight, eps = self.norm.weight[...], self.norm.eps
         return self._project_out(

@@ -93,6 +93,24 @@ def causal_conv1d(
     return y, final.astype(initial.dtype) if output_final_state else None
 
 
+def causal_conv1d_of_segments(
+    x: Float[Array, "B T Dc"], weight: Float[Array, "Dc W"], first: Int[Array, "#B T"]
+) -> Float[Array, "B T Dc"]:
+    """`causal_conv1d` with SiLU of rows that hold several sequences, each from zeros.
+
+    Args:
+        first: the first token of each token's sequence, as `SegmentBounds` has it.
+    """
+    with jax.named_scope("causal_conv1d"):
+        length, width = x.shape[1], weight.shape[1]
+        position = (jnp.arange(length, dtype=first.dtype) - first)[..., None]
+        taps = [
+            jnp.where(position >= back, jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :length], 0)
+            for back in reversed(range(width))
+        ]
+        return _activate(_weigh(taps, weight), None, "silu").astype(x.dtype)
+
+
 def causal_conv1d_update(
     x: Float[Array, "B S Dc"],
     weight: Float[Array, "Dc W"],

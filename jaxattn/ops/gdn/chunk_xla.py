@@ -36,6 +36,8 @@ from jaxattn.ops.gdn.triangular_inverse import unit_lower_inverse
 
 # exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
 LOWEST_LOG_DECAY = -1e4
+# And of this one, beside which sums of ordinary decays keep more digits.
+CLEARING_LOG_DECAY = -128.0
 
 # Chunks up to which the scan is unrolled, and iterations a loop step beyond. On an H200 the loop's
 # slices of stacked arrays are a quarter of a training step of 16 chunks, and of a prefill of 128.

@@ -196,7 +196,12 @@ def prefill_rule(
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
-        tokens, held, normed = without_gradient(op, ((q, k, v, g, beta), state, norm))
+        *tokens, held, normed = without_gradient(
+            op,
+            (q, k, v, g, beta, state, norm),
+            "q k v g beta state output_norm",
+            train_with="chunk_kda" if rule.channels else "chunk_gated_delta_rule",
+        )
         stack = held.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
         pool = PrefillStatePool(stack, index, live, reads, writes, kept, every)

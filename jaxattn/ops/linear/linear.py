@@ -228,7 +228,10 @@ def _dispatch(
     operands: tuple[Array | None, ...],
 ) -> list[Array]:
     def mosaic(interpret: bool) -> list[Array]:
-        return with_gradient_of(reference, partial(kernel, interpret=interpret))(*operands)
+        because = f"{op}: its kernel is for decoding and has no gradient; train with nn.Linear"
+        return with_gradient_of(reference, partial(kernel, interpret=interpret), because=because)(
+            *operands
+        )
 
     with jax.named_scope(op):
         return dispatch_kernel(op, implementation, mosaic, lambda: reference(*operands))

@@ -64,7 +64,10 @@ def quantized_products(
     )  # fmt: skip
 
     def mosaic(interpret: bool) -> list[Array]:
-        return with_gradient_of(reference, partial(kernels, interpret=interpret))(*operands)
+        because = f"{op}: the kernels have no gradient beside quantized weights"
+        return with_gradient_of(reference, partial(kernels, interpret=interpret), because=because)(
+            *operands
+        )
 
     with jax.named_scope(op):
         found = dispatch_kernel(op, implementation, mosaic, lambda: reference(*operands))

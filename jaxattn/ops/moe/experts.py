@@ -16,7 +16,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
-from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.dispatch import (
+    Implementation,
+    dispatch_kernel,
+    in_reverse_mode_only,
+    with_gradient_of,
+)
 from jaxattn.core.numerics import four_bit_tiles
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, dequantize
@@ -160,7 +165,7 @@ def mixture_of_experts(
 
         differentiable = jax.custom_vjp(kernels)
         differentiable.defvjp(forward, backward)
-        return differentiable(*operands)
+        return in_reverse_mode_only(op, differentiable)(*operands)
 
     def xla() -> Any:
         out = reference(*operands)

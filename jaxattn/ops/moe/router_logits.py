@@ -143,7 +143,7 @@ def choose_experts(
             "affine": affine, "interpret": interpret,
         }  # fmt: skip
         if x is not None and supports_pairs(1, router.top_k + always) and copies(x.shape[1]):
-            operands = without_gradient("route", (logits, bias, x))
+            operands = without_gradient("route", (logits, bias, x), "logits bias x")
             return route_mosaic(*operands[:2], layer=first, valid=valid, x=operands[2], **options)
 
         def kernel(

@@ -43,7 +43,7 @@ def turbo_prefill_mosaic(call: TurboDecodeCall, *, interpret: bool) -> tuple[jax
     block_tables, seq_lens, query_lens = call.block_tables, call.seq_lens, call.query_lens
     scores = AttentionScoring.of_call(call)
     refuse(op, call.q, call.q, call.q, interpret=interpret)
-    q, sinks, gate = without_gradient(op, (call.q, call.sinks, call.gate))
+    q, sinks, gate = without_gradient(op, (call.q, call.sinks, call.gate), "q sinks gate")
     if query_lens is None:
         query_lens = jnp.full_like(seq_lens, q.shape[1])
     batch, kv_heads = q.shape[0], kv_cache.shape[-2]

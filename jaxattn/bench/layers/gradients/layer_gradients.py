@@ -1,8 +1,8 @@
 """Layers of `jaxattn.nn` forward and backward, with `bench train`.
 
 Widths are Qwen3.5-35B's and DeepSeek-V2-Lite's. Gradients are of the input and of all parameters,
-float32; `relative L2` is beside the same layer in float32, of some tokens. TFLOP/s count the
-products with parameters, of those experts that a token takes.
+which are bfloat16; `relative L2` is beside the same layer in float32, of some tokens. TFLOP/s count
+the products with parameters, of those experts that a token takes.
 """
 
 from collections.abc import Callable
@@ -79,9 +79,12 @@ LAYERS: dict[str, tuple[int, Callable[..., nnx.Module]]] = {
 def passes(name: str, rows: int, tokens: int, dtype: Any) -> tuple[Any, ...]:
     """(the layer of parameters and input, both, what is not differentiated, a cotangent)."""
     hidden, make = LAYERS[name]
-    layer = jax.eval_shape(lambda: make(rngs=nnx.Rngs(0), dtype=dtype))
-    definition = nnx.split(layer, nnx.Param, ...)[0]
-    new = jax.jit(lambda: nnx.split(make(rngs=nnx.Rngs(0), dtype=dtype), nnx.Param, ...)[1:])
+
+    def new_layer() -> nnx.Module:
+        return make(rngs=nnx.Rngs(0), dtype=dtype, param_dtype=dtype)
+
+    definition = nnx.split(jax.eval_shape(new_layer), nnx.Param, ...)[0]
+    new = jax.jit(lambda: nnx.split(new_layer(), nnx.Param, ...)[1:])
     params, rest = new()
 
     def function(floats: Any, fixed: Any) -> jax.Array:

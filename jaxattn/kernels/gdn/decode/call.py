@@ -86,5 +86,16 @@ class GdnDecodeCall:
     def without_gradient(self) -> "GdnDecodeCall":
         """The same call, none of whose operands has a gradient."""
         names = ("qkvz", "ba", "f", "z", "weights", "conv_state", "state")
-        held = without_gradient(self.op, tuple(getattr(self, name) for name in names))
+        # In the words of the op: its layers have the projections in one array.
+        said = {
+            "gated_delta_rule_decode": "q/k/v a/b f z A_log/dt_bias conv_state state",
+            "kda_decode": "q/k/v b f z A_log/dt_bias conv_state state",
+            "kimi_delta_attention_decode": "qkv b f gate weights conv_state state",
+        }.get(self.op, " ".join(names))
+        held = without_gradient(
+            self.op,
+            tuple(getattr(self, name) for name in names),
+            said,
+            train_with="chunk_gated_delta_rule" if self.f is None else "chunk_kda",
+        )
         return dataclasses.replace(self, **dict(zip(names, held, strict=True)))

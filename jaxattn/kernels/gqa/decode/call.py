@@ -136,7 +136,10 @@ class GqaDecodeCall:
     def stacked(self) -> Self:
         """The same call of a stack of layers, none of whose operands has a gradient."""
         q, kv_cache, kv_scale, sinks, gate = without_gradient(
-            self.op, (self.q, self.kv_cache, self.kv_scale, self.sinks, self.gate)
+            self.op,
+            (self.q, self.kv_cache, self.kv_scale, self.sinks, self.gate),
+            "q kv_cache kv_scale sinks gate",
+            train_with="gqa_attention",
         )
         layer = self.layer
         if layer is None:

@@ -114,7 +114,10 @@ class MlaDecodeCall:
     def stacked(self) -> "MlaDecodeCall":
         """The same call of a stack of layers, none of whose operands has a gradient."""
         q, kv_cache, kv_scale = without_gradient(
-            "mla_decode", (self.q, self.kv_cache, self.kv_scale)
+            "mla_decode",
+            (self.q, self.kv_cache, self.kv_scale),
+            "q kv_cache kv_scale",
+            train_with="causal_attention",
         )
         layer = self.layer
         if layer is None:

@@ -108,7 +108,9 @@ def turbo_append_mosaic(
     op = "turbo_append"
     require_hopper(op, interpret=interpret)
     refuse(op, q.shape[2], *k.shape[2:])
-    q, k, v, weights, angles = without_gradient(op, (q, k, v, weights, angles))
+    q, k, v, weights, angles = without_gradient(
+        op, (q, k, v, weights, angles), "q k v weights rotation", train_with="gqa_attention"
+    )
     cache_ref = jax.new_ref(kv_cache if layer is not None else kv_cache[None])
     (out,) = launch_append(
         op, functools.partial(TurboAppendCta, form=form, interpret=interpret), q, k, v, weights,

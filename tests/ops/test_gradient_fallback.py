@@ -1,0 +1,169 @@
+"""On a Hopper GPU no gradient falls back to XLA unsaid, and what has none names its argument."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxattn import gdn, gqa, kda, mla, moe
+from jaxattn.core.dispatch import kernels_untraced, traced_for_hopper, with_gradient_of
+from jaxattn.core.numerics.fp8_block_scaling import quantize
+from tests.helpers import every_kernel
+from tests.helpers.every_kernel import on_hopper
+
+bf16 = jnp.bfloat16
+
+
+def zeros(*shape, dtype=bf16):
+    return jnp.zeros(shape, dtype)
+
+
+def attention(dim, values=None, dtype=bf16):
+    q = zeros(1, 8, 2, dim, dtype=dtype)
+    return [q, q, zeros(1, 8, 2, values or dim, dtype=dtype)]
+
+
+def delta(dim, channels=False, dtype=bf16):
+    tokens = [zeros(1, 8, 2, dim, dtype=dtype)] * 3
+    g = zeros(1, 8, 2, *([dim] if channels else []), dtype=jnp.float32)
+    return [*tokens, g, zeros(1, 8, 2, dtype=jnp.float32)]
+
+
+def experts(width, dtype=bf16):
+    weights = zeros(2, 2 * width, 64, dtype=dtype), zeros(2, 64, width, dtype=dtype)
+    return [zeros(8, 64, dtype=dtype), zeros(8, 1, dtype=jnp.int32), zeros(8, 1), *weights]
+
+
+def quantized_experts():
+    x, ids, shares, gate_up, down = experts(128)
+    x, gate_up, down = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 64)]) for a in (x, gate_up, down))
+    down = zeros(2, 128, 128)
+    (gate_up, up_scale), (down, down_scale) = quantize(gate_up), quantize(down)
+    scales = {"gate_up_scale": up_scale.reshape(2, 2, 1, 1), "down_scale": down_scale}
+    return [x, ids, shares, gate_up, down], scales
+
+
+def causal(q, k, v, **options):
+    return mla.causal_attention(q, k, v, scale=1.0, **options)
+
+
+# What is called, its operands, and what the warning says.
+REFUSED = {
+    "causal_attention of 96 dims": (causal, attention(96), "96"),
+    "causal_attention in float32": (causal, attention(192, 128, jnp.float32), "float32"),
+    "gqa_attention of 96 dims": (gqa.gqa_attention, attention(96), "96"),
+    "gqa_attention in float32": (gqa.gqa_attention, attention(128, dtype=jnp.float32), "float32"),
+    "chunk_gated_delta_rule of 64 dims": (gdn.chunk_gated_delta_rule, delta(64), "64"),
+    "chunk_gated_delta_rule in float32": (
+        gdn.chunk_gated_delta_rule, delta(128, dtype=jnp.float32), "float32",
+    ),
+    "chunk_kda of 64 dims": (kda.chunk_kda, delta(64, channels=True), "64"),
+    "mixture_of_experts of 72 columns": (moe.mixture_of_experts, experts(72), "72"),
+    "mixture_of_experts in float32": (
+        moe.mixture_of_experts, experts(64, jnp.float32), "float32",
+    ),
+}  # fmt: skip
+
+
+def warnings_of(op, operands, of=0, calls=1):
+    """What is said, with Python's own filter, of the gradient of an operand."""
+
+    def loss(x):
+        out = jax.tree.leaves(op(*operands[:of], x, *operands[of + 1 :]))[0]
+        return out.astype(jnp.float32).sum()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(calls):
+            with traced_for_hopper(True), kernels_untraced(True):
+                jax.eval_shape(jax.grad(loss), operands[of])
+    return [str(each.message) for each in caught if each.category is UserWarning]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_kernel_refuses_is_said_once(case):
+    op, operands, reason = REFUSED[case]
+    (said,) = warnings_of(op, operands, calls=2)
+    name = case.partition(" ")[0]
+    assert said.startswith(f"{name}: 'xla' runs instead of the GPU's kernel: {name}: ")
+    assert reason in said
+
+
+def test_a_forward_kernel_without_a_backward_one_is_said():
+    operands, scales = quantized_experts()
+    (said,) = warnings_of(lambda *args: moe.mixture_of_experts(*args, **scales), operands, calls=2)
+    assert said == (
+        "XLA computes the gradient: mixture_of_experts: the kernels have no gradient beside "
+        "quantized weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("op", "operands"),
+    [
+        (causal, attention(192, 128)),
+        (gqa.gqa_attention, attention(64)),
+        (gdn.chunk_gated_delta_rule, delta(128)),
+        (moe.mixture_of_experts, experts(64)),
+    ],
+)
+def test_what_kernels_differentiate_says_nothing(op, operands):
+    assert not warnings_of(op, operands)
+
+
+# An argument of each op without a gradient, and the op that has one.
+DECODE = {
+    "mla_decode": ("q", "causal_attention"),
+    "mla_append": ("kv", "causal_attention"),
+    "gqa_decode": ("kv_cache", "gqa_attention"),
+    "gqa_append": ("k", "gqa_attention"),
+    "turbo_append": ("v", "gqa_attention"),
+    "gated_delta_rule_decode": ("state", "chunk_gated_delta_rule"),
+    "gated_delta_net_decode": ("qkvz", "chunk_gated_delta_rule"),
+    "gated_delta_rule_prefill": ("k", "chunk_gated_delta_rule"),
+    "kda_decode": ("state", "chunk_kda"),
+    "kimi_delta_attention_decode": ("gate", "chunk_kda"),
+    "kda_prefill": ("v", "chunk_kda"),
+    "rms_norm_layer": ("x", "nn.RMSNorm"),
+}
+
+
+@pytest.mark.parametrize("name", DECODE)
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_a_decode_op_s_gradient_names_its_argument_and_what_to_use(name, transform):
+    argument, instead = DECODE[name]
+    arrays, rest = every_kernel.arguments(name)
+
+    def loss(x):
+        outs = jax.tree.leaves(every_kernel.OPS[name](**(arrays | {argument: x}), **rest))
+        return sum(
+            out.astype(jnp.float32).sum() for out in outs if jnp.issubdtype(out.dtype, jnp.floating)
+        )
+
+    def run(x):
+        return jax.grad(loss)(x) if transform == "grad" else jax.jvp(loss, (x,), (x,))
+
+    said = (
+        f"^{name}: its kernel has no gradient of {argument}; train with {instead}, or pass "
+        "implementation='xla' to differentiate"
+    )
+    with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
+        jax.eval_shape(run, arrays[argument])
+
+
+def test_forward_mode_says_what_to_use():
+    double = with_gradient_of(jnp.sin, lambda x: jnp.sin(x), because="op: it is a test")
+    said = "^op: its kernel has no forward-mode gradient; use jax.grad or jax.vjp, or pass"
+    with pytest.raises(TypeError, match=said):
+        jax.jvp(double, (1.0,), (1.0,))
+
+
+def test_ids_of_another_length_or_order_are_named():
+    ids = np.array([[0, 1, 0, 0, 0, 0, 0, 0]])
+    for op in (causal, gqa.gqa_attention):
+        with pytest.raises(ValueError, match="segment_ids must not decrease"):
+            op(*attention(64), segment_ids=ids)
+        with pytest.raises(ValueError, match=r"segment_ids .*\(1, 7\)"):
+            op(*attention(64), segment_ids=ids[:, 1:])
