@@ -19,7 +19,10 @@ from tests.helpers.safetensors_files import write_file
 
 KINDS = ("llama", "qwen2", "qwen3")
 BLOCKS = [each for each in TYPES.values() if each.numbers > 1]
-SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
+SCALES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82],
+    "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -98,7 +101,7 @@ REFUSED = {
     "scaling": ({"metadata": {"llama.rope.scaling.type": "longrope",
                               "llama.rope.scaling.factor": 2.0}}, "longrope"),
     "llama 3": ({"tensors": {"rope_freqs.weight": ("F32", (8,), bytes(32))}}, "rope_freqs.weight"),
-    "type": ({"tensors": {"output.weight": (10, (100, 64), bytes(9))}}, "weight' of the type Q2_K"),
+    "type": ({"tensors": {"output.weight": (16, (100, 64), bytes(9))}}, "' of the type IQ2_XXS"),
     "unheard type": ({"tensors": {"output.weight": (99, (100, 64), bytes(9))}}, "of number 99"),
     "odd columns": ({"tensors": {"output.weight": ("Q8_0", (100, 65), bytes(9))}}, "blocks of 32"),
     "stranger": ({"tensors": {"blk.0.ffn_gate_exps.weight": ("F32", (2,), bytes(8))}},
@@ -177,7 +180,9 @@ def test_a_tokenizer_cuts_merges_and_writes_a_chat(tmp_path):
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"tokenizer.ggml.model": "llama"}, "'llama' is not supported"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
+        ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": (0.5,)}, "and 1 scores"),
         ({"tokenizer.ggml.pre": "tekken"}, "'tekken' is not supported"),
         ({"tokenizer.ggml.merges": "none"}, "no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000"),
