@@ -1,5 +1,6 @@
 """GGUF files: their numbers, their models and tokenizers, and what is refused before it is read."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,7 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxattn.cli import plan
+from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, inv_freq
 from jaxattn.models import load
+from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
 from jaxattn.models.loading.gguf.gguf_header import TYPES, read_gguf
@@ -56,6 +60,21 @@ def test_a_model_has_the_weights_of_its_folder(both):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
+def test_pairs_that_turn_slower_are_llama_3s_scaling_and_a_plan_takes_the_file(tmp_path, capsys):
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    llama3 = Llama3RopeScaling(**scaling, original_max_position_embeddings=8192)
+    rope = RopeConfig(gguf_files.DIM, 500_000.0, interleaved=True, llama3=llama3)
+    plain = inv_freq(dataclasses.replace(rope, llama3=None))
+    tensors = {"rope_freqs.weight": gguf_files.floats(plain / inv_freq(rope))}
+    file = spoiled(tmp_path, metadata={"llama.rope.freq_base": 500_000.0}, tensors=tensors)
+    folder = read_folder(file)
+    assert folder.model.spec.blocks[0].mixer.rope.llama3 == llama3
+    folder.open()
+    assert plan.main([str(file)]) == 0
+    assert "GQA weights" in capsys.readouterr().out
+    assert public_models.load(str(file)).model == folder.model
+
+
 def test_quantised_rows_of_a_head_are_put_back(tmp_path):
     """Q8_0 rows whose pairs stand together, in a file and by hand."""
     tensors, kind = hub_tensors("llama"), TYPES[8]
@@ -100,7 +119,8 @@ REFUSED = {
     ),
     "scaling": ({"metadata": {"llama.rope.scaling.type": "longrope",
                               "llama.rope.scaling.factor": 2.0}}, "longrope"),
-    "llama 3": ({"tensors": {"rope_freqs.weight": ("F32", (8,), bytes(32))}}, "rope_freqs.weight"),
+    "llama 3": ({"tensors": {"rope_freqs.weight": ("F32", (8,), bytes(32))}},
+                "rope_freqs.weight has other numbers than Llama 3's scaling"),
     "type": ({"tensors": {"output.weight": (16, (100, 64), bytes(9))}}, "' of the type IQ2_XXS"),
     "unheard type": ({"tensors": {"output.weight": (99, (100, 64), bytes(9))}}, "of number 99"),
     "odd columns": ({"tensors": {"output.weight": ("Q8_0", (100, 65), bytes(9))}}, "blocks of 32"),
