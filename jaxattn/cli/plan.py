@@ -56,8 +56,9 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "model",
         nargs="?",
-        help=f"{', '.join(public_models.NAMES)}; or, as for serve, a folder with a config.json or "
-        "a name on the hub such as org/name, of which only config.json is downloaded",
+        help=f"{', '.join(public_models.NAMES)}; or, as for serve, a folder with a config.json, "
+        "a GGUF file, or a name on the hub such as org/name, of which only config.json is "
+        "downloaded",
     )
     root.add_argument(
         "--revision",
@@ -174,8 +175,8 @@ def run(options: argparse.Namespace) -> int:
     naive: Sequence[ScratchComparison] = published() if options.compare else ()
     if not options.model:
         raise InputError(
-            f"name a model: {', '.join(public_models.NAMES)}, a folder with a config.json, or a "
-            "name on the hub such as org/name"
+            f"name a model: {', '.join(public_models.NAMES)}, a folder with a config.json, a GGUF "
+            "file, or a name on the hub such as org/name"
         )
     model = read_model(options)
     try:
@@ -235,7 +236,7 @@ def make(
 
 
 def read_model(options: argparse.Namespace) -> DecoderSizes:
-    """A shipped model; or that of a folder or of the hub, as `serve` finds and reads it.
+    """A shipped model; or that of a folder, a GGUF file or the hub, as `serve` finds and reads it.
 
     Raises:
         InputError: there is none.
@@ -243,7 +244,7 @@ def read_model(options: argparse.Namespace) -> DecoderSizes:
     given = options.model
     shipped = given.lower() in map(str.lower, public_models.NAMES)
     try:
-        if not shipped and (Path(given).expanduser().is_dir() or is_name(given)):
+        if not shipped and (Path(given).expanduser().exists() or is_name(given)):
             path, name = located(given, options.revision)
             folder = read(path, None, None, options.dense)
             return public_models.of_folder(name or path.name, folder)

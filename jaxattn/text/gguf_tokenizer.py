@@ -1,11 +1,13 @@
 """The tokenizer of a GGUF file, from its metadata: what `tokenizers` needs of it, and the settings.
 
 Files of byte-level BPE (`tokenizer.ggml.model` gpt2) have vocabulary and merges; how text is cut
-before them has a name (`tokenizer.ggml.pre`), of which the ones below are known.
+before them has a name (`tokenizer.ggml.pre`), of which the ones below are known. Files of
+SentencePiece's BPE (llama, as of Llama 2 and Mistral) have a score for each token: of two
+neighbours, those are merged first that make the token of the highest score.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from jaxattn.text.tokenizer import Tokenizer
 from jaxattn.text.tokenizer_config import SamplingDefaults, TemplateFile, TokenizerConfig
 
 KEY = "tokenizer.ggml"
-CONTROL, USER_DEFINED = 3, 4  # of token_type
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of token_type
+SPACE = "\u2581"  # SentencePiece's
 # Tokens that the metadata name -> their names in a tokenizer's settings.
 NAMED = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
@@ -58,55 +61,121 @@ def tokenizer_of(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     Raises:
         TextError: the metadata are missing or damaged, or of a kind that is not supported.
     """
-    kind, cut = metadata.get(f"{KEY}.model"), metadata.get(f"{KEY}.pre", "gpt-2")
-    if kind != "gpt2":
+    kind = metadata.get(f"{KEY}.model")
+    if kind not in _WRITTEN:
         raise TextError(
-            f"{path}: {KEY}.model {kind!r:.60} is not supported, and gpt2 (byte-level BPE) is; "
-            "load the model's folder from the hub"
-        )
-    if cut not in _CUTS:
-        raise TextError(
-            f"{path}: {KEY}.pre {cut!r:.60} is not supported; supported are {', '.join(_CUTS)}"
+            f"{path}: {KEY}.model {kind!r:.60} is not supported; supported are gpt2 (byte-level "
+            "BPE) and llama (SentencePiece's BPE). Load the model's folder from the hub"
         )
     tokens, kinds = _list(metadata, "tokens", str, path), _list(metadata, "token_type", int, path)
-    merges = _list(metadata, "merges", str, path)
     if len(set(tokens)) < len(tokens) or len(kinds) != len(tokens) or not tokens:
         raise TextError(
             f"{path} is damaged: {KEY} has {len(tokens):,} tokens, of which "
             f"{len(set(tokens)):,} differ, and the types of {len(kinds):,}"
         )
+    special = (CONTROL,) if kind == "gpt2" else (CONTROL, UNKNOWN)
     added = [
         {
             "id": number,
             "content": token,
-            "special": kinds[number] == CONTROL,
+            "special": kinds[number] in special,
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
         }
         for number, token in enumerate(tokens)
-        if kinds[number] in (CONTROL, USER_DEFINED) and token
+        if kinds[number] in (*special, USER_DEFINED) and token
     ]
-    written = {
-        "version": "1.0",
-        "added_tokens": added,
+    settings = _settings(metadata, tokens, path, add_bos=kind == "llama")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    written = _WRITTEN[kind](metadata, vocabulary, kinds, settings, path)
+    whole = {"version": "1.0", "added_tokens": added, **written}
+    return HubTokenizer(*load_json(json.dumps(whole), path), settings)
+
+
+def _byte_level(
+    metadata: Mapping[str, Any],
+    vocabulary: dict[str, int],
+    kinds: Sequence[int],
+    settings: TokenizerConfig,
+    path: Path,
+) -> dict[str, Any]:
+    """What a tokenizer.json says of byte-level BPE."""
+    cut = metadata.get(f"{KEY}.pre", "gpt-2")
+    if cut not in _CUTS:
+        raise TextError(
+            f"{path}: {KEY}.pre {cut!r:.60} is not supported; supported are {', '.join(_CUTS)}"
+        )
+    return {
         "normalizer": {"type": "NFC"} if cut == "qwen2" else None,
         "pre_tokenizer": _CUTS[cut],
         "decoder": _BYTES | {"use_regex": True},
         "model": {
             "type": "BPE",
-            "vocab": {token: number for number, token in enumerate(tokens)},
-            "merges": merges,
+            "vocab": vocabulary,
+            "merges": _list(metadata, "merges", str, path),
             "ignore_merges": cut == "llama-bpe",
         },
     }
-    inner, spelling = load_json(json.dumps(written), path)
-    return HubTokenizer(inner, spelling, _settings(metadata, tokens, path))
 
 
-def _settings(metadata: Mapping[str, Any], tokens: Sequence[str], path: Path) -> TokenizerConfig:
-    """What the files beside a tokenizer.json would say."""
+def _sentencepiece(
+    metadata: Mapping[str, Any],
+    vocabulary: dict[str, int],
+    kinds: Sequence[int],
+    settings: TokenizerConfig,
+    path: Path,
+) -> dict[str, Any]:
+    """What a tokenizer.json says of SentencePiece's BPE, whose merges follow from the scores."""
+    scores = _list(metadata, "scores", float, path)
+    if len(scores) != len(vocabulary):
+        raise TextError(
+            f"{path} is damaged: {KEY} has {len(vocabulary):,} tokens and {len(scores):,} scores"
+        )
+    pieces = {token for token, number in vocabulary.items() if kinds[number] == NORMAL}
+    found = []
+    for token in sorted(pieces, key=lambda token: -scores[vocabulary[token]]):
+        halves = ((token[:place], token[place:]) for place in range(1, len(token)))
+        found += [pair for pair in halves if pieces.issuperset(pair)]
+    changes: list[Any] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    back: list[Any] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if metadata.get(f"{KEY}.add_space_prefix", True):
+        changes.insert(0, {"type": "Prepend", "prepend": SPACE})
+        back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": changes},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": back},
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": found,
+            "byte_fallback": True,
+            "fuse_unk": True,
+            "unk_token": settings.named.get("unk_token"),
+        },
+    }
+
+
+_WRITTEN: dict[Any, Callable[..., dict[str, Any]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
+
+
+def _settings(
+    metadata: Mapping[str, Any], tokens: Sequence[str], path: Path, *, add_bos: bool
+) -> TokenizerConfig:
+    """What the files beside a tokenizer.json would say.
+
+    Args:
+        add_bos: where the metadata say nothing of it.
+    """
     named, stops = {}, set[int]()
     for name, known in NAMED.items():
         number = metadata.get(f"{KEY}.{name}_token_id")
@@ -118,13 +187,14 @@ def _settings(metadata: Mapping[str, Any], tokens: Sequence[str], path: Path) ->
         if name in ENDS:
             stops.add(number)
     template = metadata.get("tokenizer.chat_template")
-    bos, eos = (metadata.get(f"{KEY}.add_{each}_token", False) for each in ("bos", "eos"))
+    add_bos = metadata.get(f"{KEY}.add_bos_token", add_bos)
+    add_eos = metadata.get(f"{KEY}.add_eos_token", False)
     return TokenizerConfig(
         folder=path,
         named=named,
         more=(),
-        add_bos=bool(bos) and "bos_token" in named,
-        add_eos=bool(eos) and "eos_token" in named,
+        add_bos=bool(add_bos) and "bos_token" in named,
+        add_eos=bool(add_eos) and "eos_token" in named,
         eos_ids=tuple(sorted(stops)),
         defaults=SamplingDefaults(),
         vocab_size=len(tokens),

@@ -19,7 +19,7 @@ def text(value: str) -> bytes:
 
 
 def value_of(value: Any) -> bytes:
-    """A value behind its type: texts, integers, floats, flags and lists of the first two."""
+    """A value behind its type: texts, integers, floats, flags and lists of the first three."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
@@ -30,6 +30,8 @@ def value_of(value: Any) -> bytes:
         return struct.pack("<If", 6, value)
     if isinstance(value[0], str):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+    if isinstance(value[0], float):
+        return struct.pack(f"<IIQ{len(value)}f", 9, 6, len(value), *value)
     return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
 
 

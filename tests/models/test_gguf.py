@@ -1,5 +1,6 @@
 """GGUF files: their numbers, their models and tokenizers, and what is refused before it is read."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,7 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxattn.cli import plan
+from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, inv_freq
 from jaxattn.models import load
+from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
 from jaxattn.models.loading.gguf.gguf_header import TYPES, read_gguf
@@ -19,7 +23,10 @@ from tests.helpers.safetensors_files import write_file
 
 KINDS = ("llama", "qwen2", "qwen3")
 BLOCKS = [each for each in TYPES.values() if each.numbers > 1]
-SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q6_K": [208]}
+SCALES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82],
+    "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -51,6 +58,21 @@ def test_a_model_has_the_weights_of_its_folder(both):
     (model, params), (own, found) = (load(each, dtype="float32") for each in (folder, file))
     assert own == model
     jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_pairs_that_turn_slower_are_llama_3s_scaling_and_a_plan_takes_the_file(tmp_path, capsys):
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    llama3 = Llama3RopeScaling(**scaling, original_max_position_embeddings=8192)
+    rope = RopeConfig(gguf_files.DIM, 500_000.0, interleaved=True, llama3=llama3)
+    plain = inv_freq(dataclasses.replace(rope, llama3=None))
+    tensors = {"rope_freqs.weight": gguf_files.floats(plain / inv_freq(rope))}
+    file = spoiled(tmp_path, metadata={"llama.rope.freq_base": 500_000.0}, tensors=tensors)
+    folder = read_folder(file)
+    assert folder.model.spec.blocks[0].mixer.rope.llama3 == llama3
+    folder.open()
+    assert plan.main([str(file)]) == 0
+    assert "GQA weights" in capsys.readouterr().out
+    assert public_models.load(str(file)).model == folder.model
 
 
 def test_quantised_rows_of_a_head_are_put_back(tmp_path):
@@ -97,8 +119,9 @@ REFUSED = {
     ),
     "scaling": ({"metadata": {"llama.rope.scaling.type": "longrope",
                               "llama.rope.scaling.factor": 2.0}}, "longrope"),
-    "llama 3": ({"tensors": {"rope_freqs.weight": ("F32", (8,), bytes(32))}}, "rope_freqs.weight"),
-    "type": ({"tensors": {"output.weight": (10, (100, 64), bytes(9))}}, "weight' of the type Q2_K"),
+    "llama 3": ({"tensors": {"rope_freqs.weight": ("F32", (8,), bytes(32))}},
+                "rope_freqs.weight has other numbers than Llama 3's scaling"),
+    "type": ({"tensors": {"output.weight": (16, (100, 64), bytes(9))}}, "' of the type IQ2_XXS"),
     "unheard type": ({"tensors": {"output.weight": (99, (100, 64), bytes(9))}}, "of number 99"),
     "odd columns": ({"tensors": {"output.weight": ("Q8_0", (100, 65), bytes(9))}}, "blocks of 32"),
     "stranger": ({"tensors": {"blk.0.ffn_gate_exps.weight": ("F32", (2,), bytes(8))}},
@@ -177,7 +200,9 @@ def test_a_tokenizer_cuts_merges_and_writes_a_chat(tmp_path):
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"tokenizer.ggml.model": "llama"}, "'llama' is not supported"),
+        ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
+        ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": (0.5,)}, "and 1 scores"),
         ({"tokenizer.ggml.pre": "tekken"}, "'tekken' is not supported"),
         ({"tokenizer.ggml.merges": "none"}, "no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000"),

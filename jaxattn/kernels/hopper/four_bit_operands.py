@@ -7,8 +7,11 @@ one load of 16 bytes, and makes two numbers of 16 bits of each pair of codes:
              it 2**-126 (float16: 2**-14) times itself, and it is multiplied by the scale and by the
              inverse, which is exact; so that bfloat16 has a number for the product of both, results
              are 2**-64 times as large
-    INT4     the code is or-ed to the mantissa of 128 (float16: 1,024); of the sum 128 and the zero
-             point are taken off, which is exact, and the difference is multiplied by the scale
+    INT4     with bfloat16 scales and no zero points: codes where they lie, or 8 bits below, are
+             bfloat16 numbers below 2**-125, and one multiply-add makes (code - 8) * scale of one;
+             these too are 2**-64 times as large
+    INT4     else the code is or-ed to the mantissa of 128 (float16: 1,024); of the sum 128 and the
+             zero point are taken off, which is exact, and the difference is multiplied by the scale
 
 So a number is rounded once, as `four_bit_tiles.dequantize` rounds it. A float16 scale is two
 bfloat16 numbers, of which the lower one's product is exact and is added by the rounding one.
@@ -19,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -84,7 +88,8 @@ def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool
 
 def shrunk(form: FourBitFormat, dtype: DTypeLike) -> float:
     """A power of two: what widened numbers are times the weights."""
-    return 2.0**-SHRUNK if form.kind == "mxfp4" and not _half(dtype) else 1.0
+    small = form.kind == "mxfp4" or _by_multiply_add(form)
+    return 2.0**-SHRUNK if small and not _half(dtype) else 1.0
 
 
 def accumulated(
@@ -151,6 +156,11 @@ class TokenRows:
         return asm(code, [i32()] * 4, [begin], "=r,=r,=r,=r,r,~{memory}", convergent=True)
 
 
+def _by_multiply_add(form: FourBitFormat) -> bool:
+    """Whether 8 * scale is a number of the scales' dtype, which is that of the tokens too."""
+    return form.kind == "int4" and form.scale == "bfloat16" and not form.zeros
+
+
 def _half(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) == jnp.float16
 
@@ -210,12 +220,22 @@ class Bfloat16Codes:
         if form.kind == "mxfp4":
             return [self.powered(each, scale) for each in self.moved(codes)]
         factors, zero = scale
+        if _by_multiply_add(form):
+            return self.multiplied_and_added(codes, factors)
         found = []
         for j in range(4):
-            some = _and(_shifted(codes, -4 * j), 0xF * HALVES)
-            wide = arith.ori(some, word(self.base))
+            wide = _and_or(_shifted(codes, -4 * j), 0xF * HALVES, self.base)
             less = asm_word(f"sub.rn.{self.type} $0, $1, $2;", wide, zero, movable=True)
             found.append(self.scaled(less, factors))
+        return found
+
+    def multiplied_and_added(self, codes: Any, factors: tuple[Any, ...]) -> list[Any]:
+        """A number's eight lowest bits are an integer times 2**-133, whatever its exponent's is."""
+        *powers, eight = factors
+        code, found = f"fma.rn.{self.type} $0, $1, $2, $3;", []
+        for j in range(4):
+            some = _and(_shifted(codes, -8 * (j // 2)), (0xF0 if j % 2 else 0xF) * HALVES)
+            found.append(asm_word(code, some, powers[j % 2], eight, movable=True))
         return found
 
     def moved(self, codes: Any) -> list[Any]:
@@ -245,6 +265,9 @@ class Bfloat16Codes:
 
     def factors(self, scale: Any, form: FourBitFormat) -> tuple[Any, ...]:
         """Of a scale, twice in a word, the numbers that sum up to it."""
+        if _by_multiply_add(form):  # of codes in the lowest bits, 4 bits above, and their 8
+            made = (2.0 ** (133 - SHRUNK), 2.0 ** (129 - SHRUNK), -(2.0 ** (3 - SHRUNK)))
+            return tuple(self.product(scale, word(_twice(each))) for each in made)
         if form.scale == "bfloat16":
             return (scale,)
         code = (
@@ -293,6 +316,16 @@ def _shifted(x: Any, by: int) -> Any:
     if by == 0:
         return x
     return arith.shli(x, word(by)) if by > 0 else arith.shrui(x, word(-by))
+
+
+def _twice(x: float) -> int:
+    """A bfloat16 number, twice in a word."""
+    return int(np.float32(x).view(np.uint32) >> 16) * HALVES
+
+
+def _and_or(x: Any, mask: int, base: int) -> Any:
+    """(x & mask) | base in one instruction, which LLVM's two do not become."""
+    return asm_word("lop3.b32 $0, $1, $2, $3, 0xEA;", x, word(mask), word(base), movable=True)
 
 
 def _and(x: Any, mask: int) -> Any:

@@ -28,7 +28,7 @@ class GemmTileConfig:
         consumers: warpgroups that multiply, each its own rows of weights: 1 or 2.
         parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
         split: for FP8 and 4 bits with one consumer: gate and up have a warpgroup each.
-        depth: numbers of K that a stage of shared memory holds: 64 or 128, of 4 bits also 192.
+        depth: numbers of K that a stage of shared memory holds: 64 or 128, of 4 bits up to 320.
         stages: of the ring that the weights come through; None: all that fit.
         blocks: that work at a time.
         together: of them on a multiprocessor.

@@ -1,4 +1,4 @@
-"""Public models for a plan: shipped configurations, and folders with a config.json.
+"""Public models for a plan: shipped configurations, folders with a config.json, and GGUF files.
 
     known.load("DeepSeek-R1")     known.load("path/of/a/folder")
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.loading.gguf.gguf_header import is_gguf
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
 from jaxattn.models.loading.loader import HuggingFaceFolder, ModelFolder, read_folder
 from jaxattn.models.registry import WeightsFormat, family_of, read_decoder
@@ -38,12 +39,12 @@ def shipped_config(name: str) -> dict[str, Any]:
             return read_json(DATA / f"{known}.json")
     raise CatalogError(
         f"unknown configuration {name!r}: use one of {', '.join(NAMES)}, a folder with a "
-        "config.json, or a name on the hub such as org/name"
+        "config.json, a GGUF file, or a name on the hub such as org/name"
     )
 
 
 def load(name: str, dense: WeightsFormat | None = None) -> DecoderSizes:
-    """A shipped model by its name, or a folder's, as the loader reads it.
+    """A shipped model by its name, or that of a folder or GGUF file, as the loader reads it.
 
     Args:
         dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
@@ -56,10 +57,10 @@ def load(name: str, dense: WeightsFormat | None = None) -> DecoderSizes:
         if known.lower() == name.lower():
             return from_config(known, shipped_config(known), known, dense)
     folder = Path(name)
-    if not folder.is_dir():
+    if not folder.exists():
         shipped_config(name)  # says which names there are
-    if not (folder / CONFIG).is_file():
-        raise CatalogError(f"{folder} is a folder without a {CONFIG}")
+    if not is_gguf(folder) and not (folder / CONFIG).is_file():
+        raise CatalogError(f"{folder} is neither a folder with a {CONFIG} nor a GGUF file")
     try:
         return of_folder(folder.name, read_folder(folder, dense=dense))
     except ValueError as error:

@@ -13,7 +13,7 @@ from jaxattn.models.blocks import GQA
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import TensorEntry
 from jaxattn.models.families.components.config_fields import ConfigFields
-from jaxattn.models.loading.gguf.gguf_config import config_of
+from jaxattn.models.loading.gguf.gguf_config import ROPE, config_of
 from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
 from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 from jaxattn.models.registry import PublishedModel
@@ -68,7 +68,7 @@ def open_tensors(
     Raises:
         CheckpointError: a tensor is none of the model's.
     """
-    names = {name: hub_name(name) for name in header.tensors}
+    names = {name: hub_name(name) for name in header.tensors if name != ROPE}
     if unknown := [repr(name) for name, own in names.items() if own is None]:
         raise CheckpointError(
             f"{header.path} holds tensors that are none of the model's: "

@@ -1,8 +1,12 @@
 """The configuration in a GGUF file's metadata, as the config.json of the same model has it."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, inv_freq
 from jaxattn.core.validation.config_fields import short_repr
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.loading.gguf.gguf_header import GgufHeader
@@ -18,7 +22,9 @@ _FIELDS = {
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
-HEAD, EMBEDDING = "output.weight", "token_embd.weight"
+HEAD, EMBEDDING, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
+# Of Llama 3.1 to 3.3, whose files hold what follows from it: by how much each pair is slower.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
@@ -41,22 +47,17 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     for key, wanted in (("attention.value_length", dim), ("rope.dimension_count", dim)):
         own.require(key, wanted)
     own.require("expert_count", 0)
-    if "rope_freqs.weight" in header.tensors:
-        raise CheckpointError(
-            f"{header.path} holds rope_freqs.weight, Llama 3's scaling of RoPE, which is not read "
-            "from GGUF; load the model's folder from the hub"
-        )
     if EMBEDDING not in header.tensors:
         raise CheckpointError(f"{header.path} has no tensor {EMBEDDING!r}")
-    tied = HEAD not in header.tensors
+    tied, theta = HEAD not in header.tensors, own.get("rope.freq_base", 10_000.0)
     return {
         **found,
         "model_type": name,
         "hidden_act": "silu",
         "head_dim": dim,
         "num_key_value_heads": own.get("attention.head_count_kv", heads),
-        "rope_theta": own.get("rope.freq_base", 10_000.0),
-        "rope_scaling": _scaling(own),
+        "rope_theta": theta,
+        "rope_scaling": _llama3(header, dim, theta) if ROPE in header.tensors else _scaling(own),
         "tie_word_embeddings": tied,
         "vocab_size": header.tensors[EMBEDDING].shape[0],
         "attention_bias": name == "qwen2",
@@ -72,6 +73,31 @@ def _scaling(own: "_Keys") -> dict[str, Any] | None:
     if (length := own.get("rope.scaling.original_context_length", None)) is not None:
         found["original_max_position_embeddings"] = length
     return found
+
+
+def _llama3(header: GgufHeader, dim: Any, theta: Any) -> dict[str, Any]:
+    """`rope_scaling` of Llama 3.
+
+    Raises:
+        CheckpointError: the pairs are slower by other factors than its formula gives.
+    """
+    tensor = header.tensors[ROPE]
+    stored = np.zeros(0, np.float32)
+    if tensor.kind.name == "F32":
+        count = math.prod(tensor.shape)
+        stored = np.fromfile(header.path, "<f4", count, offset=tensor.begin)
+    factor = float(stored.max(initial=0))
+    try:
+        made = RopeConfig(dim, theta, llama3=Llama3RopeScaling(factor=factor, **_LLAMA3))
+        wanted = inv_freq(RopeConfig(dim, theta)) / inv_freq(made)
+    except (TypeError, ValueError):
+        wanted = np.zeros(0, np.float32)
+    if not stored.size or stored.shape != wanted.shape or not np.allclose(stored, wanted, 1e-5, 0):
+        raise CheckpointError(
+            f"{header.path}: {ROPE} has other numbers than Llama 3's scaling of RoPE, of "
+            f"{_LLAMA3} and a factor, gives {dim} dims; load the model's folder from the hub"
+        )
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
 class _Keys:

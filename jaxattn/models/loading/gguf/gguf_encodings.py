@@ -5,7 +5,11 @@
     Q4_0            32 numbers of 4 bits less 8, and a scale: the low halves of 16 bytes, then the
                     high ones
     Q4_1            the same with a scale and a least value, of which nothing is subtracted
+    Q5_0, Q5_1      Q4_0 less 16, and Q4_1, with a fifth bit of each number in 4 bytes
+    Q2_K            256 numbers of 2 bits in 16 groups, scales and least values of 4 bits
+    Q3_K            256 numbers of 3 bits in 16 groups, scales of 6 bits less 32
     Q4_K            256 numbers in 8 groups, whose scales and least values are of 6 bits
+    Q5_K            the same with a fifth bit of each number in 32 bytes
     Q6_K            256 numbers of 6 bits less 32 in 16 groups, whose scales are of a byte
 
 What comes out has the bits of the package `gguf` (tests/models/test_gguf.py).
@@ -107,17 +111,68 @@ def _q4_1(blocks: Blocks) -> Numbers:
     return _sum(_half(blocks, 0) * numbers, _half(blocks, 2))
 
 
-def _q4_k(blocks: Blocks) -> Numbers:
+def _fifth(blocks: Blocks, at: int) -> Array:
+    """uint8 [N, 32]: 16 where a number has its fifth bit, which 4 bytes hold."""
+    each = blocks[:, at : at + 4, None] >> jnp.arange(8, dtype=jnp.uint8)
+    return (each.reshape(-1, 32) & 1) << 4
+
+
+def _q5_0(blocks: Blocks) -> Numbers:
+    numbers = _nibbles(blocks[:, 6:]) | _fifth(blocks, 2)
+    return (numbers.astype(jnp.float32) - 16) * _half(blocks, 0)
+
+
+def _q5_1(blocks: Blocks) -> Numbers:
+    numbers = _nibbles(blocks[:, 8:]) | _fifth(blocks, 4)
+    return _sum(_half(blocks, 0) * numbers.astype(jnp.float32), _half(blocks, 2))
+
+
+def _quarters(data: Blocks) -> Array:
+    """uint8 [N, 256]: of each 32 of 64 bytes, the lowest two bits, then the next."""
+    shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
+    return ((data.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 256)
+
+
+def _eighths(data: Blocks) -> Array:
+    """uint8 [N, 8, 32]: the lowest bits of 32 bytes, then the next."""
+    return (data[:, None] >> jnp.arange(8, dtype=jnp.uint8)[:, None]) & 1
+
+
+def _q2_k(blocks: Blocks) -> Numbers:
+    packed = blocks[:, :16]
+    scale = _half(blocks, 80) * (packed & 15).astype(jnp.float32)
+    least = _half(blocks, 82) * (packed >> 4).astype(jnp.float32)
+    numbers = _quarters(blocks[:, 16:80]).reshape(-1, 16, 16).astype(jnp.float32)
+    return _sum(scale[..., None] * numbers, -least[..., None]).reshape(len(blocks), -1)
+
+
+def _q3_k(blocks: Blocks) -> Numbers:
+    high = _eighths(blocks[:, :32]).reshape(-1, 256) << 2
+    numbers = (_quarters(blocks[:, 32:96]) | high).astype(jnp.float32) - 4
+    low, two = _nibbles(blocks[:, 96:104]), blocks[:, 104:108, None]
+    two = (two >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & 3  # of scale i in byte i % 4
+    codes = (low | (two.swapaxes(1, 2).reshape(-1, 16) << 4)).astype(jnp.float32) - 32
+    scale = _half(blocks, 108) * codes
+    return (scale[..., None] * numbers.reshape(-1, 16, 16)).reshape(len(blocks), -1)
+
+
+def _q4_k(blocks: Blocks, high: Array | None = None) -> Numbers:
+    """With the fifth bits of the numbers in `high`, those of Q5_K."""
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = [first & 63, (third & 15) | ((first >> 6) << 4)]
     least = [second & 63, (third >> 4) | ((second >> 6) << 4)]
     factors = [jnp.concatenate(each, axis=1).astype(jnp.float32) for each in (scales, least)]
     scale, below = _half(blocks, 0) * factors[0], _half(blocks, 2) * factors[1]
-    pairs = blocks[:, 16:].reshape(-1, 4, 32)  # two groups in the halves of 32 bytes
+    pairs = blocks[:, -128:].reshape(-1, 4, 32)  # two groups in the halves of 32 bytes
     numbers = jnp.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, 8, 32)
+    numbers = numbers if high is None else numbers | (high << 4)
     product = scale[..., None] * numbers.astype(jnp.float32)
     return _sum(product, -below[..., None]).reshape(len(blocks), -1)
+
+
+def _q5_k(blocks: Blocks) -> Numbers:
+    return _q4_k(blocks, _eighths(blocks[:, 16:48]))
 
 
 def _q6_k(blocks: Blocks) -> Numbers:
@@ -135,6 +190,11 @@ _WIDENED: dict[str, Callable[[Blocks], Numbers]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }
