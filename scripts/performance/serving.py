@@ -41,7 +41,8 @@ def table(run: str, command: str) -> Table:
 
 
 def losses() -> str:
-    """What the tables say in words: runs with default options first, then those with others."""
+    """What the tables say in words: all times of runs with default options first, then what runs
+    with other options lose."""
     runs = [run for run in (OFFLINE, SERVE) if list(RESULTS.glob(f"{run}.json"))]
     rows = [
         row | {"what": f"{row['model']}, {row['what']}"}
@@ -55,8 +56,9 @@ def losses() -> str:
     for options in (DEFAULT, *sorted({row["options"] for row in rows} - {DEFAULT})):
         if found := [row for row in rows if row["options"] == options]:
             said, lost = summary(found)
-            lines.append(f"- {_with(options)}, {said}")
-            lines += [f"    - {each}" for each in lost]
+            models = " and ".join(sorted({row["model"] for row in found}))
+            lines.append(f"- {models} with {_options(options)}: {said}")
+            lines += [f"    - {each}" for each in (_times(found) if options == DEFAULT else lost)]
     return "\n".join(lines)
 
 
@@ -65,5 +67,15 @@ def losses_in_brief() -> str:
     return losses().replace("\n    - ", " ").replace(" times as fast", " times as fast.")
 
 
-def _with(options: str) -> str:
-    return f"With {options} options" if options == DEFAULT else f"With {options}"
+def _times(rows: list[Row]) -> list[str]:
+    """What each row with a time took, won or lost."""
+    ours, theirs = figure(OURS), figure(THEIRS)
+    return [
+        f"{row['what']}: {ours(row)}, {THEIRS} {theirs(row)}."
+        for row in rows
+        if row["unit"] in ("s", "ms")
+    ]
+
+
+def _options(options: str) -> str:
+    return f"{options} options" if options == DEFAULT else options

@@ -88,9 +88,10 @@ def test_losses_to_vllm_are_told_in_words_by_the_options_of_their_runs(tmp_path,
     run = {"model": "M", "options": "default", "rows": rows}
     (tmp_path / "serve-m.json").write_text(json.dumps(run))
     assert serving.losses().splitlines() == [
-        "- With default options, jaxattn is faster than vLLM in 1 of 1 measures and slower in "
+        "- M with default options: jaxattn is faster than vLLM in 1 of 1 measures and slower in "
         "none.",
-        "- With chunks of 2, jaxattn is faster than vLLM in 1 of 2 measures and slower in 1.",
+        "    - M, TTFT p50: 1.00 ms, vLLM 3.00 ms.",
+        "- M with chunks of 2: jaxattn is faster than vLLM in 1 of 2 measures and slower in 1.",
         "    - M, 256 requests, s: jaxattn loses, 0.75 times as fast",
     ]
     assert TABLES["serve"]().splitlines()[2:] == [
