@@ -19,7 +19,7 @@ from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, Fini
 from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults
-from jaxattn.server.decoding.generation import Generation, RowEvents
+from jaxattn.server.decoding.generation import Generation
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
@@ -38,6 +38,7 @@ from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 LOG = logging.getLogger("jaxattn.server")
 MOST_IDS = 2**31
 TEXT_THREADS = 4
+BEHIND = 8  # tokens of each row that wait for the event loop; more than these become text together
 CUT_SECONDS = 5.0  # for the errors of answers that are cut to reach their clients
 
 
@@ -102,12 +103,13 @@ class Service:
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self._generations: dict[int, Generation] = {}
         self._numbers, self._cut = itertools.count(), False
+        self._reports, self._called = collections.deque[StepReport](), False
         self._loop = asyncio.get_running_loop()
         self._texts = ThreadPoolExecutor(TEXT_THREADS, "text")
         self.worker = EngineWorker(
             served.make,
             on_ready=lambda: self._from_thread(self._be_ready),
-            on_report=lambda report: self._from_thread(self._deliver, report),
+            on_report=self._reported,
             on_end=lambda error: self._from_thread(self._ended, error),
         )
 
@@ -171,11 +173,12 @@ class Service:
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
             self.phase = ServerState.FAILED
-        now = time.perf_counter()
+        now, ended = time.perf_counter(), dict[Generation, dict[int, list[Event]]]()
         for id, generation in list(self._generations.items()):
             request = next(each for each in generation.requests if each.id == id)
             done = Completion(request, (), FinishReason.FAILED, str(error))
-            self._route([FinishEvent(done)], now)
+            self._route([FinishEvent(done)], now, ended)
+        _put(ended)
         self._ready.set()
         self._on_end(error)
 
@@ -362,17 +365,44 @@ class Service:
         """A number that no row has, as long as there are fewer than two thousand million."""
         return next(id for n in self._numbers if (id := n % MOST_IDS) not in self._generations)
 
-    def _deliver(self, report: StepReport) -> None:
-        tokens = self._route(report.events, report.now)
-        self.metrics.stepped(report, tokens)
+    def _reported(self, report: StepReport) -> None:
+        """Calls for a delivery; for the device thread."""
+        self._reports.append(report)
+        if not self._called:
+            self._called = True
+            self._from_thread(self._deliver)
 
-    def _route(self, events: Sequence[Event], now: float) -> int:
-        """Gives each generation its rows' events; returns how many are tokens."""
+    def _deliver(self) -> None:
+        """Gives each generation what the steps gave that wait.
+
+        A step's tokens are a write for each stream. A loop that is behind makes one of several
+        steps, and so catches up.
+        """
+        self._called = False  # before what waits is read: a later report calls again
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        waiting = sum(len(report.events) for report in reports)
+        behind = bool(reports) and waiting > BEHIND * max(1, reports[-1].snapshot.rows)
+        found: dict[Generation, dict[int, list[Event]]] = {}
+        for report in reports:
+            tokens = self._route(report.events, report.now, found)
+            self.metrics.stepped(report, tokens)
+            if not behind:
+                _put(found)
+                found = {}
+        _put(found)
+
+    def _route(
+        self,
+        events: Sequence[Event],
+        now: float,
+        found: dict[Generation, dict[int, list[Event]]],
+    ) -> int:
+        """Adds the events to those of their generations' rows; returns how many are tokens."""
         rows = collections.defaultdict[int | None, list[Event]](list)
         for event in events:  # of 128 rows there may be 1,024
             request = event.completion.request if isinstance(event, FinishEvent) else event.request
             rows[request.id].append(event)
-        found, tokens = dict[Generation, list[RowEvents]](), 0
+        tokens = 0
         for id, own in rows.items():
             generation = None if id is None else self._generations.get(id)
             if id is None or generation is None:
@@ -384,10 +414,14 @@ class Service:
             if isinstance(last := own[-1], FinishEvent):
                 del self._generations[id]
                 self.metrics.finished(last.completion, now)
-            found.setdefault(generation, []).append((id, own))
-        for generation, given in found.items():
-            generation.put(given)
+            given = found.setdefault(generation, {})
+            given[id] = given[id] + own if id in given else own
         return tokens
+
+
+def _put(found: Mapping[Generation, Mapping[int, list[Event]]]) -> None:
+    for generation, rows in found.items():
+        generation.put(list(rows.items()))
 
 
 def _fingerprint(settings: ServerSettings, limits: Limits) -> str:
