@@ -1,7 +1,6 @@
 """The service behind the routes: one model, its worker, admission and metrics."""
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 
 from jaxattn import __version__
-from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults
@@ -28,7 +26,8 @@ from jaxattn.server.decoding.token_rules import TokenLimits
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.runtime.admission import AdmissionControl, AdmissionToken
-from jaxattn.server.runtime.engine_worker import EngineProtocol, EngineWorker, StepReport
+from jaxattn.server.runtime.engine_worker import EngineProtocol, EngineWorker
+from jaxattn.server.runtime.event_router import EventRouter
 from jaxattn.server.runtime.metrics import ServerMetrics
 from jaxattn.server.runtime.response_store import ResponseStore
 from jaxattn.server.runtime.server_state import ServerState, unavailable
@@ -38,7 +37,6 @@ from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 LOG = logging.getLogger("jaxattn.server")
 MOST_IDS = 2**31
 TEXT_THREADS = 4
-BEHIND = 8  # tokens of each row that wait for the event loop; more than these become text together
 CUT_SECONDS = 5.0  # for the errors of answers that are cut to reach their clients
 
 
@@ -79,6 +77,7 @@ class Service:
         phase: what the server is doing.
         started: when, of `time.time`.
         message_format: how the model writes thoughts and calls.
+        router: brings the engine's events to the generations that are open.
         fingerprint: of what decides a seeded answer, beside the weights: names, limits, versions.
     """
 
@@ -101,15 +100,14 @@ class Service:
         self.message_format = MessageFormat.of(served.tokenizer.chat_template, settings.tool_parser)
         self.vocabulary = GrammarVocabulary(served.tokenizer, self.message_format.thoughts)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
-        self._generations: dict[int, Generation] = {}
+        self.router = EventRouter(self.metrics, self._from_thread)
         self._numbers, self._cut = itertools.count(), False
-        self._reports, self._called = collections.deque[StepReport](), False
         self._loop = asyncio.get_running_loop()
         self._texts = ThreadPoolExecutor(TEXT_THREADS, "text")
         self.worker = EngineWorker(
             served.make,
             on_ready=lambda: self._from_thread(self._be_ready),
-            on_report=self._reported,
+            on_report=self.router.report,
             on_end=lambda error: self._from_thread(self._ended, error),
         )
 
@@ -134,7 +132,7 @@ class Service:
         whole = await self._emptied(seconds)
         if not whole:
             self._cut = True
-            self.worker.abort(list(self._generations))
+            self.worker.abort(list(self.router.generations))
             await self._emptied(CUT_SECONDS)
         return whole
 
@@ -173,12 +171,7 @@ class Service:
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
             self.phase = ServerState.FAILED
-        now, ended = time.perf_counter(), dict[Generation, dict[int, list[Event]]]()
-        for id, generation in list(self._generations.items()):
-            request = next(each for each in generation.requests if each.id == id)
-            done = Completion(request, (), FinishReason.FAILED, str(error))
-            self._route([FinishEvent(done)], now, ended)
-        _put(ended)
+        self.router.fail(str(error))
         self._ready.set()
         self._on_end(error)
 
@@ -351,7 +344,7 @@ class Service:
             raise unavailable(self.phase)
         requests = generation.requests
         ids = [request.id for request in requests if request.id is not None]
-        self._generations.update(dict.fromkeys(ids, generation))
+        self.router.generations.update(dict.fromkeys(ids, generation))
         most = max(request.max_tokens for request in requests)
         self.metrics.asked(ids, [len(request.prompt) for request in requests], most, arrived)
         self.worker.submit(requests)
@@ -363,65 +356,9 @@ class Service:
 
     def _free_id(self) -> int:
         """A number that no row has, as long as there are fewer than two thousand million."""
-        return next(id for n in self._numbers if (id := n % MOST_IDS) not in self._generations)
-
-    def _reported(self, report: StepReport) -> None:
-        """Calls for a delivery; for the device thread."""
-        self._reports.append(report)
-        if not self._called:
-            self._called = True
-            self._from_thread(self._deliver)
-
-    def _deliver(self) -> None:
-        """Gives each generation what the steps gave that wait.
-
-        A step's tokens are a write for each stream. A loop that is behind makes one of several
-        steps, and so catches up.
-        """
-        self._called = False  # before what waits is read: a later report calls again
-        reports = [self._reports.popleft() for _ in range(len(self._reports))]
-        waiting = sum(len(report.events) for report in reports)
-        behind = bool(reports) and waiting > BEHIND * max(1, reports[-1].snapshot.rows)
-        found: dict[Generation, dict[int, list[Event]]] = {}
-        for report in reports:
-            tokens = self._route(report.events, report.now, found)
-            self.metrics.stepped(report, tokens)
-            if not behind:
-                _put(found)
-                found = {}
-        _put(found)
-
-    def _route(
-        self,
-        events: Sequence[Event],
-        now: float,
-        found: dict[Generation, dict[int, list[Event]]],
-    ) -> int:
-        """Adds the events to those of their generations' rows; returns how many are tokens."""
-        rows = collections.defaultdict[int | None, list[Event]](list)
-        for event in events:  # of 128 rows there may be 1,024
-            request = event.completion.request if isinstance(event, FinishEvent) else event.request
-            rows[request.id].append(event)
-        tokens = 0
-        for id, own in rows.items():
-            generation = None if id is None else self._generations.get(id)
-            if id is None or generation is None:
-                LOG.error("the engine tells of request %s, which is none of those that run", id)
-                continue  # the others get what is theirs
-            if count := len([event for event in own if type(event) is TokenEvent]):
-                self.metrics.tokens(id, count, now)
-                tokens += count
-            if isinstance(last := own[-1], FinishEvent):
-                del self._generations[id]
-                self.metrics.finished(last.completion, now)
-            given = found.setdefault(generation, {})
-            given[id] = given[id] + own if id in given else own
-        return tokens
-
-
-def _put(found: Mapping[Generation, Mapping[int, list[Event]]]) -> None:
-    for generation, rows in found.items():
-        generation.put(list(rows.items()))
+        return next(
+            id for n in self._numbers if (id := n % MOST_IDS) not in self.router.generations
+        )
 
 
 def _fingerprint(settings: ServerSettings, limits: Limits) -> str:
