@@ -3,11 +3,15 @@
 import base64
 import dataclasses
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
 
+from jaxattn.cli.options.serve_options import parser
+from jaxattn.cli.startup.model_source import choose
 from jaxattn.models.loading.embedding_defaults import (
     MODULES,
     POOLING,
@@ -18,6 +22,7 @@ from jaxattn.text import TextError
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import HIDDEN, LIMITS, ScriptedEngine
 
+TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "llama"
 TEXTS = ["def add(", "import numpy", "x"]
 
 
@@ -159,6 +164,9 @@ def test_a_published_folder_says_what_its_embeddings_are(tmp_path, pooling, kind
     write_modules(tmp_path, pooling, *kinds)
     read = read_embedding_defaults(tmp_path)
     assert (read.pooling, read.normalize, read.missing) == (*found, "")
+    shutil.copy(TINY / "config.json", tmp_path)
+    options = parser().parse_args(["--model", str(tmp_path), "--port", "0"])
+    assert choose(options).embedding_defaults() == read
 
 
 @pytest.mark.parametrize(

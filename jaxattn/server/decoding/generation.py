@@ -140,9 +140,9 @@ class ChoiceDetokenizer:
                 return {"finish": "stop", "stop": stop}
             rest += self._stops.end()
         text.append(rest)
-        asked = isinstance(completion.detail, int) and completion.detail in self._stop_tokens
-        stop = completion.detail if asked else None  # and none of the engine's own reasons
-        return {"finish": finish, "stop": stop, "embedding": completion.embedding}
+        asked = completion.detail in self._stop_tokens  # the engine's own reasons are none
+        found = completion.detail if asked else None
+        return {"finish": finish, "stop": found, "embedding": completion.embedding}
 
 
 def _plain(event: Event) -> bool:

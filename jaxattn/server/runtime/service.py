@@ -1,7 +1,6 @@
 """The service behind the routes: one model, its worker, admission and metrics."""
 
 import asyncio
-import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -15,11 +14,10 @@ from typing import Any
 import jax
 
 from jaxattn import __version__
-from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults
-from jaxattn.server.decoding.generation import Generation, RowEvents
+from jaxattn.server.decoding.generation import Generation
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
@@ -28,7 +26,8 @@ from jaxattn.server.decoding.token_rules import TokenLimits
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.runtime.admission import AdmissionControl, AdmissionToken
-from jaxattn.server.runtime.engine_worker import EngineProtocol, EngineWorker, StepReport
+from jaxattn.server.runtime.engine_worker import EngineProtocol, EngineWorker
+from jaxattn.server.runtime.event_router import EventRouter
 from jaxattn.server.runtime.metrics import ServerMetrics
 from jaxattn.server.runtime.response_store import ResponseStore
 from jaxattn.server.runtime.server_state import ServerState, unavailable
@@ -78,6 +77,7 @@ class Service:
         phase: what the server is doing.
         started: when, of `time.time`.
         message_format: how the model writes thoughts and calls.
+        router: brings the engine's events to the generations that are open.
         fingerprint: of what decides a seeded answer, beside the weights: names, limits, versions.
     """
 
@@ -100,14 +100,14 @@ class Service:
         self.message_format = MessageFormat.of(served.tokenizer.chat_template, settings.tool_parser)
         self.vocabulary = GrammarVocabulary(served.tokenizer, self.message_format.thoughts)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
-        self._generations: dict[int, Generation] = {}
+        self.router = EventRouter(self.metrics, self._from_thread)
         self._numbers, self._cut = itertools.count(), False
         self._loop = asyncio.get_running_loop()
         self._texts = ThreadPoolExecutor(TEXT_THREADS, "text")
         self.worker = EngineWorker(
             served.make,
             on_ready=lambda: self._from_thread(self._be_ready),
-            on_report=lambda report: self._from_thread(self._deliver, report),
+            on_report=self.router.report,
             on_end=lambda error: self._from_thread(self._ended, error),
         )
 
@@ -132,7 +132,7 @@ class Service:
         whole = await self._emptied(seconds)
         if not whole:
             self._cut = True
-            self.worker.abort(list(self._generations))
+            self.worker.abort(list(self.router.generations))
             await self._emptied(CUT_SECONDS)
         return whole
 
@@ -171,11 +171,7 @@ class Service:
     def _ended(self, error: BaseException | None) -> None:
         if error is not None:
             self.phase = ServerState.FAILED
-        now = time.perf_counter()
-        for id, generation in list(self._generations.items()):
-            request = next(each for each in generation.requests if each.id == id)
-            done = Completion(request, (), FinishReason.FAILED, str(error))
-            self._route([FinishEvent(done)], now)
+        self.router.fail(str(error))
         self._ready.set()
         self._on_end(error)
 
@@ -348,7 +344,7 @@ class Service:
             raise unavailable(self.phase)
         requests = generation.requests
         ids = [request.id for request in requests if request.id is not None]
-        self._generations.update(dict.fromkeys(ids, generation))
+        self.router.generations.update(dict.fromkeys(ids, generation))
         most = max(request.max_tokens for request in requests)
         self.metrics.asked(ids, [len(request.prompt) for request in requests], most, arrived)
         self.worker.submit(requests)
@@ -360,34 +356,9 @@ class Service:
 
     def _free_id(self) -> int:
         """A number that no row has, as long as there are fewer than two thousand million."""
-        return next(id for n in self._numbers if (id := n % MOST_IDS) not in self._generations)
-
-    def _deliver(self, report: StepReport) -> None:
-        tokens = self._route(report.events, report.now)
-        self.metrics.stepped(report, tokens)
-
-    def _route(self, events: Sequence[Event], now: float) -> int:
-        """Gives each generation its rows' events; returns how many are tokens."""
-        rows = collections.defaultdict[int | None, list[Event]](list)
-        for event in events:  # of 128 rows there may be 1,024
-            request = event.completion.request if isinstance(event, FinishEvent) else event.request
-            rows[request.id].append(event)
-        found, tokens = dict[Generation, list[RowEvents]](), 0
-        for id, own in rows.items():
-            generation = None if id is None else self._generations.get(id)
-            if id is None or generation is None:
-                LOG.error("the engine tells of request %s, which is none of those that run", id)
-                continue  # the others get what is theirs
-            if count := len([event for event in own if type(event) is TokenEvent]):
-                self.metrics.tokens(id, count, now)
-                tokens += count
-            if isinstance(last := own[-1], FinishEvent):
-                del self._generations[id]
-                self.metrics.finished(last.completion, now)
-            found.setdefault(generation, []).append((id, own))
-        for generation, given in found.items():
-            generation.put(given)
-        return tokens
+        return next(
+            id for n in self._numbers if (id := n % MOST_IDS) not in self.router.generations
+        )
 
 
 def _fingerprint(settings: ServerSettings, limits: Limits) -> str:
