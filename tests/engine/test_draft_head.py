@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,8 +15,12 @@ from jaxattn.models.loading.huggingface_checkpoint import load
 from tests.helpers.draft_heads import VOCAB, write_folder
 
 LIMITS = Limits(batch=3, max_model_len=192, prefill_chunk=64, prefill_rows=2, checkpoints=2,
-                num_pages=8, speculate=2, speculate_by="mtp")  # fmt: skip
-FAMILIES = ["glm4_moe_lite", "qwen3_5_text"]
+                num_pages=8, speculate=1, speculate_by="mtp")  # fmt: skip
+QWEN = "qwen3_5_text"  # whose rows have states, in slots that change
+SLOW = pytest.mark.slow(
+    reason="latents in the place of keys, and a guess behind a guess; found by test_draft_heads too"
+)
+FAMILIES = [QWEN, pytest.param("glm4_moe_lite", marks=SLOW)]
 
 
 class FixedSwitch:
@@ -38,7 +43,8 @@ def engine_of(tmp_path_factory):
     def made(model_type):
         folder = tmp_path_factory.mktemp(model_type)
         write_folder(folder, model_type, guesses_well=True)
-        engine = Engine(*load(folder, dtype="float32", draft_head=True), LIMITS, strict=True)
+        limits = dataclasses.replace(LIMITS, speculate=1 if model_type == QWEN else 2)
+        engine = Engine(*load(folder, dtype="float32", draft_head=True), limits, strict=True)
         engine.start()
         return engine
 
@@ -101,7 +107,7 @@ def test_rows_end_inside_a_draft_and_lose_pages_as_without(engine_of, family):
 
 
 def test_a_step_that_drafts_updates_all_in_place(engine_of):
-    executables = engine_of("qwen3_5_text").executables
+    executables = engine_of(QWEN).executables
     for name in executables:
         if name.startswith(("draft", "prefill", "round")):
             report = check_aliasing(executables[name])
@@ -109,21 +115,19 @@ def test_a_step_that_drafts_updates_all_in_place(engine_of):
 
 
 def test_the_heads_layer_and_inputs_are_in_the_plan(engine_of):
-    engine = engine_of("glm4_moe_lite")
-    assert engine.plan["kv cache"] == 3 * 8 * 64 * 48 * 4  # layers, pages, tokens, latents, float32
-    assert engine.plan["draft hidden"] == 3 * 3 * 32 * 4  # rows, tokens, features, float32
+    engine = engine_of(QWEN)
+    assert engine.plan["kv cache"] == 2 * 8 * 2 * 64 * 32 * 4  # two layers of three, float32
+    assert engine.plan["draft hidden"] == 3 * 2 * 32 * 4  # rows, tokens, features, float32
     held = jax.tree.leaves(engine._runner.state.caches)
-    caches = [
-        item.nbytes
-        for item in engine.plan.items
-        if item.name in ("kv cache", "draft hidden", "draft pairs")
-    ]
-    assert sum(caches) == sum(leaf.nbytes for leaf in held)
+    caches = ("kv cache", "draft hidden", "draft pairs", "conv state", "ssm state")
+    assert sum(engine.plan[name] for name in caches) == sum(leaf.nbytes for leaf in held)
 
 
 def test_inputs_of_a_head_are_no_recurrent_states(engine_of):
-    model = engine_of("glm4_moe_lite").model
-    assert not recurrent(model) and recurrent(engine_of("qwen3_5_text").model)
+    model = engine_of(QWEN).model
+    attention = tuple(cache for cache in model.caches if cache.name != "delta")
+    assert len(attention) == 2 < len(model.caches)
+    assert recurrent(model) and not recurrent(SimpleNamespace(caches=attention))
     cache, size = model.caches[-1], cache_size(LIMITS)
     arrays = cache.init(size)
     assert cache.copy_slots(arrays, np.array([0]), np.array([1])) is arrays

@@ -185,8 +185,8 @@ def read_folder(
     if "model_type" in read_json(folder / CONFIG):
         published = huggingface_checkpoint.read_config(folder, dtype, experts, dense, draft_head)
         return HuggingFaceFolder(path=folder, model=published.model, published=published)
-    given = {"dtype": dtype, "experts": experts, "dense": dense, "draft_head": draft_head or None}
-    for name, value in given.items():
+    given: dict[str, Any] = {"dtype": dtype, "experts": experts, "dense": dense}
+    for name, value in (given | {"draft_head": draft_head or None}).items():
         if value is not None:
             raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
     config = native_format.read_config(folder)
