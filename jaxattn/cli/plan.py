@@ -24,6 +24,7 @@ from jaxattn.cli.options.parser import (
     add_cache_format,
     add_dense,
     add_layout,
+    add_speculation,
     in_options,
 )
 from jaxattn.cli.options.value_types import fraction, size, sizes
@@ -140,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
+    add_speculation(root)
     add_dense(root)
     add_cache_format(root)
     add_layout(root)
@@ -245,11 +247,11 @@ def read_model(options: argparse.Namespace) -> DecoderSizes:
     try:
         if not shipped and (Path(given).expanduser().is_dir() or is_name(given)):
             path, name = located(given, options.revision)
-            folder = read(path, None, None, options.dense)
+            folder = read(path, None, None, options.dense, options.speculate_by == "mtp")
             return public_models.of_folder(name or path.name, folder)
         if options.revision:
             raise InputError(f"--revision is for a name on the hub, and {given} is none")
-        return public_models.load(given, options.dense)
+        return public_models.load(given, options.dense, options.speculate_by == "mtp")
     except (public_models.CatalogError, CheckpointError) as error:
         raise InputError(one_line(error)) from error
 
@@ -271,6 +273,8 @@ def read_limits(options: argparse.Namespace, model: DecoderSizes) -> tuple[Limit
         utilization=options.utilization,
         decode_buckets=options.decode_buckets,
         q_lens=tuple(sorted({1, options.q_len})),
+        speculate=options.speculate,
+        speculate_by=options.speculate_by,
         cache_format=options.kv_cache_dtype,
         native_layers=options.kv_cache_native_layers,
     )

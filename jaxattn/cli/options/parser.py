@@ -7,6 +7,7 @@ from typing import NoReturn
 from jaxattn import __version__, interrupt
 from jaxattn.cli.options.value_types import number, size
 from jaxattn.core.cache.formats import CACHE_FORMATS
+from jaxattn.memory.limits import DRAFT_SOURCES
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
@@ -106,6 +107,25 @@ def add_cache_format(group: argparse._ActionsContainer) -> None:
         type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
         default=0,
         help="number of first and of last attention layers that keep the model's own cache format",
+    )
+
+
+def add_speculation(group: argparse._ActionsContainer) -> None:
+    """--speculate and --speculate-by, tokens that a step drafts for each row, and what does it."""
+    group.add_argument(
+        "--speculate",
+        metavar="N",
+        type=size,
+        default=0,
+        help="speculative decoding: most tokens, up to 3, that a step drafts for each row "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--speculate-by",
+        choices=DRAFT_SOURCES,
+        default="lookup",
+        help="lookup drafts what followed the row's last tokens before; mtp loads the model's own "
+        "prediction layer (MTP), which drafts wherever that is faster (default: lookup)",
     )
 
 
