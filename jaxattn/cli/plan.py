@@ -204,6 +204,12 @@ def counts_group(options: argparse.Namespace) -> bool:
 
 def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
     """Raises InputError for options that a plan of a layout would not obey."""
+    gpus = max(parallel.gpus, options.gpus)
+    if options.speculate and gpus > 1:
+        raise InputError(
+            f"--speculate {options.speculate} runs on one GPU, and the plan is of {gpus}; leave "
+            "--speculate out"
+        )
     if parallel.gpus == 1:
         return
     given = {

@@ -25,7 +25,7 @@ RENAMED = {
 # Names of `Limits` and `ModelPlacement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
-    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|prefill_tokens|mixed_tokens|reproducible|checkpoints|speculate|speculate_by|decode_buckets|prefill_buckets|q_lens"
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|prefill_tokens|mixed_tokens|reproducible|checkpoints|speculate_by|speculate|decode_buckets|prefill_buckets|q_lens"
     r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
