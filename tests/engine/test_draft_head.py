@@ -5,12 +5,17 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.aliasing.checker import check_aliasing
+from jaxattn.engine.requests.outputs import FinishEvent
+from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import cache_size, recurrent
+from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.interface import PrefillBatch, init_state, scratch_spec
 from jaxattn.models.loading.huggingface_checkpoint import load
 from tests.helpers.draft_heads import VOCAB, write_folder
 
@@ -90,6 +95,8 @@ def test_rows_say_the_same_with_drafts_and_without(engine_of, family, mix):
     assert engine.stats.drafted_tokens == 0
     assert run(engine, requests, 1) == plain
     assert engine.stats.guessed_tokens > 10
+    if max(len(request.prompt) for request in requests) > 64:
+        assert engine.stats.cached_tokens > 0
     assert run(engine, requests, 3) == plain
     assert engine.stats.guessed_tokens > 0
 
@@ -133,3 +140,40 @@ def test_inputs_of_a_head_are_no_recurrent_states(engine_of):
     cache, size = model.caches[-1], cache_size(LIMITS)
     arrays = cache.init(size)
     assert cache.copy_slots(arrays, np.array([0]), np.array([1])) is arrays
+
+
+def test_the_head_caches_every_pair_once_whatever_step_gave_its_token(engine_of):
+    """Of chunks of a prompt, of steps with drafts, and of steps beside another's prompt."""
+    engine, pages = engine_of(QWEN), []
+    engine._loop.switch = engine._loop._reader.switch = FixedSwitch(1)
+    first = engine.add(Request(prompt(1, 70), max_tokens=60))
+    done, mixed = {}, engine.stats.prefill_steps
+    for step in range(100):
+        if step in (8, 16):
+            engine.add(Request(prompt(step, 110), max_tokens=9))
+        pages = next(
+            (r.pages for r in engine.scheduler.rows.values() if len(r.prompt) == 70), pages
+        )
+        ended = [event for event in engine.step() if isinstance(event, FinishEvent)]
+        done |= {event.completion.request.id: event.completion.tokens for event in ended}
+    tokens = np.array([*prompt(1, 70), *done[first]])
+    assert engine.stats.prefill_steps - mixed >= 6 and len(tokens) == 130
+
+    model, size = engine.model, CacheSize(pages=4, slots=1)
+
+    @jax.jit
+    def whole(params):
+        state = init_state(model, size, scratch_spec(model, 1, max_pages=3))
+        lens, slots = jnp.array([len(tokens) - 1]), jnp.zeros(1, jnp.int32)
+        each = (
+            PrefillBatch(jnp.array(x[None], jnp.int32), lens, lens, jnp.array([[0, 1, 2]]), slots)
+            for x in (tokens[:-1], tokens[1:])
+        )
+        hidden, state = model.mixed_hidden(params, state, next(each), None)
+        return model.draft_prompts(params, state, next(each), hidden).array("kv_cache")[-1]
+
+    leaves, tree = engine._runner.weights, jax.tree.structure(packed_shapes(model))
+    wanted = np.asarray(whole(jax.tree.unflatten(tree, leaves)))[:3]
+    found = np.asarray(engine.state.array("kv_cache"))[-1][pages[:3]]
+    both = [x.swapaxes(1, 2).reshape(3 * 64, -1)[: len(tokens) - 4] for x in (found, wanted)]
+    np.testing.assert_allclose(*both, atol=1e-3, rtol=1e-3)
