@@ -24,6 +24,7 @@ from jaxattn.cli.options.parser import (
     add_cache_format,
     add_dense,
     add_layout,
+    add_speculation,
     in_options,
 )
 from jaxattn.cli.options.value_types import fraction, size, sizes
@@ -141,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "--q-len", metavar="S", type=size, default=1, help="most tokens of a row in a decode step"
     )
+    add_speculation(root)
     add_dense(root)
     add_cache_format(root)
     add_layout(root)
@@ -203,6 +205,12 @@ def counts_group(options: argparse.Namespace) -> bool:
 
 def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
     """Raises InputError for options that a plan of a layout would not obey."""
+    gpus = max(parallel.gpus, options.gpus)
+    if options.speculate and gpus > 1:
+        raise InputError(
+            f"--speculate {options.speculate} runs on one GPU, and the plan is of {gpus}; leave "
+            "--speculate out"
+        )
     if parallel.gpus == 1:
         return
     given = {
@@ -246,11 +254,11 @@ def read_model(options: argparse.Namespace) -> DecoderSizes:
     try:
         if not shipped and (Path(given).expanduser().exists() or is_name(given)):
             path, name = located(given, options.revision)
-            folder = read(path, None, None, options.dense)
+            folder = read(path, None, None, options.dense, options.speculate_by == "mtp")
             return public_models.of_folder(name or path.name, folder)
         if options.revision:
             raise InputError(f"--revision is for a name on the hub, and {given} is none")
-        return public_models.load(given, options.dense)
+        return public_models.load(given, options.dense, options.speculate_by == "mtp")
     except (public_models.CatalogError, CheckpointError) as error:
         raise InputError(one_line(error)) from error
 
@@ -272,6 +280,8 @@ def read_limits(options: argparse.Namespace, model: DecoderSizes) -> tuple[Limit
         utilization=options.utilization,
         decode_buckets=options.decode_buckets,
         q_lens=tuple(sorted({1, options.q_len})),
+        speculate=options.speculate,
+        speculate_by=options.speculate_by,
         cache_format=options.kv_cache_dtype,
         native_layers=options.kv_cache_native_layers,
     )

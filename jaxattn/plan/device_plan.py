@@ -165,7 +165,10 @@ def _bound_in(model: Model, step: EngineStep, limits: Limits, on_hopper: bool) -
     ):
         longest = min(limits.table_width * limits.page_tokens, MOST)
     prompts = limits.chunks[-1], limits.prompt_rows * limits.groups
-    return _bound(model, step, rows, limits.table_width, longest, prompts, on_hopper)
+    drafts = step.drafts if isinstance(step, SpeculativeDecodeStep) else 0, "lookup"
+    if limits.uses_draft_head:  # other steps keep what the head reads, too
+        drafts = limits.speculate, limits.speculate_by
+    return _bound(model, step, rows, limits.table_width, longest, prompts, drafts, on_hopper)
 
 
 @functools.lru_cache(maxsize=256)
@@ -176,11 +179,13 @@ def _bound(
     width: int,
     longest: int,
     prompts: tuple[int, int],
+    drafts: tuple[int, str],
     on_hopper: bool,
 ) -> ExecutableMemory:
     """Of a step of `rows` rows with tables of `width` pages, and `prompts` of so many tokens at
-    most, and so many of them. Advice asks for some again."""
-    chunk, prompt_rows = prompts
+    most, and so many of them; `drafts` says how many, and what guesses them. Advice asks for some
+    again."""
+    (chunk, prompt_rows), (speculate, speculate_by) = prompts, drafts
     decodes = isinstance(step, ModelStep) and step.kind == "decode"
     tokens = step.tokens if isinstance(step, ModelStep) and decodes else 1
     limits = Limits(
@@ -190,7 +195,8 @@ def _bound(
         prefill_chunk=chunk,
         prefill_rows=prompt_rows,
         q_lens=tuple(sorted({1, tokens})),
-        speculate=step.drafts if isinstance(step, SpeculativeDecodeStep) else 0,
+        speculate=speculate,
+        speculate_by=speculate_by,
         spread=model.parallel.context,
         groups=model.parallel.data,
     )

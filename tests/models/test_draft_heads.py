@@ -1,16 +1,22 @@
 """Draft heads of published models (MTP) against their prediction layers in float64."""
 
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn import Limits
+from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, scratch_spec
-from jaxattn.models.loading.huggingface_checkpoint import load
+from jaxattn.models.loading.huggingface_checkpoint import load, read_config
 from tests.helpers.draft_heads import CONFIGS, VOCAB, PredictionLayer, write_folder
+from tests.helpers.safetensors_files import write_file
 
 TABLE = np.array([[2, 0]], np.int32)
 LINES = (24, 16)  # tokens of the prompt's two pieces, of which the second is not full
@@ -46,7 +52,16 @@ def on_device(batch):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), batch)
 
 
-@pytest.mark.parametrize("model_type", CONFIGS)
+SLOW = pytest.mark.slow(
+    reason="a family's names of the prediction layer; found by the other family of its kind too"
+)
+MODEL_TYPES = [
+    "glm4_moe_lite", "qwen3_5_text", *(pytest.param(each, marks=SLOW) for each in CONFIGS
+                                       if each not in ("glm4_moe_lite", "qwen3_5_text")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_head_guesses_what_the_prediction_layer_says(folder_of, model_type):
     """Pairs of a prompt in two pieces, of the next two tokens, and of a guess of the head's own."""
     folder, tensors = folder_of(model_type)
@@ -87,3 +102,46 @@ def test_a_head_guesses_what_the_prediction_layer_says(folder_of, model_type):
     both = np.concatenate([hidden, handed[None]])
     again, _ = layer(np.concatenate([tokens[1:], guess]), both)
     np.testing.assert_allclose(second, again[-1], atol=2e-4, rtol=2e-4)
+
+
+def test_the_head_is_left_out_unless_it_is_asked_for(folder_of):
+    folder, _ = folder_of("glm4_moe_lite")
+    assert not read_config(folder).model.has_draft_head
+    assert read_config(folder, draft_head=True).model.caches[0].layers == 3
+
+
+def test_a_model_without_a_head_is_refused_by_name(tmp_path):
+    config = CONFIGS["glm4_moe_lite"] | dict(num_nextn_predict_layers=0, model_type="deepseek_v3")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="there is no prediction layer"):
+        read_config(tmp_path, draft_head=True)
+    with pytest.raises(CheckpointError, match="model_type 'kimi_linear' has no draft head"):
+        read_config(Path("tests/data/tiny_checkpoints/kimi_linear"), draft_head=True)
+
+
+def test_a_prediction_layer_that_is_not_in_the_folder_is_named(tmp_path):
+    tensors = write_folder(tmp_path, "qwen3_5_text")
+    write_file(
+        tmp_path / "model.safetensors",
+        {name: x for name, x in tensors.items() if not name.startswith("mtp.")},
+    )
+    with pytest.raises(CheckpointError, match=r"missing .*'mtp\."):
+        load(tmp_path, draft_head=True)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"speculate_by": "mtp"}, "speculate_by='mtp' guesses speculate=0 tokens"),
+        ({"speculate_by": "eagle", "speculate": 1}, "must be one of lookup, mtp"),
+    ],
+)
+def test_limits_that_name_no_head_or_no_tokens_are_refused(limits, message):
+    with pytest.raises(ValueError, match=message):
+        Limits(**limits)
+
+
+def test_an_engine_of_a_model_without_its_head_is_refused(folder_of):
+    model = read_config(folder_of("glm4_moe_lite")[0]).model
+    with pytest.raises(ValueError, match=r"load\(folder, draft_head=True\)"):
+        prepare(model, model.param_shapes(), Limits(speculate=1, speculate_by="mtp"))

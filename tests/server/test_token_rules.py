@@ -157,8 +157,10 @@ def test_models_and_the_tokenizer_are_described(scripted):
 
 def test_drafts_and_those_that_were_right_are_counted(scripted):
     stats = scripted.service.worker.engine.stats
-    stats.drafted_tokens, stats.guessed_tokens = 6, 4
+    stats.drafted_tokens, stats.guessed_tokens, stats.drafting = 6, 4, {1: True, 32: False}
     scripted.complete("x", max_tokens=1)
     text = scripted.client.get("/metrics").text
     assert 'vllm:spec_decode_num_draft_tokens_total{model_name="model"} 6.0' in text
     assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="model"} 4.0' in text
+    for rows, drafts in (("1", 1.0), ("32", 0.0)):
+        assert f'jaxattn:drafting{{model_name="model",rows="{rows}"}} {drafts}' in text

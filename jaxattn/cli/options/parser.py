@@ -7,6 +7,7 @@ from typing import NoReturn
 from jaxattn import __version__, interrupt
 from jaxattn.cli.options.value_types import number, size
 from jaxattn.core.cache.formats import CACHE_FORMATS
+from jaxattn.memory.limits import DRAFT_SOURCES
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024
@@ -24,7 +25,7 @@ RENAMED = {
 # Names of `Limits` and `ModelPlacement` in a message, with "=value" or without. Those that are also
 # plain words count only with a value, or where they begin a sentence about one.
 _FIELD = re.compile(
-    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|prefill_tokens|mixed_tokens|reproducible|checkpoints|speculate|speculate_by|decode_buckets|prefill_buckets|q_lens"
+    r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|prefill_tokens|mixed_tokens|reproducible|checkpoints|speculate_by|speculate|decode_buckets|prefill_buckets|q_lens"
     r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
     r"(?:(?:=|\s+(?=\d))(?P<value>\([^)]*\)|'[^']*'|\w(?:[\w.,]*\w)?))?"
 )
@@ -106,6 +107,25 @@ def add_cache_format(group: argparse._ActionsContainer) -> None:
         type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
         default=0,
         help="number of first and of last attention layers that keep the model's own cache format",
+    )
+
+
+def add_speculation(group: argparse._ActionsContainer) -> None:
+    """--speculate and --speculate-by, tokens that a step drafts for each row, and what does it."""
+    group.add_argument(
+        "--speculate",
+        metavar="N",
+        type=size,
+        default=0,
+        help="speculative decoding: most tokens, up to 3, that a step drafts for each row "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--speculate-by",
+        choices=DRAFT_SOURCES,
+        default="lookup",
+        help="lookup drafts what followed the row's last tokens before; mtp loads the model's own "
+        "prediction layer (MTP), which drafts wherever that is faster (default: lookup)",
     )
 
 

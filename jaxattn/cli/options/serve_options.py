@@ -18,9 +18,9 @@ from jaxattn.cli.options.parser import (
     add_cache_format,
     add_dense,
     add_layout,
+    add_speculation,
 )
 from jaxattn.cli.options.value_types import fraction, number, size, sizes
-from jaxattn.memory.limits import DRAFT_SOURCES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -266,21 +266,7 @@ def _add_reuse(group: argparse._ActionsContainer) -> None:
         "cached tokens (default: chosen for the GPU; on a CPU none, or as many as rows with "
         "--port)",
     )
-    group.add_argument(
-        "--speculate",
-        metavar="N",
-        type=size,
-        default=0,
-        help="speculative decoding: most tokens, up to 3, that a step drafts for each row "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--speculate-by",
-        choices=DRAFT_SOURCES,
-        default="lookup",
-        help="lookup drafts what followed the row's last tokens before; mtp loads the model's own "
-        "prediction layer (MTP), which drafts wherever that is faster (default: lookup)",
-    )
+    add_speculation(group)
 
 
 def _add_shapes(group: argparse._ActionsContainer) -> None:

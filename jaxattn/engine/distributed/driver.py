@@ -105,6 +105,7 @@ class DriverRunner(ModelRunner):
         level: SamplingMode,
         words: Callable[[int], np.ndarray] | None = None,
         steps: int = 1,
+        drafts: bool = True,
     ) -> jax.Array:
         assert steps == 1, "several devices run steps one by one"
         self._tell(DECODE, places, int(level), int(words is not None))

@@ -130,7 +130,9 @@ class OutputReader:
         rows = np.count_nonzero(counts[:, 0] if counts.ndim == 2 else counts)
         if rows:
             bucket = sampled_rows(self.scheduler.limits, len(running.lines))
-            self.switch.observe(bucket, told.ndim == 3, seconds, np.count_nonzero(counts) / rows)
+            tokens = np.count_nonzero(counts) / rows
+            drafting = self.switch.observe(bucket, told.ndim == 3, seconds, tokens)
+            self.stats.drafting[bucket] = drafting
 
     def _taken(self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray) -> int:
         """How many tokens a call of decode steps gave."""
@@ -151,7 +153,7 @@ class OutputReader:
         for row, count in zip(running.rows, counts.tolist(), strict=False):
             if row is not None and not row.ended:
                 self.scheduler.guessed_wrong(row, tokens - count)
-        self.stats.drafted_tokens += (tokens - 1) * np.count_nonzero(counts)
+        self.stats.drafted_tokens += (tokens - 1) * int(np.count_nonzero(counts))
         first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
         self.stats.guessed_tokens += sum(others)
         return first + sum(others)

@@ -17,6 +17,7 @@ class GenerationStats:
         cached_tokens: of the prompts of requests that are done, found in the cache of prefixes.
         drafted_tokens: that were drafted for rows, whether they turned out right or not.
         guessed_tokens: of those decoded, that came with others in one step (verification.py).
+        drafting: of the buckets of rows that a model's draft head was tried in, whether it drafts.
         preemptions: how often a row lost its pages to an older one, and was computed again.
     """
 
@@ -26,6 +27,7 @@ class GenerationStats:
     decode_steps: int = 0
     guessed_tokens: int = 0
     drafted_tokens: int = 0
+    drafting: dict[int, bool] = dataclasses.field(default_factory=dict)
     preemptions: int = 0
     prefill_seconds: float = 0.0
     waited_seconds: float = 0.0

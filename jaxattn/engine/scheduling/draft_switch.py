@@ -73,8 +73,9 @@ class BucketSwitch:
                 self._try_again()
         return self.drafting
 
-    def observe(self, drafts: bool, seconds: float, tokens: float) -> None:
-        """A step took so long, and gave so many tokens of a row."""
+    def observe(self, drafts: bool, seconds: float, tokens: float) -> bool:
+        """Whether the bucket drafts from now on: a step took so long, and gave so many tokens of a
+        row."""
         times = self._times[drafts]
         times.seconds.append(seconds)
         times.tokens.append(tokens)
@@ -82,6 +83,7 @@ class BucketSwitch:
         if own.known and other.known and other.of_token * MARGIN < own.of_token:
             self.drafting = not self.drafting
             self._wait = self._until = FIRST
+        return self.drafting
 
     def _try_again(self) -> None:
         """Tries the slower way from the next step on; what is known of it is old."""
@@ -104,6 +106,6 @@ class DraftSwitch:
         """Whether the next step of a bucket of so many rows drafts."""
         return self.buckets.setdefault(bucket, BucketSwitch()).choose()
 
-    def observe(self, bucket: int, drafts: bool, seconds: float, tokens: float) -> None:
+    def observe(self, bucket: int, drafts: bool, seconds: float, tokens: float) -> bool:
         """See `BucketSwitch.observe`."""
-        self.buckets[bucket].observe(drafts, seconds, tokens)
+        return self.buckets[bucket].observe(drafts, seconds, tokens)

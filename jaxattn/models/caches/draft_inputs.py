@@ -12,11 +12,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jaxattn.models.caches.layer_cache import Arrays, CacheSize, LayerCache
+from jaxattn.models.caches.layer_cache import (
+    DRAFT,
+    DRAFT_HIDDEN,
+    DRAFT_PAIRS,
+    Arrays,
+    CacheSize,
+    LayerCache,
+)
 from jaxattn.parallel import Parallel
-
-NAME = "draft"
-HIDDEN, PAIRS = "draft_hidden", "draft_pairs"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,7 @@ class DraftInputs(LayerCache):
         dtype: of what the head reads.
     """
 
-    name: str = NAME
+    name: str = DRAFT
     layers: int = 1
     features: int
     dtype: DTypeLike
@@ -43,15 +47,15 @@ class DraftInputs(LayerCache):
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (size.slots, 1 + size.drafts, self.features)
         return {
-            HIDDEN: jax.ShapeDtypeStruct(shape, self.dtype),
-            PAIRS: jax.ShapeDtypeStruct(shape[:1], jnp.int32),
+            DRAFT_HIDDEN: jax.ShapeDtypeStruct(shape, self.dtype),
+            DRAFT_PAIRS: jax.ShapeDtypeStruct(shape[:1], jnp.int32),
         }
 
     def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
         return PartitionSpec(parallel.axes("data"))
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
-        if array == PAIRS:
+        if array == DRAFT_PAIRS:
             return f"{shape.shape[0]} rows x how many tokens the draft head reads next"
         rows, tokens, features = shape.shape
         return f"{rows} rows x {tokens} tokens x {features} {shape.dtype.name} for the draft head"

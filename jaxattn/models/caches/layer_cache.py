@@ -17,6 +17,9 @@ from jaxattn.parallel import Parallel
 
 type Arrays = dict[str, Array]
 
+# The cache of what a model's draft head reads next, and its arrays (`DraftInputs`).
+DRAFT, DRAFT_HIDDEN, DRAFT_PAIRS = "draft", "draft_hidden", "draft_pairs"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

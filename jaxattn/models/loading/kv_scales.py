@@ -45,7 +45,8 @@ def read_scales(found: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key
             shape = (repeats[layer], 2, mixer.num_kv_heads)
             rows[layer] = scales.setdefault(key, np.ones(shape, np.float32))[place.repeat]
     for name, tensor in found.items():
-        match = _SCALE.search(name)
+        # Qwen's prediction layer counts its layers from 0 again; its scales stay 1.
+        match = None if name.startswith("mtp.") else _SCALE.search(name)
         if match is None or (layer := int(match[1])) not in rows:
             continue
         row = rows[layer]["kv".index(match[2])]

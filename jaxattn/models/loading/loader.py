@@ -179,14 +179,15 @@ def read_folder(
         ValueError: a dtype, format of weights or draft head for the package's own format.
     """
     folder = Path(path)
+    given: dict[str, Any] = {
+        "experts": experts, "dense": dense, "draft_head": draft_head or None,
+    }  # fmt: skip
     if is_gguf(folder):
-        given = {"experts": experts, "dense": dense, "draft_head": draft_head or None}
         return _read_gguf(folder, dtype, given)
     if "model_type" in read_json(folder / CONFIG):
         published = huggingface_checkpoint.read_config(folder, dtype, experts, dense, draft_head)
         return HuggingFaceFolder(path=folder, model=published.model, published=published)
-    given = {"dtype": dtype, "experts": experts, "dense": dense, "draft_head": draft_head or None}
-    for name, value in given.items():
+    for name, value in ({"dtype": dtype} | given).items():
         if value is not None:
             raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
     config = native_format.read_config(folder)

@@ -12,6 +12,9 @@ from jaxattn.nn import RMSNorm
 from jaxattn.nn.attention.paged_attention import PagedAttention
 from jaxattn.nn.linear import Linear
 
+# Of a large product of XLA's: of one row it makes a float32 copy of the whole weight (H200).
+LEAST_ROWS = 8
+
 
 class DecoderLayer(nnx.Module):
     """A block with its parameters."""
@@ -70,7 +73,9 @@ class DraftLayers(nnx.Module):
         """The stream before the block, of a token's embedding and of what the output head read of
         the token before it."""
         both = self.embedding_norm(embedded), self.hidden_norm(hidden)
-        return self.projection(jnp.concatenate(both, axis=-1)).astype(jnp.float32)
+        x = jnp.concatenate(both, axis=-1).reshape(-1, 2 * hidden.shape[-1])
+        y = self.projection(jnp.pad(x, ((0, max(LEAST_ROWS - len(x), 0)), (0, 0))))
+        return y[: len(x)].astype(jnp.float32).reshape(hidden.shape)
 
 
 def norm_of(stream: Stream) -> RMSNorm:

@@ -26,7 +26,7 @@ from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.models.network.decode_step import DecodeStep, LayerPosition, caches_of
-from jaxattn.models.network.decoder_layers import DraftLayers, LayerGroup, norm_of
+from jaxattn.models.network.decoder_layers import LEAST_ROWS, DraftLayers, LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import (
     in_repeat,
@@ -42,7 +42,6 @@ from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
 from jaxattn.ops.linear.norm_linear import array_of
 from jaxattn.parallel import all_reduce, rank
 
-LEAST_ROWS = 8  # of the head's product
 # Repeats that a step of one token has without a loop: many, which gain the most by it, or few of
 # few layers. The time to lower and to compile them grows with the layers.
 MANY_REPEATS, MOST_UNROLLED, FEW_LAYERS = 16, 128, 32

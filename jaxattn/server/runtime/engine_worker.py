@@ -56,12 +56,15 @@ class PrefixCacheStatsProtocol(Protocol):
 
 
 class GenerationStatsProtocol(Protocol):
-    """Tokens that were drafted, and those of them that turned out right."""
+    """Tokens that were drafted, those of them that turned out right, and the buckets of rows that
+    draft by the model's own head."""
 
     @property
     def drafted_tokens(self) -> int: ...
     @property
     def guessed_tokens(self) -> int: ...
+    @property
+    def drafting(self) -> Mapping[int, bool]: ...
 
 
 class RecompilationGuardProtocol(Protocol):
@@ -105,6 +108,7 @@ class EngineSnapshot:
         states_missed: those whose pages were cached without the states behind them.
         drafted: tokens that were drafted, so far.
         accepted: those of them that turned out right.
+        drafting: of buckets of rows, whether the model's own head drafts.
         seal: what was traced, compiled or allocated after the warm-up, by kind.
     """
 
@@ -117,6 +121,7 @@ class EngineSnapshot:
     states_missed: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafting: Mapping[int, bool] = dataclasses.field(default_factory=dict)
     seal: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -284,5 +289,6 @@ def _snapshot(engine: EngineProtocol) -> EngineSnapshot:
         states_missed=prefixes.states_missed,
         drafted=engine.stats.drafted_tokens,
         accepted=engine.stats.guessed_tokens,
+        drafting=dict(engine.stats.drafting),
         seal=dict(engine.seal.counts),
     )

@@ -278,7 +278,7 @@ class _Gauges(Collector):
             ),
             (
                 "vllm:spec_decode_num_draft_tokens",
-                "Tokens that prompt lookup drafted.",
+                "Tokens that prompt lookup or the model's own head drafted.",
                 snapshot.drafted,
             ),
             (
@@ -298,6 +298,14 @@ class _Gauges(Collector):
         for kind, count in snapshot.seal.items():
             seal.add_metric([metrics.model, kind], count)
         yield seal
+        drafting = GaugeMetricFamily(
+            "jaxattn:drafting",
+            "Whether the model's own head drafts, in steps of up to so many rows.",
+            labels=[*labels, "rows"],
+        )
+        for rows, drafts in sorted(snapshot.drafting.items()):
+            drafting.add_metric([metrics.model, str(rows)], int(drafts))
+        yield drafting
         if limits is None or plan is None:
             return
         info = GaugeMetricFamily(

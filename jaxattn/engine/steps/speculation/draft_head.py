@@ -23,8 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowView, read
 from jaxattn.engine.steps.speculation.verification import DraftTokens
-from jaxattn.models.caches.draft_inputs import HIDDEN, NAME, PAIRS
-from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.caches.layer_cache import DRAFT, DRAFT_HIDDEN, DRAFT_PAIRS, DecodeState
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
 
 
@@ -78,9 +77,9 @@ def _read_pairs(
     model: Model, params: Any, state: DecodeState, rows: DeviceBatch, found: RowView, **options: Any
 ) -> tuple[Array, Array, DecodeState, Array]:
     """What `Model.draft` gives of the last of the pairs that wait, and which rows have any."""
-    kept = state.caches[NAME]
-    hidden = kept[HIDDEN].at[found.at].get(mode="fill", fill_value=0)
-    pairs = kept[PAIRS].at[found.at].get(mode="fill", fill_value=0)
+    kept = state.caches[DRAFT]
+    hidden = kept[DRAFT_HIDDEN].at[found.at].get(mode="fill", fill_value=0)
+    pairs = kept[DRAFT_PAIRS].at[found.at].get(mode="fill", fill_value=0)
     there = (found.cursor.active > 0) & (pairs > 0)
     first = found.cursor.length - pairs  # where the first token of the first pair stands
     most = hidden.shape[1]
@@ -137,13 +136,13 @@ def keep(
         hidden: of one token, or of S.
         pairs: how many of the S count.
     """
-    kept = state.caches[NAME]
-    at = jnp.where(places < 0, len(kept[PAIRS]), places)
+    kept = state.caches[DRAFT]
+    at = jnp.where(places < 0, len(kept[DRAFT_PAIRS]), places)
     where = at if hidden.ndim == 3 else (at, 0)
     return state.replace(
-        NAME,
+        DRAFT,
         {
-            HIDDEN: kept[HIDDEN].at[where].set(hidden, mode="drop"),
-            PAIRS: kept[PAIRS].at[at].set(pairs, mode="drop"),
+            DRAFT_HIDDEN: kept[DRAFT_HIDDEN].at[where].set(hidden, mode="drop"),
+            DRAFT_PAIRS: kept[DRAFT_PAIRS].at[at].set(pairs, mode="drop"),
         },
     )

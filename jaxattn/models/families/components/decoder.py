@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxattn.models.blocks import Block, Stream
-from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec, DraftHead
 from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
