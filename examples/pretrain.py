@@ -47,7 +47,7 @@ P = jax.P
 BYTES = 256
 # What kernels name of what they keep for a backward pass; the rest of a layer is computed again.
 SAVED = jax.checkpoint_policies.save_only_these_names(
-    "attention_out", "attention_lse", "moe_gate_up"
+    "attention_out", "attention_lse", "delta_out", "moe_gate_up"
 )
 # bfloat16 products of a second, without sparsity.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}

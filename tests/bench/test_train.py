@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.bench import __main__ as bench
+from jaxattn.bench.baselines import torch_baselines, torch_layers
 from jaxattn.bench.layers.gradients import gradient_timing, layer_gradients, op_gradients
 
 
@@ -57,3 +58,24 @@ def test_an_implementation_is_not_for_layers(capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.main(["train", "--small", "--no-peers", "--implementation", "xla"])
     assert "layers, which train times too, choose it themselves" in capsys.readouterr().err
+
+
+def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
+    shape = ["hybrid layer", 1, 8192]
+    line = {"shape": shape, "burst": 9e-3, "seconds": 1e-2, "forward": 3e-3, "MiB": 2000.4,
+            "version": "0.6.0", "how": "CUDA events"}  # fmt: skip
+    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch_baselines, "_run", lambda name, shapes: iter([line]))
+    times, said = torch_baselines.measure("layer_gradients", [shape])
+    assert {who: list(of.values()) for who, of in times.items()} == {
+        "torch": [9e-3], "torch call": [1e-2], "torch forward": [3e-3],
+    }  # fmt: skip
+    assert said == [
+        f"torch-layer-gradient {shape}: 2000 MiB beside its operands",
+        "torch-layer-gradient: flash-linear-attention 0.6.0, by CUDA events",
+    ]
+
+
+def test_a_layer_that_pytorch_has_not_is_named():
+    with pytest.raises(ValueError, match="it has no latent attention"):
+        torch_layers.layer_gradient("latent attention", 1, 8)

@@ -80,6 +80,19 @@ def test_a_policy_keeps_what_the_experts_name():
     assert named["moe_gate_up_weights"] == named["moe_down_weights"] == 1
 
 
+def test_a_policy_keeps_what_delta_layers_name():
+    """Without it the backward pass runs the whole forward kernel again."""
+    policies = (None, jax.checkpoint_policies.save_only_these_names("delta_out"))
+    outputs = []
+    for policy in policies:
+        with kernels_untraced(True):
+            text = traced_gradient(MODULES["GatedDeltaNet"], policy).lower(
+                lowering_platforms=("cuda",)
+            )
+        outputs.append(text.as_text().count("gdn_prefill_output_mosaic"))
+    assert outputs[1] < outputs[0]
+
+
 # --- Over a mesh of two FSDP and two tensor devices
 
 

@@ -130,8 +130,9 @@ DECODE = {
 }
 
 
-@pytest.mark.parametrize("name", DECODE)
-@pytest.mark.parametrize("transform", ["grad", "jvp"])
+@pytest.mark.parametrize(
+    ("name", "transform"), [*((name, "grad") for name in DECODE), ("mla_decode", "jvp")]
+)
 def test_a_decode_op_s_gradient_names_its_argument_and_what_to_use(name, transform):
     argument, instead = DECODE[name]
     arrays, rest = every_kernel.arguments(name)

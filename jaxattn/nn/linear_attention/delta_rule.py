@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -34,6 +35,10 @@ from jaxattn.ops.gdn.causal_conv1d import causal_conv1d, causal_conv1d_of_segmen
 from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
+
+
+# What `jax.checkpoint` can keep by name (`jax.checkpoint_policies.save_only_these_names`).
+SAVED_NAME = "delta_out"
 
 
 class DeltaProjections(NamedTuple):
@@ -142,7 +147,9 @@ class DeltaLayer(nnx.Module):
         if bounds is not None:  # of ids that are not sorted, and only known when it runs
             valid = jnp.arange(x.shape[1]) < bounds.lengths[:, None]
             o = jnp.where(valid[..., None, None], o, 0)
-        o = o.astype(jnp.float32)  # and so is what comes back from out_proj
+        o = checkpoint_name(o, SAVED_NAME).astype(
+            jnp.float32
+        )  # and so is what comes back from out_proj
         weight, eps = self.norm.weight[...], self.norm.eps
         return self._project_out(
             gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)

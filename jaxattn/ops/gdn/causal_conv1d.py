@@ -102,12 +102,8 @@ def causal_conv1d_of_segments(
         first: the first token of each token's sequence, as `SegmentBounds` has it.
     """
     with jax.named_scope("causal_conv1d"):
-        length, width = x.shape[1], weight.shape[1]
-        position = (jnp.arange(length, dtype=first.dtype) - first)[..., None]
-        taps = [
-            jnp.where(position >= back, jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, :length], 0)
-            for back in reversed(range(width))
-        ]
+        position = jnp.arange(x.shape[1], dtype=first.dtype) - first
+        taps = _taps_of_sequences(x, position, weight.shape[1])
         return _activate(_weigh(taps, weight), None, "silu").astype(x.dtype)
 
 
@@ -215,12 +211,7 @@ def _conv_packed(
     # Selected before the arithmetic, so that a NaN in the padding reaches no gradient either.
     tokens = jnp.where(real, x[0], 0)
 
-    taps = []
-    for j in range(width):
-        back = width - 1 - j
-        shifted = jnp.pad(tokens, ((back, 0), (0, 0)))[:length]
-        taps.append(jnp.where((position >= back)[:, None], shifted, 0))
-    total = _weigh(taps, weight)
+    total = _weigh(_taps_of_sequences(tokens[None], position[None], width), weight)[0]
 
     row = jnp.arange(width - 1, dtype=cu_seqlens.dtype)
     if not from_zeros:
@@ -240,6 +231,17 @@ def _conv_packed(
     dtype = jnp.promote_types(x.dtype, initial.dtype)
     is_old = (source < width - 1)[:, :, None]
     return y.astype(x.dtype)[None], jnp.where(is_old, old.astype(dtype), new.astype(dtype))
+
+
+def _taps_of_sequences(x: Array, position: Array, width: int) -> list[Array]:
+    """Of each token [B, T, Dc] the inputs up to W - 1 before it, zeros before its sequence, in
+    which it has the position [B, T]."""
+
+    def before(back: int) -> Array:
+        shifted = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]]
+        return jnp.where((position >= back)[..., None], shifted, 0)
+
+    return [before(back) for back in reversed(range(width))]
 
 
 def _weigh(taps: list[Array], weight: Array) -> Array:
