@@ -73,6 +73,7 @@ LONG = (1000, 0, 1, 63, 64, 65, 129)
 CASES = (
     # One width after another: whole rows, padding, packed sequences, all options at once.
     gqa_case(64, 4, 4, 300),
+    gqa_case(64, 2, 1, 5, sinks=True),
     gqa_case(64, 8, 1, 520, batch=3, lens=(520, 0, 65), sinks=True, **LENGTHS, **HALF),
     gqa_case(64, 8, 2, 1400, lens=LONG, window=100, **PACKED),
     gqa_case(64, 27, 3, 257, batch=2, soft_cap=5.0, gate=True, sinks=True, **SEGMENTS),

@@ -66,10 +66,10 @@ class BackwardProducer:
             before = i - stages
             load = functools.partial(self._step, tile, done, i)
             pl.when(before >= 0)(lambda: self.storer.begin(tile, before))
-            if config.loads_first:
+            if not config.shared_places:
                 pl.when(i < steps)(load)
             pl.when(before >= 0)(lambda: self.storer.end(tile, before))
-            if not config.loads_first:
+            if config.shared_places:  # what computes waits there before it reads what was loaded
                 pl.when(i < steps)(load)
 
         return done + steps, loaded + 1

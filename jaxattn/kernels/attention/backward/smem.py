@@ -28,8 +28,6 @@ class BackwardTileConfig:
             their way.
         ahead: whether a step begins the next one's scores, or ends the last one's dK: with fewer
             registers.
-        loads_first: whether a step's loads begin before a part of dq that is under way has arrived.
-            Not where a place in shared memory has two parts of a step: the second waits for that.
         compute_registers, memory_registers: of a thread; 504 of all three warpgroups together.
         blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
         heads_together: key-value heads that are worked on at one time, at most. They share the L2.
@@ -42,7 +40,6 @@ class BackwardTileConfig:
     stages: int = 2
     output_stages: int = 2
     ahead: bool = True
-    loads_first: bool = True
     compute_registers: int = 240
     memory_registers: int = 24
     blocks: int | None = None
@@ -73,15 +70,18 @@ class BackwardTileConfig:
             return tuple((part,) for part in range(self.parts))
         return tuple(tuple(range(wg * even, (wg + 1) * even)) for wg in range(WARPGROUPS))
 
+    @property
+    def shared_places(self) -> bool:
+        """Whether a step's parts wait for one another."""
+        return self.parts > len(self.places)
+
 
 # (dims of a query, of a value): widths that the kernel has.
 CONFIGS = {
     (64, 64): BackwardTileConfig(dims=64, values=64, queries=128),
     (128, 128): BackwardTileConfig(dims=128, values=128),
-    (192, 128): BackwardTileConfig(dims=192, values=128, ahead=False, loads_first=False),
-    (256, 256): BackwardTileConfig(
-        dims=256, values=256, keys=64, output_stages=1, loads_first=False
-    ),
+    (192, 128): BackwardTileConfig(dims=192, values=128, ahead=False),
+    (256, 256): BackwardTileConfig(dims=256, values=256, keys=64, output_stages=1),
 }
 
 
