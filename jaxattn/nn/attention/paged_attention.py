@@ -38,7 +38,8 @@ class PagedAttention(nnx.Module):
         Args:
             segment_ids: the sequence that each token is of, where rows hold several. The ids must
                 not decrease along a row. Tokens see those of their own sequence alone, and its
-                positions start at 0.
+                positions start at 0. Ids of 0 or below at the end of a row that begins with a
+                higher one are of padding, which must be finite.
             cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
                 Tokens from the last one on are padding, which must be finite.
             positions: of the tokens, for the rotation, if they are not those in their sequences:

@@ -32,17 +32,20 @@ class SegmentBounds(NamedTuple):
         """Of an op's arguments; it raises in the op's name."""
         op, (batch, tokens) = arguments.op, q.shape[:2]
         but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
-        valid = jnp.full(batch, tokens, jnp.int32)
+        limit: Any = np.full(batch, tokens, np.int32)
+        valid = jnp.asarray(limit)
         if lengths is not None:
-            valid = arguments.lengths("lengths", lengths, tokens, but)[1]
+            limit, valid = arguments.lengths("lengths", lengths, tokens, but)
         if cu_seqlens is None and segment_ids is None:
             return cls(valid, None, lengths is None)
         if cu_seqlens is None:
             known, ids = arguments.integers("segment_ids", segment_ids, "B T")
-            _check_sorted(op, known)
+            _check_sorted(op, known, limit)
+            there = _tokens_of_sequences(ids, valid, jnp)
             # Of a traced row whose ids are not sorted nothing is valid.
-            ordered = jnp.all(ids[:, 1:] >= ids[:, :-1], axis=1)
-            return cls(jnp.where(ordered, valid, 0), _first_of_run(ids), False)
+            ordered = ~jnp.any(_falls(ids, there), axis=1)
+            count = there.sum(axis=1, dtype=jnp.int32)
+            return cls(jnp.where(ordered, count, 0), _first_of_run(ids), False)
         given = "lengths" if lengths is not None else "segment_ids"
         if lengths is not None or segment_ids is not None:
             raise ValueError(
@@ -61,18 +64,33 @@ class SegmentBounds(NamedTuple):
         return cls(lengths, jnp.minimum(ends[sequence], token)[None], False)
 
 
-def _check_sorted(op: str, ids: Any) -> None:
+def _tokens_of_sequences(ids: Any, lengths: Any, xp: Any) -> Any:
+    """Which tokens are of a sequence, bool [B, T], in NumPy or JAX.
+
+    Packed training data ends a row with tokens of id 0 or -1. They are padding if the row's first
+    id is above theirs: in a row that begins with 0, that is a sequence's.
+    """
+    token = xp.arange(ids.shape[1], dtype=xp.int32)
+    return ((ids > 0) | (ids >= ids[:, :1])) & (token < lengths[:, None])
+
+
+def _falls(ids: Any, there: Any) -> Any:
+    """Whether a sequence's token follows padding or a higher id, bool [B, T - 1]."""
+    return there[:, 1:] & ~(there[:, :-1] & (ids[:, 1:] >= ids[:, :-1]))
+
+
+def _check_sorted(op: str, ids: Any, lengths: Any) -> None:
     """Raises unless the ids [B, T] do not decrease along a row; traced ones are not looked at."""
-    if isinstance(ids, jax.core.Tracer):
+    if isinstance(ids, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
         return
-    ids = np.asarray(ids).astype(np.int64)  # of which a difference may be negative
-    falls = np.argwhere(np.diff(ids, axis=1) < 0)
+    ids, lengths = np.asarray(ids), np.asarray(lengths)
+    falls = np.argwhere(_falls(ids, _tokens_of_sequences(ids, lengths, np)))
     if len(falls):
         row, t = falls[0].tolist()
         raise ValueError(
-            f"{op}: segment_ids must not decrease along a row, and row {row} has "
-            f"{ids[row, t]} at token {t} and {ids[row, t + 1]} behind it; sort the row's tokens "
-            "by segment"
+            f"{op}: segment_ids must not decrease along a row, except to padding of id 0 or below "
+            f"at its end, and row {row} has {ids[row, t]} at token {t} and {ids[row, t + 1]} "
+            "behind it; sort the row's tokens by segment"
         )
 
 

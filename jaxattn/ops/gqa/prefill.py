@@ -74,8 +74,9 @@ def gqa_attention(
             with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
             it receives and causes no gradient.
         segment_ids: int32, the sequence that each token is of. They must not decrease along a row,
-            and a token sees those of its own sequence alone. A traced row in which they do has no
-            valid tokens.
+            and a token sees those of its own sequence alone. Tokens of id 0 or below at the end of
+            a row that begins with a higher id are padding, as in MaxText's packed rows. A traced
+            row that is not sorted has no valid tokens.
         cu_seqlens: int32 offsets of n sequences packed in one row (B = 1), starting at 0, instead
             of lengths and segment_ids. Tokens from the last one on are padding.
         scale, window, sinks, soft_cap, gate: as for `gqa_decode`.

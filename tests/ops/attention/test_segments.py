@@ -53,11 +53,35 @@ def test_a_packed_sequence_is_what_it_is_alone(name):
     assert not any(np.nan_to_num(np.asarray(x[:, ends[-1] :]), neginf=0).any() for x in packed)
 
 
+@pytest.mark.parametrize("pad", [0, -1])
+def test_low_ids_at_the_end_of_a_row_are_padding(pad):
+    """As MaxText packs rows: ids from 1, and 0 for padding."""
+    arrays = operands(2)
+    ids = np.array([[1] * 6 + [2] * 7 + [pad] * 7, [4] * TOKENS], np.int32)
+    for x in arrays:
+        x[0, 13:] = np.nan
+    padded = value_and_gradients("mla", arrays, segment_ids=ids)
+    lengths = np.array([13, TOKENS])
+    for one, other in zip(
+        padded, value_and_gradients("mla", arrays, segment_ids=ids, lengths=lengths), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    out, lse, *grads = padded
+    assert np.isneginf(lse[0, 13:]).all() and np.isfinite(lse[0, :13]).all()
+    for x in (out, *grads):
+        assert not np.asarray(x)[0, 13:].any() and np.isfinite(x).all()
+    OPS["mla"](*arrays, segment_ids=ids)  # known ids are checked, and these are right
+    # What lies beyond a row's length is not looked at.
+    OPS["mla"](*arrays, segment_ids=ids[:, ::-1], lengths=np.array([0, 9]))
+
+
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(
     "options, words",
     [
         ({"segment_ids": [[0] * 8 + [2, 1] + [2] * 10]}, "segment_ids must not decrease.* token 8"),
+        ({"segment_ids": [[0] * 8 + [1] * 6 + [0] * 6]}, "row 0 has 1 at token 13 and 0 behind"),
+        ({"segment_ids": [[1] * 8 + [0] + [2] * 11]}, "row 0 has 0 at token 8 and 2 behind it"),
         ({"segment_ids": np.zeros((1, 19), np.int32)}, r"segment_ids \[B, T\] has shape \(1, 19\)"),
         ({"segment_ids": np.zeros((2, 20), np.int32)}, "segment_ids"),
         ({"cu_seqlens": [0, 30]}, "cu_seqlens must start at 0"),

@@ -1,4 +1,4 @@
-"""A block of `attention_backward`: two warpgroups that compute, and one that loads."""
+"""A block of `attention_backward`: two warpgroups that compute, one that loads and stores."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.backward.interpreter import InterpretedBackwardConsumer
 from jaxattn.kernels.attention.backward.mainloop import BackwardConsumer, KeyTileOutputs
 from jaxattn.kernels.attention.backward.producer import BackwardProducer, BackwardSources
-from jaxattn.kernels.attention.backward.query_gradient import QueryGradient
+from jaxattn.kernels.attention.backward.query_gradient import QueryGradient, QueryGradientStorer
 from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
 from jaxattn.kernels.attention.backward.smem import WARPGROUPS, BackwardSmem, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler
@@ -54,9 +54,8 @@ class BackwardCta:
             # warpgroup would take the registers of the sums.
             for number in range(WARPGROUPS):
                 query_gradient = QueryGradient(
-                    config=config, tiles=self.tiles, memory=memory, dq=dq, turns=turns,
-                    from_zero=first is None, wg=number, interpret=self.interpret,
-                )  # fmt: skip
+                    config=config, memory=memory, wg=number, interpret=self.interpret
+                )
                 consumer = kind(
                     config=config, tiles=self.tiles, memory=memory, scores=self.scores,
                     dtype=self.dtype, wg=number, first=first, outputs=outputs,
@@ -65,15 +64,22 @@ class BackwardCta:
 
                 @pl.when(wg == number)
                 def _(consumer: BackwardConsumer = consumer) -> None:
-                    each(False, consumer.tile, jnp.int32(0))
+                    done = each(False, consumer.tile, jnp.int32(0))
+                    # A thread that waits on a barrier has to see each of its completions.
+                    consumer.query_gradient.await_room(done)
                     plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == WARPGROUPS)
         def _load() -> None:
             plgpu.set_max_registers(config.memory_registers, action="decrease")
+            storer = QueryGradientStorer(
+                config=config, tiles=self.tiles, memory=memory, dq=dq, turns=turns,
+                from_zero=first is None, interpret=self.interpret,
+            )  # fmt: skip
             producer = BackwardProducer(
-                config=config, tiles=self.tiles, sources=BackwardSources(**refs), memory=memory
-            )
+                config=config, tiles=self.tiles, sources=BackwardSources(**refs), memory=memory,
+                storer=storer,
+            )  # fmt: skip
             producer.drain(each(True, producer.tile, (jnp.int32(0), jnp.int32(0))))
 
     def each_tile(

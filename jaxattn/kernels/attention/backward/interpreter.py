@@ -51,11 +51,10 @@ class InterpretedBackwardConsumer(BackwardConsumer):
         plgpu.barrier_arrive(memory.queries_read.at[slot])
         plgpu.barrier_wait(memory.scores_written.at[0])
         first, *others = self.query_gradient.parts(i)
-        turns = self.query_gradient.look(tile, i)
-        self.query_gradient.add(
-            tile, i, first[0], self.query_gradient.product(number, first[0]), turns[0]
-        )
+        dq = self.query_gradient.product(number, first[0])
+        self.query_gradient.await_room(number)
+        self.query_gradient.add(first[0], dq)
         if not others:
             plgpu.barrier_arrive(memory.scores_read.at[0])
-        self.query_gradient.add_others(tile, number, i, turns[1:])
+        self.query_gradient.add_others(number, i)
         return KeyTileGrads(dk, dv), None

@@ -189,7 +189,6 @@ class BackwardConsumer:
         last = i + 1 == self.tiles.steps(tile)
         _, m = self.tiles.step(tile, i)
         first, *others = self.query_gradient.parts(i)
-        turns = self.query_gradient.look(tile, i)
 
         def products(dp_acc: Any, s_acc: Any, dv_accs: Any, dk_accs: Any, dq_acc: Any) -> Any:
             plgpu.barrier_wait(memory.outputs_loaded.at[outputs])
@@ -213,13 +212,14 @@ class BackwardConsumer:
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=count)
             if not others:
                 plgpu.barrier_arrive(memory.scores_read.at[0])
-            self.query_gradient.add(tile, i, first[0], dq, turns[0])
+            self.query_gradient.await_room(number)
+            self.query_gradient.add(first[0], dq)
             s = plgpu.wgmma_accumulator_load(s_acc)
             plgpu.barrier_arrive(memory.queries_read.at[slot])
             return KeyTileGrads(dk, dv), s
 
         carry = pl.run_scoped(products, *self.scopes())
-        self.query_gradient.add_others(tile, number, i, turns[1:])
+        self.query_gradient.add_others(number, i)
         return carry
 
     def tile(self, tile: KeyTile, done: jax.Array) -> jax.Array:
@@ -234,9 +234,6 @@ class BackwardConsumer:
             grads, _ = lax.fori_loop(0, steps, step, carry)
             grads = self.end(done + steps - 1, grads)
             plgpu.barrier_wait(memory.scores_read.at[0])  # and all keys
-            if not self.interpret:
-                plgpu.wait_smem_to_gmem(0)
-                self.query_gradient.end_turns(tile, steps)
             self.write(tile, grads)
 
         pl.when(steps == 0)(lambda: self.write(tile, self.zeros()))

@@ -1,5 +1,5 @@
 """The warpgroup of `attention_backward` that loads: tiles of keys and values, and of each step the
-queries and the output's gradients."""
+queries and the output's gradients. Between loads it has dQ stored."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.backward.query_gradient import QueryGradientStorer
 from jaxattn.kernels.attention.backward.smem import DIMS, BackwardSmem, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
 
@@ -43,6 +44,7 @@ class BackwardProducer:
     tiles: BackwardTileScheduler
     sources: BackwardSources
     memory: BackwardSmem
+    storer: QueryGradientStorer
 
     def tile(self, tile: KeyTile, carry: tuple[jax.Array, jax.Array]) -> Any:
         """Starts the copies of a tile. `carry` counts steps and tiles."""
@@ -56,7 +58,20 @@ class BackwardProducer:
         self._copy(sources.k.at[place], memory.keys.at[0], there, rest)
         self._copy(sources.v.at[place], memory.values.at[0], there)
         steps = self.tiles.steps(tile)
-        lax.fori_loop(0, steps, functools.partial(self._step, tile, done), None)
+        stages = config.stages
+
+        @pl.loop(0, jnp.where(steps > 0, steps + stages, 0))
+        def _(i: jax.Array) -> None:
+            # dQ of the step whose place in shared memory is loaded next.
+            before = i - stages
+            load = functools.partial(self._step, tile, done, i)
+            pl.when(before >= 0)(lambda: self.storer.begin(tile, before))
+            if not config.shared_places:
+                pl.when(i < steps)(load)
+            pl.when(before >= 0)(lambda: self.storer.end(tile, before))
+            if config.shared_places:  # what computes waits there before it reads what was loaded
+                pl.when(i < steps)(load)
+
         return done + steps, loaded + 1
 
     def _copy(self, source: Any, to: Any, there: Any, rest: Any = None) -> None:
@@ -67,7 +82,7 @@ class BackwardProducer:
                 begin, ref = begin - source.shape[1], rest
             plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(begin, DIMS)], to.at[piece], there)
 
-    def _step(self, tile: KeyTile, done: jax.Array, i: jax.Array, _: Any) -> None:
+    def _step(self, tile: KeyTile, done: jax.Array, i: jax.Array) -> None:
         memory, sources, config = self.memory, self.sources, self.config
         number = done + i
         head, m = self.tiles.step(tile, i)

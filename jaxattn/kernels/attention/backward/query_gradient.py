@@ -18,8 +18,8 @@ from jaxattn.kernels.attention.backward.smem import (
     BackwardTileConfig,
 )
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
-from jaxattn.kernels.attention.backward.turns import await_turn, look_at_turn, pass_turn
-from jaxattn.kernels.hopper.device import fence_proxy_async, warpgroup_barrier
+from jaxattn.kernels.attention.backward.turns import await_turn, pass_turn
+from jaxattn.kernels.hopper.device import fence_proxy_async
 
 
 def again(number: jax.Array) -> jax.Array:
@@ -30,21 +30,10 @@ def again(number: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryGradient:
-    """What a warpgroup adds to dQ.
-
-    Attributes:
-        dq: float32 [B, whole steps, H, D]. Where queries see key 0 the first tile's part is stored
-            there, and the others' are added; else all are added to zeros.
-        turns: int32 [B, H, M, parts], whose turn it is to add to a part of dq.
-        from_zero: whether all queries see key 0.
-    """
+    """What a warpgroup adds to dQ. `QueryGradientStorer` takes it to global memory."""
 
     config: BackwardTileConfig
-    tiles: BackwardTileScheduler
     memory: BackwardSmem
-    dq: Any
-    turns: Any
-    from_zero: bool
     wg: int
     interpret: bool
 
@@ -58,14 +47,6 @@ class QueryGradient:
             mine.append((count - 1, lax.rem(i, jnp.int32(WARPGROUPS)) == self.wg))
         return mine
 
-    def each_part(self, i: jax.Array, do: Any) -> None:
-        """do(part) for each that this warpgroup has of step i."""
-        for part, there in self.parts(i):
-            if there is None:
-                do(part)
-            else:
-                pl.when(there)(functools.partial(do, part))
-
     def multiply(self, acc: Any, number: jax.Array, part: int) -> None:
         """A part of dQ: dS^T K."""
         rows, piece = divmod(part, self.config.pieces(self.config.dims))
@@ -73,68 +54,38 @@ class QueryGradient:
         scores = self.memory.scores.at[same, :, pl.ds(rows * ROWS, ROWS)]
         plgpu.wgmma(acc, scores.transpose((1, 0)), self.memory.keys.at[same, piece])
 
-    def turn_of(self, tile: KeyTile, i: jax.Array, part: int) -> Any:
-        """The word that says whose turn it is to add to a part of step i's dQ."""
-        head, m = self.tiles.step(tile, i)
-        return self.turns.at[tile.row, head, m, pl.ds(part, 1)]
+    def add(self, part: int, x: jax.Array) -> None:
+        """Hands over a part of a step's dQ. Its place must have been waited for."""
+        at = place_in_smem(self.config, part)
+        self.memory.query_grads.at[at][...] = x
+        fence_proxy_async(interpret=self.interpret)
+        plgpu.barrier_arrive(self.memory.query_grads_written.at[at])
 
-    def look(self, tile: KeyTile, i: jax.Array) -> list[jax.Array]:
-        """Of this warpgroup's parts of step i's dQ."""
-        return [
-            look_at_turn(self.turn_of(tile, i, part), tile.number, interpret=self.interpret)
-            for part, _ in self.parts(i)
-        ]
+    def await_room(self, number: jax.Array) -> None:
+        """Waits until the parts of the step before have left the places that this warpgroup uses.
 
-    def add(self, tile: KeyTile, i: jax.Array, part: int, x: jax.Array, seen: jax.Array) -> None:
-        """Adds a part of step i's dQ to global memory, once the tiles of keys before have.
-
-        Args:
-            seen: of `look`.
+        Both warpgroups wait for a place that they use in turns, before the step's first part is
+        handed over: a thread has to see each completion of a barrier before the next one.
         """
-        head, m = self.tiles.step(tile, i)
-        rows, piece = divmod(part, self.config.pieces(self.config.dims))
-        at = pl.ds(pl.multiple_of(m * self.config.queries + rows * ROWS, ROWS), ROWS)
-        place = self.dq.at[tile.row, at, head, pl.ds(piece * DIMS, DIMS)]
-        stores = tile.number == 0 if self.from_zero else None
-        if self.interpret:
-            before = place[...]
-            place[...] = x + (before if stores is None else jnp.where(stores, 0, before))
-            return
-        stage = self.memory.query_grads.at[self.wg]
-        first = part == self.parts(i)[0][0]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=not first)
-        stage[...] = x
-        fence_proxy_async(interpret=False)
-        warpgroup_barrier(interpret=False)
-        if first:
-            self.end_turns(tile, i)
-        await_turn(self.turn_of(tile, i, part), tile.number, seen)
-        add = functools.partial(plgpu.copy_smem_to_gmem, stage, place, reduction_op="add")
-        if stores is None:
-            add()
-        else:
-            pl.when(stores)(lambda: plgpu.copy_smem_to_gmem(stage, place))
-            pl.when(jnp.logical_not(stores))(add)
+        places = {place_in_smem(self.config, part) for part, _ in self.parts(number)}
 
-    def end_turns(self, tile: KeyTile, i: jax.Array) -> None:
-        """What was added in the step before i is in global memory; the next tile may add there."""
+        @pl.when(number > 0)
+        def _() -> None:
+            for at in sorted(places):
+                plgpu.barrier_wait(self.memory.query_grads_read.at[at])
 
-        def end(part: int) -> None:
-            pass_turn(self.turn_of(tile, i - 1, part))
+    def add_others(self, number: jax.Array, i: jax.Array) -> None:
+        """Multiplies and adds this warpgroup's parts of step i's dQ but for the first."""
+        (first, _), *others = self.parts(i)
 
-        pl.when(i > 0)(lambda: self.each_part(i - 1, end))
+        def add(part: int) -> None:
+            self.add(part, self.product(number, part))
 
-    def add_others(
-        self, tile: KeyTile, number: jax.Array, i: jax.Array, turns: list[jax.Array]
-    ) -> None:
-        """This warpgroup's parts of dQ but for the first."""
-        others = self.parts(i)[1:]
-
-        def add(part: int, turn: jax.Array) -> None:
-            self.add(tile, i, part, self.product(number, part), turn)
-
-        for (part, there), turn in zip(others, turns, strict=True):
-            pl.when(True if there is None else there)(functools.partial(add, part, turn))
+        for part, there in others:
+            at = place_in_smem(self.config, part)
+            if at == place_in_smem(self.config, first):
+                plgpu.barrier_wait(self.memory.query_grads_read.at[at])
+            pl.when(True if there is None else there)(functools.partial(add, part))
         if others:
             plgpu.barrier_arrive(self.memory.scores_read.at[0])
 
@@ -144,3 +95,81 @@ class QueryGradient:
             return plgpu.wgmma_accumulator_load(acc)
 
         return pl.run_scoped(product, plgpu.ACC((ROWS, DIMS), jnp.float32))
+
+
+def place_in_smem(config: BackwardTileConfig, part: int) -> int:
+    """Where a part of dQ leaves shared memory from."""
+    return next(at for at, parts in enumerate(config.places) if part in parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryGradientStorer:
+    """Adds parts of dQ to global memory, each tile's in its turn, for the warpgroup that loads.
+
+    Attributes:
+        dq: float32 [B, whole steps, H, D].
+        turns: int32 [B, H, M, parts], whose turn it is to add to a part of dq.
+        from_zero: whether all queries see key 0. The first tile's part is stored then, and the
+            others' are added; else all are added to zeros.
+    """
+
+    config: BackwardTileConfig
+    tiles: BackwardTileScheduler
+    memory: BackwardSmem
+    dq: Any
+    turns: Any
+    from_zero: bool
+    interpret: bool
+
+    def begin(self, tile: KeyTile, i: jax.Array) -> None:
+        """Begins to add the first part of each place, once the tiles of keys before have."""
+        for parts in self.config.places:
+            self.add(tile, i, parts[0])
+
+    def end(self, tile: KeyTile, i: jax.Array) -> None:
+        """Adds the others, and lets the next tile in when all are in global memory."""
+        places = self.config.places
+        self.free(places)
+        for n in range(1, max(map(len, places))):
+            for parts in places:
+                self.add(tile, i, parts[n])
+            self.free(places)
+        plgpu.wait_smem_to_gmem(0)
+        if not self.interpret:
+            for parts in places:
+                for part in parts:
+                    pass_turn(self.turn_of(tile, i, part))
+
+    def add(self, tile: KeyTile, i: jax.Array, part: int) -> None:
+        at, config = place_in_smem(self.config, part), self.config
+        stage = self.memory.query_grads.at[at]
+        head, m = self.tiles.step(tile, i)
+        rows, piece = divmod(part, config.pieces(config.dims))
+        queries = pl.ds(pl.multiple_of(m * config.queries + rows * ROWS, ROWS), ROWS)
+        place = self.dq.at[tile.row, queries, head, pl.ds(piece * DIMS, DIMS)]
+        stores = tile.number == 0 if self.from_zero else None
+        plgpu.barrier_wait(self.memory.query_grads_written.at[at])
+        if self.interpret:  # one block, which has all turns
+            before = place[...]
+            place[...] = stage[...] + (before if stores is None else jnp.where(stores, 0, before))
+            plgpu.commit_smem()
+            return
+        await_turn(self.turn_of(tile, i, part), tile.number)
+        add = functools.partial(plgpu.copy_smem_to_gmem, stage, place, reduction_op="add")
+        if stores is None:
+            add()
+        else:
+            pl.when(stores)(lambda: plgpu.copy_smem_to_gmem(stage, place))
+            pl.when(jnp.logical_not(stores))(add)
+
+    def free(self, places: tuple[tuple[int, ...], ...]) -> None:
+        """Gives places back when their parts have been read."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for parts in places:
+            at = place_in_smem(self.config, parts[0])
+            plgpu.barrier_arrive(self.memory.query_grads_read.at[at])
+
+    def turn_of(self, tile: KeyTile, i: jax.Array, part: int) -> Any:
+        """The word that says whose turn it is to add to a part of step i's dQ."""
+        head, m = self.tiles.step(tile, i)
+        return self.turns.at[tile.row, head, m, pl.ds(part, 1)]

@@ -12,7 +12,7 @@ from jaxattn.kernels.hopper.device import swizzled
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 ROWS = 64  # rows of a product of a warpgroup
 DIMS = 64  # dims of a piece, as wide as wgmma's tiles in shared memory
-WARPGROUPS = 2  # that compute; one more loads
+WARPGROUPS = 2  # that compute; one more loads and stores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,19 @@ class BackwardTileConfig:
         """Parts of a step's dq, 64 queries and 64 dims each."""
         return self.pieces(self.dims) * self.queries // ROWS
 
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """The parts that leave by each place in shared memory, one after another."""
+        even = self.parts // WARPGROUPS
+        if even == 1:
+            return tuple((part,) for part in range(self.parts))
+        return tuple(tuple(range(wg * even, (wg + 1) * even)) for wg in range(WARPGROUPS))
+
+    @property
+    def shared_places(self) -> bool:
+        """Whether a step's parts wait for one another."""
+        return self.parts > len(self.places)
+
 
 # (dims of a query, of a value): widths that the kernel has.
 CONFIGS = {
@@ -80,10 +93,11 @@ class BackwardSmem(NamedTuple):
         queries, outputs: [s, pieces, queries, 64], the latter gradients of the output.
         row_stats: float32 [s, 2, queries], LSE and delta of each query.
         scores: [1, keys, queries], gradients of the scores.
-        query_grads: float32 [w, 64, 64], a part of dq on its way out, of each warpgroup.
+        query_grads: float32 [places, 64, 64], parts of dq on their way out.
         tile_loaded, queries_loaded, outputs_loaded: what has come.
         tile_read, queries_read, outputs_read: what may be overwritten.
         scores_written, scores_read: by both warpgroups.
+        query_grads_written, query_grads_read: of each place.
         queue: of `WorkQueue`.
     """
 
@@ -102,12 +116,15 @@ class BackwardSmem(NamedTuple):
     outputs_read: Any
     scores_written: Any
     scores_read: Any
+    query_grads_written: Any
+    query_grads_read: Any
     queue: Any
 
 
 def scratch_types(config: BackwardTileConfig, dtype: Any) -> BackwardSmem:
     """Types of a `BackwardSmem`."""
     stages, outputs, queries = config.stages, config.output_stages, config.queries
+    places = len(config.places)
     key_pieces, value_pieces = (config.pieces(dims) for dims in (config.dims, config.values))
 
     def tile(*shape: int, of: Any = dtype) -> Any:
@@ -123,7 +140,7 @@ def scratch_types(config: BackwardTileConfig, dtype: Any) -> BackwardSmem:
         outputs=tile(outputs, value_pieces, queries, DIMS),
         row_stats=plgpu.SMEM((stages, 2, queries), jnp.float32),
         scores=tile(1, config.keys, queries),
-        query_grads=tile(WARPGROUPS, ROWS, DIMS, of=jnp.float32),
+        query_grads=tile(places, ROWS, DIMS, of=jnp.float32),
         tile_loaded=barriers(key_pieces + value_pieces, 1),
         queries_loaded=barriers(key_pieces + 1, stages),
         outputs_loaded=barriers(value_pieces, outputs),
@@ -132,5 +149,7 @@ def scratch_types(config: BackwardTileConfig, dtype: Any) -> BackwardSmem:
         outputs_read=barriers(WARPGROUPS, outputs),
         scores_written=barriers(WARPGROUPS, 1),
         scores_read=barriers(WARPGROUPS, 1),
+        query_grads_written=barriers(1, places),
+        query_grads_read=barriers(1, places),
         queue=queue_scratch(WARPGROUPS),
     )

@@ -8,12 +8,10 @@ in L2, and who comes next reads nothing.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.mlir import arith, mgpu, utils
-from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, i32, pointer, single, word
+from jaxattn.kernels.hopper.mlir import arith, utils
+from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, pointer, single, word
 
 SPLIT = plgpu.Layout.WG_SPLAT
 WAIT = (
@@ -22,30 +20,14 @@ WAIT = (
 )
 
 
-def look_at_turn(turn: Any, number: jax.Array, *, interpret: bool) -> jax.Array:
-    """What the word int32 [1] is now, long before it matters: a load of L2 takes its time. In the
-    interpreter one block has all turns."""
-    if interpret:
-        return number
-
-    def look(_: Any, turn: Any) -> Any:
-        code = "ld.relaxed.gpu.global.b32 $0, [$1];"
-        (now,) = asm(code, [i32()], [pointer(turn, word(0))], "=r,l,~{memory}")
-        return mgpu.FragmentedArray.splat(now, (), is_signed=True)
-
-    out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLIT)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(look)(turn)
-
-
-def await_turn(turn: Any, number: jax.Array, seen: jax.Array) -> None:
-    """Waits until the word is the number, if it was not when `look_at_turn` has seen it. From then
-    on it stays so until who has the number passes the turn."""
+def await_turn(turn: Any, number: jax.Array) -> None:
+    """Waits until the word int32 [1] is the number. From then on it stays so until who has the
+    number passes the turn."""
 
     def wait(_: Any, turn: Any, number: Any) -> None:
         asm(WAIT, [], [pointer(turn, word(0)), single(number)], "l,r,~{memory}", convergent=True)
 
-    run = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLIT))(wait)
-    pl.when(seen != number)(lambda: run(turn, number))
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLIT))(wait)(turn, number)
 
 
 def pass_turn(turn: Any) -> None:

@@ -53,7 +53,6 @@ class WideBackwardConsumer(BackwardConsumer):
         slot, outputs = self.slot(number), self.output_slot(number)
         _, m = self.tiles.step(tile, i)
         first, *others = self.query_gradient.parts(i)
-        turns = self.query_gradient.look(tile, i)
 
         def products(dp_acc: Any, s_acc: Any, dv_accs: Any, dk_accs: Any, dq_acc: Any) -> Any:
             plgpu.barrier_wait(memory.queries_loaded.at[slot])
@@ -77,9 +76,10 @@ class WideBackwardConsumer(BackwardConsumer):
             dq = plgpu.wgmma_accumulator_load(dq_acc)
             if not others:
                 plgpu.barrier_arrive(memory.scores_read.at[0])
-            self.query_gradient.add(tile, i, first[0], dq, turns[0])
+            self.query_gradient.await_room(number)
+            self.query_gradient.add(first[0], dq)
             return KeyTileGrads(dk, dv), None
 
         carry = pl.run_scoped(products, *self.scopes())
-        self.query_gradient.add_others(tile, number, i, turns[1:])
+        self.query_gradient.add_others(number, i)
         return carry
