@@ -1,17 +1,12 @@
-"""A decode step is lowered once for all executables that hold it, where it can be exported. Other
-processes lower what this one would."""
-
-import contextlib
+"""A decode step is lowered once for all executables that hold it, where it can be exported."""
 
 import jax
 import numpy as np
 import pytest
 
-from jaxattn.engine.compilation import compiler, lowering_pool
-from jaxattn.engine.compilation.lowering_pool import LoweringPool
-from jaxattn.engine.compilation.lowering_process import LoweringSetup
+from jaxattn.engine.compilation import compiler
 from jaxattn.engine.compilation.sharded_step import jitted_step, model_step
-from jaxattn.engine.compilation.step_export import StepExporter, model_step_of
+from jaxattn.engine.compilation.step_export import DecodeStepExporter, decode_of
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.memory_plan import packed_shapes
@@ -44,12 +39,11 @@ class Calling(Counting):
 
 
 def decodes(limits):
-    held = [(step, model_step_of(step)) for step in all_steps(limits)]
-    return [step for step, entry in held if entry and entry.kind == "decode"]
+    return [step for step in all_steps(limits) if decode_of(step)]
 
 
 def test_every_executable_with_a_decode_step_names_the_same_one():
-    [one] = {model_step_of(step) for step in decodes(LIMITS)}
+    [one] = {decode_of(step) for step in decodes(LIMITS)}
     assert one == ModelStep("decode", 2, 1) and len(decodes(LIMITS)) == 4
     assert not decodes(Limits(speculate=1))[1:]  # rounds with drafts decode several tokens
 
@@ -64,49 +58,11 @@ def test_it_is_traced_once_where_it_can_be_exported(model, times):
         function = model_step(entry, made, LIMITS, tree, None, None)
         return function, entry.arguments(made, LIMITS, packed)
 
-    model.traced, lowered = 0, StepExporter(step_of, "cpu")
+    model.traced, lowered = 0, DecodeStepExporter(step_of, "cpu")
     for step in decodes(LIMITS):
         jitted = jitted_step(step, made, LIMITS, tree, None, "cpu", None, lowered)
         jitted.trace(*step.arguments(made, LIMITS, packed))
     assert model.traced == times
-
-
-def pool_of(model, limits, entries):
-    device = jax.devices()[0]
-    setup = LoweringSetup.of(model, limits, packed_shapes(Hybrid(SMALLEST)), None, device)
-    return contextlib.closing(LoweringPool(setup, entries, 1))
-
-
-def test_another_process_lowers_the_same():
-    model, packed = Hybrid(SMALLEST), packed_shapes(Hybrid(SMALLEST))
-    [entry] = {model_step_of(step) for step in decodes(LIMITS)}
-    given = entry.arguments(model, LIMITS, packed)
-
-    def step_of(entry):
-        return model_step(entry, model, LIMITS, jax.tree.structure(packed), None, None), given
-
-    here, there = StepExporter(step_of, "cpu"), StepExporter(step_of, "cpu")
-    with pool_of(model, LIMITS, [entry]) as there.elsewhere:
-        taken = there.elsewhere.take(entry)
-        assert taken is not None and there(entry) is not None
-    own, other = (jax.jit(lambda *x, f=f: f(*x)).lower(*given) for f in (here(entry), there(entry)))
-    assert own.as_text() == other.as_text()
-
-
-def test_a_model_that_another_process_cannot_have_is_lowered_here(monkeypatch):
-    [entry] = {model_step_of(step) for step in decodes(LIMITS)}
-    monkeypatch.setattr(lowering_pool, "MODULE", "no_such_module")
-    with pool_of(Hybrid(SMALLEST), LIMITS, [entry]) as pool:
-        pool.wait([entry])
-        assert pool.done(entry) and pool.take(entry) is None
-
-    class Own(Hybrid):
-        """Of a function, so that no process finds it by its name."""
-
-    setup = LoweringSetup.of(Own(SMALLEST), LIMITS, packed_shapes(Hybrid(SMALLEST)), None, None)
-    monkeypatch.setattr(lowering_pool, "FEWEST_STEPS", 1)
-    monkeypatch.setattr(lowering_pool, "FEWEST_CORES", 1)
-    assert LoweringPool.start(setup, [entry]) is None
 
 
 @pytest.mark.slow(
@@ -117,7 +73,7 @@ def test_tokens_are_those_of_steps_that_are_lowered_anew(monkeypatch):
     params, requests = params_of(SMALLEST), prompts(5)
     with Engine(Hybrid(SMALLEST), params, LIMITS) as engine:
         wanted = [each.tokens for each in engine.generate(requests)]
-        monkeypatch.setattr(compiler, "StepExporter", lambda *_: None)
+        monkeypatch.setattr(compiler, "DecodeStepExporter", lambda *_: None)
         monkeypatch.setattr(PROCESS_STATE, "steps", {})
         with Engine(Hybrid(SMALLEST), params, LIMITS) as other:
             assert other.executables.keys() == engine.executables.keys()

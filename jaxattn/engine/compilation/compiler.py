@@ -6,10 +6,9 @@ is on, they are kept for the next process too (executable_cache.py).
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +20,8 @@ from jaxattn.engine.compilation.executable_cache import (
     disable_compilation_cache,
     folder_of_cache,
 )
-from jaxattn.engine.compilation.lowering_pool import LoweringPool
-from jaxattn.engine.compilation.lowering_process import LoweringSetup
 from jaxattn.engine.compilation.sharded_step import arguments, group_of, jitted_step, model_step
-from jaxattn.engine.compilation.step_export import StepExporter, model_step_of
+from jaxattn.engine.compilation.step_export import DecodeStepExporter
 from jaxattn.engine.runtime.gc_pause import gc_paused
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.steps.engine_step import EngineStep
@@ -146,13 +143,12 @@ def _compile(
     own = next(each for each in devices if each.process_index == jax.process_index())
     backend = devices[0].platform
     shared: Shared = {}
-    renamed: dict[bytes, bytes] = {}
 
     def decode(entry: ModelStep) -> tuple[Callable, tuple[Any, ...]]:
         function = model_step(entry, model, limits, tree, implementation, group)
         return function, arguments(entry, model, limits, shapes, group)
 
-    lowered = StepExporter(decode, backend)
+    lowered = DecodeStepExporter(decode, backend)
 
     def lower(step: EngineStep) -> jax.stages.Lowered:
         with jax.default_device(own), share_launches(shared):
@@ -160,27 +156,17 @@ def _compile(
             given = arguments(step, model, limits, shapes, group)
             text = jitted.lower(*(_placed(given, own) if group is None else given))
         if backend == "gpu":
-            unify_kernels(text, renamed)
+            unify_kernels(text)
         return text
 
     def compiled(step: EngineStep, text: jax.stages.Lowered) -> jax.stages.Compiled:
         with jax.default_device(own):
             return kept.compiled(str(step), text) if kept else text.compile()
 
-    def elsewhere(missing: Sequence[EngineStep]) -> LoweringPool | None:
-        if backend != "gpu" or group is not None:
-            return None
-        held = dict.fromkeys(entry for step in missing if (entry := model_step_of(step)))
-        setup = LoweringSetup.of(model, limits, shapes, implementation, own)
-        lowered.elsewhere = pool = LoweringPool.start(setup, list(held))
-        return pool
-
     # Processes of one engine tune programs together, and would wait for each other's.
     kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
     longest_first = sorted(steps, key=_model_tokens, reverse=True)
-    return _in_turn(
-        longest_first, kept, lower, compiled, on_compile, workers, kernels_for, elsewhere
-    )
+    return _in_turn(longest_first, kept, lower, compiled, on_compile, workers, kernels_for)
 
 
 def _in_turn(
@@ -191,18 +177,15 @@ def _in_turn(
     on_compile: OnCompile | None,
     workers: int,
     kernels_for: jax.Device | None = None,
-    elsewhere: Callable[[Sequence[EngineStep]], LoweringPool | None] = lambda missing: None,
 ) -> dict[str, jax.stages.Compiled]:
     """Steps by their names: kept ones are loaded, the others are lowered in turn and then compiled.
 
-    Lowering is Python, which one thread runs at a time. Two at once would both reach XLA late. So
-    other processes lower the model's steps, where there are some for it.
+    Lowering is Python, which one thread runs at a time. Two at once would both reach XLA late.
     A lowered step's kernels are compiled beside each other, then the step.
     `on_compile` gets a step's own seconds, without those for which the step waits.
 
     Args:
         kernels_for: the device that runs kernels; None where there are none.
-        elsewhere: starts processes that lower model steps, for those that are missing.
     """
     told = on_compile or (lambda name, seconds: None)
 
@@ -228,11 +211,8 @@ def _in_turn(
             found = dict(zip(steps, pool.map(load, steps), strict=True))
             beside = kernels_for and ParallelCompiler(pool, kernels_for)
             waited = {}
-            missing = [each for each in steps if found[each] is None]
-            with PROCESS_STATE.lowering, contextlib.ExitStack() as stack:
-                if processes := elsewhere(missing):
-                    stack.callback(processes.close)
-                for step in _as_lowered(missing, processes):
+            with PROCESS_STATE.lowering:
+                for step in (each for each in steps if found[each] is None):
                     told(str(step), None)
                     start = time.perf_counter()
                     text = lower(step)
@@ -243,20 +223,6 @@ def _in_turn(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _as_lowered(
-    steps: Sequence[EngineStep], processes: LoweringPool | None
-) -> Iterator[EngineStep]:
-    """The steps in turn, but those that other processes lower not before they have done it."""
-    left = list(steps)
-    while left:
-        ready = (each for each in left if not processes or processes.done(model_step_of(each)))
-        if step := next(ready, None):
-            left.remove(step)
-            yield step
-        elif processes:
-            processes.wait([entry for each in left if (entry := model_step_of(each))])
 
 
 def _model_tokens(step: EngineStep) -> int:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec, Sharding
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.compilation.step_export import StepExporter, model_step_of
+from jaxattn.engine.compilation.step_export import DecodeStepExporter, decode_of
 from jaxattn.engine.steps.batch_steps import BitmaskStep, SampleStep, StateCopyStep
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
@@ -119,15 +119,15 @@ def jitted_step(
     implementation: Implementation | None,
     backend: str,
     group: DeviceGroup | None = None,
-    lowered: StepExporter | None = None,
+    lowered: DecodeStepExporter | None = None,
 ) -> Any:
     """The step's function, jitted as the engine compiles it.
 
     Args:
         tree: the structure of the packed parameters.
-        lowered: steps of the model that are lowered once for all executables that hold them.
+        lowered: lowers decode steps once for all executables that hold them.
     """
-    call = lowered(entry) if lowered and (entry := model_step_of(step)) else None
+    call = lowered(entry) if lowered and (entry := decode_of(step)) else None
     if isinstance(step, ModelStep):
         call = call or model_step(step, model, limits, tree, implementation, group)
         out = group and group.shardings(_results(step, model))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.engine.compilation.step_export import StepExporter
+from jaxattn.engine.compilation.step_export import DecodeStepExporter
 from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.kernels.hopper.build.kernel_hash import unify_kernels
 from jaxattn.kernels.hopper.build.parallel_compilation import kernels_of
@@ -36,7 +36,7 @@ def hashes(texts):
 
 def exported():
     """A program that an exported step is part of, as rounds have their decode step."""
-    exporter = StepExporter(lambda entry: (lambda x: launch(copy)(x) + 3, (SHAPE,)), "gpu")
+    exporter = DecodeStepExporter(lambda entry: (lambda x: launch(copy)(x) + 3, (SHAPE,)), "gpu")
     call = exporter(ModelStep("decode", 1, 1))
     assert call is not None
     return lowered(lambda x: call(x) * 2)

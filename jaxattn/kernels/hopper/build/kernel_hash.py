@@ -19,13 +19,9 @@ TARGET = "mosaic_gpu_v2"
 _CONFIG, _NAME = "mhlo.backend_config", "mosaic_gpu.dump_basename"
 
 
-def unify_kernels(text: jax.stages.Lowered, renamed: dict[bytes, bytes] | None = None) -> None:
-    """Gives equal kernels of lowered programs equal modules and hashes, in place.
-
-    Args:
-        renamed: modules of earlier programs as they were and as they are now; others are added.
-    """
-    renamed = {} if renamed is None else renamed
+def unify_kernels(text: jax.stages.Lowered) -> None:
+    """Gives equal kernels of lowered programs equal modules and hashes, in place."""
+    renamed: dict[bytes, bytes] = {}
 
     def rename(operation: Any) -> None:
         config = {each.name: each.attr for each in operation.attributes[_CONFIG]}
