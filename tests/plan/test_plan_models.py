@@ -126,6 +126,11 @@ def test_an_fp8_checkpoint_says_what_stays_in_fp8():
     assert "The loader skips the prediction (MTP) layers." in made.notes
 
 
+def test_a_plan_says_what_layers_with_a_window_keep():
+    found = notes(public_models.load("gpt-oss-20b"), ROWS, ModelPlacement())
+    assert any("of which they read the last 128." in note for note in found)
+
+
 # A decoder of one's own ---------------------------------------------------------------------------
 
 
