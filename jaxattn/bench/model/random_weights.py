@@ -53,11 +53,9 @@ class RandomTiles(NamedTuple):
     def scales(self) -> np.ndarray:
         """uint8: the bytes of a tile behind its codes."""
         form = self.form
-        codes = np.arange(16)
-        if form.kind == "mxfp4":
-            numbers = from_e2m1(codes, np.full(16, E8M0_ONE))
-        else:
-            numbers = codes - 8
+        codes = jnp.arange(16)
+        one = jnp.full(16, E8M0_ONE)
+        numbers = from_e2m1(codes, one) if form.kind == "mxfp4" else codes
         scale = self.deviation / float(np.std(np.asarray(numbers, np.float32)))
         if form.scale == "e8m0":
             of_group = np.array([E8M0_ONE + round(math.log2(scale))], np.uint8)
