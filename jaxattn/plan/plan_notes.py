@@ -75,7 +75,9 @@ def _of_weights(model: ModelSizes, place: ModelPlacement) -> list[str]:
     if model.unread:
         found.append(f"The loader skips {model.unread}.")
     if isinstance(model, DecoderSizes):
-        windows = {each.window for each in model.model.spec.mixers.values() if isinstance(each, GQA)}
+        windows = {
+            each.window for each in model.model.spec.mixers.values() if isinstance(each, GQA)
+        }
         for window in sorted(filter(None, windows)):
             found.append(
                 "Layers with a window keep the keys and values of all tokens of a row, of which "
