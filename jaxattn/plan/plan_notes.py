@@ -9,6 +9,7 @@ from jaxattn.kernels.mla.decode import launch as mla_decode
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
+from jaxattn.models.blocks import GQA
 from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
@@ -73,6 +74,15 @@ def _of_weights(model: ModelSizes, place: ModelPlacement) -> list[str]:
         )
     if model.unread:
         found.append(f"The loader skips {model.unread}.")
+    if isinstance(model, DecoderSizes):
+        windows = {
+            each.window for each in model.model.spec.mixers.values() if isinstance(each, GQA)
+        }
+        for window in sorted(filter(None, windows)):
+            found.append(
+                "Layers with a window keep the keys and values of all tokens of a row, of which "
+                f"they read the last {window:,}."
+            )
     return found
 
 

@@ -26,6 +26,7 @@ from jaxattn.bench.model import (
 )
 from jaxattn.bench.model import steps as steps_module
 from jaxattn.bench.plots import roofline_plot
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
 from jaxattn.core.numerics.fp8_block_scaling import interleave_columns, quantize
 from tests.helpers.executables import with_locations
 
@@ -292,6 +293,19 @@ def test_fp8_weights_are_finite_and_their_scales_bring_them_back(folder):
     scales = filled(scale.shape, scale.dtype, random_weights.draw_of(f"{name}_scale", scale, model))
     assert (np.asarray(scales) > 0).all()
     assert np.std(values * np.asarray(scales)) == pytest.approx(64**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [FourBitFormat("mxfp4", 32, "e8m0"), FourBitFormat("int4", 128, "float16", zeros=True)],
+    ids=str,
+)
+def test_weights_of_4_bits_have_the_deviation_of_others(form):
+    leaf = (2, 3, *form.tiles(128, 256))
+    draw = random_weights.RandomTiles(form, 256**-0.5)
+    wide = np.asarray(dequantize(filled(leaf, jnp.uint8, draw), form, jnp.float32))
+    assert np.isfinite(wide).all()
+    assert np.std(wide) == pytest.approx(256**-0.5, rel=0.4)  # E8M0 has powers of two
 
 
 def test_a_leaf_that_is_no_float_is_refused_by_name():

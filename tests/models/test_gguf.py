@@ -197,6 +197,27 @@ def test_a_tokenizer_cuts_merges_and_writes_a_chat(tmp_path):
     assert tokenizer.decode([end]) == ""
 
 
+def test_sentencepieces_are_merged_in_the_order_of_their_scores(tmp_path):
+    """In another order "▁ab" would be "▁a" and "b"."""
+    pieces = {"<unk>": 2, "<s>": 3, "</s>": 3, "<0x0A>": 6}
+    pieces |= dict.fromkeys(("▁", "a", "b", "▁a", "ab"), 1)
+    names, known = list(pieces), {"bos": 1, "eos": 2, "unknown": 0}
+    metadata = {f"tokenizer.ggml.{name}_token_id": number for name, number in known.items()}
+    metadata |= {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": names,
+        "tokenizer.ggml.token_type": tuple(pieces.values()),
+        "tokenizer.ggml.scores": (*[0.0] * 4, *[-9.0] * 3, -2.0, -1.0),
+    }  # fmt: skip
+    header = read_gguf(write_gguf(tmp_path / "m.gguf", metadata, {}))
+    tokenizer = tokenizer_of(header.metadata, header.path)
+    tokens = tokenizer.encode("ab a\n")
+    assert [names[token] for token in tokens] == ["<s>", "▁", "ab", "▁a", "<0x0A>"]
+    assert tokenizer.decode(tokens) == "ab a\n" and tokenizer.stop_tokens == (2,)
+    plain = {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_bos_token": False}
+    tokens = tokenizer_of(header.metadata | plain, header.path).encode("ab c")
+    assert [names[token] for token in tokens] == ["ab", "▁", "<unk>"]
+
+
 @pytest.mark.parametrize(
     "changed, said",
     [

@@ -126,6 +126,11 @@ def test_an_fp8_checkpoint_says_what_stays_in_fp8():
     assert "The loader skips the prediction (MTP) layers." in made.notes
 
 
+def test_a_plan_says_what_layers_with_a_window_keep():
+    found = notes(public_models.load("gpt-oss-20b"), ROWS, ModelPlacement())
+    assert any("of which they read the last 128." in note for note in found)
+
+
 # A decoder of one's own ---------------------------------------------------------------------------
 
 
@@ -274,7 +279,7 @@ def test_a_nested_text_config_is_the_model(tmp_path):
     folder = written(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text})
     assert public_models.load(folder).weights == public_models.load("Qwen3.5-35B-A3B").weights
     (tmp_path / "config.json").unlink()
-    with pytest.raises(public_models.CatalogError, match="neither a folder with .* nor a GGUF file"):
+    with pytest.raises(public_models.CatalogError, match="neither a folder .* nor a GGUF"):
         public_models.load(str(tmp_path))
 
 

@@ -135,8 +135,8 @@ class TurboFormat:
 def _warn_of_three_bits(preset: str, head_dim: int) -> None:
     warnings.warn(
         f"the cache format {preset} at head_dim {head_dim} keeps 3 bits of each number of a key: "
-        "published models lose 12 to 20 points of reasoning benchmarks by it; k8v4 and 4bit_nc "
-        "lose 1 to 4",
+        "SmolLM2-135M's perplexity grew by 25 to 30% with it, by 7% with 4bit_nc and by 1% with "
+        "k8v4; measure your model's with python -m jaxattn.bench quality",
         skip_file_prefixes=(PACKAGE,),
     )
 

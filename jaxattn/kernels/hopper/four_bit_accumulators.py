@@ -100,23 +100,17 @@ class FourBitAccumulators:
 
     def _by_wgmma(self, steps: Any, done: Any) -> list[jax.Array]:
         def accumulate(*accs: Any) -> list[jax.Array]:
-            def free(step: Any) -> None:
-                plgpu.barrier_arrive(self.read.at[lax.rem(step, self.tokens.shape[0])])
-
             @pl.loop(0, steps)
             def _step(s):
                 slot = self.arrived(done + s)
                 for place in self._places:
                     tokens = self.tokens.at[slot, place].transpose((1, 0))
                     every = [self._weights(tiles, place) for tiles in self.tiles(slot)]
-                    plgpu.wgmma_wait(0)  # for the product that ran meanwhile
-                    if place == 0:
-                        pl.when(s > 0)(lambda: free(done + s - 1))
                     for acc, weights in zip(accs, every, strict=True):
                         plgpu.wgmma(acc, weights, tokens)
+                    plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(self.read.at[slot])
 
-            plgpu.wgmma_wait(0)
-            pl.when(steps > 0)(lambda: free(done + steps - 1))
             return [acc[...] for acc in accs]
 
         shape = (ROWS, self.columns)

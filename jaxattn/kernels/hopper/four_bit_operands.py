@@ -9,7 +9,7 @@ one load of 16 bytes, and makes two numbers of 16 bits of each pair of codes:
              are 2**-64 times as large
     INT4     with bfloat16 scales and no zero points: codes where they lie, or 8 bits below, are
              bfloat16 numbers below 2**-125, and one multiply-add makes (code - 8) * scale of one;
-             these too are 2**-64 times as large
+             these too are 2**-64 times as large, and scales are 0 or 2**-57 to 2**58
     INT4     else the code is or-ed to the mantissa of 128 (float16: 1,024); of the sum 128 and the
              zero point are taken off, which is exact, and the difference is multiplied by the scale
 

@@ -16,7 +16,6 @@ from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.moe.tile_config import (
     BARRIER_BYTES,
     BLOCK,
-    GROUP,
     MOST_STAGES,
     ROWS,
     TOKEN_TILES,
@@ -27,7 +26,7 @@ from jaxattn.kernels.moe.tile_config import (
 
 FEW_COLUMNS = 32  # of tokens, with which two blocks have registers enough
 DEPTHS = (BLOCK, 3 * ROWS, ROWS)  # numbers of K of a step, the first that divides K
-DEEP = (2 * BLOCK, 5 * ROWS)  # before these for up to 8 tokens: their warps wait for each step
+DEEP = (2 * BLOCK, 5 * ROWS)  # before these for one token: its warps wait for each step
 
 
 def lines(weights: jax.Array) -> jax.Array:
@@ -54,7 +53,7 @@ def choose_four_bit(
     columns = token_tile(pairs, experts, tokens, TOKEN_TILES[-1])
 
     def product(rows: int, depth: int, gated: bool) -> GemmTileConfig:
-        depths = DEEP + DEPTHS if columns == GROUP else DEPTHS
+        depths = DEEP + DEPTHS if tokens == 1 else DEPTHS
         step = next(n for n in depths if depth % n == 0 and n % form.columns == 0)
         wide = rows % (2 * ROWS) == 0 and used * (rows // (2 * ROWS)) >= 2 * NUM_SMS
         together = 2 if columns <= FEW_COLUMNS and not (wide and gated) else 1

@@ -15,6 +15,7 @@ from jaxattn.ops.linear.four_bit_linear import gated_four_bit_layer, linear_four
 from tests.helpers.kernel_cases import no_races, relative
 
 INT4, INT4_128 = FourBitFormat("int4", 32), FourBitFormat("int4", 128)
+MXFP4 = FourBitFormat("mxfp4", 32, "e8m0")
 HALF_ZEROS = FourBitFormat("int4", 128, "float16", zeros=True)
 LAYER = 1
 
@@ -88,6 +89,9 @@ def test_weights_that_do_not_fit_are_named():
         (HALF_ZEROS, 24, 1024, (256, 256), True, jnp.bfloat16),
         (HALF_ZEROS, 64, 512, (128,), False, jnp.float16),
         (INT4_128, 16, 14336, (256,), False, jnp.bfloat16),
+        (INT4_128, 129, 768, (1408, 1408), True, jnp.bfloat16),
+        (INT4, 128, 2880, (2880, 2880), True, jnp.bfloat16),
+        (MXFP4, 200, 2880, (2880, 768), False, jnp.bfloat16),
     ],
 )
 def test_on_a_gpu(form, tokens, inner, sizes, gated, dtype):

@@ -175,6 +175,8 @@ GPU_CASES = {
     "mxfp4, a prompt": (MXFP4, 300, 4, 2, 512, 256, {}),
     "int4": (INT4, 4, 6, 4, 512, 256, {}),
     "int4, a prompt": (INT4, 260, 4, 2, 256, 128, {}),
+    "int4 of 128, a prompt": (INT4_128, 300, 6, 4, 768, 768, {}),
+    "zero points, some": (HALF_ZEROS, 31, 6, 4, 768, 1408, {}),
     "int4 of 128": (INT4_128, 40, 6, 4, 512, 256, {}),
     "zero points": (HALF_ZEROS, 9, 6, 4, 512, 256, {}),
     "mxfp4 in float16": (MXFP4, 3, 4, 2, 256, 128, {"dtype": jnp.float16}),

@@ -24,7 +24,9 @@ _FIELDS = {
 }
 HEAD, EMBEDDING, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
 # Of Llama 3.1 to 3.3, whose files hold what follows from it: by how much each pair is slower.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3: dict[str, Any] = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
+}  # fmt: skip
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
