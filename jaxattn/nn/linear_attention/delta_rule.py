@@ -36,7 +36,6 @@ from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
 
-
 # What `jax.checkpoint` can keep by name (`jax.checkpoint_policies.save_only_these_names`).
 SAVED_NAME = "delta_out"
 
