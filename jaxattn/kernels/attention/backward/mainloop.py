@@ -5,8 +5,8 @@
 
 A warpgroup has the rows of 64 keys, and keeps its sums of dK and dV in registers; P and dS go from
 registers to the tensor cores. Both warpgroups' dS meet in shared memory, where each takes its share
-of the step's dQ from; query_gradient.py adds that up. While a step's dQ leaves the registers, the
-tensor cores have the next step's scores to do, and during its exponentials dP.
+of the step's dQ from; query_gradient.py has that added up. While a step's dQ leaves the registers,
+the tensor cores have the next step's scores to do, and during its exponentials dP.
 """
 
 import dataclasses
