@@ -38,7 +38,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import pin_value, swizzled
+from jaxattn.kernels.hopper.device import pin_value, swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 WARPGROUPS = 2  # one for each half of the channels
@@ -264,6 +264,7 @@ class ChannelGradientCta:
         plgpu.commit_smem()
         m = [plgpu.load(refs.m_smem.at[0, half], layout=TILE) for half in range(2)]
         u = self._product((jnp.concatenate(m, axis=1), values))
+        warpgroup_barrier(interpret=self.interpret)  # the products of all its warps have read W
         values[...] = u.astype(self.dtype)
         return rows
 
