@@ -38,7 +38,8 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import pin_value, swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.device import swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.ptx import register_constant, without_constants
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 WARPGROUPS = 2  # one for each half of the channels
@@ -98,7 +99,7 @@ def channel_gradients(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Gradients by value head of q, k, v [N, 64, Hv, 128], of the running sums of g, and of beta.
+    """Gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
 
     Args:
         q, k: [N, 64, Hk, 128], of the length that they have in products.
@@ -179,6 +180,7 @@ class ChannelGradientCta:
         self.chunk, self.head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
         self.key_head = lax.div(self.head, jnp.int32(heads // refs.k_ref.shape[2]))
         self.own = pl.ds(self.wg * 64, 64)
+        self.zero = None if interpret else register_constant(0)
         self.row, self.column = (iota((CHUNK, CHUNK), axis) for axis in (0, 1))
 
     def run(self) -> None:
@@ -236,20 +238,30 @@ class ChannelGradientCta:
 
     def _chosen(self, which: jax.Array) -> jax.Array:
         """1 there, else 0, as an operand."""
-        return self._pinned(jnp.where(which, 1.0, 0.0).astype(self.dtype))
+        return self._held(jnp.where(which, 1.0, 0.0).astype(self.dtype))
 
-    def _pinned(self, operand: jax.Array) -> jax.Array:
-        """An operand of more than one wgmma, written before the first of them.
-
-        ptxas 13.0 writes a constant part of such an operand behind the first wgmma, which then
-        reads what was in the registers before.
-        """
-        return pin_value(operand, TILE, interpret=self.interpret)
+    def _held(self, operand: jax.Array) -> jax.Array:
+        """An operand, a part of which would else be a constant."""
+        if self.interpret:
+            return operand
+        return without_constants(operand, TILE, self.zero)
 
     def _decays(self, which: jax.Array) -> jax.Array:
         """The decay of each token's channels, those of the warpgroup, over the tokens `which`."""
         ones, terms = self._chosen(which), self.refs.g_smem
         return jnp.exp2(self._product(*((ones, terms.at[term, self.wg]) for term in range(2))))
+
+    def _summed(self, which: jax.Array, x: jax.Array) -> jax.Array:
+        """For each token the sum of x over the tokens `which`, in two terms again."""
+        scratch, ones = self.refs.read_smem.at[self.wg], self._chosen(which)
+        rounded = x.astype(self.dtype)
+        scratch[...] = rounded
+        plgpu.commit_smem()
+        total = self._product((ones, scratch))
+        plgpu.commit_smem()
+        scratch[...] = (x - rounded.astype(jnp.float32)).astype(self.dtype)
+        plgpu.commit_smem()
+        return total + self._product((ones, scratch))
 
     def _beta(self) -> jax.Array:
         return over_rows(plgpu.load(self.refs.beta_smem, layout=BY_ROW, optimized=False))
@@ -279,17 +291,8 @@ class ChannelGradientCta:
 
         written = with_state(refs.v_smem, refs.dstate_smem)
         written = written * self._decays(self.column > self.row)
-        # The last token's sum has all of them: a sum by column, of two terms again.
-        along = written * _tile(refs.k_smem.at[wg])
-        scratch, last = refs.read_smem.at[wg], self._chosen(self.row == CHUNK - 1)
-        rounded = along.astype(self.dtype)
-        scratch[...] = rounded
-        plgpu.commit_smem()
-        total = self._product((last, scratch))
-        plgpu.commit_smem()
-        scratch[...] = (along - rounded.astype(jnp.float32)).astype(self.dtype)
-        plgpu.commit_smem()
-        total = total + self._product((last, scratch))
+        # The last token's sum has all of them.
+        total = self._summed(self.row == CHUNK - 1, written * _tile(refs.k_smem.at[wg]))
         store(self._of_gates(), total, interpret=self.interpret)
         read = self._decays(self.column <= self.row)
         of_q = self.scale * read * with_state(refs.do_smem, refs.state_smem)
@@ -342,7 +345,7 @@ class ChannelGradientCta:
 
     def _masked(self, ref: Any, which: jax.Array) -> jax.Array:
         kept = jnp.where(which, plgpu.load(ref, layout=TILE), jnp.zeros((), self.dtype))
-        return self._pinned(kept)
+        return self._held(kept)
 
     def _level(self, level: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Adds products of tokens in halves of 2**level tokens."""
@@ -383,7 +386,9 @@ class ChannelGradientCta:
         of_row = self._beta() * of_row
         target = self._of_gates()
         of_last = plgpu.load(target, layout=TILE, optimized=False)
+        # A gate is in the sums of its own token and of the ones behind it.
         of_gates = queries * of_q + keys * (of_row - of_column) + of_last
+        of_gates = self._summed(self.column >= self.row, of_gates)
         store(target, of_gates, interpret=self.interpret)
         staged = (*self._times_decays(), refs.y_smem.at[wg])
         tiles = of_q, of_row + of_column, self._beta() * y

@@ -43,13 +43,13 @@ def gate_gradients(
 
 
 def channel_gate_gradients(
-    of_sums: jax.Array, ends: jax.Array, states: jax.Array, dstates: jax.Array, g: jax.Array
+    of_g: jax.Array, ends: jax.Array, states: jax.Array, dstates: jax.Array, g: jax.Array
 ) -> jax.Array:
     """Those of decays per channel, g [N * 64, Hv, 128], of what `channel_gradients` leaves."""
     of_decay = (states.astype(jnp.float32) * dstates.astype(jnp.float32)).sum(axis=2)
     of_decay = of_decay * ends.reshape(of_decay.shape)
-    of_g = summed("nihd,ij->njhd", of_sums, _behind()) + of_decay[:, None]
-    return jnp.where(g * LOG2E > LOWEST_LOG2_DECAY, of_g.reshape(g.shape), 0.0)
+    of_g = (of_g + of_decay[:, None]).reshape(g.shape)
+    return jnp.where(g * LOG2E > LOWEST_LOG2_DECAY, of_g, 0.0)
 
 
 def two_terms(g: jax.Array) -> jax.Array:

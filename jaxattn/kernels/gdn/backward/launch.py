@@ -110,11 +110,11 @@ def kda_backward_mosaic(
         of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p, vectors,
         jnp.asarray(call.runs), written=of_chunks.written, start=start, dend=dend, **mode,
     )  # fmt: skip
-    dq, dk, dv, of_sums, of_beta = channel_gradients(
+    dq, dk, dv, of_g, of_beta = channel_gradients(
         q, k, of_chunks.k, two_terms(g).reshape(2, *v.shape), v, do, of_chunks.x, vectors,
         states, dstates, y, scale=call.scale, **mode,
     )  # fmt: skip
-    of_g = channel_gate_gradients(of_sums, of_chunks.ends, states, dstates, g)
+    of_g = channel_gate_gradients(of_g, of_chunks.ends, states, dstates, g)
     of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
     group = heads // k.shape[2]
     dq, dk = (
