@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
+from jaxattn.kernels.gdn.backward.half_masks import across_halves, up_to_each
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.tiles import (
     BY_ROW,
@@ -242,13 +243,11 @@ class ChannelGradientCta:
 
     def _held(self, operand: jax.Array) -> jax.Array:
         """An operand, a part of which would else be a constant."""
-        if self.interpret:
-            return operand
-        return without_constants(operand, TILE, self.zero)
+        return operand if self.zero is None else without_constants(operand, TILE, self.zero)
 
-    def _decays(self, which: jax.Array) -> jax.Array:
-        """The decay of each token's channels, those of the warpgroup, over the tokens `which`."""
-        ones, terms = self._chosen(which), self.refs.g_smem
+    def _decays(self, ones: jax.Array) -> jax.Array:
+        """The decay of the warpgroup's channels over the tokens of each row's ones."""
+        terms = self.refs.g_smem
         return jnp.exp2(self._product(*((ones, terms.at[term, self.wg]) for term in range(2))))
 
     def _summed(self, which: jax.Array, x: jax.Array) -> jax.Array:
@@ -290,11 +289,11 @@ class ChannelGradientCta:
             return self._product(*pairs)
 
         written = with_state(refs.v_smem, refs.dstate_smem)
-        written = written * self._decays(self.column > self.row)
+        written = written * self._decays(self._chosen(self.column > self.row))
         # The last token's sum has all of them.
         total = self._summed(self.row == CHUNK - 1, written * _tile(refs.k_smem.at[wg]))
         store(self._of_gates(), total, interpret=self.interpret)
-        read = self._decays(self.column <= self.row)
+        read = self._decays(self._chosen(self.column <= self.row))
         of_q = self.scale * read * with_state(refs.do_smem, refs.state_smem)
         of_row = -read * with_state(refs.y_smem, refs.state_smem)
         return of_q, of_row, written
@@ -350,24 +349,20 @@ class ChannelGradientCta:
     def _level(self, level: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Adds products of tokens in halves of 2**level tokens."""
         of_q, of_row, of_column = sums
-        row, column = (
-            lax.shift_right_logical(x, jnp.broadcast_to(level, x.shape))
-            for x in (self.row, self.column)
-        )
-        row_second, column_second = (lax.rem(x, jnp.int32(2)) for x in (row, column))
         # From the place between the halves up to a token, or from behind it up to there.
-        up_to = (self.column <= self.row).astype(jnp.int32)
-        within = (row == column) & (row_second == up_to)
-        decays = self._decays(within)
+        decays = self._decays(up_to_each(level, self.zero))
         keys, queries = self._times_decays()
         for smem, rows in ((keys, self.refs.k_smem), (queries, self.refs.q_smem)):
             smem[...] = (decays * _tile(rows.at[self.wg])).astype(self.dtype)
         plgpu.commit_smem()
-        met = (row_second == 1) & (column == row - 1)
-        of_q = of_q + decays * self._product((self._masked(self._f, met), keys))
-        of_row = of_row + decays * self._product((self._masked(self._e, met), keys))
-        met = (column_second == 1) & (row == column - 1)
-        f, h = (self._masked(ref.transpose((1, 0)), met) for ref in (self._f, self._h))
+
+        def met(scores: Any, *, second: bool) -> jax.Array:
+            tile = plgpu.load(scores, layout=TILE)
+            return across_halves(tile, level, self.zero, second=second)
+
+        of_q = of_q + decays * self._product((met(self._f, second=True), keys))
+        of_row = of_row + decays * self._product((met(self._e, second=True), keys))
+        f, h = (met(ref.transpose((1, 0)), second=False) for ref in (self._f, self._h))
         of_column = of_column + decays * self._product((f, queries), (h, keys))
         plgpu.commit_smem()  # all of the warpgroup's warps have read keys and queries
         return of_q, of_row, of_column
