@@ -106,7 +106,7 @@ def test_rows_without_l2norm_in_float16_and_a_negative_scale(implementation):
 @both_devices
 @pytest.mark.slow(reason="a state's decay by channel; found by the prefill of such decays too")
 def test_decays_per_channel(implementation):
-    case = make_case([70, 0, 20], key_heads=1, value_heads=2, channels=True, gates=0.1)
+    case = make_case([70, 0, 20], channels=True, gates=0.1)
     assert_right(case, implementation)
 
 
