@@ -160,6 +160,28 @@ def register_constant(value: int) -> jax.Array:
     return make()
 
 
+def without_constants(x: jax.Array, layout: Any, zero: jax.Array) -> jax.Array:
+    """x of 16 bits, as an operand in registers of more than one wgmma; `zero` is a
+    `register_constant`.
+
+    Of such an operand ptxas 13.0 may write a part that it knows to be constant behind the first
+    wgmma, which then reads what was in the register before. Here it knows of none.
+    """
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout, splat),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+    )
+    def run(_: Any, x: Any, zero: Any) -> Any:
+        def both(pair: Any) -> Any:
+            return llvm.bitcast(pair.type, arith.ori(llvm.bitcast(i32(), pair), single(zero)))
+
+        return fragmented([both(pair) for pair in x.registers.flat], x.shape, x.layout)
+
+    return run(x, zero)
+
+
 def zeros(shape: tuple[int, int]) -> jax.Array:
     """Sums of a product before it, float32. ptxas sees here that they are 0, and has the product
     begin without them; of a constant that it took from another block it copies all."""

@@ -163,7 +163,6 @@ def chunk_rule(
         def backward(arguments, cotangents):
             *tokens, initial_state, cu_seqlens = arguments
             return chunk_gradient(
-                op,
                 rule,
                 tuple(tokens),
                 initial_state,

@@ -1,34 +1,25 @@
-"""The gradient of the chunked delta rules where a kernel ran forward, by kernels.
-
-Where channels have decays of their own, the kernels make the states of the chunks and their
-gradients, which is all that goes from chunk to chunk; XLA differentiates each chunk alone.
-"""
+"""The gradient of the chunked delta rules where a kernel ran forward, by kernels."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.core.dispatch import PACKAGE
-from jaxattn.core.numerics.matmul import matmul
 from jaxattn.kernels.gdn.backward.launch import (
     ChunkedTokens,
     DeltaRuleBackwardCall,
-    channel_states,
     gdn_backward_mosaic,
+    kda_backward_mosaic,
 )
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
-from jaxattn.ops.gdn.chunk_xla import LOWEST_LOG_DECAY, l2norm, pack
+from jaxattn.ops.gdn.chunk_xla import l2norm, pack
 from jaxattn.ops.gdn.delta_rule import DeltaRule
 
 
 def chunk_gradient(
-    op: str,
     rule: DeltaRule,
     tokens: tuple[jax.Array, ...],
     initial_state: jax.Array | None,
@@ -42,28 +33,26 @@ def chunk_gradient(
     """Gradients of q, k, v, g, beta and the initial state, by kernels.
 
     Args:
-        op: the public name, for messages.
         tokens: q, k, v [B, T, H, 128], g and beta [B, T, Hv].
         cu_seqlens: a traced array, NumPy's, or None.
         cotangents: of o [B, T, Hv, 128] and the final states [n, Hv, 128, 128].
     """
     do, dfinal = cotangents
     *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
-    given = ChunkedTokens(*chunked)
-    call = DeltaRuleBackwardCall(given, do, runs, initial_state, dfinal, scale, use_qk_l2norm)
+    backward = gdn_backward_mosaic
+    if normalised := rule.channels and use_qk_l2norm:  # which those kernels do not undo
+        unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *chunked[:2])
+        chunked = [*unit, *chunked[2:]]
     if rule.channels:
-        if jax.default_backend() == "gpu":
-            warnings.warn(
-                f"{op}: 'xla' computes the gradient inside each chunk instead of the GPU's kernel: "
-                "it has no decays per channel backward, and makes the chunks' states alone",
-                skip_file_prefixes=(PACKAGE,),
-            )
-        states, dstates, dstart = channel_states(call, interpret=interpret)
-        alone = partial(_chunk_alone, rule, states, scale=scale, use_qk_l2norm=use_qk_l2norm)
-        gradients = jax.vjp(alone, *given)[1]((do, dstates.astype(jnp.float32)))
-    else:
-        gradients, dstart = gdn_backward_mosaic(call, interpret=interpret)
-    return *map(restore, gradients), None if initial_state is None else dstart
+        backward = kda_backward_mosaic
+    call = DeltaRuleBackwardCall(
+        ChunkedTokens(*chunked), do, runs, initial_state, dfinal, scale, use_qk_l2norm
+    )
+    (dq, dk, *others), dstart = backward(call, interpret=interpret)
+    if normalised:
+        dq, dk = of_lengths((dq, dk))
+    dq, dk, *others = map(restore, (dq, dk, *others))
+    return dq, dk, *others, None if initial_state is None else dstart
 
 
 def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...]:
@@ -102,39 +91,6 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
         return x.at[packing.row].get(mode="fill", fill_value=0, unique_indices=True)[None]
 
     return *map(gathered, arrays), runs, scattered
-
-
-def _chunk_alone(
-    rule: DeltaRule,
-    states: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs [N * 64, Hv, 128] of chunks, and the states behind them, from those before them."""
-    dtype, heads = jnp.dtype(jnp.bfloat16), v.shape[1]  # the states' own
-    if use_qk_l2norm:
-        q, k = l2norm(q), l2norm(k)
-    q, k = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (q, k))
-    g = jnp.maximum(g.astype(jnp.float32), LOWEST_LOG_DECAY)
-
-    def by_head(x: jax.Array) -> jax.Array:
-        """[N * 64, H, ...] -> [N, 1, H, 64, ...]"""
-        return jnp.moveaxis(x.reshape(-1, 1, CHUNK, *x.shape[1:]), 3, 2)
-
-    q, k, rows, g, beta = map(by_head, (q, k, v, g, beta.astype(jnp.float32)))
-    made, before = rule.operands(q, k, g, beta, dtype), states[:, None].astype(jnp.float32)
-    seen = matmul("nbhcd,nbhvd->nbhcv", made.k_read, before, dtype)
-    u = matmul("nbhij,nbhjv->nbhiv", made.x, rows.astype(jnp.float32) - seen, dtype)
-    behind = made.decay * before + matmul("nbhcv,nbhcd->nbhvd", u, made.k_written, dtype)
-    out = matmul("nbhcd,nbhvd->nbhcv", made.q_read, before, dtype)
-    out = scale * (out + matmul("nbhij,nbhjv->nbhiv", made.p(), u, dtype))
-    return jnp.moveaxis(out.astype(v.dtype), 3, 2).reshape(v.shape), behind[:, 0]
 
 
 def with_chunk_gradient(kernel: Callable[..., Any], gradient: Callable[..., Any]) -> Any:

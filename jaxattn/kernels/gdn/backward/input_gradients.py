@@ -63,7 +63,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, swizzled
+from jaxattn.kernels.hopper.device import NUM_SMS, swizzled, warpgroup_barrier
 
 WARPGROUPS = 2  # one for each half of the channels
 SLOTS = 2  # value heads whose states and values are in shared memory
@@ -397,7 +397,9 @@ class ValueHead:
             acc.add(jnp.concatenate(m, axis=1), values)
             return acc.read()
 
-        values[...] = self._with(solved, 1).astype(self.dtype)
+        u = self._with(solved, 1)
+        warpgroup_barrier(interpret=self.interpret)  # the products of all its warps have read W
+        values[...] = u.astype(self.dtype)
         return w
 
     def of_values(self, w: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
     prefill/intra_chunk/launch.py   of every chunk of 64 tokens alone: its inverse, masked scores
     state_pass.py                   states before the chunks, and gradients of those behind them
     input_gradients.py              of every chunk alone again: gradients of q, k, v, and the gates
+    channel_gradients.py            the same where every channel of the key decays by itself
 
 Nothing of the forward pass is kept but its arguments. States are kept for each chunk, in bfloat16.
 
@@ -16,12 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients
+from jaxattn.kernels.gdn.backward.channel_gradients import channel_gradients
+from jaxattn.kernels.gdn.backward.gate_gradients import (
+    channel_gate_gradients,
+    gate_gradients,
+    two_terms,
+)
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK
+from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 
 
 class ChunkedTokens(NamedTuple):
@@ -83,29 +89,42 @@ def gdn_backward_mosaic(
     return ChunkedTokens(*cast), dstart[0]
 
 
-def channel_states(
+def kda_backward_mosaic(
     call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where g is [N * 64, Hv, 128], decays per channel: the states before the chunks, and the
-    gradients of those behind them, bfloat16 [N, Hv, 128, 128], and of the initial states."""
+) -> tuple[ChunkedTokens, jax.Array]:
+    """The same where g is [N * 64, Hv, 128], decays per channel; q and k come normalised."""
     mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
+    dtypes = [x.dtype for x in call.tokens]
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*call.tokens[:3], call.do))
     g, beta = (x.astype(jnp.float32) for x in call.tokens[3:])
-    count = q.shape[0] // CHUNK
+    count, heads = q.shape[0] // CHUNK, v.shape[1]
     of_chunks = channel_chunks(
         q, k, g, beta, _whole_chunks(count), count,
-        scale=call.scale, use_qk_l2norm=call.use_qk_l2norm, **mode,
+        scale=call.scale, use_qk_l2norm=False, backward=True, **mode,
     )  # fmt: skip
-    # X has beta already, and X^T dU is the gradient of V.
-    ones = jnp.ones_like(of_chunks.ends[:, :, :1])
-    v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (v, do))
+    q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
+    by_head = beta.reshape(count, CHUNK, heads).swapaxes(1, 2)[:, :, None]
+    vectors = jnp.concatenate([of_chunks.ends, by_head], axis=2)
     start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
-    states, dstates, _, dstart = state_pass(
-        of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p,
-        jnp.concatenate([of_chunks.ends, ones], axis=2), jnp.asarray(call.runs),
-        written=of_chunks.written, start=start, dend=dend, **mode,
+    states, dstates, y, dstart = state_pass(
+        of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p, vectors,
+        jnp.asarray(call.runs), written=of_chunks.written, start=start, dend=dend, **mode,
     )  # fmt: skip
-    return states, dstates, dstart[0]
+    dq, dk, dv, of_g, of_beta = channel_gradients(
+        q, k, of_chunks.k, two_terms(g).reshape(2, *v.shape), v, do, of_chunks.x, vectors,
+        states, dstates, y, scale=call.scale, **mode,
+    )  # fmt: skip
+    of_g = channel_gate_gradients(of_g, of_chunks.ends, states, dstates, g)
+    of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
+    group = heads // k.shape[2]
+    dq, dk = (
+        x.reshape(-1, k.shape[2], group, DIM).astype(jnp.float32).sum(axis=2) if group > 1
+        else x.reshape(-1, heads, DIM)
+        for x in (dq, dk)
+    )  # fmt: skip
+    of_tokens = dq, dk, dv.reshape(-1, heads, DIM), of_g, of_beta
+    cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
+    return ChunkedTokens(*cast), dstart[0]
 
 
 def _whole_chunks(count: int) -> jax.Array:

@@ -21,12 +21,12 @@ from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 BOUND = 1e-2  # relative L2 of each gradient in bfloat16
 
 
-def make_cotangents(case):
-    """Of the output, NaN for padding, and of the final states."""
+def make_cotangents(case, *, of_state=1.0):
+    """Of the output, NaN for padding, and of the final states, whose numbers are so large."""
     rng = np.random.default_rng(1)
     dout = rng.normal(size=case.v.shape)
     dout[:, case.tokens :] = np.nan
-    dfinal = rng.normal(size=case.initial_state.shape)
+    dfinal = of_state * rng.normal(size=case.initial_state.shape)
     return jnp.asarray(dout.astype(case.v.dtype)), jnp.asarray(dfinal.astype(np.float32))
 
 
@@ -48,8 +48,8 @@ def gradients(case, cotangents, implementation, *, l2norm=True, **options):
     return run((*case.args, case.initial_state), cotangents)
 
 
-def assert_right(case, implementation, **options):
-    cotangents = make_cotangents(case)
+def assert_right(case, implementation, *, of_state=1.0, **options):
+    cotangents = make_cotangents(case, of_state=of_state)
     actual = gradients(case, cotangents, implementation, **options)
     expected = oracle_gradients(case, *cotangents, **options)
     for ours, argument in zip(actual, (*case.args, case.initial_state), strict=True):
@@ -95,10 +95,12 @@ def test_gates_from_nothing_to_minus_infinity(channels, implementation):
 @both_devices
 @pytest.mark.slow(reason="a factor of a length; found with l2norm, and by scales forward")
 def test_rows_without_l2norm_in_float16_and_a_negative_scale(implementation):
+    """The state's gradient passes float16's largest number, and no gradient of a token does."""
     case = make_case([100], padding=0, dtype=jnp.float16)
     norm = lambda x: x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)  # noqa: E731
     case.q, case.k = (norm(x).astype(jnp.float16) for x in (case.q, case.k))
-    assert_right(case, implementation, l2norm=False, scale=-0.5)
+    case.g, case.beta = case.g.at[:, -1].set(-12.0), case.beta.at[:, -1].set(1e-7)
+    assert_right(case, implementation, l2norm=False, scale=-0.5, of_state=1e6)
 
 
 @both_devices
@@ -128,13 +130,15 @@ def test_no_race_in_the_interpreter(sms, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("value_heads", [8, 16])
 @pytest.mark.parametrize("rule", ["gdn", "kda"])
-def test_the_same_bits_twice_at_full_width(rule):
+def test_the_same_bits_twice_at_full_width(rule, value_heads):
+    """With one half of a state in a block of the state pass, and with both."""
     case = make_case(
-        [1000, 24, 1024], key_heads=4 if rule == "gdn" else 8, value_heads=8,
+        [1000, 24, 1024], key_heads=4 if rule == "gdn" else value_heads, value_heads=value_heads,
         channels=rule == "kda", gates=0.1,
     )  # fmt: skip
-    cotangents = make_cotangents(case)
-    first, second = (gradients(case, cotangents, "mosaic_gpu") for _ in range(2))
+    first, _ = assert_right(case, "mosaic_gpu")
+    second = gradients(case, make_cotangents(case), "mosaic_gpu")
     for x, y in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))

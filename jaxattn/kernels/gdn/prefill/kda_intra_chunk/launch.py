@@ -57,6 +57,7 @@ def channel_chunks(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    backward: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> KdaChunkOperands:
@@ -68,6 +69,7 @@ def channel_chunks(
         chunks: int32 [2 or more, N + 1 or more], first token of a chunk and its tokens, 0 to 64;
             and in column N how many chunks from the first are to be done.
         count: N.
+        backward: X is the inverse alone, without beta.
     """
     value_heads, dtype = beta.shape[1], q.dtype
     cut = KdaIntraChunkConfig(
@@ -76,6 +78,7 @@ def channel_chunks(
         blocks=min(count * value_heads, NUM_SMS),
         scale=scale,
         l2norm=use_qk_l2norm,
+        backward=backward,
         dtype=dtype,
         interpret=interpret,
     )

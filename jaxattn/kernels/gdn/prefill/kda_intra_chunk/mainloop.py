@@ -56,6 +56,7 @@ class KdaIntraChunkConfig:
         group: value heads of a key head.
         blocks: of the launch.
         l2norm: whether q and k become unit vectors.
+        backward: the inverse is kept without beta.
     """
 
     count: int
@@ -63,6 +64,7 @@ class KdaIntraChunkConfig:
     blocks: int
     scale: float
     l2norm: bool
+    backward: bool
     dtype: Any
     interpret: bool
 
@@ -289,8 +291,8 @@ class KdaIntraChunkCta:
             return _across(_load(beta.at[pl.ds(first, CHUNK // 2)], BY_COLUMN))
 
         inverse = unit_lower_inverse(
-            jnp.concatenate(a, axis=1), betas, [refs.low_smem, refs.high_smem],
-            interpret=cut.interpret,
+            jnp.concatenate(a, axis=1), None if cut.backward else betas,
+            [refs.low_smem, refs.high_smem], interpret=cut.interpret,
         )  # fmt: skip
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self._keep(list(inverse))

@@ -1,0 +1,401 @@
+"""Gradients of a chunk's inputs where every channel of the key decays by itself.
+
+What input_gradients.py does for one decay a head, with vectors by channel in the place of its
+numbers. The scores' gradients F and E have no decays in them: a product of row i with column j has
+exp(G_i - G_j) in every channel. As in prefill/kda_intra_chunk, a chunk is cut in halves again and
+again, a row of a second half meets a column of a first one at the place m between them, and with
+phi the decay between a token and that place,
+
+    dQ += phi * (F (phi * K))
+    dK += phi * (H (phi * K)  +  F^T (phi * Q) + H^T (phi * K))
+
+for F and H of such rows and columns. The exponents are products with matrices of 0 and 1, of which
+log decays are given as two bfloat16 numbers, rounded and what the rounding left.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.gdn.backward.gate_gradients import LANE
+from jaxattn.kernels.gdn.backward.half_masks import across_halves, up_to_each
+from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
+from jaxattn.kernels.gdn.prefill.tiles import (
+    BY_ROW,
+    CHANNEL_BETA,
+    CHUNK,
+    DIM,
+    TILE,
+    clear_triangles,
+    copy_rows,
+    copy_triangle,
+    iota,
+    over_rows,
+    triangles,
+)
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.ptx import register_constant, without_constants
+from jaxattn.kernels.hopper.store.unoptimized_store import store
+
+WARPGROUPS = 2  # one for each half of the channels
+LEVELS = 6  # of halves, down to single tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChannelGradientRefs:
+    """What a block works on: operands and results, then its shared memory and barriers."""
+
+    q_ref: Any
+    k_ref: Any
+    read_ref: Any
+    g_ref: Any
+    v_ref: Any
+    do_ref: Any
+    m_ref: Any
+    vectors_ref: Any
+    states_ref: Any
+    dstates_ref: Any
+    y_ref: Any  # Y, then dV
+    dq_ref: Any
+    dk_ref: Any
+    dg_ref: Any
+    dbeta_ref: Any
+    q_smem: Any
+    k_smem: Any
+    read_smem: Any  # keys that read the state, then scratch
+    g_smem: Any  # log2 decays, rounded and the rest
+    v_smem: Any  # V, then beta * W, then U
+    do_smem: Any
+    y_smem: Any
+    state_smem: Any  # S, then keys and queries times decays
+    dstate_smem: Any  # dS, then F, E and H
+    m_smem: Any
+    beta_smem: Any
+    dbeta_smem: Any
+    first: Any
+    rest: Any
+    met: Any
+
+
+def channel_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    read: jax.Array,
+    g: jax.Array,
+    v: jax.Array,
+    do: jax.Array,
+    m: jax.Array,
+    vectors: jax.Array,
+    states: jax.Array,
+    dstates: jax.Array,
+    y: jax.Array,
+    *,
+    scale: float,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
+
+    Args:
+        q, k: [N, 64, Hk, 128], of the length that they have in products.
+        read: keys of `channel_chunks` [N, Hv, 64, 128].
+        g: bfloat16 [2, N, 64, Hv, 128], log2 decays, rounded, and what the rounding left.
+        v, do, m, vectors, states, dstates, y: as `state_pass` has them.
+
+    Returns:
+        dq, dk and dv in q's dtype; float32 [N, 64, Hv, 128], in which the decay of the state before
+        the chunk is missing; and float32 [N, Hv, 2, 64], whose sum is beta's.
+    """
+    chunks, _, value_heads, _ = v.shape
+    dtype = q.dtype
+    tile = swizzled(dtype)
+    tokens = plgpu.SMEM((2, CHUNK, 64), dtype, transforms=tile)
+    state = plgpu.SMEM((2, DIM, 64), dtype, transforms=tile)
+    of_v = jax.new_ref(y)
+    out = launch(
+        lambda **refs: ChannelGradientCta(
+            ChannelGradientRefs(**refs), scale=scale, interpret=interpret
+        ).run(),
+        name="kda_backward_inputs",
+        grid={"block": chunks * value_heads},
+        inputs={
+            "q_ref": q,
+            "k_ref": k,
+            "read_ref": read,
+            "g_ref": g,
+            "v_ref": v,
+            "do_ref": do,
+            "m_ref": m,
+            "vectors_ref": vectors,
+            "states_ref": states,
+            "dstates_ref": dstates,
+            "y_ref": of_v,
+        },
+        outputs={
+            "dq_ref": jax.ShapeDtypeStruct(v.shape, dtype),
+            "dk_ref": jax.ShapeDtypeStruct(v.shape, dtype),
+            "dg_ref": jax.ShapeDtypeStruct(v.shape, jnp.float32),
+            "dbeta_ref": jax.ShapeDtypeStruct(
+                (chunks, value_heads, WARPGROUPS, CHUNK), jnp.float32
+            ),
+        },
+        scratch={
+            "q_smem": tokens,
+            "k_smem": tokens,
+            "read_smem": tokens,
+            "g_smem": plgpu.SMEM((2, 2, CHUNK, 64), dtype, transforms=tile),
+            "v_smem": tokens,
+            "do_smem": tokens,
+            "y_smem": tokens,
+            "state_smem": state,
+            "dstate_smem": state,
+            "m_smem": triangles(1, dtype),
+            "beta_smem": plgpu.SMEM((CHUNK,), jnp.float32),
+            "dbeta_smem": plgpu.SMEM((WARPGROUPS, CHUNK), jnp.float32),
+            "first": plgpu.Barrier(num_arrivals=9),
+            "rest": plgpu.Barrier(num_arrivals=14),
+            "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        },
+        warpgroups=WARPGROUPS,
+        compiler_params=LANE,
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    return out["dq_ref"], out["dk_ref"], jax.freeze(of_v), out["dg_ref"], out["dbeta_ref"]
+
+
+class ChannelGradientCta:
+    """A chunk of a value head."""
+
+    def __init__(self, refs: ChannelGradientRefs, *, scale: float, interpret: bool):
+        self.refs, self.scale, self.interpret = refs, scale, interpret
+        self.dtype = refs.dq_ref.dtype
+        self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
+        heads = refs.v_ref.shape[2]
+        self.chunk, self.head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
+        self.key_head = lax.div(self.head, jnp.int32(heads // refs.k_ref.shape[2]))
+        self.own = pl.ds(self.wg * 64, 64)
+        self.zero = None if interpret else register_constant(0)
+        self.row, self.column = (iota((CHUNK, CHUNK), axis) for axis in (0, 1))
+
+    def run(self) -> None:
+        refs, wg = self.refs, self.wg
+        pl.when(wg == 0)(self._copy)
+        plgpu.barrier_wait(refs.first)
+        values = self._values()
+        self._meet()
+        plgpu.barrier_wait(refs.rest)
+        y = _tile(refs.y_smem.at[wg])
+        dbeta = (y * values).sum(axis=1)
+        sums = self._with_states()
+        self._meet()  # the states' places are free
+        pl.when(wg == 0)(self._scores_of_queries)
+        pl.when(wg == 1)(self._scores_of_keys)
+        self._meet()
+        sums = self._diagonal(*sums)
+        of_q, of_row, of_column = lax.fori_loop(0, LEVELS, self._level, sums)
+        self._write(dbeta, y, of_q, of_row, of_column)
+
+    def _copy(self) -> None:
+        refs, chunk, head = self.refs, self.chunk, self.head
+        clear_triangles(refs.m_smem)
+        plgpu.commit_smem()
+        copy_rows(refs.read_ref.at[chunk, head], refs.read_smem, refs.first)
+        copy_rows(refs.states_ref.at[chunk, head], refs.state_smem, refs.first)
+        copy_rows(refs.v_ref.at[chunk, :, head], refs.v_smem, refs.first)
+        copy_triangle(refs.m_ref.at[chunk, head], refs.m_smem.at[0], refs.first)
+        beta = refs.vectors_ref.at[chunk, head, CHANNEL_BETA]
+        plgpu.copy_gmem_to_smem(beta, refs.beta_smem, refs.first)
+        copy_rows(refs.dstates_ref.at[chunk, head], refs.dstate_smem, refs.rest)
+        for ref, smem in ((refs.do_ref, refs.do_smem), (refs.y_ref, refs.y_smem)):
+            copy_rows(ref.at[chunk, :, head], smem, refs.rest)
+        for ref, smem in ((refs.q_ref, refs.q_smem), (refs.k_ref, refs.k_smem)):
+            copy_rows(ref.at[chunk, :, self.key_head], smem, refs.rest)
+        for term in range(2):
+            copy_rows(refs.g_ref.at[term, chunk, :, head], refs.g_smem.at[term], refs.rest)
+
+    def _meet(self) -> None:
+        """Both warpgroups see what either has written, and have done with what it has read."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.refs.met)
+        plgpu.barrier_wait(self.refs.met)
+
+    def _product(self, *pairs: Any) -> jax.Array:
+        """The sum of the pairs' products."""
+
+        def product(ref: Any) -> jax.Array:
+            acc = WgmmaAccumulator(ref)
+            for left, right in pairs:
+                acc.add(left, right)
+            return acc.read()
+
+        return with_accumulators(product, 1, interpret=self.interpret)
+
+    def _chosen(self, which: jax.Array) -> jax.Array:
+        """1 there, else 0, as an operand."""
+        return self._held(jnp.where(which, 1.0, 0.0).astype(self.dtype))
+
+    def _held(self, operand: jax.Array) -> jax.Array:
+        """An operand, a part of which would else be a constant."""
+        return operand if self.zero is None else without_constants(operand, TILE, self.zero)
+
+    def _decays(self, ones: jax.Array) -> jax.Array:
+        """The decay of the warpgroup's channels over the tokens of each row's ones."""
+        terms = self.refs.g_smem
+        return jnp.exp2(self._product(*((ones, terms.at[term, self.wg]) for term in range(2))))
+
+    def _summed(self, which: jax.Array, x: jax.Array) -> jax.Array:
+        """For each token the sum of x over the tokens `which`, in two terms again."""
+        scratch, ones = self.refs.read_smem.at[self.wg], self._chosen(which)
+        rounded = x.astype(self.dtype)
+        scratch[...] = rounded
+        plgpu.commit_smem()
+        total = self._product((ones, scratch))
+        plgpu.commit_smem()
+        scratch[...] = (x - rounded.astype(jnp.float32)).astype(self.dtype)
+        plgpu.commit_smem()
+        return total + self._product((ones, scratch))
+
+    def _beta(self) -> jax.Array:
+        return over_rows(plgpu.load(self.refs.beta_smem, layout=BY_ROW, optimized=False))
+
+    def _values(self) -> jax.Array:
+        """V, of the warpgroup's channels; U takes its place."""
+        refs, values = self.refs, self.refs.v_smem.at[self.wg]
+        state = [refs.state_smem.at[half, self.own].transpose((1, 0)) for half in range(2)]
+        seen = self._product(*((refs.read_smem.at[half], state[half]) for half in range(2)))
+        rows = _tile(values)
+        values[...] = (self._beta() * (rows + seen)).astype(self.dtype)
+        plgpu.commit_smem()
+        m = [plgpu.load(refs.m_smem.at[0, half], layout=TILE) for half in range(2)]
+        u = self._product((jnp.concatenate(m, axis=1), values))
+        warpgroup_barrier(interpret=self.interpret)  # the products of all its warps have read W
+        values[...] = u.astype(self.dtype)
+        return rows
+
+    def _with_states(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gradients by the states: of queries; of keys where they read, without beta; and of keys
+        where they are written, whose decays end with the chunk."""
+        refs, wg = self.refs, self.wg
+
+        def with_state(left: Any, state: Any) -> jax.Array:
+            pairs = ((left.at[half], state.at[wg, pl.ds(64 * half, 64)]) for half in range(2))
+            return self._product(*pairs)
+
+        written = with_state(refs.v_smem, refs.dstate_smem)
+        written = written * self._decays(self._chosen(self.column > self.row))
+        # The last token's sum has all of them.
+        total = self._summed(self.row == CHUNK - 1, written * _tile(refs.k_smem.at[wg]))
+        store(self._of_gates(), total, interpret=self.interpret)
+        read = self._decays(self._chosen(self.column <= self.row))
+        of_q = self.scale * read * with_state(refs.do_smem, refs.state_smem)
+        of_row = -read * with_state(refs.y_smem, refs.state_smem)
+        return of_q, of_row, written
+
+    def _of_gates(self) -> Any:
+        return self.refs.dg_ref.at[self.chunk, :, self.head, self.own]
+
+    def _scores(self, left: Any) -> jax.Array:
+        """left U^T, of [2, 64, 64]."""
+        right = [self.refs.v_smem.at[half].transpose((1, 0)) for half in range(2)]
+        return self._product(*((left.at[half], right[half]) for half in range(2)))
+
+    def _scores_of_queries(self) -> None:
+        """F"""
+        f = jnp.where(self.column <= self.row, self.scale * self._scores(self.refs.do_smem), 0.0)
+        self._f[...] = f.astype(self.dtype)
+
+    def _scores_of_keys(self) -> None:
+        """E, and H, which has beta."""
+        e = jnp.where(self.column < self.row, -self._scores(self.refs.y_smem), 0.0)
+        self._e[...] = e.astype(self.dtype)
+        self._h[...] = (self._beta() * e).astype(self.dtype)
+
+    @property
+    def _f(self) -> Any:
+        return self.refs.dstate_smem.at[0, pl.ds(0, CHUNK)]
+
+    @property
+    def _e(self) -> Any:
+        return self.refs.dstate_smem.at[1, pl.ds(0, CHUNK)]
+
+    @property
+    def _h(self) -> Any:
+        return self.refs.dstate_smem.at[1, pl.ds(CHUNK, CHUNK)]
+
+    def _times_decays(self) -> tuple[Any, Any]:
+        """Where keys and queries of the warpgroup's channels lie, times decays."""
+        return tuple(self.refs.state_smem.at[self.wg, pl.ds(at, CHUNK)] for at in (0, CHUNK))
+
+    def _diagonal(
+        self, of_q: jax.Array, of_row: jax.Array, of_column: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Adds the products of each token with itself."""
+        f = self._masked(self._f, self.row == self.column)
+        of_q = of_q + self._product((f, self.refs.k_smem.at[self.wg]))
+        of_column = of_column + self._product((f, self.refs.q_smem.at[self.wg]))
+        return of_q, of_row, of_column
+
+    def _masked(self, ref: Any, which: jax.Array) -> jax.Array:
+        kept = jnp.where(which, plgpu.load(ref, layout=TILE), jnp.zeros((), self.dtype))
+        return self._held(kept)
+
+    def _level(self, level: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Adds products of tokens in halves of 2**level tokens."""
+        of_q, of_row, of_column = sums
+        # From the place between the halves up to a token, or from behind it up to there.
+        decays = self._decays(up_to_each(level, self.zero))
+        keys, queries = self._times_decays()
+        for smem, rows in ((keys, self.refs.k_smem), (queries, self.refs.q_smem)):
+            smem[...] = (decays * _tile(rows.at[self.wg])).astype(self.dtype)
+        plgpu.commit_smem()
+
+        def met(scores: Any, *, second: bool) -> jax.Array:
+            tile = plgpu.load(scores, layout=TILE)
+            return across_halves(tile, level, self.zero, second=second)
+
+        of_q = of_q + decays * self._product((met(self._f, second=True), keys))
+        of_row = of_row + decays * self._product((met(self._e, second=True), keys))
+        f, h = (met(ref.transpose((1, 0)), second=False) for ref in (self._f, self._h))
+        of_column = of_column + decays * self._product((f, queries), (h, keys))
+        plgpu.commit_smem()  # all of the warpgroup's warps have read keys and queries
+        return of_q, of_row, of_column
+
+    def _write(
+        self,
+        dbeta: jax.Array,
+        y: jax.Array,
+        of_q: jax.Array,
+        of_row: jax.Array,
+        of_column: jax.Array,
+    ) -> None:
+        refs, wg = self.refs, self.wg
+        keys, queries = (_tile(rows.at[wg]) for rows in (refs.k_smem, refs.q_smem))
+        refs.dbeta_smem.at[wg][...] = dbeta + (keys * of_row).sum(axis=1)
+        of_row = self._beta() * of_row
+        target = self._of_gates()
+        of_last = plgpu.load(target, layout=TILE, optimized=False)
+        # A gate is in the sums of its own token and of the ones behind it.
+        of_gates = queries * of_q + keys * (of_row - of_column) + of_last
+        of_gates = self._summed(self.column >= self.row, of_gates)
+        store(target, of_gates, interpret=self.interpret)
+        staged = (*self._times_decays(), refs.y_smem.at[wg])
+        tiles = of_q, of_row + of_column, self._beta() * y
+        for smem, tile in zip(staged, tiles, strict=True):
+            smem[...] = tile.astype(self.dtype)
+        plgpu.commit_smem()
+        for smem, ref in zip(staged, (refs.dq_ref, refs.dk_ref, refs.y_ref), strict=True):
+            plgpu.copy_smem_to_gmem(smem, ref.at[self.chunk, :, self.head, self.own])
+        dbeta_ref = refs.dbeta_ref.at[self.chunk, self.head, wg]
+        plgpu.copy_smem_to_gmem(refs.dbeta_smem.at[wg], dbeta_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _tile(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=TILE).astype(jnp.float32)
