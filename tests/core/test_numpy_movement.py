@@ -10,8 +10,6 @@ from jax._src import compiler
 from tests.helpers import numpy_movement
 
 FLOATS = np.array([[np.nan, np.inf, 1e38, 1e-42], [65504, 65520, -0.0, 1.00390625]], np.float32)
-# The last two are subnormal.
-HALVES = np.array([[np.nan, -np.inf, 65504], [-0.0, 6e-8, -6e-5]], np.float16)
 NUMBERS = np.array([[300, -5], [2**31 - 1, -(2**31)]], np.int32)
 MOVES = [
     (FLOATS, lambda x: x[1]),
@@ -26,10 +24,7 @@ MOVES = [
     (FLOATS, lambda x: lax.concatenate([x, x], 1)),
     (FLOATS, lambda x: x.astype(jnp.bfloat16)),
     (FLOATS, lambda x: x.astype(jnp.float16)),
-    (HALVES, lambda x: x.astype(jnp.float32)),
-    (HALVES.astype(jnp.bfloat16), lambda x: x.astype(jnp.float32)),
-    (HALVES, lambda x: x.astype(jnp.bfloat16)),
-    (NUMBERS, lambda x: x.astype(bool)),
+    (FLOATS, lambda x: x.astype(bool)),
     (FLOATS, lambda x: lax.bitcast_convert_type(x, jnp.int32)),
     (NUMBERS, lambda x: x.astype(jnp.int8)),
     (NUMBERS, lambda x: x.astype(jnp.float16)),
@@ -42,11 +37,7 @@ def test_the_bits_are_xlas_and_nothing_is_compiled(bound, monkeypatch):
     device = jax.devices()[0] if bound else None
     given = [(jax.device_put(x, device), move) for x, move in MOVES]
     wanted = [jax.jit(move)(x) for x, move in given]
-    wanted += [jax.jit(lambda x=x: jnp.asarray(x))() for x in (FLOATS, NUMBERS, np.int32(3))]
     monkeypatch.setattr(compiler, "backend_compile_and_load", None)
-    if not bound:
-        given += [(x, jnp.asarray) for x in (FLOATS, NUMBERS, np.int32(3))]
-    wanted = wanted[: len(given)]
     for (x, move), expected in zip(given, wanted, strict=True):
         found = move(x)
         assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
@@ -54,12 +45,10 @@ def test_the_bits_are_xlas_and_nothing_is_compiled(bound, monkeypatch):
 
 
 def test_a_result_has_memory_of_its_own():
-    x = jax.jit(lambda: jnp.asarray(FLOATS))()
-    moved = x.reshape(4, 2)
-    pointer = x.unsafe_buffer_pointer()
-    after = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    assert after.unsafe_buffer_pointer() == pointer
-    np.testing.assert_array_equal(moved, FLOATS.reshape(4, 2))
+    x = jax.device_put(FLOATS)
+    row = x[1]
+    x.delete()
+    np.testing.assert_array_equal(row, FLOATS[1])
 
 
 def test_what_an_engine_moves_is_compiled():

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 PACKAGE = os.path.join(os.path.dirname(__file__), "..", "..", "jaxattn")
 COUNTED = tuple(
@@ -30,9 +31,9 @@ class Elsewhere(Exception):
 
 
 def _converted(x: np.ndarray, *, new_dtype: Any, weak_type: bool, sharding: Any) -> np.ndarray:
-    """Where NumPy gives XLA's bits: not for eight-bit floats, nor from floats to integers."""
+    """Where NumPy rounds as XLA does: not from floats to integers, nor of eight bits."""
     to = np.dtype(new_dtype)
-    exact = x.dtype in FLOATS and to in FLOATS
+    exact = x.dtype in FLOATS and (to in FLOATS or to.kind == "b")
     if not (exact or x.dtype.kind in WHOLE and (to in FLOATS or to.kind in WHOLE)):
         raise Elsewhere
     if weak_type or sharding is not None:
@@ -80,17 +81,16 @@ def _cut(x: np.ndarray, *begins: np.ndarray, slice_sizes: Any) -> np.ndarray:
     return x[tuple(slice(at, at + cut) for at, cut in zip(first, slice_sizes, strict=True))]
 
 
-MOVES: dict[str, Callable[..., np.ndarray]] = {
-    "bitcast_convert_type_p": _seen_as,
-    "broadcast_in_dim_p": _broadcast,
-    "concatenate_p": lambda *each, dimension: np.concatenate(each, dimension),
-    "convert_element_type_p": _converted,
-    "dynamic_slice_p": _cut,
-    "reshape_p": _reshaped,
-    "slice_p": _sliced,
-    "squeeze_p": lambda x, *, dimensions: x.squeeze(tuple(dimensions)),
-    "stage_p": lambda x: x,  # of `jnp.asarray`
-    "transpose_p": lambda x, *, permutation: x.transpose(permutation),
+MOVES: dict[Any, Callable[..., np.ndarray]] = {
+    lax.convert_element_type_p: _converted,
+    lax.bitcast_convert_type_p: _seen_as,
+    lax.reshape_p: _reshaped,
+    lax.broadcast_in_dim_p: _broadcast,
+    lax.slice_p: _sliced,
+    lax.dynamic_slice_p: _cut,
+    lax.squeeze_p: lambda x, *, dimensions: x.squeeze(tuple(dimensions)),
+    lax.transpose_p: lambda x, *, permutation: x.transpose(permutation),
+    lax.concatenate_p: lambda *each, dimension: np.concatenate(each, dimension),
 }
 
 
@@ -110,39 +110,29 @@ def move_by_numpy() -> None:
     """For the whole process. Where JAX has moved what this replaces, it stays as it is."""
     try:
         from jax._src.array import ArrayImpl
-        from jax._src.lax import lax as operations
-        from jax._src.lax import slicing
-
-        primitives = {name: getattr(operations, name, None) for name in MOVES}
-        primitives |= {name: getattr(slicing, name) for name in MOVES if hasattr(slicing, name)}
     except ImportError:
         return
-
-    def is_weak(x: Any) -> bool:
-        return getattr(x, "weak_type", False)
-
     known: dict[CodeType, bool] = {}
     [device] = jax.devices()[:1]
 
     def host(x: Any) -> np.ndarray:
-        """Of an array that lies where all do, or of NumPy's."""
+        """Of one array that lies where all do; of an index also NumPy's."""
         if isinstance(x, ArrayImpl):
-            if x.sharding.device_set != {device}:
+            if x.aval.weak_type or x.sharding.device_set != {device}:
                 raise Elsewhere
             if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
                 raise Elsewhere
-        elif not isinstance(x, np.ndarray | np.generic) or isinstance(x, np.ma.MaskedArray):
-            raise Elsewhere
-        elif jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
-            raise Elsewhere
-        return np.asarray(x)
+            return np.asarray(x)
+        if isinstance(x, np.integer | np.ndarray) and x.dtype == np.int32:
+            return np.asarray(x)
+        raise Elsewhere
 
-    def moving(compiled: Callable[..., Any], move: Callable[..., np.ndarray]) -> Callable[..., Any]:
+    def moving(primitive: Any, move: Callable[..., np.ndarray]) -> Callable[..., Any]:
+        compiled = primitive.impl
+
         def moved(*arguments: Any, **options: Any) -> Any:
             if jax.config.jax_default_device is None and not _counted(sys._getframe(1), known):
                 try:
-                    if move is not _converted and any(map(is_weak, arguments)):
-                        raise Elsewhere
                     # A copy: whatever lends its memory may be donated.
                     found = np.array(move(*map(host, arguments), **options), order="C")
                     bound = any(getattr(x, "committed", False) for x in arguments)
@@ -153,6 +143,5 @@ def move_by_numpy() -> None:
 
         return moved
 
-    for name, primitive in primitives.items():
-        if primitive is not None:
-            primitive.def_impl(moving(primitive.impl, MOVES[name]))
+    for primitive, move in MOVES.items():
+        primitive.def_impl(moving(primitive, move))
