@@ -36,7 +36,6 @@ from tests.helpers.executables import (  # noqa: E402
     with_locations,
 )
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
-from tests.helpers.numpy_movement import move_by_numpy  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
 # Of each operation JAX notes where in the source it comes from, ten callers deep; no test reads it,
@@ -47,7 +46,6 @@ if jax.default_backend() == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
     leave_out_locations()
     keep_freed_memory()
-    move_by_numpy()
 use_numpy_callbacks()
 share_executables()
 # All of it is read once, and most of it stays.
