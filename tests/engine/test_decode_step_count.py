@@ -62,9 +62,9 @@ def sent(four, monkeypatch):
     four.start()
     log, decode = [], four._loop.runner.decode
 
-    def counted(lines, level, words, steps):
+    def counted(lines, level, words, steps, *more):
         log.append(steps)
-        return decode(lines, level, words, steps)
+        return decode(lines, level, words, steps, *more)
 
     monkeypatch.setattr(four._loop.runner, "decode", counted)
     return log

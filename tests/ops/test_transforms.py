@@ -38,7 +38,8 @@ SLOWLY_LOWERED = (
 
 def rows() -> dict[str, list[str]]:
     """The cells behind each op of the docs' table."""
-    lines = re.findall(r"^\| `(\w+)` \|(.+)\|$", PAGE.read_text(), re.MULTILINE)
+    table = PAGE.read_text().partition("\n| op |")[2].partition("\n\n")[0]
+    lines = re.findall(r"^\| `(\w+)` \|(.+)\|$", table, re.MULTILINE)
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in lines}
 
 

@@ -29,8 +29,8 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
 
 
 @pytest.mark.slow_cases(
-    reason="a cut of another axis; found by the other layouts there, and of data groups with experts "
-    "by parallel/test_tiny_checkpoints and with a delta net by grouped-query attention, too"
+    reason="a cut of another axis; found by the other layouts there, and of data groups with "
+    "experts by parallel/test_tiny_checkpoints and with a delta net by grouped-query attention, too"
 )
 @pytest.mark.parametrize(
     "layout",

@@ -140,7 +140,4 @@ class Conversation:
 
     def _end(self, done: Completion) -> None:
         self.completions.append(done)
-        new = dataclasses.asdict(self.engine.stats)
-        self.stats = GenerationStats(
-            **{name: getattr(self.stats, name) + new[name] for name in new}
-        )
+        self.stats = self.stats.with_more(self.engine.stats)

@@ -1,6 +1,7 @@
 """Statistics of a run: counts and times."""
 
 import dataclasses
+from typing import Self
 
 
 @dataclasses.dataclass
@@ -38,6 +39,14 @@ class GenerationStats:
     @property
     def prompt_tokens_per_second(self) -> float:
         return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    def with_more(self, more: Self) -> Self:
+        """The sums of both; a bucket drafts if it does in the later one."""
+        sums = {}
+        for field in dataclasses.fields(self):
+            one, other = getattr(self, field.name), getattr(more, field.name)
+            sums[field.name] = one | other if isinstance(one, dict) else one + other
+        return dataclasses.replace(self, **sums)
 
     @property
     def decoded_tokens_per_second(self) -> float:

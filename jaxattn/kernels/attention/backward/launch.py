@@ -9,7 +9,8 @@ Limits: queries and values of 64 and 64 dims, 128 and 128, 192 and 128, or 256 a
 bfloat16 or all float16; any T, heads, group and number of rows. Memory beside the results: dq in
 float32.
 Reference: the gradient of `jaxattn.gqa.gqa_attention` and `jaxattn.mla.causal_attention`
-(implementation="xla"); tests: test_backward.py and test_op_gradients.py of tests/kernels/attention.
+(implementation="xla"); tests: tests/kernels/attention/test_backward.py, and of the ops on a GPU
+test_op_gradients.py beside it.
 """
 
 from typing import Any, NamedTuple
