@@ -1,5 +1,6 @@
 """On a Hopper GPU no gradient falls back to XLA unsaid, and what has none names its argument."""
 
+import unittest.mock
 import warnings
 
 import jax
@@ -67,6 +68,11 @@ REFUSED = {
 }  # fmt: skip
 
 
+def gpu_by_default():
+    """Forward ops warn on a GPU only, and not where a plan traces what a GPU would run."""
+    return unittest.mock.patch.object(jax, "default_backend", lambda: "gpu")
+
+
 def warnings_of(op, operands, of=0, calls=1):
     """What is said, with Python's own filter, of the gradient of an operand."""
 
@@ -77,7 +83,7 @@ def warnings_of(op, operands, of=0, calls=1):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(calls):
-            with traced_for_hopper(True), kernels_untraced(True):
+            with traced_for_hopper(True), kernels_untraced(True), gpu_by_default():
                 jax.eval_shape(jax.grad(loss), operands[of])
     return [str(each.message) for each in caught if each.category is UserWarning]
 
