@@ -6,6 +6,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # A job in the background ignores Ctrl-C, and so would every process that it starts.
@@ -231,6 +232,27 @@ def _little_garbage_to_look_through(request: pytest.FixtureRequest) -> None:
     if "gc" in vars(request.module):
         gc.collect()
         gc.freeze()
+
+
+# A process may have 65,530 mappings (Linux's vm.max_map_count), a program of XLA:CPU takes up to
+# twelve, and XLA ends the process where one more is refused.
+MOST_MAPPINGS = 40_000
+MAPPINGS = Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mappings_for_more_programs() -> None:
+    """Lets JAX forget its programs before there are too many; it traces again what is used again."""
+    global MOST_MAPPINGS
+    if jax.default_backend() == "cpu" and MAPPINGS.exists():
+        if _mappings() > MOST_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
+            MOST_MAPPINGS = max(MOST_MAPPINGS, _mappings() + 5_000)
+
+
+def _mappings() -> int:
+    return MAPPINGS.read_bytes().count(b"\n")
 
 
 @pytest.fixture
