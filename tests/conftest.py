@@ -242,7 +242,7 @@ MAPPINGS = Path("/proc/self/maps")
 
 @pytest.fixture(scope="module", autouse=True)
 def _mappings_for_more_programs() -> None:
-    """Lets JAX forget its programs before there are too many; it traces again what is used again."""
+    """Lets JAX forget its programs before there are too many. What is used again is traced."""
     global MOST_MAPPINGS
     if jax.default_backend() == "cpu" and MAPPINGS.exists():
         if _mappings() > MOST_MAPPINGS:
