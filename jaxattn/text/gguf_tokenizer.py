@@ -188,13 +188,11 @@ def _settings(
             stops.add(number)
     template = metadata.get("tokenizer.chat_template")
     add_bos = metadata.get(f"{KEY}.add_bos_token", add_bos)
-    add_eos = metadata.get(f"{KEY}.add_eos_token", False)
     return TokenizerConfig(
         folder=path,
         named=named,
         more=(),
         add_bos=bool(add_bos) and "bos_token" in named,
-        add_eos=bool(add_eos) and "eos_token" in named,
         eos_ids=tuple(sorted(stops)),
         defaults=SamplingDefaults(),
         vocab_size=len(tokens),

@@ -103,7 +103,7 @@ class HubTokenizer(Tokenizer):
         self._template = ChatTemplate(settings)
         self._add_bos = settings.add_bos
         self._bos = self._named(settings, "bos_token") if settings.add_bos else None
-        self._behind = self._behind_prompts(settings)
+        self._behind = [] if settings.add_bos is None else self._behind_prompts()
         eos_ids = settings.eos_ids
         if "eos_token" in settings.named and (not eos_ids or self._knows(settings, "eos_token")):
             eos_ids = tuple(sorted({*eos_ids, self._named(settings, "eos_token")}))
@@ -121,10 +121,11 @@ class HubTokenizer(Tokenizer):
 
         BOS stands first if tokenizer_config.json has add_bos_token, and once only. If it says
         false there is none. If it says nothing, tokenizer.json's own rule holds. What the rule
-        writes behind a prompt, such as an embedding model's EOS, always stands there. EOS does too
-        if tokenizer_config.json has add_eos_token.
+        writes behind a prompt, such as an embedding model's EOS, always stands there.
         """
-        ids = self._ids(text, self._add_bos is None)
+        if self._add_bos is None:
+            return self._ids(text, True)
+        ids = self._ids(text, False)
         if self._bos is not None and ids[:1] != [self._bos]:
             ids = [self._bos, *ids]
         return ids + self._behind
@@ -174,16 +175,11 @@ class HubTokenizer(Tokenizer):
         )
         return self._ids(text, False)
 
-    def _behind_prompts(self, settings: TokenizerConfig) -> list[int]:
-        """The ids behind a prompt that tokenizer.json's rule, where it is followed, does not write.
-
-        Without it they are those that it would write.
-        """
+    def _behind_prompts(self) -> list[int]:
+        """The ids that tokenizer.json's rule writes behind a prompt."""
         ruled, plain = self._ids("a", True), self._ids("a", False)
         ends = range(len(plain), len(ruled) + 1)
-        behind = next((ruled[n:] for n in ends if ruled[n - len(plain) : n] == plain), [])
-        eos = [self._named(settings, "eos_token")] if settings.add_eos else []
-        return ([] if self._add_bos is None else behind) + ([] if behind[-1:] == eos else eos)
+        return next((ruled[n:] for n in ends if ruled[n - len(plain) : n] == plain), [])
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """The ids of a text.

@@ -75,7 +75,6 @@ class TokenizerConfig:
         named: special tokens by the names that a template uses, such as bos_token.
         more: `additional_special_tokens`.
         add_bos: whether a prompt begins with BOS; None leaves it to tokenizer.json.
-        add_eos: whether a prompt ends with EOS, where tokenizer.json does not say so itself.
         eos_ids: end-of-sequence ids of generation_config.json and config.json together. Empty if
             neither has one.
         defaults: sampling.
@@ -89,7 +88,6 @@ class TokenizerConfig:
     named: Mapping[str, str]
     more: tuple[str, ...]
     add_bos: bool | None
-    add_eos: bool
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
     vocab_size: int | None
@@ -115,7 +113,6 @@ def read_settings(folder: Path) -> TokenizerConfig:
         named={name: token for name, token in named.items() if token is not None},
         more=tokenizer.items("additional_special_tokens", ListOf(_content), "a list of tokens"),
         add_bos=tokenizer.flag("add_bos_token"),
-        add_eos=bool(tokenizer.flag("add_eos_token")),
         eos_ids=eos_ids,
         defaults=_defaults(generation),
         vocab_size=config.optional("vocab_size", ID) or inner.optional("vocab_size", ID),

@@ -82,3 +82,14 @@ def test_buckets_are_switched_each_for_itself():
     assert {bucket: each.drafting for bucket, each in switch.buckets.items()} == {
         1: True, 128: False,
     }  # fmt: skip
+
+
+def test_a_step_of_a_trial_that_nobody_observes_is_made_up_for():
+    """A step that was sent ahead of a row's end tells no token, so nothing observes it."""
+    switch, drafted = DraftSwitch(), 0
+    for step in range(20_000):
+        drafts = switch.choose(1)
+        drafted += drafts
+        if step != TRIAL + 4:
+            switch.observe(1, drafts, 1.5 if drafts else 1.0, 1.0)
+    assert drafted < 600

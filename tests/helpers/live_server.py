@@ -44,7 +44,6 @@ class ChatBytes(ByteTokenizer):
             named={},
             more=(),
             add_bos=None,
-            add_eos=False,
             eos_ids=(),
             defaults=SamplingDefaults(),
             vocab_size=256,

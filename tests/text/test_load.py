@@ -151,24 +151,6 @@ def test_what_tokenizer_jsons_rule_writes_behind_a_prompt_stays(folder, says):
     assert load(folder).encode("hello") == [*begin, *plain, end]
 
 
-@pytest.mark.parametrize("bos", [None, True, False])
-@pytest.mark.parametrize("rule", ["$A", f"$A {END}", f"{BEGIN} $A"])
-def test_eos_stands_last_and_once_where_the_config_says_so(folder, rule, bos):
-    inner = byte_level()
-    begin, end = map(inner.token_to_id, (BEGIN, END))
-    inner.post_processor = processors.TemplateProcessing(
-        single=rule, special_tokens=[(BEGIN, begin), (END, end)]
-    )
-    plain = inner.encode("hello", add_special_tokens=False).ids
-    config = {"bos_token": BEGIN, "eos_token": END, "add_bos_token": bos, "add_eos_token": True}
-    write_folder(folder, inner, tokenizer_config=config)
-    begins = [begin] if bos or (bos is None and rule.startswith(BEGIN)) else []
-    assert load(folder).encode("hello") == [*begins, *plain, end]
-    write_folder(folder, None, tokenizer_config={"add_eos_token": True})
-    with pytest.raises(TextError, match="eos_token of tokenizer_config.json has to be a token"):
-        load(folder)
-
-
 def test_no_prompt_is_cut_or_padded(folder):
     inner = byte_level()
     inner.enable_truncation(4)

@@ -67,10 +67,9 @@ class BucketSwitch:
         if trial is not None:
             self._left[trial] -= 1
             return trial
-        if all(times.known for times in self._times.values()):
-            self._until -= 1
-            if self._until <= 0:
-                self._try_again()
+        self._until -= 1
+        if self._until <= 0:
+            self._try_again()
         return self.drafting
 
     def observe(self, drafts: bool, seconds: float, tokens: float) -> bool:
