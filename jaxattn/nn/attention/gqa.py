@@ -4,37 +4,29 @@ What is cached for a token is its keys and values, [Hk, D] numbers each. Each ke
 H / Hk query heads.
 """
 
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.rope import QueryScaling, RopeConfig, Rotation, rope
+from jaxattn.core.numerics.rope import Rotation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.array_checks import check_sizes
-from jaxattn.nn.attention.paged_attention import PagedAttention
+from jaxattn.nn.attention.gqa_projections import GroupedQueryProjections
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
-from jaxattn.nn.fp8_linear import new_linear
-from jaxattn.nn.linear import linears
-from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.gqa.cache import check_cache
 from jaxattn.ops.linear.norm_linear import PendingNorm
-from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, all_reduce
+from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 from jaxattn.parallel.context_parallel import own_of_shared, prefix_of, written_places
 
 
-class GroupedQueryAttention(PagedAttention):
+class GroupedQueryAttention(GroupedQueryProjections):
     """The causal self-attention of Qwen, Llama and gpt-oss, without its pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -75,97 +67,6 @@ class GroupedQueryAttention(PagedAttention):
         ValueError: a size is not a positive integer, H is no multiple of Hk, more dims would be
             rotated than there are, or two options are given that exclude each other.
     """
-
-    reads = ("k_proj", "[hidden, Hk * D]")
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        rope: RopeConfig,
-        qk_norm: bool = False,
-        heads_norm: bool = False,
-        gated: bool = False,
-        biases: bool = False,
-        out_bias: bool = False,
-        query_scaling: QueryScaling | None = None,
-        window: int | None = None,
-        sinks: bool = False,
-        scaled_cache: bool = False,
-        fp8: Collection[str] = (),
-        eps: float = 1e-6,
-        out_init_scale: float = 1.0,
-        dtype: DTypeLike = jnp.bfloat16,
-        param_dtype: DTypeLike = jnp.float32,
-        norm_dtype: DTypeLike | None = None,
-        parallel: Parallel = ALONE,
-        rngs: nnx.Rngs,
-    ):
-        check_sizes(
-            "GroupedQueryAttention",
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            **({} if window is None else {"window": window}),
-        )
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                "GroupedQueryAttention: num_heads must be a multiple of num_kv_heads, got "
-                f"{num_heads=}, {num_kv_heads=}"
-            )
-        if rope.dim > head_dim:
-            raise ValueError(
-                f"GroupedQueryAttention: rope.dim must be at most {head_dim=}; got {rope.dim}"
-            )
-        for first, second, both in (
-            ("qk_norm", "query_scaling", qk_norm and query_scaling is not None),
-            ("heads_norm", "qk_norm", heads_norm and qk_norm),
-            ("heads_norm", "gated", heads_norm and gated),
-        ):
-            if both:
-                raise ValueError(f"GroupedQueryAttention: {first} has no {second} beside it")
-        self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
-        self.query_scaling, self.parallel = query_scaling, parallel
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.dtype, self.eps = jnp.dtype(dtype), eps
-
-        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        of_query, of_keys = head_dim * (2 if gated else 1), (hidden_size, num_kv_heads * head_dim)
-        # With a bias added, a norm or a factor, a number is rounded once too.
-        of_q, of_k, of_v = (
-            jnp.float32 if changed else dtype
-            for changed in (biases or heads_norm or query_scaling, biases or heads_norm, biases)
-        )
-        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=of_q)
-        self.k_proj = linear("k_proj", *of_keys, out_dtype=of_k)
-        self.v_proj = linear("v_proj", *of_keys, out_dtype=of_v)
-        self.biases = biases
-        if biases:
-            self.q_bias = nnx.Param(jnp.zeros(num_heads * of_query, param_dtype))
-            self.k_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
-            self.v_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
-        norm = partial(RMSNorm, eps=eps, param_dtype=norm_dtype or param_dtype)
-        if qk_norm:
-            self.q_norm, self.k_norm = norm(head_dim), norm(head_dim)
-        self.heads_norm = heads_norm
-        if heads_norm:
-            self.q_heads_norm = norm(num_heads * head_dim)
-            self.k_heads_norm = norm(num_kv_heads * head_dim)
-        self.has_sinks = sinks
-        if sinks:
-            self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32))
-        self.scaled_cache = scaled_cache
-        if scaled_cache:
-            self.kv_scale = nnx.Param(jnp.ones((2, num_kv_heads), jnp.float32))
-        heads = num_heads * head_dim
-        self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
-        self.out_bias = out_bias
-        if out_bias:
-            self.o_bias = nnx.Param(jnp.zeros(hidden_size, param_dtype))
 
     def _attend_whole(
         self, x: Array, positions: Array, packed: dict[str, Any]
@@ -446,16 +347,6 @@ class GroupedQueryAttention(PagedAttention):
             out, rest, sent = spread.attend(heads, attend)
         return out, kv_cache, rest[0] if rest else None, *sent
 
-    def packed_weights(self) -> Float[Array, "W"] | None:
-        """The norms of queries and keys for `decode`, as it reads them; None without norms."""
-        if not self.qk_norm:
-            return None
-        return gqa.pack_gqa_weights(self.q_norm.weight[...], self.k_norm.weight[...])
-
-    @property
-    def _scale(self) -> Array | None:
-        return self.kv_scale[...] if self.scaled_cache else None
-
     def _dtype_beside(self, kv_cache: Array) -> Any:
         """Of queries: the cache's, or beside an FP8 one the compute dtype."""
         return self.dtype if self.scaled_cache else kv_cache.dtype
@@ -466,42 +357,12 @@ class GroupedQueryAttention(PagedAttention):
         both = stored.unpack(stored.pack(jnp.stack([k, v], axis=2), scale), scale)
         return both[:, :, 0].astype(k.dtype), both[:, :, 1].astype(v.dtype)
 
-    @property
-    def _masking(self) -> dict[str, Any]:
-        return {"window": self.window, "sinks": self.sinks[...] if self.has_sinks else None}
-
     def _check_cache(
         self, arguments: OpArguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
     ) -> None:
         sizes = {"Hk": self.num_kv_heads, "D": self.head_dim}
         arguments.sizes |= {name: (size, "this module") for name, size in sizes.items()}
         check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
-
-    def _heads(
-        self, x: Array, positions: Array, dtype: DTypeLike | None = None
-    ) -> tuple[Array, Array, Array, Array | None]:
-        """(q [B, T, H, D], k and v [B, T, Hk, D], gate [B, T, H, D] or None).
-
-        `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
-        """
-        return self._turned(*self._projected(x, positions), positions, dtype=dtype)
-
-    def _turned(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        positions: Array | Rotation,
-        dtype: DTypeLike | None = None,
-    ) -> tuple[Array, Array, Array, Array | None]:
-        """As `_heads`, of what `_projected` gave."""
-        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
-        with jax.named_scope("gqa_norm_and_rope"):
-            if self.qk_norm:
-                q, k = self.q_norm(q), self.k_norm(k)
-            q, k = self._rotated(q, positions), self._rotated(k, positions)
-        return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
     def _new_heads(
         self, op: str, x: Array | PendingNorm, seq_lens: Any, query_lens: Any
@@ -520,43 +381,6 @@ class GroupedQueryAttention(PagedAttention):
         others = None if rows is None else self.decode_positions(op, rows["seq_lens"], 1, None)
         return lines.join(own, others)
 
-    def _projected(
-        self, x: Array | PendingNorm, positions: Int[Array, "B T"] | None = None
-    ) -> tuple[Array, Array, Array]:
-        """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
-        with jax.named_scope("gqa_qkv_proj"):
-            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
-            if self.biases:
-                added = (self.q_bias, self.k_bias, self.v_bias)
-                q, k, v = (
-                    y + bias[...].astype(jnp.float32)
-                    for y, bias in zip((q, k, v), added, strict=True)
-                )
-            if self.heads_norm:
-                q, k = self._normed(q, self.q_heads_norm), self._normed(k, self.k_heads_norm)
-            if self.query_scaling is not None and positions is not None:
-                q = q * self.query_scaling.factor(positions)[..., None]
-            q = q.astype(self.dtype).reshape(*x.shape[:2], self.num_heads, -1)
-            k, v = (
-                y.astype(self.dtype).reshape(*x.shape[:2], self.num_kv_heads, self.head_dim)
-                for y in (k, v)
-            )
-            return q, k, v
-
-    def _normed(self, x: Float[Array, "B T N"], norm: RMSNorm) -> Float[Array, "B T N"]:
-        """The norm of all heads together, of which each GPU has as many."""
-        if self.parallel.tensor == 1:
-            return norm(x)
-        squares = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
-        total = all_reduce(squares, self.parallel, "tensor", jnp.float32)
-        scale = jax.lax.rsqrt(total / self.parallel.tensor + norm.eps)
-        return x.astype(jnp.float32) * scale * norm.weight[...].astype(jnp.float32)
-
-    def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
-        """Its first `rope.dim` dims turned."""
-        turned = rope(x[..., : self.rope.dim], positions, self.rope)
-        return jnp.concatenate([turned, x[..., self.rope.dim :]], axis=-1)
-
     def _output(
         self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any
     ) -> Float[Array, "B T hidden"]:
@@ -566,11 +390,3 @@ class GroupedQueryAttention(PagedAttention):
 
     def _most(self, kv_cache: Array, block_tables: Any) -> int:
         return int(block_tables.shape[1] * kv_cache.shape[-3])
-
-    def _project_out(self, out: Array) -> Array:
-        with jax.named_scope("gqa_o_proj"):
-            y = self.o_proj(out.reshape(*out.shape[:2], -1))
-            if not self.out_bias:
-                return y
-            # The GPUs' outputs are summed: each adds its part.
-            return y + self.o_bias[...].astype(jnp.float32) / self.parallel.tensor

@@ -5,34 +5,29 @@ together. Training and prefill expand it to keys and values; decoding moves the 
 query and the output (weight absorption), so that the heads attend over the latents themselves.
 """
 
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope, softmax_scale
-from jaxattn.core.validation.array_checks import FLOATS, check_sizes
-from jaxattn.nn.attention.paged_attention import PagedAttention
+from jaxattn.core.numerics.rope import Rotation
+from jaxattn.core.validation.array_checks import FLOATS
+from jaxattn.nn.attention.mla_projections import LatentProjections
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
-from jaxattn.nn.fp8_linear import new_linear
-from jaxattn.nn.linear import StackedWeight, linears, matmul, normal
-from jaxattn.nn.norm import RMSNorm
+from jaxattn.nn.linear import matmul
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
-from jaxattn.ops.mla.append import mla_append, pack_mla_weights
+from jaxattn.ops.mla.append import mla_append
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 from jaxattn.parallel.context_parallel import prefix_of, written_places
 
 
-class MultiHeadLatentAttention(PagedAttention):
+class MultiHeadLatentAttention(LatentProjections):
     """MLA with RoPE; the causal self-attention of a DeepSeek-V2/V3 layer, without its pre-norm.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
@@ -56,75 +51,6 @@ class MultiHeadLatentAttention(PagedAttention):
         ValueError: a size is not a positive integer, or the RoPE configuration rotates another
             number of dimensions than `qk_rope_head_dim`.
     """
-
-    reads = ("kv_a_proj", "[hidden, R + P]")
-    # Its parameters that a step reads where they lie in their stacks, and what says where.
-    stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        q_lora_rank: int | None = None,
-        kv_lora_rank: int = 512,
-        qk_nope_head_dim: int = 128,
-        qk_rope_head_dim: int = 64,
-        v_head_dim: int = 128,
-        rope: RopeConfig | None = None,
-        gated: bool = False,
-        fp8: Collection[str] = (),
-        eps: float = 1e-6,
-        out_init_scale: float = 1.0,
-        dtype: DTypeLike = jnp.bfloat16,
-        param_dtype: DTypeLike = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        check_sizes(
-            "MultiHeadLatentAttention",
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            kv_lora_rank=kv_lora_rank,
-            qk_nope_head_dim=qk_nope_head_dim,
-            qk_rope_head_dim=qk_rope_head_dim,
-            v_head_dim=v_head_dim,
-            **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}),
-        )
-        self.rope = RopeConfig(dim=qk_rope_head_dim) if rope is None else rope
-        if self.rope.dim != qk_rope_head_dim:
-            raise ValueError(
-                f"rope.dim must be qk_rope_head_dim={qk_rope_head_dim}; got {self.rope.dim}"
-            )
-        self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
-        self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
-        self.q_lora_rank = q_lora_rank
-        self.dtype = jnp.dtype(dtype)
-        self.w_uk_in_stack: StackedWeight | None = None
-        self.w_uv_in_stack: StackedWeight | None = None
-        qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
-        self.scale = softmax_scale(qk_head_dim, self.rope)
-
-        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        queries = num_heads * qk_head_dim
-        if q_lora_rank is None:
-            self.q_proj = linear("q_proj", hidden_size, queries, out_dtype=dtype)
-        else:
-            self.q_a_proj = linear("q_a_proj", hidden_size, q_lora_rank)
-            self.q_a_norm = RMSNorm(q_lora_rank, eps=eps, param_dtype=param_dtype)
-            self.q_b_proj = linear("q_b_proj", q_lora_rank, queries, out_dtype=dtype)
-        latent_dim = kv_lora_rank + qk_rope_head_dim
-        self.kv_a_proj = linear("kv_a_proj", hidden_size, latent_dim)
-        self.kv_a_norm = RMSNorm(kv_lora_rank, eps=eps, param_dtype=param_dtype)
-        stddev = kv_lora_rank**-0.5
-        self.w_uk = nnx.Param(
-            normal(rngs, (num_heads, qk_nope_head_dim, kv_lora_rank), stddev, param_dtype)
-        )
-        self.w_uv = nnx.Param(
-            normal(rngs, (num_heads, kv_lora_rank, v_head_dim), stddev, param_dtype)
-        )
-        self.g_proj = linear("g_proj", hidden_size, num_heads) if gated else None
-        heads = num_heads * v_head_dim
-        self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
 
     def _attend_whole(
         self, x: Array, positions: Array, packed: dict[str, Any]
@@ -403,13 +329,6 @@ class MultiHeadLatentAttention(PagedAttention):
             return rotation
         return self.decode_rotation(seq_lens, tokens, tokens if query_lens is None else query_lens)
 
-    def _down(self, x: Array | PendingNorm) -> tuple[Array, Array]:
-        """What queries and latents are made of."""
-        with jax.named_scope("mla_down_proj"):
-            q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
-            q, latents = linears(x, q_proj, self.kv_a_proj)
-        return q, latents
-
     def _append_rows(
         self,
         latents: Array,
@@ -498,75 +417,9 @@ class MultiHeadLatentAttention(PagedAttention):
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
         return values, rest[0] if rest else None, *sent
 
-    def _latent_queries(self, q: Array, rotation: Rotation) -> list[Array]:
-        """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
-        array of both where a kernel makes it. `q` are the heads' before rotation."""
-        both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope))
-        if both is not None:
-            return [both]
-        q_nope, q_pe = self._turned(q, rotation)
-        return [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe]
-
-    def _absorbed(
-        self,
-        x: Array,
-        place: StackedWeight | None,
-        turned: tuple[Rotation, RopeConfig] | None = None,
-    ) -> Array | None:
-        """A product of each head out of the stack of all layers, where a kernel has it."""
-        if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
-            return None
-        with jax.named_scope("absorb"):
-            return place.of_heads(x, turned)
-
-    def packed_weights(self) -> Float[Array, "*L W"]:
-        """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
-        q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
-        return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
-
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
         """Of queries and latents: the cache's own, where it holds latents as they are."""
         return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
-
-    def _queries(
-        self, x: Array, positions: Array | Rotation, given: Array | None = None
-    ) -> tuple[Array, Array]:
-        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
-
-        `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
-        """
-        return self._turned(self._heads(x, given), positions)
-
-    def _heads(self, x: Array | PendingNorm, given: Array | None) -> Array:
-        """The heads' queries before rotation, [B, T, H, nope + P]."""
-        with jax.named_scope("mla_q_proj"):
-            if self.q_lora_rank is None:
-                q = self.q_proj(x) if given is None else given
-            elif given is None:
-                q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
-            else:
-                q = self.q_b_proj(given)
-            return q.reshape(*x.shape[:2], self.num_heads, -1)
-
-    def _turned(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
-        """Heads' queries in two, the second rotated, in the compute dtype."""
-        with jax.named_scope("mla_q_proj"):
-            q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
-            q_pe = rope(q_pe, positions, self.rope)
-            return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
-
-    def _latents(self, x: Array, positions: Array | Rotation) -> Array:
-        """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
-        with jax.named_scope("mla_kv_proj"):
-            return self._latents_of(self.kv_a_proj(x), positions)
-
-    def _latents_of(self, projected: Array, positions: Array | Rotation) -> Array:
-        """As `_latents`, of what kv_a_proj gave."""
-        with jax.named_scope("mla_kv_proj"):
-            compressed, k_pe = jnp.split(projected, [self.kv_lora_rank], axis=-1)
-            k_pe = rope(k_pe, positions, self.rope)
-            latent = jnp.concatenate([self.kv_a_norm(compressed), k_pe], axis=-1)
-            return latent.astype(self.dtype)
 
     def _output(
         self,
@@ -583,11 +436,3 @@ class MultiHeadLatentAttention(PagedAttention):
 
     def _most(self, kv_cache: Array, block_tables: Any) -> int:
         return int(block_tables.shape[1] * kv_cache.shape[-2])
-
-    def _project_out(self, x: Array | PendingNorm, out: Array) -> Array:
-        with jax.named_scope("mla_o_proj"):
-            if self.g_proj is not None:
-                # A select: whatever a padding token's gate is, its output stays 0.
-                gate = jax.nn.sigmoid(self.g_proj(x))[..., None]
-                out = jnp.where(out == 0, 0, out * gate).astype(out.dtype)
-            return self.o_proj(out.reshape(*out.shape[:2], -1))

@@ -1,0 +1,175 @@
+"""The projections of multi-head latent attention: its parameters, and what they make of tokens."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxattn import mla
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope, softmax_scale
+from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.nn.attention.paged_attention import PagedAttention
+from jaxattn.nn.fp8_linear import new_linear
+from jaxattn.nn.linear import StackedWeight, linears, normal
+from jaxattn.nn.norm import RMSNorm
+from jaxattn.ops.linear.norm_linear import PendingNorm
+from jaxattn.ops.mla.append import pack_mla_weights
+
+
+class LatentProjections(PagedAttention):
+    """The parameters of `MultiHeadLatentAttention`, and what each token is made into by itself."""
+
+    reads = ("kv_a_proj", "[hidden, R + P]")
+    # Its parameters that a step reads where they lie in their stacks, and what says where.
+    stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int = 512,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = 64,
+        v_head_dim: int = 128,
+        rope: RopeConfig | None = None,
+        gated: bool = False,
+        fp8: Collection[str] = (),
+        eps: float = 1e-6,
+        out_init_scale: float = 1.0,
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes(
+            "MultiHeadLatentAttention",
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            **({} if q_lora_rank is None else {"q_lora_rank": q_lora_rank}),
+        )
+        self.rope = RopeConfig(dim=qk_rope_head_dim) if rope is None else rope
+        if self.rope.dim != qk_rope_head_dim:
+            raise ValueError(
+                f"rope.dim must be qk_rope_head_dim={qk_rope_head_dim}; got {self.rope.dim}"
+            )
+        self.num_heads, self.kv_lora_rank = num_heads, kv_lora_rank
+        self.qk_nope_head_dim, self.v_head_dim = qk_nope_head_dim, v_head_dim
+        self.q_lora_rank = q_lora_rank
+        self.dtype = jnp.dtype(dtype)
+        self.w_uk_in_stack: StackedWeight | None = None
+        self.w_uv_in_stack: StackedWeight | None = None
+        qk_head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.scale = softmax_scale(qk_head_dim, self.rope)
+
+        linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        queries = num_heads * qk_head_dim
+        if q_lora_rank is None:
+            self.q_proj = linear("q_proj", hidden_size, queries, out_dtype=dtype)
+        else:
+            self.q_a_proj = linear("q_a_proj", hidden_size, q_lora_rank)
+            self.q_a_norm = RMSNorm(q_lora_rank, eps=eps, param_dtype=param_dtype)
+            self.q_b_proj = linear("q_b_proj", q_lora_rank, queries, out_dtype=dtype)
+        latent_dim = kv_lora_rank + qk_rope_head_dim
+        self.kv_a_proj = linear("kv_a_proj", hidden_size, latent_dim)
+        self.kv_a_norm = RMSNorm(kv_lora_rank, eps=eps, param_dtype=param_dtype)
+        stddev = kv_lora_rank**-0.5
+        self.w_uk = nnx.Param(
+            normal(rngs, (num_heads, qk_nope_head_dim, kv_lora_rank), stddev, param_dtype)
+        )
+        self.w_uv = nnx.Param(
+            normal(rngs, (num_heads, kv_lora_rank, v_head_dim), stddev, param_dtype)
+        )
+        self.g_proj = linear("g_proj", hidden_size, num_heads) if gated else None
+        heads = num_heads * v_head_dim
+        self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
+
+    def packed_weights(self) -> Float[Array, "*L W"]:
+        """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
+        q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
+        return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
+
+    def _down(self, x: Array | PendingNorm) -> tuple[Array, Array]:
+        """What queries and latents are made of."""
+        with jax.named_scope("mla_down_proj"):
+            q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
+            q, latents = linears(x, q_proj, self.kv_a_proj)
+        return q, latents
+
+    def _queries(
+        self, x: Array, positions: Array | Rotation, given: Array | None = None
+    ) -> tuple[Array, Array]:
+        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
+
+        `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
+        """
+        return self._turned(self._heads(x, given), positions)
+
+    def _heads(self, x: Array | PendingNorm, given: Array | None) -> Array:
+        """The heads' queries before rotation, [B, T, H, nope + P]."""
+        with jax.named_scope("mla_q_proj"):
+            if self.q_lora_rank is None:
+                q = self.q_proj(x) if given is None else given
+            elif given is None:
+                q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+            else:
+                q = self.q_b_proj(given)
+            return q.reshape(*x.shape[:2], self.num_heads, -1)
+
+    def _turned(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
+        """Heads' queries in two, the second rotated, in the compute dtype."""
+        with jax.named_scope("mla_q_proj"):
+            q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
+            q_pe = rope(q_pe, positions, self.rope)
+            return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
+
+    def _latents(self, x: Array, positions: Array | Rotation) -> Array:
+        """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
+        with jax.named_scope("mla_kv_proj"):
+            return self._latents_of(self.kv_a_proj(x), positions)
+
+    def _latents_of(self, projected: Array, positions: Array | Rotation) -> Array:
+        """As `_latents`, of what kv_a_proj gave."""
+        with jax.named_scope("mla_kv_proj"):
+            compressed, k_pe = jnp.split(projected, [self.kv_lora_rank], axis=-1)
+            k_pe = rope(k_pe, positions, self.rope)
+            latent = jnp.concatenate([self.kv_a_norm(compressed), k_pe], axis=-1)
+            return latent.astype(self.dtype)
+
+    def _latent_queries(self, q: Array, rotation: Rotation) -> list[Array]:
+        """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
+        array of both where a kernel makes it. `q` are the heads' before rotation."""
+        both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope))
+        if both is not None:
+            return [both]
+        q_nope, q_pe = self._turned(q, rotation)
+        return [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe]
+
+    def _absorbed(
+        self,
+        x: Array,
+        place: StackedWeight | None,
+        turned: tuple[Rotation, RopeConfig] | None = None,
+    ) -> Array | None:
+        """A product of each head out of the stack of all layers, where a kernel has it."""
+        if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
+            return None
+        with jax.named_scope("absorb"):
+            return place.of_heads(x, turned)
+
+    def _project_out(self, x: Array | PendingNorm, out: Array) -> Array:
+        with jax.named_scope("mla_o_proj"):
+            if self.g_proj is not None:
+                # A select: whatever a padding token's gate is, its output stays 0.
+                gate = jax.nn.sigmoid(self.g_proj(x))[..., None]
+                out = jnp.where(out == 0, 0, out * gate).astype(out.dtype)
+            return self.o_proj(out.reshape(*out.shape[:2], -1))
