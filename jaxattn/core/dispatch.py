@@ -80,13 +80,12 @@ def dispatch[T](
 
 
 def warn_of_xla(message: str) -> None:
-    """On a GPU, warns at the caller's line that XLA computes what a kernel was expected to.
+    """Warns at the caller's line that XLA computes what a kernel was expected to.
 
     Python shows a message of a line once. JAX's own frames are skipped: it is JAX that calls a
     backward pass.
     """
-    if jax.default_backend() == "gpu" or traced_for_hopper.value:
-        warnings.warn(message, skip_file_prefixes=(PACKAGE, JAX))
+    warnings.warn(message, skip_file_prefixes=(PACKAGE, JAX))
 
 
 def dispatch_kernel[T](
@@ -152,7 +151,7 @@ def with_gradient_of(
     differentiable = jax.custom_vjp(function)
 
     def backward(arguments, cotangents):
-        if because is not None:
+        if because is not None and (jax.default_backend() == "gpu" or traced_for_hopper.value):
             warn_of_xla(f"XLA computes the gradient: {because}")
         return jax.vjp(reference, *arguments)[1](cotangents)
 

@@ -168,8 +168,7 @@ class Limits:
                     f"speculate={self.speculate}; set one of them to its default"
                 )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
-        zero |= {"speculate_by"}
-        zero |= {"reproducible", "mixed_tokens"}
+        zero |= {"speculate_by", "reproducible", "mixed_tokens"}
         for name, value in dataclasses.asdict(self).items():
             if name in zero:
                 continue

@@ -146,9 +146,7 @@ class DeltaLayer(nnx.Module):
         if bounds is not None:  # of ids that are not sorted, and only known when it runs
             valid = jnp.arange(x.shape[1]) < bounds.lengths[:, None]
             o = jnp.where(valid[..., None, None], o, 0)
-        o = checkpoint_name(o, SAVED_NAME).astype(
-            jnp.float32
-        )  # and so is what comes back from out_proj
+        o = checkpoint_name(o, SAVED_NAME).astype(jnp.float32)  # as what out_proj gives back
         weight, eps = self.norm.weight[...], self.norm.eps
         return self._project_out(
             gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)
