@@ -56,7 +56,8 @@ def losses() -> str:
     for options in (DEFAULT, *sorted({row["options"] for row in rows} - {DEFAULT})):
         if found := [row for row in rows if row["options"] == options]:
             said, lost = summary(found)
-            models = " and ".join(sorted({row["model"] for row in found}))
+            *others, last = sorted({row["model"] for row in found})
+            models = f"{', '.join(others)} and {last}" if others else last
             lines.append(f"- {models} with {_options(options)}: {said}")
             lines += [f"    - {each}" for each in (_times(found) if options == DEFAULT else lost)]
     return "\n".join(lines)

@@ -101,6 +101,7 @@ def test_the_bits_are_those_of_single_steps(sent, one, four):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_random_requests_say_the_same(one, four):
     """Rows that end anywhere in a call, beside rows that want single steps, in too few pages."""
     draw = random.Random(5)

@@ -102,6 +102,7 @@ def test_rows_say_the_same_with_drafts_and_without(engine_of, family, mix):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("no_forecast")
 def test_rows_end_inside_a_draft_and_lose_pages_as_without(engine_of, family):
     engine = engine_of(family)
     [(whole, _)] = run(engine, [Request(prompt(1, 9), max_tokens=50)], 0)

@@ -62,6 +62,7 @@ def test_a_prompt_as_long_as_the_model_is_pooled_and_one_token_more_is_refused(e
         engine.embed([[*tokens, 1]])
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_a_row_that_loses_its_pages_in_the_middle_is_pooled_once(engine, texts):
     tokens = (texts[1][0] * 8)[:128]
     alone = engine.embed([tokens], pooling="mean")[0]

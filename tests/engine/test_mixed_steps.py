@@ -142,6 +142,7 @@ def check(family: str, seeds: range) -> None:
     assert engine.stats.prefill_steps >= before.prefill_steps
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_rows_of_every_kind_say_in_mixed_steps_what_they_say_alone():
     """In caches that hold NaN wherever no row has written."""
     engine = engine_of("all")
@@ -156,6 +157,7 @@ def test_rows_of_every_kind_say_in_mixed_steps_what_they_say_alone():
 
 @pytest.mark.slow(reason="300 mixes of each family; the test above has a few of all kinds together")
 @pytest.mark.parametrize("family", ["mla", "gqa", "hybrid", "kimi"])
+@pytest.mark.usefixtures("no_forecast")
 def test_300_random_mixes_say_what_each_request_says_alone(family):
     check(family, range(MIXES))
 

@@ -135,6 +135,7 @@ def test_the_bits_are_those_without_a_cache_for_random_conversations(pair, round
     assert counts(cached).hits == hits
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_what_is_sampled_does_not_depend_on_the_cache(pair):
     cached, plain = pair
     requests = [request(SYSTEM, temperature=1.0, seed=i, logprobs=2) for i in range(3)]
@@ -142,6 +143,7 @@ def test_what_is_sampled_does_not_depend_on_the_cache(pair):
     assert counts(cached).hits == 256
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_a_row_that_loses_its_pages_finds_them_again(pair):
     cached, _ = pair
     requests = [request(bytes([i]) * 70, max_tokens=180) for i in range(2)]
@@ -263,6 +265,7 @@ def test_a_row_with_penalties_shares_prefixes_and_counts_the_tokens_of_its_whole
     assert [each.logprobs for each in done[:2]] == [wanted.logprobs] * 2
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_penalties_count_a_cached_prefix_in_the_place_of_a_preempted_row(pair):
     cached, plain = pair
     heads = [bytes([i]) + SYSTEM[:70] for i in (5, 6)]

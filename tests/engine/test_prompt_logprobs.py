@@ -101,6 +101,7 @@ def test_what_the_cache_holds_is_read_again_and_entered(engine, expected):
     assert first.tokens == third.tokens
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_a_row_that_loses_its_pages_keeps_what_was_told(engine, expected):
     texts = [TEXTS[1][:n] for n in (120, 121, 122)]
     done = engine.generate([Request(each, max_tokens=60, prompt_logprobs=1) for each in texts])

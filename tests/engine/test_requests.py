@@ -472,6 +472,7 @@ def test_a_row_ends_with_the_token_of_which_its_request_says_so(engine):
     assert engine.stats.decode_steps == 7  # six for the tokens behind the first, and one
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_what_ends_a_row_is_not_asked_again_after_a_preemption():
     kept_steps(TIGHT, config=EXACT)
     seen = {place: [] for place in range(3)}

@@ -89,6 +89,7 @@ def test_a_request_that_waits_for_a_row_says_for_how_long(engine):
 # --- pages
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_rows_that_outgrow_the_pool_lose_nothing(tight):
     """Four rows of up to four pages each in five: all but the oldest are computed again."""
     requests = [Request(bytes([65 + i]) * (9 * i + 3), max_tokens=150) for i in range(4)]
@@ -99,6 +100,7 @@ def test_rows_that_outgrow_the_pool_lose_nothing(tight):
     assert {each.finish_reason for each in done} == {"length"}
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_a_row_that_is_computed_again_draws_and_counts_as_before(tight):
     options = dict(temperature=0.9, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3)
     requests = [
@@ -112,6 +114,7 @@ def test_a_row_that_is_computed_again_draws_and_counts_as_before(tight):
         assert found.tokens == whole.tokens and len(found.logprobs) == len(found.tokens)
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_the_youngest_of_the_lowest_priority_gives_its_pages_back():
     found = scheduler(num_pages=4)
     for priority in (0, 1, 0, 1):
@@ -145,6 +148,7 @@ def test_a_row_has_pages_for_its_prompt_alone_until_it_grows():
     assert len(row.pages) == 4 and found.cached[row.index] == 249
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_rows_that_need_a_page_soon_get_it_with_one_that_needs_it_now():
     found = scheduler(num_pages=9)
     for tokens in (64 - AHEAD, 64, 64 - AHEAD - 1):
@@ -161,6 +165,7 @@ def test_rows_that_need_a_page_soon_get_it_with_one_that_needs_it_now():
     assert [len(row.pages) for row in found.rows.values()] == [2, 3, 1]
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_no_row_gets_a_page_that_another_has():
     """Whatever comes, grows, loses its pages and ends, over 2,000 rounds."""
     draw, found = random.Random(0), scheduler(num_pages=7)

@@ -151,6 +151,7 @@ def test_a_row_may_be_as_long_as_the_pages_and_no_longer(speculate):
     assert "need 6 pages" in scheduler.refusal(Request(prompt, max_tokens=most + 1))
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_rows_that_lose_their_pages_say_the_same(plain, drafts):
     requests = [Request(bytes([65 + i] * 40), max_tokens=140) for i in range(3)]
     alone = [plain.generate([request])[0].tokens for request in requests]

@@ -158,6 +158,8 @@ class OutputProcessor:
         self, row: RunningRequest, reason: FinishReason, detail: str | int | None = None
     ) -> None:
         """Frees a row; its request is done."""
+        if row.request.may_stop and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.scheduler.answers.ended(len(row.tokens))
         self.scheduler.release(row)
         self.finish(row.request, reason, detail, row)
 

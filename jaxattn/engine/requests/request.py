@@ -211,6 +211,12 @@ class Request:
         return bool(self.stop_strings) or any(each is not None for each in looks)
 
     @property
+    def may_stop(self) -> bool:
+        """Whether it may end before it has generated `max_tokens`."""
+        ends = self.ends_at is not None or self.grammar is not None
+        return ends or bool(self.stop_tokens or self.stop_strings)
+
+    @property
     def reads_all(self) -> bool:
         """Whether something is told of each token of its prompt, which comes with reading it."""
         return self.prompt_logprobs is not None or self.pooling == "mean"

@@ -4,8 +4,9 @@ Requests wait in the order of their priority, then of their arrival; one that fi
 and those behind it wait with it, so that a long one does not starve. A request that the pool can
 never hold is refused.
 
-A row has pages for what it has read and is about to write, and gets more as it grows. Where the
-pool is empty the youngest row gives its pages back and waits again, with the tokens that it has:
+A row has pages for what it has read and is about to write, and gets more as it grows. A request
+waits while the rows are expected to outgrow the pool with it (`admission`). Where the pool is empty
+all the same, the youngest row gives its pages back and waits again, with the tokens that it has:
 they are read as a prompt is when its turn comes, so nothing that was generated is lost. The oldest
 row always goes on, so every request ends.
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.sampling.sampler import level_of
+from jaxattn.engine.scheduling.admission import AnswerLengths, peak_growth
 from jaxattn.engine.scheduling.batch_update import BatchUpdate, device_stops
 from jaxattn.engine.scheduling.page_pool import PagePool, PoolView, SlotPool
 from jaxattn.engine.scheduling.prefix_cache import (
@@ -53,6 +55,10 @@ class Scheduler:
         last: int32 [B], where the last token stands that it may generate.
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
+        most: int32 [B], tokens that it may generate in all.
+        shared: int32 [B], of its pages, those that it found in the cache of prefixes.
+        open: bool [B], rows that may end before they have generated `most`.
+        answers: lengths of answers that ended so.
         changes: how often a row came, read its last chunk, or left: the set of those that decode
             is another then.
         preemptions: rows that lost their pages so far.
@@ -71,9 +77,10 @@ class Scheduler:
         self.rows: dict[int, RunningRequest] = {}
         self.deltas = BatchUpdate(limits.batch)
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
-        arrays = np.zeros((5, limits.batch), np.int32)
-        self.cached, self.room, self.left, self.last, self.levels = arrays
-        self.decoding = np.zeros(limits.batch, bool)
+        arrays = np.zeros((7, limits.batch), np.int32)
+        self.cached, self.room, self.left, self.last, self.levels, self.most, self.shared = arrays
+        self.decoding, self.open = np.zeros((2, limits.batch), bool)
+        self.answers = AnswerLengths()
         self.changes = self.preemptions = 0
         self._orders = itertools.count()
         self._new_pools()
@@ -148,7 +155,8 @@ class Scheduler:
             entering, hit = self._found(queued, prompt)
             self._pages[group].share(hit.pages)  # before others are asked for, which may evict
             rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
-            pages = self._pages[group].allocate(rest)
+            fits = self._fits(group, queued, len(prompt), len(hit.pages), rest)
+            pages = self._pages[group].allocate(rest) if fits else None
             if pages is None:
                 self._pages[group].free(hit.pages)
                 return
@@ -367,8 +375,30 @@ class Scheduler:
         self.prefixes.used(hit, len(row.prompt))
         row.cached_tokens = len(hit.pages) * self.limits.page_tokens
         self.cached[row.index] = row.cached_tokens
+        self.shared[row.index] = len(hit.pages)
         if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
             self.copies.append((state, row.slot))
+
+    def _fits(self, group: int, queued: WaitingRequest, prompt: int, hit: int, rest: int) -> bool:
+        """Whether the group's rows are expected to end without outgrowing the pool beside one more,
+        of whose `prompt` tokens `hit` pages are cached and `rest` tokens need pages."""
+        pool, limits, request = self._pages[group], self.limits, queued.request
+        rows = np.fromiter((row for row in self.rows if self.group_of(row) == group), np.int32)
+        if not len(rows):  # whoever runs by itself fits: others are refused
+            return True
+        most, now = self._max_tokens(request), pool.pages_for(rest)
+        generated = np.append(self.most[rows] - self.left[rows], len(queued.tokens))
+        left = np.append(self.left[rows], most - len(queued.tokens))
+        open_ = np.append(self.open[rows], request.may_stop)
+        pages = np.append(self.room[rows] // limits.page_tokens, hit + now)
+        growth = peak_growth(
+            np.append(self.last[rows] - self.left[rows] + 1, prompt) + limits.speculate,
+            np.where(open_, self.answers.expected(generated, left), left),
+            pages,
+            pages - np.append(self.shared[rows], hit),
+            limits.page_tokens,
+        )
+        return now + growth <= pool.available
 
     def _roomiest(self) -> int:
         """The data group with the most free pages of those with a free row."""
@@ -402,7 +432,8 @@ class Scheduler:
             admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
             prompt_logprobs=queued.prompt_logprobs,
         )
-        self.cached[index] = self.room[index] = 0
+        self.cached[index] = self.room[index] = self.shared[index] = 0
+        self.most[index], self.open[index] = row.max_tokens, request.may_stop
         self.left[index] = row.max_tokens - len(row.tokens)
         self.last[index] = row.last
         self.levels[index] = row.level
