@@ -30,7 +30,7 @@ def expected(x, weight, eps):
     ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("tokens, features", [((2, 1), 640), ((3,), 512)])
+@pytest.mark.parametrize("tokens, features", [((2, 1), 640), ((3,), 512), ((2,), 192)])
 def test_matches_float64(tokens, features, dtype, implementation):
     x, weights = operands(tokens, features)
     weights = weights.at[:2].set(jnp.nan)  # other layers'
@@ -69,7 +69,7 @@ def test_a_place_in_a_pattern_is_the_layer_of_its_number(implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("features", [128, 2048, 7168, 8192])
+@pytest.mark.parametrize("features", [128, 2048, 2880, 7168, 8192])
 def test_real_widths_and_more_blocks_than_65535(features):
     x, weights = operands((2**17 if features == 128 else 64, 1), features)
     norm = functools.partial(rms_norm_layer, layer=1, implementation="mosaic_gpu")
@@ -77,14 +77,15 @@ def test_real_widths_and_more_blocks_than_65535(features):
 
 
 def test_no_race_in_the_interpreter():
-    x, weights = operands((2,), 256)
     options = dict(eps=1e-6, dtype=jnp.bfloat16, interpret=True, detect_races=True)
-    for added in (None, 2 * x):
+    for features, more in ((256, False), (256, True), (192, True)):
+        x, weights = operands((2,), features)
+        added = 2 * x if more else None
         with no_races():
             jax.block_until_ready(rms_norm_mosaic(x, weights, added=added, layer=0, **options))
 
 
-@pytest.mark.parametrize("features", [100, 16384])
+@pytest.mark.parametrize("features", [64, 100, 16384])
 def test_the_kernel_refuses_what_it_has_no_threads_for(features):
     x, weights = operands((1,), features)
     with pytest.raises(NotImplementedError, match=rf"features.*\(1, {features}\)"):

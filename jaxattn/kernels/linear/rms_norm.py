@@ -3,7 +3,10 @@
 What the layer before adds to the stream may be added here first: one launch instead of two. XLA
 would copy a layer's weight out of the stack by a kernel of its own before it norms.
 
-Limits: 128 to 8192 features, a multiple of 128. Reference: `jaxattn.ops.linear.rms_norm`
+A width that is an odd multiple of 64, as gpt-oss's 2,880, ends with a window of 128 features, of which
+the first 64 are those of the piece before. They count once, and both pieces store the same.
+
+Limits: 128 to 8192 features, a multiple of 64. Reference: `jaxattn.ops.linear.rms_norm`
 (implementation="xla"); tests: tests/ops/test_norm.py.
 """
 
@@ -12,19 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
 
-THREADS = 128
+THREADS, HALF = 128, 64
 MOST_FEATURES = 8192  # 64 of them in each thread's registers
 
 
 def norms_features(features: int) -> bool:
     """Whether the kernel has threads and registers for tokens of that width."""
-    return features % THREADS == 0 and 0 < features <= MOST_FEATURES
+    return features % HALF == 0 and THREADS <= features <= MOST_FEATURES
 
 
 def rms_norm_mosaic(
@@ -47,30 +51,46 @@ def rms_norm_mosaic(
     features = x.shape[-1]
     if not norms_features(features) or x.size == 0:
         raise Refusal(
-            f"rms_norm_layer: the kernel has a multiple of {THREADS} features, at most "
+            f"rms_norm_layer: the kernel has a multiple of {HALF} features from {THREADS} to "
             f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
         )
     x, added, weights = without_gradient(
         "rms_norm_layer", (x, added, weights), "x added weights", train_with="nn.RMSNorm"
     )
     tokens = x.reshape(-1, features)
-    vector = next(n for n in (4, 2, 1) if features % (n * THREADS) == 0)
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    whole = features // THREADS * THREADS
+    pieces = [(0, whole)]
+    if whole < features:
+        pieces.append((features - THREADS, THREADS))
 
-    def load(ref: Any) -> jax.Array:
-        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    def load(ref: Any, start: int, size: int) -> jax.Array:
+        vector = next(n for n in (4, 2, 1) if size % (n * THREADS) == 0)
+        layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+        part = ref.at[pl.ds(start, size)]
+        return plgpu.load(part, layout=layout, optimized=False).astype(jnp.float32)
+
+    def squares(values: jax.Array, start: int) -> jax.Array:
+        if start:  # a window over features that were counted
+            layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+            place = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layout)
+            values = jnp.where(place < HALF, 0.0, values)
+        return jnp.sum(values * values)
 
     def body(x_ref, added_ref, weights_ref, layer_ref, affine_ref, sum_ref, out_ref) -> None:
         token = lax.axis_index("token")
         # Read before the layer's number is there, which the weight waits for.
-        values = load(x_ref.at[token])
+        values = [load(x_ref.at[token], *piece) for piece in pieces]
         if added_ref is not None:
-            values += load(added_ref.at[token])
-        weight = load(weights_ref.at[layer_ref[0] * affine_ref[0] + affine_ref[1]])
-        factor = lax.rsqrt(jnp.sum(values * values) * (1.0 / features) + eps)
-        if sum_ref is not None:
-            sum_ref.at[token][...] = values
-        out_ref.at[token][...] = (values * factor * weight).astype(dtype)
+            added = [load(added_ref.at[token], *piece) for piece in pieces]
+            values = [x + more for x, more in zip(values, added, strict=True)]
+        norm = weights_ref.at[layer_ref[0] * affine_ref[0] + affine_ref[1]]
+        weights = [load(norm, *piece) for piece in pieces]
+        total = sum(squares(x, start) for x, (start, _) in zip(values, pieces, strict=True))
+        factor = lax.rsqrt(total * (1.0 / features) + eps)
+        for part, weight, (start, size) in zip(values, weights, pieces, strict=True):
+            if sum_ref is not None:
+                sum_ref.at[token, pl.ds(start, size)][...] = part
+            out_ref.at[token, pl.ds(start, size)][...] = (part * factor * weight).astype(dtype)
 
     total = None if added is None else jax.ShapeDtypeStruct(tokens.shape, jnp.float32)
     out = launch(
