@@ -3,8 +3,8 @@
 What the layer before adds to the stream may be added here first: one launch instead of two. XLA
 would copy a layer's weight out of the stack by a kernel of its own before it norms.
 
-A width that is an odd multiple of 64, as gpt-oss's 2,880, ends with a window of 128 features, of which
-the first 64 are those of the piece before. They count once, and both pieces store the same.
+A width that is an odd multiple of 64, as gpt-oss's 2,880, ends with a window of 128 features, of
+which the first 64 are those of the piece before. They count once, and both pieces store the same.
 
 Limits: 128 to 8192 features, a multiple of 64. Reference: `jaxattn.ops.linear.rms_norm`
 (implementation="xla"); tests: tests/ops/test_norm.py.
