@@ -137,8 +137,8 @@ def test_a_model_without_hidden_states_says_so():
 
 def write_modules(folder, pooling, *kinds):
     """A folder as Sentence Transformers writes it."""
-    (folder / POOLING).parent.mkdir(exist_ok=True)
-    (folder / POOLING).write_text(json.dumps(pooling))
+    (folder / POOLING).mkdir(exist_ok=True)
+    (folder / POOLING / "config.json").write_text(json.dumps(pooling))
     modules = [{"idx": n, "type": f"sentence_transformers.models.{k}"} for n, k in enumerate(kinds)]
     (folder / MODULES).write_text(json.dumps(modules))
 
@@ -167,6 +167,20 @@ def test_a_published_folder_says_what_its_embeddings_are(tmp_path, pooling, kind
     shutil.copy(TINY / "config.json", tmp_path)
     options = parser().parse_args(["--model", str(tmp_path), "--port", "0"])
     assert choose(options).embedding_defaults() == read
+
+
+@pytest.mark.parametrize(
+    ("path", "pooling"),
+    [("pool", "last"), (POOLING, "mean"), (None, "mean"), ("", "mean"), ("../pool", "mean")],
+)
+def test_the_listed_folder_of_the_pooling_is_read(tmp_path, path, pooling):
+    write_modules(tmp_path, {"pooling_mode": "mean"}, "Pooling")
+    (tmp_path / "pool").mkdir()
+    (tmp_path / "pool" / "config.json").write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    module = {"type": "sentence_transformers.models.Pooling"}
+    listed = module if path is None else module | {"path": path}
+    (tmp_path / MODULES).write_text(json.dumps([listed]))
+    assert read_embedding_defaults(tmp_path).pooling == pooling
 
 
 @pytest.mark.parametrize(

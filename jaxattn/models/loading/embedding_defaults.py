@@ -11,7 +11,7 @@ from jaxattn.core.validation.config_fields import ListOf, json_object
 from jaxattn.text.json_files import read_list, read_object
 from jaxattn.text.tokenizer_config import FileFields
 
-MODULES, POOLING = "modules.json", "1_Pooling/config.json"
+MODULES, POOLING = "modules.json", "1_Pooling"  # the folder of a pooling that is not listed
 MOST_MODULES = 32
 # Names of the files -> poolings of a request. The second name of each is that of a flag.
 POOLINGS = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
@@ -40,11 +40,16 @@ def read_embedding_defaults(folder: Path) -> EmbeddingDefaults:
     Raises:
         TextError: one is damaged, or a field has another type than it should.
     """
-    pooling, missing = _pooling(FileFields(read_object(folder / POOLING), str(folder / POOLING)))
     listed = read_list(folder / MODULES)
     modules = FileFields({"modules": listed}, str(folder / MODULES))
     items = modules.items("modules", ListOf(json_object, MOST_MODULES), "a list of objects")
-    kinds = [(modules.of("modules", each).text("type") or "").rpartition(".")[2] for each in items]
+    fields = [modules.of("modules", each) for each in items]
+    kinds = [(each.text("type") or "").rpartition(".")[2] for each in fields]
+    named = dict(zip(kinds, fields, strict=True)).get("Pooling")
+    path = (named.text("path") or "") if named is not None else ""
+    inside = path if path not in ("", "..") and Path(path).name == path else POOLING
+    file = folder / inside / "config.json"
+    pooling, missing = _pooling(FileFields(read_object(file), str(file)), inside)
     others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if others:
         missing = f"{MODULES} has the module {others[0]:.60}"
@@ -53,7 +58,7 @@ def read_embedding_defaults(folder: Path) -> EmbeddingDefaults:
     )
 
 
-def _pooling(fields: FileFields) -> tuple[str, str]:
+def _pooling(fields: FileFields, path: str) -> tuple[str, str]:
     """(the pooling, what is missing of it): older files have a flag for each, newer ones a name."""
     flags = [name for name in fields.values if name.startswith(FLAG)]
     named = [name.removeprefix(FLAG) for name in flags if fields.flag(name)]
@@ -62,5 +67,5 @@ def _pooling(fields: FileFields) -> tuple[str, str]:
     if not named:
         return EmbeddingDefaults.pooling, ""
     if len(named) > 1 or named[0] not in POOLINGS:
-        return EmbeddingDefaults.pooling, f"{POOLING} asks for {' and '.join(named):.60}"
+        return EmbeddingDefaults.pooling, f"{path} asks for {' and '.join(named):.60}"
     return POOLINGS[named[0]], ""
