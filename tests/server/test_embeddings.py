@@ -222,8 +222,12 @@ def test_requests_have_the_model_s_own_embeddings(tmp_path):
     [
         (MODULES, "{}", "modules.json must hold a JSON list; got dict"),
         (MODULES, "[1]", "modules must be a list of objects"),
-        (POOLING, '{"pooling_mode": 3}', "pooling_mode must be"),
-        (POOLING, '{"pooling_mode_mean_tokens": "yes"}', "must be true or false; got 'yes'"),
+        (f"{POOLING}/config.json", '{"pooling_mode": 3}', "pooling_mode must be"),
+        (
+            f"{POOLING}/config.json",
+            '{"pooling_mode_mean_tokens": "yes"}',
+            "must be true or false; got 'yes'",
+        ),
     ],
 )
 def test_damaged_files_of_embeddings_are_named(tmp_path, file, text, match):
