@@ -1,7 +1,6 @@
-"""New weights over several devices: each has the share that it would have been given at the start."""
+"""New weights over several devices: each has the share that it would have at the start."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec

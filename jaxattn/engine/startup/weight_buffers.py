@@ -71,7 +71,7 @@ class WeightPrograms:
             made = self.group.shapes(packed, model.packed_specs())
         self.leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves(made)
         jaxpr = jax.make_jaxpr(model.pack)(shapes).jaxpr
-        inputs = {var: number for number, var in enumerate(jaxpr.invars)}
+        inputs: dict[Any, int] = {var: number for number, var in enumerate(jaxpr.invars)}
         sources = [inputs.get(var) for var in jaxpr.outvars]
         self.made = tuple(
             number
