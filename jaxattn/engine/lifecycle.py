@@ -260,6 +260,7 @@ class EngineLifecycle:
             with watched, self.seal.allowed():
                 weights.update(arriving, share=share)
             self._endings.weights_version = weights.version
+            self.stats.drafting.clear()
             if self._runner is not None:
                 self._runner.weights = weights.leaves
                 self._runner.forget()

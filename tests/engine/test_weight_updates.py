@@ -1,5 +1,6 @@
 """New weights in a running engine: whose buffers they take, and which tokens they give."""
 
+import dataclasses
 import gc
 import threading
 import tracemalloc
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn import Engine, Request
+from jaxattn import Engine, Limits, Request
 from jaxattn.engine.engine import EngineBusyError
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason
+from jaxattn.engine.startup.memory_plan import fill, packed_shapes, plan_engine
+from jaxattn.memory.budget import MemoryBudget, PlanError
+from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import EXACT, params_of
+from tests.helpers.engine_cases import EXACT, params_of, pretend
 from tests.helpers.engine_cases import ONE_BY_ONE as LIMITS
 
 PROMPT = bytes((7 * j + j * j) % 256 for j in range(70))
@@ -277,6 +281,41 @@ def test_a_released_engine_holds_no_cache_and_goes_on_where_it_was(engine, param
     assert engine.plan is plan and len(jax.live_arrays()) <= before
     found = told(events + events_of(engine))
     assert [tuple(found[n][0]) for n in range(3)] == expected[0]
+
+
+def test_an_engine_that_no_longer_fits_stays_released(engine, params, monkeypatch):
+    plan, room = engine.plan, DeviceMemory("device", engine.plan.inside + 100)
+    budget = MemoryBudget("device", room.total)
+    monkeypatch.setattr(
+        engine,
+        "_prepared",
+        dataclasses.replace(engine._prepared, plan=dataclasses.replace(plan, budget=budget)),
+    )
+    engine.release()
+    weights = sum(x.nbytes for x in engine._weights.leaves)
+    pretend(monkeypatch, dataclasses.replace(room, in_use=weights + 101))
+    with pytest.raises(PlanError, match="other arrays hold 101 of the .* such as a trainer's"):
+        engine.resume()
+    with pytest.raises(RuntimeError, match="call resume"):
+        engine.step()
+    pretend(monkeypatch, dataclasses.replace(room, in_use=weights + 100))
+    engine.resume()
+    assert engine.generate(requests(1))[0].tokens
+
+
+def test_bytes_that_are_reserved_are_left_to_the_trainer():
+    model, memory = Hybrid(EXACT), DeviceMemory("device", 2**20, limit=2**20)
+    limits = dataclasses.replace(LIMITS, num_pages=None, utilization=1.0)
+    shapes = packed_shapes(model)
+    most = fill(model, limits, memory, shapes, {})
+    page = plan_engine(model, most, memory, shapes, {})["kv cache"] // most.pages
+    less = dataclasses.replace(limits, reserved_bytes=2 * page)
+    fewer = fill(model, less, memory, shapes, {})
+    assert most.pages - 3 <= fewer.pages < most.pages - 1
+    plan = plan_engine(model, fewer, memory, shapes, {})
+    assert plan["reserved"] == 2 * page and plan.reserve >= 0
+    with pytest.raises(ValueError, match="reserved_bytes must be an integer of at least 0; got -1"):
+        Limits(reserved_bytes=-1)
 
 
 def test_released_weights_come_back_with_an_update(engine, params, expected):
