@@ -304,9 +304,9 @@ def test_an_engine_that_no_longer_fits_stays_released(engine, params, monkeypatc
 
 
 def test_bytes_that_are_reserved_are_left_to_the_trainer():
-    model, memory = Hybrid(EXACT), DeviceMemory("device", 2**20, limit=2**20)
-    limits = dataclasses.replace(LIMITS, num_pages=None, utilization=1.0)
+    model, limits = Hybrid(EXACT), dataclasses.replace(LIMITS, utilization=1.0)
     shapes = packed_shapes(model)
+    memory = DeviceMemory("device", plan_engine(model, limits, None, shapes, {}).total + 5000)
     most = fill(model, limits, memory, shapes, {})
     page = plan_engine(model, most, memory, shapes, {})["kv cache"] // most.pages
     less = dataclasses.replace(limits, reserved_bytes=2 * page)
