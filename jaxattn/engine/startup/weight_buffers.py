@@ -11,6 +11,7 @@ reads the arrays that it is given, and copies none of them.
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -94,6 +95,7 @@ class WeightPrograms:
         self.handed_on = {each.leaf: each for each in self.places if each.leaf is not None}
         self._tree = jax.tree.structure(shapes)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()  # of two engines one compiles
 
     @classmethod
     def of(cls, model: Model, devices: tuple[jax.Device, ...]) -> Self:
@@ -103,6 +105,9 @@ class WeightPrograms:
             if (model, devices) not in known:
                 known[model, devices] = cls(model, devices)
             return known[model, devices]
+
+    def __len__(self) -> int:
+        return len(self._compiled)
 
     def compile(self) -> None:
         """Compiles what parameters need that lie as the engine's own do."""
@@ -140,6 +145,10 @@ class WeightPrograms:
             donates: False: (the parameter as it is given) -> the parameter, in a new buffer.
         """
         key = self._key(place, given, donates)
+        with self._lock:
+            return self._program(key, place, given, donates)
+
+    def _program(self, key: Any, place: ParamPlace, given: Any, donates: bool) -> Any:
         if key not in self._compiled:
             own, change = place.own, jnp.copy
             if not self.is_own(place, given):
@@ -161,6 +170,10 @@ class WeightPrograms:
 
     def pack(self) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
         """(the leaves of `made`, donated; the parameters of `needed`) -> the leaves of `made`."""
+        with self._lock:
+            return self._pack()
+
+    def _pack(self) -> Any:
         if "pack" not in self._compiled:
             made, needed = [self.leaves[n] for n in self.made], list(self.needed)
             given = [self.places[n].own for n in needed]
