@@ -160,13 +160,8 @@ class Engine(EngineLifecycle):
         """
         with self._alone("step"):
             self._start()
-            try:
+            with self._ending_rows():
                 return self._step()
-            except BaseException as error:
-                interrupted = isinstance(error, KeyboardInterrupt)
-                reason = FinishReason.INTERRUPTED if interrupted else FinishReason.FAILED
-                self._end_rows(reason, str(error) or None)
-                raise
 
     def generate(
         self,
@@ -206,7 +201,14 @@ class Engine(EngineLifecycle):
             return self._generate(assign_request_ids(requests), on_token, on_finish)
 
     def score(
-        self, prompts: Iterable[Sequence[int]], *, top: int = 0
+        self,
+        prompts: Iterable[Sequence[int]],
+        *,
+        top: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
     ) -> list[tuple[Logprobs | None, ...]]:
         """The log-probabilities of the tokens of texts, each given the tokens before it.
 
@@ -215,6 +217,8 @@ class Engine(EngineLifecycle):
 
         Args:
             top: how many likely alternatives are told with each token, 0 to 20.
+            temperature, top_k, top_p, min_p: of the distribution, as in `Request`. By default it is
+                the model's own. A token that the others leave out has -inf.
 
         Returns:
             Of each text what each of its tokens had; None of the first, before which nothing
@@ -225,7 +229,19 @@ class Engine(EngineLifecycle):
             RuntimeError: a text cannot be served, or its logits were not finite; the message says
                 which and why.
         """
-        requests = [Request(each, max_tokens=0, prompt_logprobs=top) for each in prompts]
+        requests = [
+            Request(
+                each,
+                max_tokens=0,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                prompt_logprobs=top,
+                processed_logprobs=True,
+            )
+            for each in prompts
+        ]
         return [each.prompt_logprobs for each in self._whole("score", requests)]
 
     def embed(
@@ -324,12 +340,7 @@ class Engine(EngineLifecycle):
     def _step(self) -> list[Event]:
         assert self._loop is not None
         if self.scheduler.busy or self._loop.in_flight:
-            try:
-                self._loop.round()
-            except jax.errors.JaxRuntimeError:
-                assert self._runner is not None
-                self._runner.failed = True
-                raise
+            self._send_round()
         events, self._endings.events = self._endings.events, []
         return events
 

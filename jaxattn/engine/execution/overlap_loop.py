@@ -113,6 +113,14 @@ class OverlapLoop:
         while self._flights:
             self._read_round()
 
+    def finish(self) -> None:
+        """Reads all that is in flight; the state is lost where the device ends it with an error."""
+        try:
+            self.drain()
+        except jax.errors.JaxRuntimeError:
+            self.runner.failed = True
+            raise
+
     def drop(self) -> None:
         """Forgets what is in flight."""
         self._flights.clear()
@@ -158,7 +166,7 @@ class OverlapLoop:
         sources = np.full(limits.batch, -1, np.int32)
         ended: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
-        scores = PromptScores(layout)
+        scores = PromptScores(layout, scheduler.vocab_size)
         for row, tokens in self._shared_out(rows, pieces):
             group = int(scheduler.group_of(row.index))
             if row.read_last < 0 and self._has_history(row):
