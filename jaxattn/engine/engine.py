@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.engine.compilation.compiler import OnCompile
 from jaxattn.engine.execution.output_processor import Detokenize
 from jaxattn.engine.lifecycle import EngineLifecycle
@@ -206,7 +207,11 @@ class Engine(EngineLifecycle):
             return self._generate(assign_request_ids(requests), on_token, on_finish)
 
     def score(
-        self, prompts: Iterable[Sequence[int]], *, top: int = 0
+        self,
+        prompts: Iterable[Sequence[int]],
+        *,
+        top: int = 0,
+        starts: Iterable[int] | None = None,
     ) -> list[tuple[Logprobs | None, ...]]:
         """The log-probabilities of the tokens of texts, each given the tokens before it.
 
@@ -215,18 +220,26 @@ class Engine(EngineLifecycle):
 
         Args:
             top: how many likely alternatives are told with each token, 0 to 20.
+            starts: of each text, how many tokens its prompt has. The tokens behind it are replayed
+                by decode steps: each has the bits that it had when a row drew it. Engines of
+                `Limits(reproducible=True)` do it.
 
         Returns:
             Of each text what each of its tokens had; None of the first, before which nothing
-            stands.
+            stands, and with `starts` of all of the prompt.
 
         Raises:
-            TypeError, ValueError: see `Request` and `generate`.
+            TypeError, ValueError: see `Request` and `generate`; `starts` are not one for each text,
+                from 1 to its length.
             RuntimeError: a text cannot be served, or its logits were not finite; the message says
                 which and why.
         """
-        requests = [Request(each, max_tokens=0, prompt_logprobs=top) for each in prompts]
-        return [each.prompt_logprobs for each in self._whole("score", requests)]
+        if starts is None:
+            requests = [Request(each, max_tokens=0, prompt_logprobs=top) for each in prompts]
+            return [each.prompt_logprobs for each in self._whole("score", requests)]
+        requests = _replays(list(prompts), list(starts), top)
+        done = self._whole("score", requests)
+        return [(*(None,) * len(each.request.prompt), *each.logprobs) for each in done]
 
     def embed(
         self, prompts: Iterable[Sequence[int]], *, pooling: str = "last"
@@ -332,6 +345,22 @@ class Engine(EngineLifecycle):
                 raise
         events, self._endings.events = self._endings.events, []
         return events
+
+
+def _replays(texts: list[Sequence[int]], starts: list[int], top: int) -> list[Request]:
+    """Requests whose answers are what stands behind the prompts of texts."""
+    if len(starts) != len(texts):
+        raise ValueError(f"score: starts has {len(starts)} numbers for {len(texts)} texts")
+    for place, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        check_sizes("score", **{f"starts[{place}]": start})
+        if start > len(text):
+            raise ValueError(
+                f"score: starts[{place}]={start} is behind the text's {len(text)} tokens"
+            )
+    return [
+        Request(text[:start], max_tokens=len(text) - start, replay=text[start:], logprobs=top)
+        for text, start in zip(texts, starts, strict=True)
+    ]
 
 
 def _tell(events: Sequence[Event], on_token: OnToken | None, on_finish: OnFinish | None) -> None:
