@@ -17,6 +17,7 @@ from tests.helpers.exact_rows import (
     compare,
     exact_engine,
     exact_model,
+    on_gpu,
     random_rows,
 )
 
@@ -47,10 +48,7 @@ def test_no_bit_differs_in_other_company_or_when_a_row_is_scored(family):
 @pytest.mark.large
 @pytest.mark.parametrize("family", FEW)
 def test_no_bit_of_10_000_rows_differs(family):
-    engine = exact_engine(family, LEAST, batch=64, num_pages=280, checkpoints=8)
-    assert set(engine.implementations.values()) == {"mosaic_gpu"}
     draw = random.Random(7)
-    found = compare(engine, random_rows(draw, 10_000, LEAST["vocab"]), draw)
-    print(found)
+    found = compare(on_gpu(family), random_rows(draw, 10_000, LEAST["vocab"]), draw)
     assert not found.differing
     assert found.preempted and found.replayed and found.cached

@@ -1,6 +1,12 @@
-"""Rows of exact mode in random company, each answered twice: drawn, and replayed by `score`."""
+"""Rows of exact mode in random company, each answered twice: drawn, and replayed by `score`.
 
+python -m tests.helpers.exact_rows kda 60      so many seconds of it on a GPU, with the kernels
+"""
+
+import hashlib
 import random
+import sys
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +42,7 @@ class Company(NamedTuple):
         differing: ids of rows whose bits are others when they are replayed.
         preempted, replayed: rows that lost their pages, and tokens that these decoded again.
         cached: tokens of prompts that were found in the cache of prefixes.
+        digest: of all bits, which other processes can compare.
     """
 
     rows: int
@@ -44,6 +51,7 @@ class Company(NamedTuple):
     preempted: int
     replayed: int
     cached: int
+    digest: str
 
 
 def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
@@ -159,4 +167,28 @@ def compare(engine: Engine, requests: list[Request], draw: random.Random) -> Com
         preempted=engine.scheduler.preemptions - before[1],
         replayed=replayed + engine.stats.replayed_tokens,
         cached=cached,
+        digest=hashlib.sha1(b"".join(b for each in done for b in bits(each.logprobs))).hexdigest()[
+            :12
+        ],
     )
+
+
+def on_gpu(family: str) -> Engine:
+    """An engine of the least layers that the kernels take."""
+    engine = exact_engine(family, LEAST, batch=64, num_pages=280, checkpoints=8)
+    assert set(engine.implementations.values()) == {"mosaic_gpu"}, engine.implementations
+    return engine
+
+
+def main(family: str, seconds: str) -> None:
+    """Compares 250 rows at a time until the time is over."""
+    begin = time.perf_counter()
+    engine, draw = on_gpu(family), random.Random(7)
+    print(family, f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    while time.perf_counter() - begin < float(seconds):
+        found = compare(engine, random_rows(draw, 250, LEAST["vocab"]), draw)
+        print(family, f"{time.perf_counter() - begin:.0f} s", found, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
