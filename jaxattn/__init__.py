@@ -28,6 +28,7 @@ from jaxattn.core.numerics.rope import rotation as rotation
 from jaxattn.core.numerics.rope import softmax_scale as softmax_scale
 from jaxattn.engine.engine import Engine as Engine
 from jaxattn.engine.requests.outputs import Completion as Completion
+from jaxattn.engine.requests.outputs import logprob_array as logprob_array
 from jaxattn.engine.requests.request import Request as Request
 from jaxattn.memory.limits import Limits as Limits
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d

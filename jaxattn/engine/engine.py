@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.engine.compilation.compiler import OnCompile
 from jaxattn.engine.execution.output_processor import Detokenize
 from jaxattn.engine.lifecycle import EngineLifecycle
@@ -209,6 +210,7 @@ class Engine(EngineLifecycle):
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        starts: Iterable[int] | None = None,
     ) -> list[tuple[Logprobs | None, ...]]:
         """The log-probabilities of the tokens of texts, each given the tokens before it.
 
@@ -219,30 +221,35 @@ class Engine(EngineLifecycle):
             top: how many likely alternatives are told with each token, 0 to 20.
             temperature, top_k, top_p, min_p: of the distribution, as in `Request`. By default it is
                 the model's own. A token that the others leave out has -inf.
+            starts: of each text, how many tokens its prompt has. The tokens behind it are replayed
+                by decode steps: each has the bits that it had when a row drew it. Engines of
+                `Limits(reproducible=True)` do it.
 
         Returns:
             Of each text what each of its tokens had; None of the first, before which nothing
-            stands.
+            stands, and with `starts` of all of the prompt.
 
         Raises:
-            TypeError, ValueError: see `Request` and `generate`.
+            TypeError, ValueError: see `Request` and `generate`; `starts` are not one for each text,
+                from 1 to its length.
             RuntimeError: a text cannot be served, or its logits were not finite; the message says
                 which and why.
         """
-        requests = [
-            Request(
-                each,
-                max_tokens=0,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                prompt_logprobs=top,
-                processed_logprobs=True,
-            )
-            for each in prompts
-        ]
-        return [each.prompt_logprobs for each in self._whole("score", requests)]
+        options: dict[str, Any] = dict(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            processed_logprobs=True,
+        )
+        if starts is None:
+            requests = [
+                Request(each, max_tokens=0, prompt_logprobs=top, **options) for each in prompts
+            ]
+            return [each.prompt_logprobs for each in self._whole("score", requests)]
+        requests = _replays(list(prompts), list(starts), logprobs=top, **options)
+        done = self._whole("score", requests)
+        return [(*(None,) * len(each.request.prompt), *each.logprobs) for each in done]
 
     def embed(
         self, prompts: Iterable[Sequence[int]], *, pooling: str = "last"
@@ -343,6 +350,22 @@ class Engine(EngineLifecycle):
             self._send_round()
         events, self._endings.events = self._endings.events, []
         return events
+
+
+def _replays(texts: list[Sequence[int]], starts: list[int], **options: Any) -> list[Request]:
+    """Requests of these options whose answers are what stands behind the prompts of texts."""
+    if len(starts) != len(texts):
+        raise ValueError(f"score: starts has {len(starts)} numbers for {len(texts)} texts")
+    for place, (text, start) in enumerate(zip(texts, starts, strict=True)):
+        check_sizes("score", **{f"starts[{place}]": start})
+        if start > len(text):
+            raise ValueError(
+                f"score: starts[{place}]={start} is behind the text's {len(text)} tokens"
+            )
+    return [
+        Request(text[:start], max_tokens=len(text) - start, replay=text[start:], **options)
+        for text, start in zip(texts, starts, strict=True)
+    ]
 
 
 def _tell(events: Sequence[Event], on_token: OnToken | None, on_finish: OnFinish | None) -> None:

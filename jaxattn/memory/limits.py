@@ -86,9 +86,11 @@ class Limits:
             Tokens come as many at a time, and a request comes in up to two such calls later. None
             lets `prepare` choose (decode_step_count.py): more than one where a step is shorter than
             its host takes. On one GPU alone, and not beside `speculate`.
-        reproducible: what a row is answered does not depend on the rows beside it: prompts are read
-            one at a time, in steps in which no row decodes, no buckets are compiled, and attention
-            cuts rows by their own length.
+        reproducible: exact mode. A row's log-probabilities have the same bits whatever rows are
+            beside it and whether it lost its pages, and `Engine.score` finds the same bits again.
+            Prompts are read one at a time, in steps in which no row decodes. One executable decodes
+            all rows, without buckets, several steps or drafts, and attention cuts rows by their own
+            length. A row that lost its pages decodes again what it had said.
         reserved_bytes: of each device, that the plan leaves to others in the process, such as a
             trainer's optimizer. Arrays that are there before the engine count without it.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
@@ -223,6 +225,16 @@ class Limits:
             raise ValueError(
                 f"mixed_tokens={self.mixed_tokens} reads prompts beside rows that decode, and "
                 "reproducible=True does not; leave one of them out"
+            )
+        if self.speculate:
+            raise ValueError(
+                f"speculate={self.speculate} decodes as many tokens as a batch may guess, and "
+                "reproducible=True one; leave one of them out"
+            )
+        if self.round_steps > 1:
+            raise ValueError(
+                f"steps_per_round={self.steps_per_round} has executables of its own for several "
+                "steps, and reproducible=True decodes by one; leave one of them out"
             )
         for name in ("decode_buckets", "prefill_buckets"):
             if value := getattr(self, name):

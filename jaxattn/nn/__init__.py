@@ -10,3 +10,4 @@ from jaxattn.nn.linear_attention.kda import KimiDeltaAttention as KimiDeltaAtten
 from jaxattn.nn.mlp import GatedMLP as GatedMLP
 from jaxattn.nn.moe import MixtureOfExperts as MixtureOfExperts
 from jaxattn.nn.norm import RMSNorm as RMSNorm
+from jaxattn.nn.token_logprobs import token_logprobs as token_logprobs

@@ -3,6 +3,8 @@
 All are the identity where the dimension has one part, so that a step on one GPU has none of them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,12 +22,22 @@ def all_reduce(
 
     XLA's own kernel, which is faster than NCCL up to 4 MB, takes an all-reduce of that form alone.
     What it gives is not converted here: that would be a launch of its own before most readers.
+    Where sums are `ordered`, more than two GPUs gather the parts and each adds them in float32.
     """
     axes = parallel.axes(over)
     if not axes:
         return y
+    sent = y.astype(dtype)
+    # Of two the order is no matter. NCCL adds more in an order that depends on the place in a step.
+    if parallel.ordered and parallel.size(over) > 2:
+        parts = lax.all_gather(sent, axes).astype(jnp.float32)
+        return functools.reduce(jnp.add, list(parts)).astype(dtype)
+    return _psum(sent, axes)
+
+
+def _psum(y: Array, axes: tuple[str, ...]) -> Array:
     with jax.named_scope(SCOPE):
-        return lax.psum(y.astype(dtype), axes)
+        return lax.psum(y, axes)
 
 
 def all_gather[T](tree: T, parallel: Parallel, over: Dimension) -> T:
@@ -51,7 +63,7 @@ def all_gather_via_all_reduce(
     first = jnp.asarray(rank(parallel, over), jnp.int32) * len(x)
     whole = jnp.zeros((parts * len(x), *x.shape[1:]), x.dtype)
     between = lax.dynamic_update_slice_in_dim(whole, x, first, axis=0)
-    return all_reduce(between, parallel, over, x.dtype)
+    return _psum(between, parallel.axes(over))
 
 
 def rank(parallel: Parallel, over: Dimension) -> Int[Array, ""] | int:

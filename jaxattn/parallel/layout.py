@@ -14,7 +14,7 @@ stride to the next, so that every dimension is a tuple of its axes.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jaxattn.core.validation.array_checks import is_integer
 
@@ -37,6 +37,8 @@ class Parallel:
         expert: over how many GPUs whole experts are spread. Within a group, where it divides
             `tensor`; else over the groups, whose tokens then meet. 1: all experts are on each
             group, divided by columns.
+        ordered: sums over GPUs are in their order, wherever a token stands in a step. `prepare`
+            sets it for exact mode.
 
     Raises:
         TypeError, ValueError: a number is no positive integer or does not divide, with what does.
@@ -46,9 +48,10 @@ class Parallel:
     tensor: int = 1
     context: int = 1
     expert: int = 1
+    ordered: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in self._numbers.items():
             if not is_integer(value):
                 raise TypeError(f"{name} must be an integer; got {value!r}")
             object.__setattr__(self, name, int(value))
@@ -73,13 +76,17 @@ class Parallel:
                 )
 
     @property
+    def _numbers(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("data", "tensor", "context", "expert")}
+
+    @property
     def gpus(self) -> int:
         return self.data * self.tensor
 
     @property
     def flags(self) -> str:
         """The layout as flags of `jaxattn.serve` and `jaxattn.plan`; "" for one GPU."""
-        given = dataclasses.asdict(self).items()
+        given = self._numbers.items()
         return " ".join(f"--{name} {value}" for name, value in given if value > 1)
 
     @property

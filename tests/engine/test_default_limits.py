@@ -211,6 +211,8 @@ def test_reproducible_has_one_shape_of_each_step():
         ({"prefill_rows": 8}, "prefill_rows=8 reads several prompts together"),
         ({"decode_buckets": (1,)}, r"decode_buckets=\(1,\) are several shapes"),
         ({"prefill_buckets": (16,)}, r"prefill_buckets=\(16,\) are several shapes"),
+        ({"speculate": 2}, "speculate=2 decodes as many tokens as a batch may guess"),
+        ({"steps_per_round": 4}, "steps_per_round=4 has executables of its own"),
     ],
 )
 def test_what_contradicts_reproducible_is_refused_by_name(given, said):

@@ -20,7 +20,7 @@ def random_rows(rng):
     def bits(low, high):
         return rng.uniform(low, high, BATCH).astype(np.float32).view(np.int32)
 
-    integers = np.tile(np.array([[0, LONGEST - 1, 3, 5, 0]], np.int32), (BATCH, 1))
+    integers = np.tile(np.array([[0, LONGEST - 1, 3, 0, 5, 0]], np.int32), (BATCH, 1))
     integers[:, -1] = rng.integers(0, 1000, BATCH)
     numbers = [bits(*of) for of in ((0, 2), (0.3, 1), (0, 0.1), (1, 2), (0, 1), (0, 1))]
     stops = np.full((BATCH, device_batch.STOPS), -1, np.int32)

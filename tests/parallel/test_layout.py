@@ -2,12 +2,17 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxattn.models import divided
 from jaxattn.models.sharding import layouts
 from jaxattn.models.sharding.axis_sharding import AxisSharding, ShardingError
-from jaxattn.parallel import Dimension, Parallel
+from jaxattn.parallel import DeviceGroup, Dimension, Parallel, all_reduce
+from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import MIXERS, decoder
 
 HYBRID = decoder(("mla", "mlp"), ("gdn", "moe"))
@@ -116,3 +121,21 @@ def test_heads_fewer_than_gpus_are_repeated_in_order():
         [(10, 20), (22, 23)],
         [(10, 20), (23, 24)],
     ]
+
+
+@on_virtual_devices
+def test_an_ordered_sum_is_that_of_the_gpus_in_turn_rounded_once():
+    parts = np.float32([[1e4, 3.0], [-1e4, 2**-9], [0.5, 2**-9], [2**-8, 1.0]])[:, None]
+    for ordered in (False, True):
+        group = DeviceGroup(Parallel(tensor=4, ordered=ordered), tuple(jax.devices()[:4]))
+
+        def step(part, group=group):
+            return all_reduce(part[0], group.parallel, "tensor", jnp.bfloat16)
+
+        specs = (PartitionSpec(group.parallel.axes("tensor")),)
+        lowered = jax.jit(group.step(step, specs, PartitionSpec())).lower(parts)
+        assert ("all_gather" in lowered.as_text()) == ordered
+        if ordered:
+            found = np.asarray(lowered.compile()(parts), np.float32)
+            sent = parts.astype(jnp.bfloat16).astype(np.float32)
+            assert found.tolist() == sent.sum(0).astype(jnp.bfloat16).tolist()

@@ -125,8 +125,8 @@ def read_layout(text: str) -> Parallel:
     Raises:
         ValueError: it is written in another way, or its numbers do not fit each other.
     """
-    known = [field.name for field in dataclasses.fields(Parallel)]
-    found: dict[str, int] = {}
+    known = [field.name for field in dataclasses.fields(Parallel) if field.type is int]
+    found: dict[str, Any] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
         if name not in known or not number.isdigit():

@@ -76,12 +76,17 @@ class OutputProcessor:
         """The tokens of a step, a line for each row: int32 [b, n] of `advance`.
 
         Returns:
-            How many rows it told of. One that had ended is none of them.
+            How many rows it told of. One that had ended is none of them, nor one that decodes
+            again what it said before.
         """
         now, taken, announce = time.perf_counter(), 0, self.events.append
         tokens, ends, idle = lines[:, 0].tolist(), lines[:, 1].tolist(), int(FinishCode.IDLE)
         for line, (row, token, end) in enumerate(zip(rows, tokens, ends, strict=False)):
             if row is None or row.ended or end == idle:
+                continue
+            if row.silent and not end:
+                row.silent -= 1
+                self.stats.replayed_tokens += 1
                 continue
             taken += 1
             if row.plain and row.tokens and not end:

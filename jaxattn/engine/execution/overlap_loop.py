@@ -169,13 +169,14 @@ class OverlapLoop:
         scores = PromptScores(layout, scheduler.vocab_size)
         for row, tokens in self._shared_out(rows, pieces):
             group = int(scheduler.group_of(row.index))
-            if row.read_last < 0 and self._has_history(row):
-                self._remember_cached(row)
+            if row.read_last < 0 and self._has_history(row):  # what it does not read of its prompt
+                self._remember(row, row.prompt[: row.cached_tokens], 0)
             chunk = self._next_chunk(row, tokens)
             scores.add(row, group, chunks[group], chunk)
             chunks[group].append(chunk)
             row.read_last = self._round
             if scheduler.read(row, tokens):
+                self._remember(row, row.replay, len(row.prompt))
                 at = group * limits.rows_per_group + taken[group]
                 taken[group] += 1
                 places[at], ended[at], sources[at] = row.index, row, len(chunks[group]) - 1
@@ -266,16 +267,18 @@ class OverlapLoop:
         looked_up = limits.speculate and not limits.uses_draft_head
         return bool(row.request.penalized or looked_up)
 
-    def _remember_cached(self, row: RunningRequest) -> None:
-        """Writes what a row does not read of its prompt into its history."""
+    def _remember(self, row: RunningRequest, tokens: Sequence[int], begin: int) -> None:
+        """Writes tokens into a row's history that no prompt's step does, from a place on."""
         limits = self.scheduler.limits
         size = limits.prefill_sizes[-1]
         layout, pages = PromptLayout.of(limits, size), self.scheduler.block_tables[row.index]
         most = limits.chunks[-1]
-        for first in range(0, row.cached_tokens, most):
-            end = min(first + most, row.cached_tokens)
-            chunk = PromptChunk(row.prompt[first:end], end, row.slot, row.index, pages)
-            self.runner.remember(size, layout.pack([[chunk]]))
+        for first in range(0, len(tokens), most):
+            own = tokens[first : first + most]
+            chunk = PromptChunk(own, begin + first + len(own), row.slot, row.index, pages)
+            chunks: list[list[PromptChunk]] = [[] for _ in range(limits.groups)]
+            chunks[int(self.scheduler.group_of(row.index))].append(chunk)
+            self.runner.remember(size, layout.pack(chunks))
 
     def _next_chunk(self, row: RunningRequest, count: int) -> PromptChunk:
         cached = int(self.scheduler.cached[row.index])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,6 +80,32 @@ class Logprobs:
     token: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
+
+
+def logprob_array(
+    rows: Iterable[Sequence[Logprobs | None]], length: int
+) -> Float[np.ndarray, "rows length"]:
+    """Log-probabilities of texts' tokens as a trainer has them, float32: a row for each text, NaN
+    behind it and where nothing was told.
+
+        scored = logprob_array(engine.score(texts, starts=starts), tokens.shape[1])
+
+    Args:
+        rows: of each text what `Engine.score` told; of a `Completion` that is
+            `(*completion.prompt_logprobs, *completion.logprobs)`, or None for each prompt token.
+
+    Raises:
+        ValueError: a text is longer than `length`.
+    """
+    texts = list(rows)
+    found = np.full((len(texts), length), np.nan, np.float32)
+    for place, (line, text) in enumerate(zip(found, texts, strict=True)):
+        if len(text) > length:
+            raise ValueError(
+                f"logprob_array: text {place} has {len(text)} tokens, and length is {length}"
+            )
+        line[: len(text)] = [np.nan if each is None else each.token for each in text]
+    return found
 
 
 class TokenEvent(NamedTuple):

@@ -73,6 +73,9 @@ class Request:
             is wasted. What it raises ends all rows. It belongs to this request alone.
         grammar: says which tokens may come. It belongs to this request alone and goes on with its
             tokens; a round of the engine with such a row waits for it.
+        replay: tokens that its answer begins with. Decode steps read them one by one, as if the row
+            had drawn them, and it goes on behind them. It is for engines of
+            `Limits(reproducible=True)`, whose log-probabilities then are those of such a draw.
         cache_salt: prompts share what is cached of them only with those of the same salt, so that
             nobody can tell by the time what others asked.
         id: names the request in events and callbacks; None lets the engine number it.
@@ -102,11 +105,13 @@ class Request:
     stop_strings: Sequence[str] = ()
     ends_at: Callable[[int], bool] | None = dataclasses.field(default=None, compare=False)
     grammar: Grammar | None = dataclasses.field(default=None, compare=False)
+    replay: Sequence[int] = ()
     cache_salt: str = ""
     id: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", _copied(self.prompt))
+        object.__setattr__(self, "prompt", _copied("prompt", self.prompt))
+        object.__setattr__(self, "replay", tuple(_copied("replay", self.replay)))
         stops: Any = self.stop_tokens
         stops = (stops,) if _is_integer(stops) else stops
         for name, value, kind in (
@@ -162,6 +167,10 @@ class Request:
             raise ValueError(
                 f"max_tokens must be at least 1, or 0 to read the prompt alone; got "
                 f"{self.max_tokens}"
+            )
+        if len(self.replay) > self.max_tokens:
+            raise ValueError(
+                f"replay has {len(self.replay)} tokens, more than max_tokens={self.max_tokens}"
             )
         if self.pooling is not None and self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}; got {self.pooling!r}")
@@ -243,25 +252,25 @@ class Request:
         return (int(self.id or 0) * 0x9E3779B1) % 2**32
 
 
-def _copied(prompt: Any) -> Sequence[int]:
-    """The prompt as bytes or a tuple, which nobody can change while it is served."""
+def _copied(name: str, prompt: Any) -> Sequence[int]:
+    """Tokens as bytes or a tuple, which nobody can change while the request is served."""
     if isinstance(prompt, bytes):
         return prompt
     if isinstance(prompt, str):
         raise TypeError(
-            "prompt must be token ids, got a str; for a model of bytes give prompt.encode()"
+            f"{name} must be token ids, got a str; for a model of bytes give {name}.encode()"
         )
     if hasattr(prompt, "dtype"):
         if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
-            raise TypeError(f"prompt must be integers [T], got {prompt.dtype} {prompt.shape}")
+            raise TypeError(f"{name} must be integers [T], got {prompt.dtype} {prompt.shape}")
         return tuple(prompt.tolist())
     if not isinstance(prompt, Sequence | bytearray):
-        raise TypeError(f"prompt must be a sequence of token ids, got {prompt!r}")
+        raise TypeError(f"{name} must be a sequence of token ids, got {prompt!r}")
     tokens = tuple(prompt)
     if set(map(type, tokens)) <= {int}:  # a look at each takes a millisecond per thousand
         return tokens
     for place, token in enumerate(tokens):
-        _check_integer(f"prompt[{place}]", token)
+        _check_integer(f"{name}[{place}]", token)
     return tuple(map(operator.index, tokens))
 
 

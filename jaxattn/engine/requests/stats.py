@@ -20,6 +20,7 @@ class GenerationStats:
         guessed_tokens: of those decoded, that came with others in one step (verification.py).
         drafting: of the buckets of rows that a model's draft head was tried in, whether it drafts.
         preemptions: how often a row lost its pages to an older one, and was computed again.
+        replayed_tokens: that such rows decoded again, in exact mode; others read them as prompts.
     """
 
     prompt_tokens: int = 0
@@ -30,6 +31,7 @@ class GenerationStats:
     drafted_tokens: int = 0
     drafting: dict[int, bool] = dataclasses.field(default_factory=dict)
     preemptions: int = 0
+    replayed_tokens: int = 0
     prefill_seconds: float = 0.0
     waited_seconds: float = 0.0
     queued_seconds: float = 0.0

@@ -25,15 +25,19 @@ class BatchUpdate:
     def __bool__(self) -> bool:
         return bool(self._joins or self._pages)
 
-    def join(self, place: int, slot: int, cached: int, last: int, request: Request) -> None:
+    def join(
+        self, place: int, slot: int, cached: int, last: int, request: Request, replayed: int = 0
+    ) -> None:
         """A row comes into `place` and may be sampled from now on.
 
         Args:
             cached: tokens before the one whose logits come first.
             last: where the last token stands that the row may generate.
+            replayed: where the first token stands that is sampled: those before it are known.
         """
         head = np.array([place, cached], np.int32)
-        self._joins.append(np.concatenate([head, _controls(slot, last, request), _biases(request)]))
+        controls = _controls(slot, last, replayed, request)
+        self._joins.append(np.concatenate([head, controls, _biases(request)]))
 
     def pages(self, place: int, first: int, pages: Sequence[int]) -> None:
         """The row in `place` has these pages, from column `first` of its table on."""
@@ -59,12 +63,13 @@ class BatchUpdate:
             yield array
 
 
-def _controls(slot: int, last: int, request: Request) -> np.ndarray:
+def _controls(slot: int, last: int, replayed: int, request: Request) -> np.ndarray:
     """A row of `DeviceBatch.controls`."""
     values = {
         "slot": slot,
         "last": last,
         "prompt": len(request.prompt),
+        "replayed": replayed,
         "top_k": request.top_k,
         "seed": int(np.uint32(request.drawn_from).view(np.int32)),
     }

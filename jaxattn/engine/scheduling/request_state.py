@@ -51,8 +51,11 @@ class RunningRequest:
 
     Attributes:
         prompt: what it reads before it generates: the request's prompt, and what it had generated
-            when it lost its pages.
+            when it lost its pages, unless it replays that.
         tokens: what was generated and has come back from the device.
+        replay: tokens behind its prompt that it does not sample: those that it had generated when
+            it lost its pages, and those that the request gives.
+        silent: how many tokens it decodes again that have come back from the device before.
         ended: it has left its row; what steps in flight say of it is not its own.
         read_last: the number of the round that last read of its prompt.
         plain: whether the host has nothing to do with its tokens but to hand them on.
@@ -79,6 +82,8 @@ class RunningRequest:
     plain: bool
     late_stops: bool
     admitted: float
+    replay: Sequence[int] = ()
+    silent: int = 0
     ended: bool = False
     read_last: int = -1
     cached_tokens: int = 0

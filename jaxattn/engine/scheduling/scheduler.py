@@ -119,6 +119,19 @@ class Scheduler:
         biases: Any = request.logit_bias  # pairs, in the order of tokens
         if biases and biases[-1][0] >= self.vocab_size:
             return f"logit_bias has a token outside of 0 to {self.vocab_size - 1:,}"
+        if request.replay and not self.limits.reproducible:
+            return (
+                f"it replays {len(request.replay):,} tokens, which engines of "
+                "Limits(reproducible=True) do; give them as part of the prompt, or make such an "
+                "engine"
+            )
+        if request.replay and prompt + len(request.replay) > longest:
+            return (
+                f"{prompt:,} prompt tokens and {len(request.replay):,} to replay are more than the "
+                f"model length {longest:,}; a larger max_model_len raises it"
+            )
+        if request.replay and not 0 <= min(request.replay) <= max(request.replay) < self.vocab_size:
+            return f"its replay has a token outside of 0 to {self.vocab_size - 1:,}"
         new = self._max_tokens(request)
         # The last token that it generates is never read; a draft behind it may be.
         pool = self._pages[0]  # all groups have as many
@@ -150,7 +163,9 @@ class Scheduler:
             group = self._roomiest()
             queued = self.waiting[0]
             request = queued.request
-            prompt = [*request.prompt, *queued.tokens] if queued.tokens else request.prompt
+            prompt = request.prompt
+            if queued.tokens and not self.limits.reproducible:
+                prompt = [*prompt, *queued.tokens]
             last = len(request.prompt) + self._max_tokens(request) - 1
             entering, hit = self._found(queued, prompt)
             self._pages[group].share(hit.pages)  # before others are asked for, which may evict
@@ -212,7 +227,8 @@ class Scheduler:
                     self.copies.append((row.slot, state))
         if self.cached[row.index] < len(row.prompt):
             return False
-        self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request)
+        replayed = len(row.prompt) + len(row.replay)
+        self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request, replayed)
         self.decoding[row.index] = True
         self.left[row.index] -= 1
         self.changes += 1
@@ -411,8 +427,9 @@ class Scheduler:
         if not len(rows):  # whoever runs by itself fits: others are refused
             return True
         most, now = self._max_tokens(request), pool.pages_for(rest)
-        generated = np.append(self.most[rows] - self.left[rows], len(queued.tokens))
-        left = np.append(self.left[rows], most - len(queued.tokens))
+        read = prompt - len(request.prompt)  # of what it has generated; others are decoded again
+        generated = np.append(self.most[rows] - self.left[rows], read)
+        left = np.append(self.left[rows], most - read)
         open_ = np.append(self.open[rows], request.may_stop)
         pages = np.append(self.room[rows] // limits.page_tokens, hit + now)
         growth = peak_growth(
@@ -436,7 +453,10 @@ class Scheduler:
         self, queued: WaitingRequest, prompt: Sequence[int], pages: list[int], slot: int, group: int
     ) -> RunningRequest:
         """A row of its own for a request, with no pages yet but those given."""
-        request = queued.request
+        request, silent, replay = queued.request, 0, queued.request.replay
+        if self.limits.reproducible:
+            silent = len(queued.tokens)
+            replay = (*queued.tokens, *replay[silent:])
         late_stops = len(device_stops(request)) < len(request.stops)
         count = self.limits.rows_per_group
         index = next(i for i in range(group * count, (group + 1) * count) if i not in self.rows)
@@ -451,15 +471,17 @@ class Scheduler:
             level_of(request),
             queued.tokens,
             queued.logprobs,
-            plain=not (late_stops or request.watched),
+            plain=not (late_stops or request.watched or silent),
             late_stops=late_stops,
             admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
             prompt_logprobs=queued.prompt_logprobs,
             older_tokens=queued.older_tokens,
+            replay=replay,
+            silent=silent,
         )
         self.cached[index] = self.room[index] = self.shared[index] = 0
         self.most[index], self.open[index] = row.max_tokens, request.may_stop
-        self.left[index] = row.max_tokens - len(row.tokens)
+        self.left[index] = row.max_tokens + len(request.prompt) - len(prompt)
         self.last[index] = row.last
         self.levels[index] = row.level
         self._give(row, pages)

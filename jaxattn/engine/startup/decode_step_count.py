@@ -32,7 +32,8 @@ def choose_decode_steps(limits: Limits, params: Any, *, gpu: bool, gpus: int = 1
         gpu: whether the steps run on one; a CPU runs them one by one.
         gpus: that run each step; several run steps one by one.
     """
-    if limits.steps_per_round is not None or limits.speculate or not gpu or gpus > 1:
+    given = limits.steps_per_round is not None
+    if given or limits.speculate or limits.reproducible or not gpu or gpus > 1:
         return limits
     step = max(nbytes(params) / BYTES_PER_SECOND, LEAST_SECONDS)
     steps = 1

@@ -131,6 +131,7 @@ def prepare(
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     if limits.reproducible:
         model = model.with_batch_invariance()
+        parallel = dataclasses.replace(parallel, ordered=parallel.gpus > 2)
     own_devices = _devices(devices, parallel)
     if own_devices[0].platform == "cpu" and implementation in (None, "xla"):
         model = model.for_cpu()

@@ -33,7 +33,12 @@ class SampleStep(EngineStep):
         return f"sample of {self.rows} rows: {self.level}"
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
-        return partial(advance, level=self.level, remembers=limits.speculate > 0)
+        return partial(
+            advance,
+            level=self.level,
+            remembers=limits.speculate > 0,
+            replays=limits.reproducible,
+        )
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
         return row_shapes(limits), *self.given(model, limits)

@@ -27,7 +27,7 @@ from jaxattn.models.interface import DecodeBatch
 
 # Stop tokens that the device knows; it learns of a row's others one step late.
 STOPS = 8
-INTEGERS = ("slot", "last", "prompt", "top_k", "seed")
+INTEGERS = ("slot", "last", "prompt", "replayed", "top_k", "seed")
 NUMBERS = (
     "temperature",
     "top_p",
@@ -56,12 +56,13 @@ class DeviceBatch:
     Attributes:
         cursor: int32 [B, 3]: the last token, which is not cached yet; tokens that are cached;
             1 while the row goes on.
-        controls: int32 [B, 19]: INTEGERS, the bits of NUMBERS, stop tokens (-1 is none). `last` is
+        controls: int32 [B, 20]: INTEGERS, the bits of NUMBERS, stop tokens (-1 is none). `last` is
             where the last token stands that the row may generate, `prompt` where its first does.
+            Tokens before `replayed` are known: they are in the history.
         biases: int32 [B, 2, 300]: tokens (2**31 - 1 is none), and the bits of what is added.
         tables: int32 [B, M]: the pages of the row.
-        history: int32 [B, max_model_len]: its tokens, of rows with penalties alone unless rows
-            speculate.
+        history: int32 [B, max_model_len]: its tokens, of rows with penalties or a replay alone
+            unless rows speculate.
     """
 
     cursor: Int[Array, "B 3"]

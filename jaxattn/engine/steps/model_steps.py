@@ -232,11 +232,14 @@ class SpeculativeDecodeStep(FusedDecodeStep):
 
 
 def fused_levels(limits: Limits, steps: int = 1, drafts: bool = True) -> tuple[SamplingMode, ...]:
-    """Levels that a round of so many decode steps samples in its own executable.
+    """Levels that a round of so many decode steps samples in its own executable. None where bits
+    must not depend on how other rows sample: XLA may round otherwise in each executable.
 
     Args:
         drafts: of the rounds with drafts, where rows speculate.
     """
+    if limits.reproducible:
+        return ()
     if limits.speculate and drafts:
         return *FUSED, SamplingMode.CONTROLS
     # Where most steps come several at a time, one executable serves the others.

@@ -36,11 +36,13 @@ def advance(
     *,
     level: SamplingMode,
     remembers: bool = False,
+    replays: bool = False,
 ) -> tuple[DeviceBatch, Int[Array, "b n"]]:
     """Chooses the next token of each row at `places`, and freezes the rows that end with it.
 
     Args:
         remembers: whether every row has a history, and not those with penalties alone.
+        replays: whether rows may have tokens that are known, which are taken as if they were drawn.
 
     Returns:
         (the rows; int32 [b, 2]: the token and a `FinishCode`; at `SamplingMode.LOGPROBS` followed
@@ -50,7 +52,7 @@ def advance(
     found = read(rows, places)
     active = found.cursor.active > 0
     position = found.cursor.length + 1
-    choose = functools.partial(_chosen, rows, level=level)
+    choose = functools.partial(_chosen, rows, level=level, replays=replays)
     chosen = (
         choose(found, logits) if level == SamplingMode.GREEDY else _in_blocks(choose, found, logits)
     )
@@ -69,7 +71,12 @@ def advance(
 
 
 def _chosen(
-    rows: DeviceBatch, found: RowView, logits: Float[Array, "b vocab"], *, level: SamplingMode
+    rows: DeviceBatch,
+    found: RowView,
+    logits: Float[Array, "b vocab"],
+    *,
+    level: SamplingMode,
+    replays: bool,
 ) -> Int[Array, "b n"]:
     """The next token of each row, at `SamplingMode.LOGPROBS` followed by `logprobs`."""
     position = found.cursor.length + 1
@@ -77,6 +84,10 @@ def _chosen(
     if level >= SamplingMode.CONTROLS:
         logits = with_biases(rows, found, with_penalties(rows, found, logits, position))
     tokens, drawn_from = draw(logits, found.sampling, position, level)
+    if replays:
+        known = rows.history.at[found.at, position].get(mode="fill", fill_value=0)
+        replayed = (position < found.integer("replayed")) & (tokens != NOT_FINITE)
+        tokens = jnp.where(replayed, known, tokens)
     if level < SamplingMode.LOGPROBS:
         return tokens[:, None]
     processed = found.number("processed_logprobs")[:, None] > 0

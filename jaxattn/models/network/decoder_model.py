@@ -20,6 +20,7 @@ from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
 from jaxattn.models.network.decoder_network import DecoderNetwork, abstract
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.packed_params import PackedParams, pack_params
+from jaxattn.nn import token_logprobs
 from jaxattn.parallel import Parallel, ShardedVocabulary
 
 
@@ -162,6 +163,24 @@ class DecoderModel(Model):
     def bind(self, params: nnx.State) -> DecoderNetwork:
         """The module with these parameters, for training: `model.bind(params)(tokens)`."""
         return nnx.merge(abstract(self.spec)[0], params)
+
+    def token_logprobs(
+        self,
+        params: nnx.State,
+        tokens: Int[Array, "B T"],
+        *,
+        scored: Float[Array, "B T"] | None = None,
+        **options: Any,
+    ) -> Float[Array, "B T"]:
+        """The log-probability of each token given those before it, float32; differentiable.
+
+        Args:
+            scored: what an engine told of the tokens, see `jaxattn.nn.token_logprobs`.
+            options: of `DecoderNetwork.__call__`. In packed rows the first token of a sequence has
+                a log-probability of no meaning.
+        """
+        logits = self._of_tokens(self.bind(params)(tokens, **options))
+        return token_logprobs(logits, tokens, scored=scored)
 
     def pack(self, params: Any) -> PackedParams:
         return pack_params(params, self.spec.segments, self.spec.stream)

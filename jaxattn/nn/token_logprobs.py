@@ -1,0 +1,56 @@
+"""Log-probabilities of tokens for training, with the bits that an engine told of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def token_logprobs(
+    logits: Float[Array, "B T vocab"],
+    tokens: Int[Array, "B T"],
+    *,
+    scored: Float[Array, "B T"] | None = None,
+) -> Float[Array, "B T"]:
+    """The log-probability of each token given those before it, float32; 0 of a row's first.
+
+    A trainer and an engine round otherwise, so of the same weights they have other last bits. With
+    `scored` the values are the engine's, bit for bit, and the gradient is that of `logits`. The
+    ratio of two policies is then exactly 1 where they have the same weights.
+
+    Args:
+        logits: of a forward, such as `model.bind(params)(tokens)`.
+        scored: float32, what an engine told of the tokens (`jaxattn.logprob_array`) with the
+            weights that `logits` are of; NaN where it told nothing.
+
+    Raises:
+        TypeError, ValueError: the dtype or the shape of `tokens` or `scored` does not fit.
+    """
+    if logits.shape[:-1] != tokens.shape or tokens.ndim != 2:
+        raise ValueError(
+            f"token_logprobs: tokens {tokens.shape} must be [B, T] of logits {logits.shape}"
+        )
+    logits = logits.astype(jnp.float32)[:, :-1]
+    own = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    own = jnp.pad(own - jax.nn.logsumexp(logits, axis=-1), ((0, 0), (1, 0)))
+    if scored is None:
+        return own
+    if scored.shape != tokens.shape:
+        raise ValueError(
+            f"token_logprobs: scored {scored.shape} must have the shape of tokens {tokens.shape}"
+        )
+    if scored.dtype != jnp.float32:
+        raise TypeError(f"token_logprobs: scored must be float32; got {scored.dtype}")
+    return _told(own, scored)
+
+
+@jax.custom_jvp
+def _told(own: Array, scored: Array) -> Array:
+    """What was told where something was, else what was computed."""
+    return jnp.where(jnp.isnan(scored), own, scored)
+
+
+@_told.defjvp
+def _gradient_of_own(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _told(*primals), tangents[0]

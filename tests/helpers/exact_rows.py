@@ -1,0 +1,194 @@
+"""Rows of exact mode in random company, each answered twice: drawn, and replayed by `score`.
+
+python -m tests.helpers.exact_rows kda 60      so many seconds of it on a GPU, with the kernels
+"""
+
+import hashlib
+import random
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxattn import Engine, Limits, Request
+from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.engine.requests.outputs import Completion, FinishEvent, FinishReason, Logprobs
+from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, Stream
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DecoderSpec
+from jaxattn.ops.moe.routing import Router
+
+FAMILIES = {
+    "gdn": ("gdn", "gqa"),  # with experts in the first layer
+    "kda": ("kda", "mla"),
+    "mla": ("mla", "mla"),
+    "gqa": ("gqa", "gqa"),
+    "dense": ("gqa", "gqa"),
+}
+# Of tiny layers that XLA runs, and of the least ones that the kernels take.
+TINY: dict[str, Any] = dict(hidden=32, heads=2, head=8, latent=16, inner=24, experts=4, vocab=64)
+LEAST: dict[str, Any] = dict(
+    hidden=512, heads=8, head=128, latent=512, inner=256, experts=32, vocab=512
+)
+
+
+class Company(NamedTuple):
+    """What happened to rows.
+
+    Attributes:
+        rows, tokens: that were compared.
+        differing: ids of rows whose bits are others when they are replayed.
+        preempted, replayed: rows that lost their pages, and tokens that these decoded again.
+        cached: tokens of prompts that were found in the cache of prefixes.
+        digest: of all bits, which other processes can compare.
+    """
+
+    rows: int
+    tokens: int
+    differing: list[int]
+    preempted: int
+    replayed: int
+    cached: int
+    digest: str
+
+
+def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
+    """Two layers of a family, the first with experts, in bfloat16."""
+    hidden, heads, head = (sizes[name] for name in ("hidden", "heads", "head"))
+    rope = RopeConfig(dim=head // 2)
+    mixers = {
+        "mla": MLA(
+            num_heads=heads,
+            q_lora_rank=hidden // 2,
+            kv_lora_rank=sizes["latent"],
+            qk_nope_head_dim=head,
+            qk_rope_head_dim=head // 2,
+            v_head_dim=head,
+            rope=rope,
+        ),
+        "gqa": GQA(num_heads=heads, num_kv_heads=2, head_dim=head, rope=rope),
+        "gdn": GDN(num_k_heads=heads // 2, num_v_heads=heads, head_k_dim=head, head_v_dim=head),
+        "kda": KDA(num_heads=heads, head_dim=head),
+    }
+    router = Router(experts=sizes["experts"], top_k=2, scores="softmax")
+    dense = MLP(intermediate_size=sizes["inner"])
+    experts = MoE(expert_size=sizes["inner"], router=router)
+    first, second = (mixers[name] for name in FAMILIES[family])
+    return DecoderModel(
+        DecoderSpec(
+            vocab_size=sizes["vocab"],
+            stream=Stream(hidden_size=hidden, eps=1e-6, dtype="bfloat16", param_dtype="bfloat16"),
+            blocks=(Block(first, dense if family == "dense" else experts), Block(second, dense)),
+            max_position_embeddings=512,
+        )
+    )
+
+
+def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
+    """An engine in exact mode whose pages do not hold all rows at full length."""
+    model = exact_model(family, sizes)
+    given: dict[str, Any] = dict(max_model_len=512, prefill_chunk=128, checkpoints=2)
+    engine = Engine(
+        model,
+        model.init_params(jax.random.key(1)),
+        Limits(reproducible=True, **given | limits),
+        strict=True,
+    )
+    engine.start()
+    return engine
+
+
+def random_rows(draw: random.Random, count: int, vocab: int) -> list[Request]:
+    """Requests of which some begin alike, with all ways to sample."""
+    beginnings = [[draw.randrange(vocab) for _ in range(length)] for length in (100, 128, 200, 256)]
+    found = []
+    for number in range(count):
+        own = [draw.randrange(vocab) for _ in range(draw.choice([1, 3, 40, 70, 130]))]
+        heat = draw.choice([0.0, 0.7, 1.0])
+        found.append(
+            Request(
+                draw.choice([[], *beginnings]) + own,
+                max_tokens=draw.choice([1, 8, 40, 90]),
+                temperature=heat,
+                top_p=draw.choice([1.0, 0.9]),
+                repetition_penalty=draw.choice([1.0, 1.0, 1.1]),
+                logprobs=draw.choice([0, 3]),
+                seed=number,
+                id=number,
+            )
+        )
+    return found
+
+
+def in_company(engine: Engine, requests: list[Request], draw: random.Random) -> list[Completion]:
+    """What requests are answered that come a few at a time, beside others that are aborted."""
+    left, done, companions = list(requests), {}, range(10**6, 10**6 + len(requests))
+    draw.shuffle(left)
+    coming = iter(companions)
+    while left or engine.busy:
+        if left and draw.random() < 0.3:
+            for _ in range(min(len(left), draw.choice([1, 1, 2 * engine.limits.batch]))):
+                engine.add(left.pop())
+            prompt = [draw.randrange(engine.model.vocab_size) for _ in range(draw.choice([2, 140]))]
+            engine.add(Request(prompt, max_tokens=60, temperature=1.0, id=next(coming)))
+        if draw.random() < 0.02:
+            engine.abort(draw.choice(companions))
+        for event in engine.step():
+            if isinstance(event, FinishEvent):
+                done[event.completion.request.id] = event.completion
+    return [done[request.id] for request in requests]
+
+
+def bits(found: tuple[Logprobs | None, ...]) -> list[bytes]:
+    """Those of the log-probabilities of tokens, where there are any."""
+    return [np.float32(each.token).tobytes() for each in found if each is not None]
+
+
+def compare(engine: Engine, requests: list[Request], draw: random.Random) -> Company:
+    """Draws rows, and then replays what they said, each time in other company."""
+    before = engine.stats.replayed_tokens, engine.scheduler.preemptions
+    done = in_company(engine, requests, draw)
+    assert all(each.finish_reason is FinishReason.LENGTH for each in done)
+    replayed, cached = engine.stats.replayed_tokens - before[0], engine.prefixes.hits
+    order = draw.sample(done, len(done))
+    texts = [[*each.request.prompt, *each.tokens] for each in order]
+    found = engine.score(texts, starts=[len(each.request.prompt) for each in order])
+    differing = [
+        each.request.id
+        for each, scores in zip(order, found, strict=True)
+        if bits(scores) != bits(each.logprobs)
+    ]
+    return Company(
+        rows=len(done),
+        tokens=sum(len(each.tokens) for each in done),
+        differing=differing,
+        preempted=engine.scheduler.preemptions - before[1],
+        replayed=replayed + engine.stats.replayed_tokens,
+        cached=cached,
+        digest=hashlib.sha1(b"".join(b for each in done for b in bits(each.logprobs))).hexdigest()[
+            :12
+        ],
+    )
+
+
+def on_gpu(family: str) -> Engine:
+    """An engine of the least layers that the kernels take."""
+    engine = exact_engine(family, LEAST, batch=64, num_pages=280, checkpoints=8)
+    assert set(engine.implementations.values()) == {"mosaic_gpu"}, engine.implementations
+    return engine
+
+
+def main(family: str, seconds: str) -> None:
+    """Compares 250 rows at a time until the time is over."""
+    begin = time.perf_counter()
+    engine, draw = on_gpu(family), random.Random(7)
+    print(family, f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
+    while time.perf_counter() - begin < float(seconds):
+        found = compare(engine, random_rows(draw, 250, LEAST["vocab"]), draw)
+        print(family, f"{time.perf_counter() - begin:.0f} s", found, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
