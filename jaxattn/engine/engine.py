@@ -160,13 +160,8 @@ class Engine(EngineLifecycle):
         """
         with self._alone("step"):
             self._start()
-            try:
+            with self._ending_rows():
                 return self._step()
-            except BaseException as error:
-                interrupted = isinstance(error, KeyboardInterrupt)
-                reason = FinishReason.INTERRUPTED if interrupted else FinishReason.FAILED
-                self._end_rows(reason, str(error) or None)
-                raise
 
     def generate(
         self,
@@ -324,12 +319,7 @@ class Engine(EngineLifecycle):
     def _step(self) -> list[Event]:
         assert self._loop is not None
         if self.scheduler.busy or self._loop.in_flight:
-            try:
-                self._loop.round()
-            except jax.errors.JaxRuntimeError:
-                assert self._runner is not None
-                self._runner.failed = True
-                raise
+            self._send_round()
         events, self._endings.events = self._endings.events, []
         return events
 

@@ -1,8 +1,9 @@
-"""The life of an engine: what it is made of, how it starts, and how it ends."""
+"""The life of an engine: what it is made of, how it starts, takes new weights, and how it ends."""
 
 import contextlib
 import dataclasses
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any, Literal, Self, get_args
 
 import jax
 
@@ -23,13 +24,25 @@ from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.startup.engine_build import EngineBuild, of_this_process
 from jaxattn.engine.startup.placed_params import CheckedParams
-from jaxattn.engine.startup.warmup import allocate_state, measured_plan, profile_memory
+from jaxattn.engine.startup.warmup import (
+    Allocate,
+    allocate_state,
+    allocator,
+    check_room,
+    measured_plan,
+    profile_memory,
+)
+from jaxattn.engine.startup.weight_buffers import WeightBuffers
+from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import recurrent
 from jaxattn.engine.steps.step_catalog import entry_points
-from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.budget import MemoryPlan, nbytes_each
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
+
+
+InFlight = Literal["finish", "abort", "recompute"]
 
 
 class EngineLifecycle:
@@ -44,11 +57,13 @@ class EngineLifecycle:
     seal: RecompilationGuard
 
     def _open(self, prepared: EngineBuild, strict: bool, detokenize: Detokenize | None) -> None:
-        self._weights = prepared.params.place() if prepared.params else None
+        self._weights = WeightBuffers(prepared.params) if prepared.params else None
         # Without what was given: it would stay in memory beside what is packed.
         self._prepared = dataclasses.replace(prepared, params=None)
         self._runner: ModelRunner | None = None
         self._loop: OverlapLoop | None = None
+        self._allocate: Allocate | None = None
+        self._released = False
         self._owner = ThreadGuard()
         self._next_id = 0
         self.seal = RecompilationGuard(strict=strict)
@@ -125,12 +140,15 @@ class EngineLifecycle:
                 if self._runner is not None:
                     raise RuntimeError("start: this engine runs already; make another one")
                 devices = self._prepared.devices
-                self._weights = CheckedParams.of(self.model, params, devices).place()
+                self._weights = WeightBuffers(CheckedParams.of(self.model, params, devices))
             self._start()
 
     def _start(self) -> None:
         if self._weights is None:
             raise ValueError("this engine has no parameters: give them to start(params)")
+        if self._released:
+            raise RuntimeError("the engine's caches are released; call resume() before it runs")
+        weights = self._weights.leaves
         if self._runner is not None and not self._runner.lost:
             return
         self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
@@ -147,16 +165,211 @@ class EngineLifecycle:
         with jax.default_device(of_this_process(self._prepared.devices)[0]):
             PROCESS_STATE.closed(self)  # its own temp is a line of its plan
             try:
-                self._replan(profile_memory(self._prepared, self._weights, ran=ran))
+                self._replan(profile_memory(self._prepared, weights, ran=ran))
             finally:
                 PROCESS_STATE.opened(self)
-            state, rows = allocate_state(self._prepared, self._weights)
+            if self._one_process:
+                self._weights.programs.compile()
+            self._allocate = allocator(self._prepared)
+            state, rows = allocate_state(self._prepared, weights, self._allocate)
             self._prepared = measured_plan(self._prepared)
-        weights, executables = self._weights, self._prepared.steps.executables
+        self._run_with(state, rows)
+
+    def _run_with(self, state: DecodeState, rows: DeviceBatch) -> None:
+        """Steps run on these buffers from here on, and the engine is sealed."""
+        assert self._weights is not None
+        weights, executables = self._weights.leaves, self._prepared.steps.executables
         group = group_of(self.model, self._prepared.devices)
         self._runner = ModelRunner(self.limits, executables, weights, state, rows, self.seal, group)
         self._loop = OverlapLoop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
+
+    @property
+    def _one_process(self) -> bool:
+        return len({device.process_index for device in self._prepared.devices}) == 1
+
+    # --- other weights, and a device that a trainer has for a while
+
+    @property
+    def weights_version(self) -> int:
+        """How many updates there were: the number of the weights that give what comes next."""
+        return self._endings.weights_version
+
+    def expect_updates(self, params: Any) -> None:
+        """Compiles what `update` needs for parameters that lie over the devices like these.
+
+        An engine compiles at its start what it needs for parameters that lie as its own do. Others,
+        such as those that a trainer shards by FSDP, need programs of their own: `update` compiles
+        them when it first meets them, or this does so before the engine is sealed.
+
+        Args:
+            params: arrays, or shapes with shardings.
+
+        Raises:
+            ValueError: they are not the model's, or the engine has none of its own yet.
+        """
+        with self._alone("expect_updates"):
+            weights = self._updated("expect_updates")
+            weights.compile(weights.check(params, strict=False))
+
+    def update(self, params: Any, *, in_flight: InFlight = "finish", share: bool = False) -> int:
+        """Puts new weights in the place of the engine's; see docs/rollouts.md.
+
+            version = engine.update(trainer.params)
+
+        Each parameter is copied on the device, into the engine's own buffer. `params` stay the
+        caller's, who may donate or delete them as soon as this returns. The first update gives the
+        engine buffers of its own for the parameters that it has shared with its maker since it was
+        made. An array that the engine shares already is left alone.
+
+        What is cached of the old weights is dropped: prefixes, states, and what speculation
+        measured. Requests that have not begun are served with the new weights.
+
+        Args:
+            params: the model's parameters as `Engine` or `load` has them: a tree, an nnx state, or
+                an nnx module such as `model.bind(params)`. Arrays may lie otherwise than the
+                engine's, over its devices or over others of this process.
+            in_flight: of requests that have begun: "finish" serves them to their end first, and
+                the next `step` tells what came of them; "abort" ends them; "recompute" reads their
+                prompts and tokens again with the new weights, and goes on.
+            share: read those arrays of `params` that lie as the engine's do, and copy none of them.
+                They must not be donated or deleted before the next update.
+
+        Returns:
+            The number of the new weights, which events and completions carry.
+
+        Raises:
+            ValueError: `params` are not the model's; all differences are named, and nothing has
+                changed. Or the engine has several processes, or is strict and not compiled for
+                parameters that lie like these.
+            EngineBusyError: another thread uses the engine, or a callback called it.
+        """
+        if in_flight not in get_args(InFlight):
+            names = ", ".join(map(repr, get_args(InFlight)))
+            raise ValueError(f"in_flight must be one of {names}; got {in_flight!r}")
+        with self._alone("update"):
+            weights = self._updated("update")
+            sealed = self._runner is not None or self._released
+            arriving = weights.check(params, strict=sealed and self.seal.strict)
+            watched = self.seal.watch(buffers=False) if sealed else contextlib.nullcontext()
+            with watched, self.seal.allowed():
+                weights.compile(arriving)
+            self._settle(in_flight)
+            if self._runner is not None:
+                self._runner.weights = ()
+            watched = self.seal.watch(buffers=False) if sealed else contextlib.nullcontext()
+            with watched, self.seal.allowed():
+                weights.update(arriving, share=share)
+            self._endings.weights_version = weights.version
+            if self._runner is not None:
+                self._runner.weights = weights.leaves
+                self._runner.forget()
+                self._loop = OverlapLoop(self.scheduler, self._runner, self._endings)
+            return weights.version
+
+    def release(self, *, weights: bool = False) -> int:
+        """Gives back the device's memory of caches and scratch, until `resume`.
+
+        Requests in flight wait, and go on afterwards: their prompts and tokens are read again.
+        Cached prefixes are dropped. An engine that has not started has nothing to give back.
+
+        Args:
+            weights: give back those weights too that are the engine's own; `update` has to bring
+                others before `resume`.
+
+        Returns:
+            The bytes of each device that are free now.
+
+        Raises:
+            ValueError: the engine has several processes.
+            EngineBusyError: another thread uses the engine, or a callback called it.
+        """
+        with self._alone("release"):
+            buffers, freed = self._updated("release"), 0
+            if self._runner is not None:
+                with self._ending_rows():
+                    self._loop_of().finish()
+                self.scheduler.preempt_all()
+                freed = nbytes_each((self._runner.state, self._runner.rows))
+                self._runner.delete()
+                self._runner = self._loop = None
+                self._released = True
+                PROCESS_STATE.closed(self)
+            return freed + (buffers.delete() if weights else 0)
+
+    def resume(self) -> None:
+        """Takes the memory again that `release` gave back, by the same plan.
+
+        Raises:
+            PlanError: others hold too much of the device; the engine stays released.
+            RuntimeError: the weights were released too, and no update has brought others.
+            EngineBusyError: another thread uses the engine, or a callback called it.
+        """
+        with self._alone("resume"):
+            if not self._released:
+                return
+            assert self._weights is not None and self._allocate is not None
+            check_room(self._prepared, self._weights.leaves)
+            state, rows = self._allocate()
+            self._released = False
+            PROCESS_STATE.opened(self)
+            self._run_with(state, rows)
+
+    def _updated(self, what: str) -> WeightBuffers:
+        """The weights, if they can be changed."""
+        if self._weights is None:
+            raise ValueError(
+                f"{what}: this engine has no parameters yet: give them to start(params)"
+            )
+        if not self._one_process:
+            raise ValueError(f"{what}: the engine's devices belong to several processes")
+        return self._weights
+
+    def _settle(self, in_flight: InFlight) -> None:
+        """Leaves nothing in flight, and nothing cached, of the weights that are about to go."""
+        scheduler = self.scheduler
+        if self._loop is not None:
+            held = scheduler.hold_back() if in_flight == "finish" else []
+            try:
+                with self._ending_rows():
+                    while scheduler.busy and in_flight == "finish":
+                        self._send_round()
+                    self._loop.finish()
+            finally:
+                scheduler.put_back(held)
+        if in_flight == "abort":
+            for row in list(scheduler.rows.values()):
+                self._endings.end(row, FinishReason.ABORTED)
+            for queued in [each for each in scheduler.waiting if each.admitted is not None]:
+                scheduler.waiting.remove(queued)
+                self._endings.finish(queued.request, FinishReason.ABORTED, of=queued)
+        scheduler.preempt_all()
+        for queued in scheduler.waiting:
+            queued.outlives_weights()
+
+    def _loop_of(self) -> OverlapLoop:
+        assert self._loop is not None
+        return self._loop
+
+    def _send_round(self) -> None:
+        """A round; the state is lost where the device ends it with an error."""
+        assert self._loop is not None and self._runner is not None
+        try:
+            self._loop.round()
+        except jax.errors.JaxRuntimeError:
+            self._runner.failed = True
+            raise
+
+    @contextlib.contextmanager
+    def _ending_rows(self) -> Iterator[None]:
+        """An error within ends all rows: their states may have gone on without them."""
+        try:
+            yield
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            reason = FinishReason.INTERRUPTED if interrupted else FinishReason.FAILED
+            self._end_rows(reason, str(error) or None)
+            raise
 
     def lead(self, crew: ProcessGroup) -> None:
         """Starts the engine, of which other processes run a part, and leads them from here on.
@@ -211,7 +424,7 @@ class EngineLifecycle:
             self._clear()
             if self._runner is not None:
                 self._runner.delete()
-            self._runner = self._loop = self._weights = None
+            self._runner = self._loop = self._weights = self._allocate = None
 
     def __enter__(self) -> Self:
         return self

@@ -89,6 +89,8 @@ class Limits:
         reproducible: what a row is answered does not depend on the rows beside it: prompts are read
             one at a time, in steps in which no row decodes, no buckets are compiled, and attention
             cuts rows by their own length.
+        reserved_bytes: of each device, that the plan leaves to others in the process, such as a
+            trainer's optimizer. Arrays that are there before the engine count without it.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
             `prepare` sets it, as `Parallel.context`.
         groups: of GPUs that have as many of the rows each, with pages and slots of their own;
@@ -122,6 +124,7 @@ class Limits:
     speculate_by: str = "lookup"
     steps_per_round: int | None = None
     reproducible: bool = False
+    reserved_bytes: int = 0
     spread: int = 1
     groups: int = 1
 
@@ -168,7 +171,7 @@ class Limits:
                     f"speculate={self.speculate}; set one of them to its default"
                 )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
-        zero |= {"speculate_by", "reproducible", "mixed_tokens"}
+        zero |= {"speculate_by", "reproducible", "mixed_tokens", "reserved_bytes"}
         for name, value in dataclasses.asdict(self).items():
             if name in zero:
                 continue
@@ -199,6 +202,10 @@ class Limits:
                 )
         if self.mixed_tokens is not None:
             check_sizes("Limits", least=0, mixed_tokens=self.mixed_tokens)
+        if not is_integer(self.reserved_bytes) or self.reserved_bytes < 0:
+            raise ValueError(
+                f"reserved_bytes must be an integer of at least 0; got {self.reserved_bytes!r}"
+            )
         self._check_reproducible()
 
     def _check_reproducible(self) -> None:

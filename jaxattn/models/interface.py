@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -363,6 +364,15 @@ class Model(abc.ABC):
         """The whole model's parameters over a group, each GPU's share on its device."""
         raise TypeError(f"{type(self).__name__} runs on one GPU")
 
+    def joined_param(self, path: Any, leaf: Array) -> Array:
+        """A whole model's parameter as an array over the group has it: the GPUs' shares, one after
+        another along each axis that is divided.
+
+        Args:
+            path: of the parameter, in a tree of JAX.
+        """
+        return leaf
+
     def state_specs(self) -> DecodeState:
         """The PartitionSpec of each array of a `DecodeState`."""
         arena: Any = PartitionSpec(self.parallel.axes("all"))
@@ -404,21 +414,41 @@ def init_state(model: Model, size: CacheSize, spec: ArenaSpec) -> DecodeState:
 
 
 def check_params(shapes: Any, params: Any) -> None:
-    """Raises ValueError, with the first name, unless `params` have these shapes and dtypes."""
-    expected, found = (
-        {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-        for leaves in map(jax.tree.leaves_with_path, (shapes, params))
-    )
-    for name, shape in expected.items():
-        wanted = f"{shape.dtype.name}{list(shape.shape)}"
+    """Raises ValueError, with all differences, unless `params` have these shapes and dtypes."""
+    expected = {name: (shape,) for name, shape in named_params(shapes).items()}
+    if wrong := param_differences(expected, named_params(params)):
+        raise ValueError("; ".join(wrong))
+
+
+def named_params(params: Any) -> dict[str, Any]:
+    """Name -> parameter, of a tree, an nnx state or an nnx module; "segments.0.norm.weight"."""
+    tree = nnx.state(params) if isinstance(params, nnx.Module) else params
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def param_differences(
+    expected: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]], found: Mapping[str, Any]
+) -> list[str]:
+    """How named parameters differ from those that are expected, each of one of several shapes."""
+    wrong = []
+    for name, shapes in expected.items():
+        wanted = " or ".join(
+            dict.fromkeys(f"{shape.dtype.name}{list(shape.shape)}" for shape in shapes)
+        )
         if name not in found:
-            raise ValueError(f"parameter {name!r} is missing; expected {wanted}")
+            wrong.append(f"parameter {name!r} is missing; expected {wanted}")
+            continue
         leaf = found[name]
-        if (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            wrong.append(f"parameter {name!r} is a {type(leaf).__name__}; expected {wanted}")
+        elif all((leaf.shape, leaf.dtype) != (shape.shape, shape.dtype) for shape in shapes):
             actual = f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
-            raise ValueError(f"parameter {name!r} is {actual}; expected {wanted}")
-    if unexpected := sorted(found.keys() - expected.keys()):
-        raise ValueError(f"unexpected parameter {unexpected[0]!r}")
+            wrong.append(f"parameter {name!r} is {actual}; expected {wanted}")
+    wrong += [f"unexpected parameter {name!r}" for name in found if name not in expected]
+    return wrong
 
 
 def compiler_options(backend: str) -> dict[str, bool | int | str] | None:

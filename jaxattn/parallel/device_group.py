@@ -118,9 +118,13 @@ class DeviceGroup:
             array.shape, self.sharding(spec), lambda part: array[part]
         )
 
+    def maker(self, make: Callable[[], Any], specs: Any) -> Callable[[], Any]:
+        """Compiled: what each GPU makes for itself, as one tree over the group."""
+        return jax.jit(self.step(make, (), specs)).lower().compile()
+
     def make(self, make: Callable[[], Any], specs: Any) -> Any:
         """What each GPU makes for itself, as one tree over the group."""
-        return jax.jit(self.step(make, (), specs))()
+        return self.maker(make, specs)()
 
     def join(self, trees: Sequence[Any], specs: Any) -> Any:
         """One tree over the group of what lies on each of its devices, in their order."""

@@ -93,7 +93,11 @@ def get_or_compile_steps(
     leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
     x64 = bool(jax.config.jax_enable_x64)
     shape = dataclasses.replace(
-        limits, utilization=None, num_pages=limits.pages, steps_per_round=limits.round_steps
+        limits,
+        utilization=None,
+        num_pages=limits.pages,
+        steps_per_round=limits.round_steps,
+        reserved_bytes=0,
     )
     key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
     every = all_steps(limits)

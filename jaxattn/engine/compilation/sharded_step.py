@@ -61,20 +61,24 @@ def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceG
     return jax.tree.map(lambda x: group.put(x, REPLICATED), given)
 
 
-def new_state_over(model: Model, limits: Limits, group: DeviceGroup) -> DecodeState:
-    """The state of an engine, each device's share on it.
+def allocator_over(
+    model: Model, limits: Limits, group: DeviceGroup
+) -> Callable[[], tuple[DecodeState, DeviceBatch]]:
+    """Allocates the state of an engine, each device's share on it, and rows of which none has come
+    yet, whole on every device. It compiles at once, and nothing when it is called.
 
-    It is there on all of them: one may write to another as soon as a step begins.
+    The state is there on all devices: one may write to another as soon as a step begins.
     """
-    state = group.make(partial(new_state, model, limits), model.state_specs())
-    for each in model.caches:
-        state = state.replace(each.name, each.connected(state.caches[each.name]))
-    return jax.block_until_ready(state)
+    state_of = group.maker(partial(new_state, model, limits), model.state_specs())
+    rows_of = group.maker(partial(new_rows, limits), REPLICATED)
 
+    def allocate() -> tuple[DecodeState, DeviceBatch]:
+        state = state_of()
+        for each in model.caches:
+            state = state.replace(each.name, each.connected(state.caches[each.name]))
+        return jax.block_until_ready(state), rows_of()
 
-def new_rows_over(limits: Limits, group: DeviceGroup) -> DeviceBatch:
-    """Rows of which none has come yet, on every device."""
-    return group.make(partial(new_rows, limits), REPLICATED)
+    return allocate
 
 
 def arguments(

@@ -28,7 +28,7 @@ from jaxattn.engine.steps.token_selection import FinishCode
 
 NOT_FINITE = "the model's logits held NaN or infinity"
 Detokenize = Callable[[Sequence[int]], str]
-# Makes one of (request, token, logprobs) in C; TokenEvent(...) would run Python.
+# Makes one of (request, token, logprobs, version) in C; TokenEvent(...) would run Python.
 _TOKEN_EVENT: Callable[[tuple[Any, ...]], TokenEvent] = functools.partial(tuple.__new__, TokenEvent)
 
 
@@ -42,6 +42,7 @@ class OutputProcessor:
         events: that nobody has seen yet.
         clocks: of each request that is not done, by its id.
         stats: what it counts in.
+        weights_version: of the weights that gave what it takes.
     """
 
     def __init__(self, scheduler: Scheduler, detokenize: Detokenize | None):
@@ -49,6 +50,7 @@ class OutputProcessor:
         self.events: list[Event] = []
         self.clocks: dict[int, RequestTimes] = {}
         self.stats = GenerationStats()
+        self.weights_version = 0
 
     def take_plain(
         self, requests: Sequence[Request], texts: Sequence[list[int]], tokens: np.ndarray
@@ -65,7 +67,8 @@ class OutputProcessor:
         for text, own in zip(texts, tokens.T.tolist(), strict=True):
             text.extend(own)
         # By loops in C: 256 rows have 2,048 tokens in a call.
-        of_steps = zip(itertools.cycle(requests), tokens.ravel().tolist(), itertools.repeat(None))
+        same = itertools.repeat(None), itertools.repeat(self.weights_version)
+        of_steps = zip(itertools.cycle(requests), tokens.ravel().tolist(), *same)
         self.events.extend(map(_TOKEN_EVENT, of_steps))
         return tokens.size
 
@@ -83,7 +86,7 @@ class OutputProcessor:
             taken += 1
             if row.plain and row.tokens and not end:
                 row.tokens.append(token)
-                announce(TokenEvent(row.request, token))
+                announce(TokenEvent(row.request, token, None, self.weights_version))
                 continue
             chances = None
             if row.request.logprobs is not None:
@@ -100,7 +103,8 @@ class OutputProcessor:
             if not all(math.isfinite(each.token) for each in scores):
                 self.end(row, FinishReason.NOT_FINITE, NOT_FINITE)
             elif len(row.prompt_logprobs) == len(row.request.prompt):
-                self.events.append(PromptEvent(row.request, tuple(row.prompt_logprobs)))
+                told = tuple(row.prompt_logprobs)
+                self.events.append(PromptEvent(row.request, told, self.weights_version))
 
     def take_sums(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
         """Sums of hidden states of rows' next prompt tokens."""
@@ -133,7 +137,7 @@ class OutputProcessor:
         assert row.request.id is not None
         if len(row.tokens) == 1:
             self.clocks[row.request.id].first(now)
-        self.events.append(TokenEvent(row.request, token, chances))
+        self.events.append(TokenEvent(row.request, token, chances, self.weights_version))
         grammar = row.request.grammar
         if grammar is not None and not grammar.accept(token):
             self.end(row, FinishReason.STOP, "grammar")
@@ -178,7 +182,8 @@ class OutputProcessor:
         assert request.id is not None
         clock = self.clocks.pop(request.id)
         first, seconds = clock.read(time.perf_counter())
-        done = Completion(request, (), reason, detail, first, seconds)
+        version = self.weights_version
+        done = Completion(request, (), reason, detail, first, seconds, weights_version=version)
         if of is not None:
             queued = None if of.admitted is None else of.admitted - clock.added
             self.stats.queued_seconds += queued or 0.0
@@ -191,6 +196,7 @@ class OutputProcessor:
                 cached_tokens=of.cached_tokens,
                 seconds_queued=queued,
                 embedding=of.embedding,
+                older_tokens=of.older_tokens,
             )
         self.events.append(FinishEvent(done))
 

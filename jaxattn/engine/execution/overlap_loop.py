@@ -113,6 +113,14 @@ class OverlapLoop:
         while self._flights:
             self._read_round()
 
+    def finish(self) -> None:
+        """Reads all that is in flight; the state is lost where the device ends it with an error."""
+        try:
+            self.drain()
+        except jax.errors.JaxRuntimeError:
+            self.runner.failed = True
+            raise
+
     def drop(self) -> None:
         """Forgets what is in flight."""
         self._flights.clear()

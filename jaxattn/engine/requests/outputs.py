@@ -47,6 +47,8 @@ class Completion:
         prompt_logprobs: of each token of the prompt, if the request asked for them. Nothing stands
             before the first one: its are None. A row that ended before has those it came to.
         embedding: of the prompt, float32 [hidden], if the request asked for it.
+        weights_version: of the weights that gave its last token; see `Engine.update`.
+        older_tokens: how many of its tokens, the first ones, earlier weights gave.
     """
 
     request: Request
@@ -60,6 +62,8 @@ class Completion:
     seconds_queued: float | None = None
     prompt_logprobs: "tuple[Logprobs | None, ...]" = ()
     embedding: Float[np.ndarray, "hidden"] | None = dataclasses.field(default=None, compare=False)
+    weights_version: int = 0
+    older_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,11 +88,13 @@ class TokenEvent(NamedTuple):
 
     Attributes:
         logprobs: if the request asked for them.
+        weights_version: of the weights that gave it; see `Engine.update`.
     """
 
     request: Request
     token: int
     logprobs: Logprobs | None = None
+    weights_version: int = 0
 
 
 class PromptEvent(NamedTuple):
@@ -96,10 +102,12 @@ class PromptEvent(NamedTuple):
 
     Attributes:
         logprobs: see `Completion.prompt_logprobs`.
+        weights_version: of the weights that gave them; see `Engine.update`.
     """
 
     request: Request
     logprobs: tuple[Logprobs | None, ...]
+    weights_version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

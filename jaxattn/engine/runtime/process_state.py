@@ -21,6 +21,8 @@ class ProcessState:
         steps: `CompiledSteps` by what decides them, while an engine or its plan holds them.
         collectives: bytes that collectives took of each of these devices when they first ran, by
             the layout: another may make GPUs of several processes meet in other sets.
+        weight_programs: `WeightPrograms` by their model and devices. They are small, hold no array,
+            and stay, so that engines after one another compile them once.
         lowering: held by who lowers steps. It is work of Python, which one thread runs at a time.
         searching: held by who turns Python's search for garbage off or on.
         sending: held by who sends a step to several devices. Steps wait for one another there, so
@@ -31,6 +33,7 @@ class ProcessState:
         self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self.steps: weakref.WeakValueDictionary[Hashable, Any] = weakref.WeakValueDictionary()
         self.collectives: dict[tuple[Any, ...], dict[Any, int]] = {}
+        self.weight_programs: dict[Hashable, Any] = {}
         self.lowering = threading.Lock()
         self.searching = threading.Lock()
         self.sending = threading.Lock()

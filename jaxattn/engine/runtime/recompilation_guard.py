@@ -66,12 +66,16 @@ class RecompilationGuard:
         return not self.strict and self._watched % COUNTS_EVERY == 0
 
     @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """What this thread traces, compiles or allocates inside counts."""
+    def watch(self, *, buffers: bool = True) -> Iterator[None]:
+        """What this thread traces, compiles or allocates inside counts.
+
+        Args:
+            buffers: False: it may leave buffers behind.
+        """
         outer = PROCESS_STATE.seal
         PROCESS_STATE.seal = self
-        counts = self.counts_next
-        self._watched += 1
+        counts = buffers and self.counts_next
+        self._watched += buffers
         try:
             if self.strict:
                 with _nothing_runs(True):

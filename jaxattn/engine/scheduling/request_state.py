@@ -20,6 +20,7 @@ class WaitingRequest:
         keys: of the blocks of its prompt, once they were looked for.
         admitted: when it first had a row, of `time.perf_counter`; None if it never had one.
         prompt_logprobs: as in `RunningRequest`.
+        older_tokens: how many of the tokens earlier weights gave.
     """
 
     request: Request
@@ -31,10 +32,17 @@ class WaitingRequest:
     admitted: float | None = None
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
     embedding: None = None  # a row that loses its pages pools its prompt again
+    older_tokens: int = 0
 
     @property
     def turn(self) -> tuple[int, int]:
         return self.request.priority, self.order
+
+    def outlives_weights(self) -> None:
+        """Goes on with other weights: its tokens stay, and its prompt is read and told again."""
+        self.older_tokens = len(self.tokens)
+        if len(self.prompt_logprobs) < len(self.request.prompt):
+            self.prompt_logprobs = []
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,6 +63,7 @@ class RunningRequest:
         prompt_logprobs: of its prompt's first tokens, that have come back from the device.
         scored: how many of them are there, or under way.
         pooled: the sum of the hidden states of its prompt that have come back from the device.
+        older_tokens: how many of its tokens earlier weights gave.
     """
 
     request: Request
@@ -77,6 +86,7 @@ class RunningRequest:
     prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
     scored: int = 0
     pooled: Float[np.ndarray, "hidden"] | float = 0.0
+    older_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.request.prompt_logprobs is not None and not self.prompt_logprobs:

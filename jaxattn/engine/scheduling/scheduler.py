@@ -283,6 +283,30 @@ class Scheduler:
         """
         own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
         row = max(own, key=lambda row: (row.request.priority, row.order))
+        self._requeue(row)
+        self.preemptions += 1
+
+    def preempt_all(self) -> None:
+        """All rows wait again, with the tokens that they have. The caches are about to go: nothing
+        is kept of what prompts left in them. No step may be in flight.
+        """
+        for row in list(self.rows.values()):
+            self._requeue(row)
+        self.deltas.clear()
+        self._new_pools()
+
+    def hold_back(self) -> list[WaitingRequest]:
+        """Takes out the requests that have not begun; `put_back` queues them again."""
+        held = [queued for queued in self.waiting if queued.admitted is None]
+        self.waiting = [queued for queued in self.waiting if queued.admitted is not None]
+        return held
+
+    def put_back(self, held: Sequence[WaitingRequest]) -> None:
+        for queued in held:
+            self._queue(queued)
+
+    def _requeue(self, row: RunningRequest) -> None:
+        """The row gives its pages back, and its request waits."""
         self.release(row)
         again = WaitingRequest(
             row.request,
@@ -291,9 +315,9 @@ class Scheduler:
             row.logprobs,
             admitted=row.admitted,
             prompt_logprobs=row.prompt_logprobs,
+            older_tokens=row.older_tokens,
         )
         self._queue(again)
-        self.preemptions += 1
 
     def release(self, row: RunningRequest) -> None:
         """Frees the row, its pages and its slot for the next request.
@@ -401,6 +425,7 @@ class Scheduler:
             late_stops=late_stops,
             admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
             prompt_logprobs=queued.prompt_logprobs,
+            older_tokens=queued.older_tokens,
         )
         self.cached[index] = self.room[index] = 0
         self.left[index] = row.max_tokens - len(row.tokens)

@@ -35,6 +35,7 @@ from jaxattn.models.interface import Model, overlaid
 # JAX's allocator on a GPU rounds a buffer up to ALIGNMENT bytes, and does not split a free piece
 # for it if less than REST would be left over (and the piece is less than twice as large).
 BFC_ALIGNMENT, BFC_REST = 256, 128 * 2**20
+RESERVED = "reserved"  # the line of `Limits.reserved_bytes`
 
 
 def packed_shapes(model: Model) -> Any:
@@ -150,6 +151,9 @@ def plan_engine(
     if others:
         why = "arrays and engines in the process before this"
         items.append(PlanItem("others", others, why, basis="measured"))
+    if limits.reserved_bytes:
+        why = "left to others beside the engine, such as a trainer"
+        items.append(PlanItem(RESERVED, limits.reserved_bytes, why, basis="assumed"))
     items += _code_items(executables)
     items += _outside_items(memory, outside, collectives, outside_basis)
     budget = None

@@ -2,29 +2,30 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jaxattn.engine.compilation.sharded_step import (
+    allocator_over,
     device_put_inputs,
     group_of,
-    new_rows_over,
-    new_state_over,
 )
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.engine.startup.engine_build import EngineBuild, smallest_memory
+from jaxattn.engine.startup.memory_plan import RESERVED
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.budget import check_allocated, nbytes_each
+from jaxattn.memory.budget import PlanError, check_allocated, nbytes_each
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState, line_name
 from jaxattn.models.interface import Model
 from jaxattn.parallel import DeviceGroup
 
 Weights = tuple[jax.Array, ...]  # the leaves of packed parameters
+Allocate = Callable[[], tuple[DecodeState, DeviceBatch]]
 
 
 def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False) -> EngineBuild:
@@ -50,6 +51,26 @@ def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False
     return dataclasses.replace(prepared, plan=plan)
 
 
+def check_room(prepared: EngineBuild, weights: Weights) -> None:
+    """Whether the plan still fits beside what others hold of the device now.
+
+    Raises:
+        PlanError: it does not.
+    """
+    plan, memory = prepared.plan, smallest_memory(prepared.devices)
+    if memory is None or plan.budget is None:
+        return
+    held = max(memory.in_use - nbytes_each(weights), 0)
+    others = sum(item.nbytes for item in plan.items if item.name in ("others", RESERVED))
+    own = plan.inside - others
+    if held + own > (room := plan.budget.arrays(plan.outside)):
+        raise PlanError(
+            f"the engine takes {own:,} bytes by its plan, and other arrays hold {held:,} of the "
+            f"{room:,} that there are; delete some of them, such as a trainer's",
+            plan,
+        )
+
+
 def measured_plan(prepared: EngineBuild) -> EngineBuild:
     """With a plan that says what the driver has taken, since every step has run."""
     memory = smallest_memory(prepared.devices)
@@ -57,7 +78,19 @@ def measured_plan(prepared: EngineBuild) -> EngineBuild:
     return dataclasses.replace(prepared, plan=plan)
 
 
-def allocate_state(prepared: EngineBuild, weights: Weights) -> tuple[DecodeState, DeviceBatch]:
+def allocator(prepared: EngineBuild) -> Allocate:
+    """Allocates state and rows, as often as it is called, without compiling anything again."""
+    model, limits = prepared.model, prepared.limits
+    group = group_of(model, prepared.devices)
+    if group is not None:
+        return allocator_over(model, limits, group)
+    # In one program: to compile one for each array takes half a second.
+    return jax.jit(lambda: (new_state(model, limits), new_rows(limits))).lower().compile()
+
+
+def allocate_state(
+    prepared: EngineBuild, weights: Weights, allocate: Allocate
+) -> tuple[DecodeState, DeviceBatch]:
     """State and rows, as they were planned, beside which every step has run.
 
     Raises:
@@ -65,7 +98,7 @@ def allocate_state(prepared: EngineBuild, weights: Weights) -> tuple[DecodeState
     """
     limits, plan = prepared.limits, prepared.plan
     group = group_of(prepared.model, prepared.devices)
-    state, rows = _new(prepared.model, limits, group)
+    state, rows = allocate()
     check_allocated("arena", state.arena, plan["arena"])
     check_allocated("rows", rows, plan["rows"])
     for arrays in state.caches.values():
@@ -73,14 +106,6 @@ def allocate_state(prepared: EngineBuild, weights: Weights) -> tuple[DecodeState
             check_allocated(line_name(name), array, plan[line_name(name)])
     executables = prepared.steps.executables
     return warm_up(prepared.model, limits, executables, weights, state, rows, group)
-
-
-def _new(
-    model: Model, limits: Limits, group: DeviceGroup | None
-) -> tuple[DecodeState, DeviceBatch]:
-    if group is None:  # in one program: to compile one for each array takes half a second
-        return jax.jit(lambda: (new_state(model, limits), new_rows(limits)))()
-    return new_state_over(model, limits, group), new_rows_over(limits, group)
 
 
 def warm_up(

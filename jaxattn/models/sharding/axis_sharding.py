@@ -90,6 +90,21 @@ def own(x: Any, cuts: Cuts, parallel: Parallel, gpu: int) -> Any:
     return x
 
 
+def joined(x: Any, cuts: Cuts, parallel: Parallel) -> Any:
+    """What all GPUs have of a whole parameter, one part after another along each axis that is cut."""
+    for cut in cuts:
+        parts = parallel.size(cut.over)
+        ranges = [each for part in range(parts) for each in cut.ranges(part, parts)]
+        merged = ranges[:1]
+        for begin, end in ranges[1:]:
+            if begin == merged[-1][1]:
+                merged[-1] = merged[-1][0], end
+            else:
+                merged.append((begin, end))
+        x = _ranges_of(x, x.ndim + cut.axis, tuple(merged))
+    return x
+
+
 def own_shape(shape: tuple[int, ...], cuts: Cuts, parallel: Parallel) -> tuple[int, ...]:
     """The shape of what each GPU has of a whole parameter; it is the same on every GPU."""
     sizes = list(shape)

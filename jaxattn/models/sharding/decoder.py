@@ -25,6 +25,7 @@ from jaxattn.models.sharding.axis_sharding import (
     Cuts,
     ShardingError,
     divided_layer,
+    joined,
     of_fp8,
     of_tiles,
     own,
@@ -81,6 +82,9 @@ class ShardedDecoder(DecoderModel):
             own = self.own_params(params, group.number(device))
             placed.append(jax.tree.map(lambda x, device=device: jax.device_put(x, device), own))
         return group.join(placed, self.param_specs())
+
+    def joined_param(self, path: Any, leaf: jax.Array) -> jax.Array:
+        return joined(leaf, self.cuts_of(key_of(path)), self.parallel)
 
     def own_params(self, params: nnx.State, gpu: int) -> nnx.State:
         """What GPU number `gpu` has of the whole model's parameters, where those lie."""

@@ -1,0 +1,384 @@
+"""The weights on an engine's devices: whose buffers they are, and new numbers in their place.
+
+    handed on    `pack` hands most parameters on as they are: the engine reads the caller's array
+                 until an update gives the engine a buffer of its own
+    made         leaves that `pack` makes of small parameters, the engine's own from the beginning
+
+An update copies each parameter into the engine's own buffer, which is donated to the copy, and
+packs the others by one program that has the earlier leaves donated too. With `share` the engine
+reads the arrays that it is given, and copies none of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxattn.engine.compilation.sharded_step import group_of
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
+from jaxattn.engine.startup.memory_plan import packed_shapes
+from jaxattn.engine.startup.placed_params import CheckedParams
+from jaxattn.memory.budget import nbytes_each
+from jaxattn.models.interface import Model, named_params, param_differences
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamPlace:
+    """One of the model's parameters, and where the steps have it.
+
+    Attributes:
+        path: in the tree of parameters.
+        whole: its shape in a tree of the whole model.
+        own: over the engine's devices, each GPU's share on its device.
+        leaf: the number of the packed leaf that it is; None where `pack` makes others of it.
+    """
+
+    name: str
+    path: Any
+    whole: jax.ShapeDtypeStruct
+    own: jax.ShapeDtypeStruct
+    leaf: int | None
+
+
+class WeightPrograms:
+    """What copies and packs parameters of a model, compiled for its devices.
+
+    Attributes:
+        places: of each parameter, in the order of the tree.
+        handed_on: those by the numbers of the packed leaves that they are.
+        leaves: the packed leaves, as shapes with their shardings.
+        made: the numbers of those leaves that `pack` makes; empty ones are none of them.
+        needed: the numbers of the parameters that it makes them of.
+    """
+
+    def __init__(self, model: Model, devices: tuple[jax.Device, ...]):
+        self.model, self.group = model, group_of(model, devices)
+        self._alone = SingleDeviceSharding(devices[0])
+        shapes, whole = model.param_shapes(), model.whole.param_shapes()
+        packed = packed_shapes(model)
+        if self.group is None:
+            given, made = self._on_device(shapes), self._on_device(packed)
+        else:
+            given = self.group.shapes(shapes, model.param_specs())
+            made = self.group.shapes(packed, model.packed_specs())
+        self.leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves(made)
+        jaxpr = jax.make_jaxpr(model.pack)(shapes).jaxpr
+        inputs = {var: number for number, var in enumerate(jaxpr.invars)}
+        sources = [inputs.get(var) for var in jaxpr.outvars]
+        self.made = tuple(
+            number
+            for number, (leaf, source) in enumerate(zip(self.leaves, sources, strict=True))
+            if source is None and leaf.size
+        )
+        self.needed = tuple(sorted(_needed(jaxpr, set(self.made))))
+        leaf_of = {source: leaf for leaf, source in enumerate(sources) if source is not None}
+        self.places = [
+            ParamPlace(name, path, each, own, leaf_of.get(number))
+            for number, ((path, each), name, own) in enumerate(
+                zip(
+                    jax.tree.leaves_with_path(whole),
+                    named_params(whole),
+                    jax.tree.leaves(given),
+                    strict=True,
+                )
+            )
+        ]
+        self.handed_on = {each.leaf: each for each in self.places if each.leaf is not None}
+        self._tree = jax.tree.structure(shapes)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+
+    @classmethod
+    def of(cls, model: Model, devices: tuple[jax.Device, ...]) -> Self:
+        """Those of an engine that had the same model and devices, or new ones."""
+        known = PROCESS_STATE.weight_programs
+        with PROCESS_STATE.lock((WeightPrograms, model, devices)):
+            if (model, devices) not in known:
+                known[model, devices] = cls(model, devices)
+            return known[model, devices]
+
+    def compile(self) -> None:
+        """Compiles what parameters need that lie as the engine's own do."""
+        for place in self.places:
+            if place.leaf is not None:
+                self.program(place, place.own)
+        if self.made:
+            self.pack()
+
+    def is_own(self, place: ParamPlace, given: Any) -> bool:
+        """Whether a parameter lies as the engine has it."""
+        own = place.own
+        return given.shape == own.shape and given.sharding.is_equivalent_to(own.sharding, own.ndim)
+
+    def compiled(self, place: ParamPlace, given: Any, *, donates: bool = True) -> bool:
+        """Whether `program` has to compile nothing."""
+        return self._key(place, given, donates) in self._compiled
+
+    def program(
+        self, place: ParamPlace, given: Any, *, donates: bool = True
+    ) -> Callable[..., jax.Array]:
+        """(the engine's buffer, the parameter as it is given) -> the parameter, in that buffer.
+
+        Args:
+            donates: False: (the parameter as it is given) -> the parameter, in a new buffer.
+        """
+        key = self._key(place, given, donates)
+        if key not in self._compiled:
+            own, change = place.own, jnp.copy
+            if not self.is_own(place, given):
+                change = functools.partial(self.model.joined_param, place.path)
+            call = (lambda old, new: change(new)) if donates else change
+            jitted = jax.jit(
+                call,
+                donate_argnums=0 if donates else (),
+                keep_unused=True,
+                out_shardings=own.sharding,
+            )
+            new = jax.ShapeDtypeStruct(given.shape, own.dtype, sharding=given.sharding)
+            self._compiled[key] = jitted.lower(*((own, new) if donates else (new,))).compile()
+        return self._compiled[key]
+
+    def _key(self, place: ParamPlace, given: Any, donates: bool) -> Any:
+        own = place.own.shape, place.own.dtype, place.own.sharding, donates
+        return own if self.is_own(place, given) else (*own, place.name, given.sharding)
+
+    def pack(self) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
+        """(the leaves of `made`, donated; the parameters of `needed`) -> the leaves of `made`."""
+        if "pack" not in self._compiled:
+            made, needed = [self.leaves[n] for n in self.made], list(self.needed)
+            given = [self.places[n].own for n in needed]
+            function = self._packed
+            if self.group is not None:
+                before = jax.tree.leaves(self.model.param_specs())
+                after = jax.tree.leaves(self.model.packed_specs())
+                function = self.group.step(
+                    function, ([before[n] for n in needed],), [after[n] for n in self.made]
+                )
+            jitted = jax.jit(
+                lambda old, given: function(given),
+                donate_argnums=0,
+                keep_unused=True,
+                out_shardings=[leaf.sharding for leaf in made],
+            )
+            self._compiled["pack"] = jitted.lower(made, given).compile()
+        return self._compiled["pack"]
+
+    def _packed(self, needed: list[jax.Array]) -> list[jax.Array]:
+        """The leaves of `made`, on one device."""
+        shapes = jax.tree.leaves(self.model.param_shapes())
+        # Of the others nothing is read, so no program has them.
+        leaves = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        for number, leaf in zip(self.needed, needed, strict=True):
+            leaves[number] = leaf
+        packed = jax.tree.leaves(self.model.pack(jax.tree.unflatten(self._tree, leaves)))
+        return [packed[number] for number in self.made]
+
+    def arriving(self, place: ParamPlace, leaf: Any) -> "ArrivingParam":
+        """A parameter as it is given; from other devices a copy will come to the engine's."""
+        where: Sharding = self._alone
+        if self.group is not None:
+            where = self.group.sharding(PartitionSpec())
+        found = getattr(leaf, "sharding", None)
+        there = found is not None and found.device_set == where.device_set
+        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=found if there else where)
+        return ArrivingParam(place, leaf, shape, there)
+
+    def _on_device(self, shapes: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._alone), shapes
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrivingParam:
+    """A parameter that an update is given.
+
+    Attributes:
+        given: as the caller has it.
+        shape: with its sharding over the engine's devices.
+        there: whether it lies on them.
+    """
+
+    place: ParamPlace
+    given: Any
+    shape: jax.ShapeDtypeStruct
+    there: bool
+
+    def array(self) -> jax.Array:
+        """On the engine's devices."""
+        return self.given if self.there else jax.device_put(self.given, self.shape.sharding)
+
+
+@dataclasses.dataclass(eq=False)
+class WeightBuffers:
+    """The leaves of packed parameters as the steps take them.
+
+    Attributes:
+        owned: whether nobody else has the buffer of a leaf, so that an update may write there.
+        version: how many updates there were.
+        torn: an update began and did not end: some leaves are new and others are not.
+    """
+
+    programs: WeightPrograms
+    owned: list[bool]
+    version: int = 0
+    torn: bool = False
+
+    def __init__(self, params: CheckedParams):
+        self.programs = WeightPrograms.of(params.model, params.devices)
+        self._leaves = list(params.place())
+        given = set(map(id, jax.tree.leaves(params.given)))
+        borrowed = [params.sharded or id(leaf) in given for leaf in self._leaves]
+        made = set() if params.packed_given else set(self.programs.made)
+        self.owned = [number in made or not each for number, each in enumerate(borrowed)]
+
+    @property
+    def leaves(self) -> tuple[jax.Array, ...]:
+        """What the steps read.
+
+        Raises:
+            RuntimeError: some of them are gone; the message says why.
+        """
+        if self.torn:
+            raise RuntimeError(
+                "an update of the weights failed midway, so some are new and others are not; call "
+                "update again"
+            )
+        for leaf, place in self.programs.handed_on.items():
+            if self._leaves[leaf].is_deleted():
+                why = "was released" if self.owned[leaf] else "was donated or deleted by its owner"
+                raise RuntimeError(
+                    f"parameter {place.name!r} {why}; call update with new parameters"
+                )
+        return tuple(self._leaves)
+
+    def check(self, params: Any, *, strict: bool) -> list[ArrivingParam]:
+        """The parameters in the order of the model's. Nothing is changed.
+
+        Args:
+            strict: refuse what needs a program that is not compiled.
+
+        Raises:
+            ValueError: they are others than the model's; all differences are named.
+        """
+        found, programs = named_params(params), self.programs
+        wrong = param_differences(
+            {each.name: (each.whole, each.own) for each in programs.places}, found
+        )
+        for name, leaf in found.items():
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                wrong.append(f"parameter {name!r} was deleted or donated")
+            elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+                wrong.append(f"parameter {name!r} lies on devices of other processes")
+        if wrong:
+            raise ValueError(f"update: {'; '.join(wrong)}. The engine's weights are unchanged")
+        arriving = [programs.arriving(each, found[each.name]) for each in programs.places]
+        if others := [each for each in arriving if strict and self._uncompiled(each)]:
+            names = "; ".join(
+                f"parameter {each.place.name!r} lies as {each.shape.sharding}" for each in others
+            )
+            raise ValueError(
+                f"update: {names}. A strict engine compiles nothing after its start: call "
+                "expect_updates(params) before start(). The engine's weights are unchanged"
+            )
+        return arriving
+
+    def compile(self, arriving: Sequence[ArrivingParam]) -> None:
+        """Compiles what these need and is not compiled yet."""
+        for each in arriving:
+            for donates in self._uncompiled(each):
+                self.programs.program(each.place, each.shape, donates=donates)
+        if self.programs.made:
+            self.programs.pack()
+
+    def _uncompiled(self, each: ArrivingParam) -> list[bool]:
+        """The programs (`donates`) that a parameter needs, now and in later updates."""
+        programs, place = self.programs, each.place
+        own = programs.is_own(place, each.shape)
+        if place.leaf is None:
+            wanted = [] if own else [False]
+        else:  # an array that lies as the engine's is copied into a new buffer without a program
+            wanted = [True] if own or self.owned[place.leaf] else [False, True]
+        return [x for x in wanted if not programs.compiled(place, each.shape, donates=x)]
+
+    def update(self, arriving: Sequence[ArrivingParam], *, share: bool) -> None:
+        """New numbers in the place of the leaves, of what `compile` has compiled for.
+
+        Args:
+            share: read the arrays that lie as the engine's do, in the place of copies.
+        """
+        programs, needed = self.programs, {}
+        self.torn = True
+        for number, each in enumerate(arriving):
+            new = self._written(each, share=share)
+            if number in programs.needed:
+                needed[number] = new
+        if programs.made:
+            old = [self._donor(number) for number in programs.made]
+            found = programs.pack()(old, [needed[number] for number in programs.needed])
+            for number, leaf in zip(programs.made, found, strict=True):
+                self._leaves[number], self.owned[number] = leaf, True
+        self.torn = False
+        self.version += 1
+
+    def delete(self) -> int:
+        """Gives back the memory that is the engine's own: how many bytes of each device. `update`
+        has to bring weights again."""
+        both = zip(self._leaves, self.owned, strict=True)
+        own = [leaf for leaf, owned in both if owned and leaf.size and not leaf.is_deleted()]
+        freed = nbytes_each(own)
+        for leaf in own:
+            leaf.delete()
+        return freed
+
+    def _written(self, each: ArrivingParam, *, share: bool) -> jax.Array:
+        """A parameter over the engine's devices, in its leaf if it has one."""
+        programs, place = self.programs, each.place
+        own, leaf = programs.is_own(place, each.shape), place.leaf
+        if leaf is None:
+            new = each.array()
+            return new if own else programs.program(place, each.shape, donates=False)(new)
+        old = self._leaves[leaf]
+        if old is each.given:
+            return old
+        shared = share and own and each.there
+        if shared:
+            new = each.given
+        elif self.owned[leaf] and not old.is_deleted():
+            new = programs.program(place, each.shape)(old, each.array())
+        elif own:
+            new = jax.device_put(each.given, place.own.sharding, may_alias=False)
+        else:
+            new = programs.program(place, each.shape, donates=False)(each.array())
+        self._leaves[leaf], self.owned[leaf] = new, not shared
+        return new
+
+    def _donor(self, number: int) -> jax.Array:
+        """The buffer of a leaf that `pack` makes."""
+        leaf = self._leaves[number]
+        if self.owned[number] and not leaf.is_deleted():
+            return leaf
+        shape = self.programs.leaves[number]
+        return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
+
+
+def _needed(jaxpr: Any, outputs: set[int]) -> set[int]:
+    """The numbers of the arguments that some of a program's results depend on."""
+    wanted = {jaxpr.outvars[number] for number in outputs}
+    for equation in reversed(jaxpr.eqns):
+        used = {n for n, var in enumerate(equation.outvars) if var in wanted}
+        inner = equation.params.get("jaxpr")
+        if used and inner is not None and equation.primitive.name in ("jit", "pjit"):
+            wanted |= {equation.invars[n] for n in _needed(inner.jaxpr, used) if _named(equation, n)}
+        elif used:
+            wanted |= {var for var in equation.invars if not isinstance(var, Literal)}
+    return {number for number, var in enumerate(jaxpr.invars) if var in wanted}
+
+
+def _named(equation: Any, number: int) -> bool:
+    return not isinstance(equation.invars[number], Literal)
