@@ -149,7 +149,8 @@ class EngineRollout(BaseRollout):
         return jnp.asarray(found)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """The engine goes on with these parameters of the policy.
+        """The engine goes on with these parameters of the policy, and copies none that it can read
+        where they are. Tunix's trainer donates no parameters.
 
         Raises:
             ValueError: they are not the whole policy's, as those of LoRA are.
@@ -162,7 +163,7 @@ class EngineRollout(BaseRollout):
             )
         # Tunix forbids transfers between host and device here, where JAX runs on a CPU.
         with jax.transfer_guard("allow"):
-            self.engine.update(self._as_served(params["decoder"]))
+            self.engine.update(self._as_served(params["decoder"]), share=True)
 
     def pad_id(self) -> int:
         return self.tokenizer.pad_id()
