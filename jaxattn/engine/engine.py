@@ -201,7 +201,14 @@ class Engine(EngineLifecycle):
             return self._generate(assign_request_ids(requests), on_token, on_finish)
 
     def score(
-        self, prompts: Iterable[Sequence[int]], *, top: int = 0
+        self,
+        prompts: Iterable[Sequence[int]],
+        *,
+        top: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
     ) -> list[tuple[Logprobs | None, ...]]:
         """The log-probabilities of the tokens of texts, each given the tokens before it.
 
@@ -210,6 +217,8 @@ class Engine(EngineLifecycle):
 
         Args:
             top: how many likely alternatives are told with each token, 0 to 20.
+            temperature, top_k, top_p, min_p: of the distribution, as in `Request`. By default it is
+                the model's own. A token that the others leave out has -inf.
 
         Returns:
             Of each text what each of its tokens had; None of the first, before which nothing
@@ -220,7 +229,9 @@ class Engine(EngineLifecycle):
             RuntimeError: a text cannot be served, or its logits were not finite; the message says
                 which and why.
         """
-        requests = [Request(each, max_tokens=0, prompt_logprobs=top) for each in prompts]
+        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        asked = dict(max_tokens=0, prompt_logprobs=top, processed_logprobs=True, **sampling)
+        requests = [Request(each, **asked) for each in prompts]
         return [each.prompt_logprobs for each in self._whole("score", requests)]
 
     def embed(

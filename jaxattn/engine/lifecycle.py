@@ -41,7 +41,6 @@ from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 
-
 InFlight = Literal["finish", "abort", "recompute"]
 
 

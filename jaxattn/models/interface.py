@@ -435,20 +435,21 @@ def param_differences(
     """How named parameters differ from those that are expected, each of one of several shapes."""
     wrong = []
     for name, shapes in expected.items():
-        wanted = " or ".join(
-            dict.fromkeys(f"{shape.dtype.name}{list(shape.shape)}" for shape in shapes)
-        )
-        if name not in found:
-            wrong.append(f"parameter {name!r} is missing; expected {wanted}")
+        leaf = found.get(name)
+        actual = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if any(actual == (shape.shape, shape.dtype) for shape in shapes):
             continue
-        leaf = found[name]
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            wrong.append(f"parameter {name!r} is a {type(leaf).__name__}; expected {wanted}")
-        elif all((leaf.shape, leaf.dtype) != (shape.shape, shape.dtype) for shape in shapes):
-            actual = f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
-            wrong.append(f"parameter {name!r} is {actual}; expected {wanted}")
+        is_ = "is missing" if name not in found else f"is {_described(leaf)}"
+        wanted = " or ".join(dict.fromkeys(map(_described, shapes)))
+        wrong.append(f"parameter {name!r} {is_}; expected {wanted}")
     wrong += [f"unexpected parameter {name!r}" for name in found if name not in expected]
     return wrong
+
+
+def _described(leaf: Any) -> str:
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    return f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def compiler_options(backend: str) -> dict[str, bool | int | str] | None:

@@ -11,7 +11,7 @@ from jaxattn import Engine, Limits, Request
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason, PromptEvent, TokenEvent
 from jaxattn.engine.startup.executable_memory import bound_of
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.score_step import SLICE, ScoreStep
+from jaxattn.engine.steps.score_step import LOGITS_BYTES, ScoreStep, score_slice
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, params_of, with_steps
 
@@ -61,6 +61,58 @@ def check(text, found, expected, top):
 def test_a_score_is_that_of_one_forward_pass(engine, expected, top):
     for text, found in zip(TEXTS, engine.score(TEXTS, top=top), strict=True):
         check(text, found, expected, top)
+
+
+def drawn_from(chances, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """Log-probabilities [vocab] of what is drawn with these filters, by sorting."""
+    scaled = (chances / temperature).astype(np.float64)
+    chances = np.exp(scaled - np.logaddexp.reduce(scaled))
+    kept = chances >= min_p * chances.max()
+    order = np.argsort(-chances, kind="stable")
+    kept[order[top_k or len(order) :]] = False
+    chances = np.where(kept, chances, 0)
+    chances /= chances.sum()
+    before = np.cumsum(chances[order]) - chances[order]
+    kept[order[before >= top_p]] = False
+    with np.errstate(divide="ignore"):
+        return np.log(np.where(kept, chances, 0) / chances[kept].sum())
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dict(temperature=0.6),
+        dict(temperature=1.3, top_k=60),
+        dict(temperature=0.8, top_p=0.9),
+        dict(temperature=0.9, min_p=0.02, top_k=150, top_p=0.97),
+    ],
+)
+def test_a_score_is_of_the_distribution_that_rows_draw_from(engine, expected, sampling):
+    left_out = 0
+    for top in (0, 2):
+        for text, found in zip(TEXTS, engine.score(TEXTS, top=top, **sampling), strict=True):
+            for place, each in enumerate(found[1:]):
+                chances = drawn_from(expected[text][place], **sampling)
+                assert each.token == pytest.approx(chances[text[place + 1]], abs=2e-4)
+                best = np.sort(chances)[::-1][:top]
+                np.testing.assert_allclose([value for _, value in each.top], best, atol=2e-4)
+                left_out += each.token == -np.inf
+    assert (left_out > 0) == (len(sampling) > 1)
+
+
+def test_prompts_that_are_scored_in_different_ways_are_read_together(engine):
+    ways = [{}, {"temperature": 0.5}, {"temperature": 0.5, "top_k": 3}]
+    apart = [engine.score([TEXTS[1]], **way)[0] for way in ways]
+    asked = [
+        Request(TEXTS[1], max_tokens=0, prompt_logprobs=0, processed_logprobs=bool(way), **way)
+        for way in ways
+    ]
+    for found, own in zip(engine.generate(asked), apart, strict=True):
+        tokens = [[x.token for x in each[1:]] for each in (found.prompt_logprobs, own)]
+        np.testing.assert_allclose(*tokens, atol=1e-4)
+    assert len({each[5].token for each in apart}) > 1
+    with pytest.raises(ValueError, match="processed_logprobs needs a temperature above 0"):
+        engine.score([TEXTS[1]], temperature=0)
 
 
 def test_a_prompt_is_told_before_its_first_token_and_whole(engine, expected):
@@ -150,4 +202,6 @@ def test_logits_of_a_chunk_never_exist_at_once():
     temps = [
         bound_of(model, ScoreStep(tokens), LIMITS, params, None).temp for tokens in (1024, 8192)
     ]
-    assert temps[0] == temps[1] < 36 * 2**20 + 4 * SLICE * 50_000 * 4
+    size = score_slice(8192, 50_000)
+    assert score_slice(1024, 50_000) == size and 4 * size * 50_000 <= LOGITS_BYTES
+    assert temps[0] == temps[1] < 36 * 2**20 + 4 * LOGITS_BYTES

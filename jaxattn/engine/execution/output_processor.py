@@ -100,7 +100,7 @@ class OutputProcessor:
             if row.ended:
                 continue
             row.prompt_logprobs += scores
-            if not all(math.isfinite(each.token) for each in scores):
+            if any(math.isnan(each.token) for each in scores):
                 self.end(row, FinishReason.NOT_FINITE, NOT_FINITE)
             elif len(row.prompt_logprobs) == len(row.request.prompt):
                 told = tuple(row.prompt_logprobs)

@@ -166,7 +166,7 @@ class OverlapLoop:
         sources = np.full(limits.batch, -1, np.int32)
         ended: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
-        scores = PromptScores(layout)
+        scores = PromptScores(layout, scheduler.vocab_size)
         for row, tokens in self._shared_out(rows, pieces):
             group = int(scheduler.group_of(row.index))
             if row.read_last < 0 and self._has_history(row):

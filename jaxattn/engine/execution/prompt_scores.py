@@ -1,17 +1,18 @@
 """Tokens of prompts that a prefill step scores or pools: whose they are, and what was told."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jaxattn.engine.requests.outputs import Logprobs
-from jaxattn.engine.sampling.logprobs import unpack_logprobs
+from jaxattn.engine.sampling.logprobs import unpack_prompt_logprobs
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.steps.pooling_step import wanted_ranges
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
-from jaxattn.engine.steps.score_step import ScoreStep, wanted_tokens
+from jaxattn.engine.steps.score_step import ScoreControls, score_slice, wanted_tokens
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,15 +21,18 @@ class PromptScores:
 
     Attributes:
         layout: of the step.
-        rows: whose tokens are scored, and how many of each.
-        places: of each token: where the one before it is among the step's, and the token.
+        vocab_size: of the model.
+        rows: whose tokens are scored, in the order of `wanted`, and where these are: of each the
+            place of the one before it among the step's tokens, and the token.
         pooled: rows of which a range of the step's tokens is pooled.
         told: of `ScoreStep` and then of `PoolingStep`, once they are sent.
     """
 
     layout: PromptLayout
-    rows: list[tuple[RunningRequest, int]] = dataclasses.field(default_factory=list)
-    places: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    vocab_size: int
+    rows: dict[ScoreControls, list[tuple[RunningRequest, list[tuple[int, int]]]]] = (
+        dataclasses.field(default_factory=dict)
+    )
     pooled: list[tuple[RunningRequest, tuple[int, int]]] = dataclasses.field(default_factory=list)
     told: list[jax.Array] = dataclasses.field(default_factory=list)
 
@@ -47,14 +51,25 @@ class PromptScores:
         positions = row.next_scored(cached, len(chunk.tokens))
         if not positions:
             return
-        self.places += [(begin + at - 1, row.prompt[at]) for at in positions]
-        self.rows.append((row, len(positions)))
+        places = [(begin + at - 1, row.prompt[at]) for at in positions]
+        # One call scores in one way; the likeliest tokens are told to those who asked.
+        self.rows.setdefault(ScoreControls.of(row.request), []).append((row, places))
+
+    @property
+    def size(self) -> int:
+        """Tokens of a call of `ScoreStep`."""
+        return score_slice(self.layout.tokens, self.vocab_size)
 
     @property
     def wanted(self) -> list[np.ndarray]:
         """What the calls of `ScoreStep` are given."""
-        most = max((row.request.prompt_logprobs or 0 for row, _ in self.rows), default=0)
-        return wanted_tokens(ScoreStep(self.layout.tokens), self.places, most)
+        found = []
+        for controls, rows in self.rows.items():
+            most = max(row.request.prompt_logprobs or 0 for row, _ in rows)
+            asked = dataclasses.replace(controls, most=most)
+            places = [place for _, own in rows for place in own]
+            found += wanted_tokens(self.size, places, asked)
+        return found
 
     @property
     def ranges(self) -> list[np.ndarray]:
@@ -72,12 +87,15 @@ class PromptScores:
         """Waits for what was scored: of each row its next tokens."""
         if not self.rows:
             return []
-        scored = self.told[: len(self.told) - len(self.ranges)]
-        lines, first, found = np.concatenate([np.asarray(each) for each in scored]), 0, []
-        for row, count in self.rows:
-            most = row.request.prompt_logprobs
-            assert most is not None
-            own = lines[first : first + count]
-            found.append((row, [unpack_logprobs(x[1:], most, int(x[0])) for x in own]))
-            first += count
+        scored, found = iter(self.told[: len(self.told) - len(self.ranges)]), []
+        for rows in self.rows.values():
+            count = sum(len(places) for _, places in rows)
+            calls = itertools.islice(scored, -(-count // self.size))
+            lines, first = np.concatenate([np.asarray(each) for each in calls]), 0
+            for row, places in rows:
+                most = row.request.prompt_logprobs
+                assert most is not None
+                own = lines[first : first + len(places)]
+                found.append((row, unpack_prompt_logprobs(own, most)))
+                first += len(places)
         return found

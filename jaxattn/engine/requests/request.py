@@ -55,6 +55,9 @@ class Request:
         prompt_logprobs: how many likely alternatives are told with each token of the prompt, 0 to
             20; None tells nothing of the prompt. All of the prompt is then read, whatever the
             prefix cache holds of it.
+        processed_logprobs: `prompt_logprobs` are not the model's own but those of the distribution
+            that `temperature`, `top_k`, `top_p` and `min_p` make, with -inf for a token that it
+            leaves out. It needs a temperature above 0.
         pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens'
             hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a
             mean all of the prompt is read, whatever the prefix cache holds of it.
@@ -90,6 +93,7 @@ class Request:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    processed_logprobs: bool = False
     pooling: str | None = None
     priority: int = 0
     seed: int | None = None
@@ -164,6 +168,10 @@ class Request:
             raise ValueError(f"pooling needs max_tokens of 0; got {self.max_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more; got {self.temperature}")
+        if self.processed_logprobs and not self.temperature:
+            raise ValueError(
+                "processed_logprobs needs a temperature above 0; at 0 one token is certain"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
         if not 0 <= self.min_p <= 1:

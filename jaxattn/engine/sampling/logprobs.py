@@ -49,3 +49,13 @@ def unpack_logprobs(found: np.ndarray, count: int, rank: int | None = None) -> L
     ids = found[1 : 1 + count]
     top = zip(ids.tolist(), values[:count].tolist(), strict=True)
     return Logprobs(float(own), tuple((token, value) for token, value in top if token >= 0), rank)
+
+
+def unpack_prompt_logprobs(found: np.ndarray, count: int) -> list[Logprobs]:
+    """What lines of a score, int32 [N, 2 + 2 * 20] on the host, tell of `count` alternatives."""
+    if count:
+        return [unpack_logprobs(line[1:], count, int(line[0])) for line in found]
+    own = np.ascontiguousarray(found[:, 1]).view(np.float32).tolist()
+    return [
+        Logprobs(token, (), rank) for token, rank in zip(own, found[:, 0].tolist(), strict=True)
+    ]

@@ -91,15 +91,32 @@ def sample(
         most = jnp.take_along_axis(logits, greedy[:, None], axis=-1)
         tokens = greedy
         if level > SamplingMode.GREEDY:
+            scaled = masked_logits(logits, sampling, most, level)
             draws = sampling.temperature > 0
-            heat = jnp.where(draws, sampling.temperature, 1.0)
-            # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
-            scaled = _min_p((logits - most) / heat[:, None], sampling)
-            if level > SamplingMode.DRAWS:
-                filters = draws & ((sampling.top_k > 0) | (sampling.top_p < 1))
-                scaled = _filters(scaled, sampling, filters)
             tokens = jnp.where(draws, _categorical(scaled, sampling, positions), greedy)
         return jnp.where(jnp.isfinite(most[:, 0]), tokens.astype(jnp.int32), NOT_FINITE)
+
+
+def masked_logits(
+    logits: Float[Array, "B vocab"],
+    sampling: SamplingBatch,
+    most: Float[Array, "B 1"] | None = None,
+    level: SamplingMode = SamplingMode.CONTROLS,
+) -> Float[Array, "B vocab"]:
+    """Logits of the distribution that a row draws from, -inf for tokens that it cannot draw. NaN
+    where the largest logit is infinite or NaN.
+
+    Args:
+        most: the largest logit of each row, if it is known.
+    """
+    most = logits.max(axis=-1, keepdims=True) if most is None else most
+    draws = sampling.temperature > 0
+    heat = jnp.where(draws, sampling.temperature, 1.0)
+    # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
+    scaled = _min_p((logits - most) / heat[:, None], sampling)
+    if level <= SamplingMode.DRAWS:
+        return scaled
+    return _filters(scaled, sampling, draws & ((sampling.top_k > 0) | (sampling.top_p < 1)))
 
 
 def _min_p(scaled: Array, sampling: SamplingBatch) -> Array:

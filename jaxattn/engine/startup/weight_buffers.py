@@ -374,7 +374,9 @@ def _needed(jaxpr: Any, outputs: set[int]) -> set[int]:
         used = {n for n, var in enumerate(equation.outvars) if var in wanted}
         inner = equation.params.get("jaxpr")
         if used and inner is not None and equation.primitive.name in ("jit", "pjit"):
-            wanted |= {equation.invars[n] for n in _needed(inner.jaxpr, used) if _named(equation, n)}
+            wanted |= {
+                equation.invars[n] for n in _needed(inner.jaxpr, used) if _named(equation, n)
+            }
         elif used:
             wanted |= {var for var in equation.invars if not isinstance(var, Literal)}
     return {number for number, var in enumerate(jaxpr.invars) if var in wanted}

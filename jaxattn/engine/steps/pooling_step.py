@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.engine.steps.score_step import Head, ScoreStep
+from jaxattn.models.interface import Model
 
 RANGES = 8  # of a call
 
@@ -29,8 +30,7 @@ class PoolingStep(ScoreStep):
     def __str__(self) -> str:
         return f"pooling of {self.tokens} tokens"
 
-    @property
-    def lines(self) -> int:
+    def lines(self, model: Model) -> int:
         return RANGES
 
     def with_head(self, head: Head) -> Callable:

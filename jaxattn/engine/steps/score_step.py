@@ -5,34 +5,77 @@ that exists at a time, whatever the chunk, and a step without such prompts pays 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxattn.engine.requests.request import Request
 from jaxattn.engine.sampling.logprobs import logprobs
+from jaxattn.engine.sampling.sampler import SamplingBatch, masked_logits
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 
-# Tokens of a call. The head's matrix is read once for them, and their float32 logits are there
-# twice: 150,000 tokens of vocabulary take 154 MB.
-SLICE = 128
+# The head's matrix is read once for the tokens of a call: they are as many as have float32 logits
+# of so many bytes, within these bounds.
+LOGITS_BYTES, FEWEST, MOST = 2**28, 128, 1024
+# Of them so many are filtered, or asked for their likeliest tokens, at a time.
+BLOCK = 128
 Head = Callable[[Any, Float[Array, "S hidden"]], Float[Array, "S vocab"]]
+
+
+def score_slice(tokens: int, vocab_size: int) -> int:
+    """How many of a step's tokens are scored in a call."""
+    fit = LOGITS_BYTES // (4 * vocab_size)
+    return min(tokens, max(FEWEST, min(2 ** (fit.bit_length() - 1) if fit else 0, MOST)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreControls:
+    """How the tokens of a call are scored, as the last lines of `wanted` say.
+
+    Attributes:
+        most: of the likeliest tokens, that are told.
+        temperature: of the distribution; 1 is the model's own.
+        top_k, top_p, min_p: which tokens it has, as in `Request`.
+    """
+
+    most: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    LINES = 3
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Those of a request's prompt, but for `most`."""
+        if not request.processed_logprobs:
+            return cls()
+        names = "temperature", "top_k", "top_p", "min_p"
+        return cls(0, *(getattr(request, name) for name in names))
+
+    @property
+    def lines(self) -> Int[np.ndarray, "3 2"]:
+        numbers = np.array([self.temperature, self.top_p, self.min_p], np.float32).view(np.int32)
+        return np.array([self.most, self.top_k, *numbers, 0], np.int32).reshape(self.LINES, 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreStep(EngineStep):
     """Scores tokens behind a prefill step of so many: (hidden, weights, wanted) -> (hidden, told).
 
-    `wanted` is int32 [S + 1, 2]: (place among the step's tokens, the token behind it), and in the
-    last line how many of the likeliest tokens are told.
+    `wanted` is int32 [S + 3, 2]: (place among the step's tokens, the token behind it), and in the
+    last lines `ScoreControls`.
 
     Attributes:
         tokens: of prompts in the prefill step, of all data groups together.
@@ -48,15 +91,9 @@ class ScoreStep(EngineStep):
     def __str__(self) -> str:
         return f"score of {self.tokens} tokens"
 
-    @property
-    def slice(self) -> int:
-        """Tokens of a call."""
-        return min(SLICE, self.tokens)
-
-    @property
-    def lines(self) -> int:
+    def lines(self, model: Model) -> int:
         """Of `wanted`."""
-        return self.slice + 1
+        return score_slice(self.tokens, model.vocab_size) + ScoreControls.LINES
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         return self.with_head(head_of(model, tree))
@@ -71,14 +108,14 @@ class ScoreStep(EngineStep):
         return jax.ShapeDtypeStruct((self.tokens, *each.shape), each.dtype)
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
-        return self.hidden(model), tuple(jax.tree.leaves(params)), int32(self.lines, 2)
+        return self.hidden(model), tuple(jax.tree.leaves(params)), int32(self.lines(model), 2)
 
     def given(self, model: Model, limits: Limits) -> Any:
-        return self.hidden(model), int32(self.lines, 2)
+        return self.hidden(model), int32(self.lines(model), 2)
 
     def padding(self, model: Model, limits: Limits) -> Any:
         hidden = self.hidden(model)
-        return np.zeros(hidden.shape, hidden.dtype), np.zeros((self.lines, 2), np.int32)
+        return np.zeros(hidden.shape, hidden.dtype), np.zeros((self.lines(model), 2), np.int32)
 
     def call(
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
@@ -98,32 +135,66 @@ def head_of(model: Model, tree: Any) -> Head:
 
 
 def wanted_tokens(
-    step: ScoreStep, places: list[tuple[int, int]], most: int
-) -> list[Int[np.ndarray, "S+1 2"]]:
+    size: int, places: Sequence[tuple[int, int]], controls: ScoreControls
+) -> list[Int[np.ndarray, "S+3 2"]]:
     """`wanted` of as many calls as these places need; what is left of the last one is padding.
 
     Args:
+        size: `score_slice` of the step.
         places: (place among the tokens of the step, the token behind it).
-        most: of the likeliest tokens.
     """
     found = []
-    for first in range(0, len(places), step.slice):
-        own = places[first : first + step.slice]
-        lines = np.zeros((step.slice + 1, 2), np.int32)
+    for first in range(0, len(places), size):
+        own = places[first : first + size]
+        lines = np.zeros((size + ScoreControls.LINES, 2), np.int32)
         lines[: len(own)] = own
-        lines[-1] = most
+        lines[size:] = controls.lines
         found.append(lines)
     return found
 
 
 @jax.named_scope("score")
 def _score(
-    head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+1 2"]
+    head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
 ) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2+2*20"]]:
     """(`hidden` as it was, the rank of each token among all and `logprobs`)."""
-    at, tokens = wanted[:-1, 0], wanted[:-1, 1]
+    size = len(wanted) - ScoreControls.LINES
+    at, tokens = wanted[:size, 0], wanted[:size, 1]
+    (most, top_k), (temperature, top_p), (min_p, _) = wanted[size:]
+    temperature, top_p, min_p = (
+        lax.bitcast_convert_type(x, jnp.float32) for x in (temperature, top_p, min_p)
+    )
     logits = head(weights, hidden[at])
     own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     rank = 1 + (logits > own).sum(axis=1, keepdims=True, dtype=jnp.int32)
-    told = logprobs(logits, tokens, wanted[-1, 0])
+    # Padding has a temperature of 0.
+    heat = jnp.where(temperature > 0, temperature, 1.0)
+    filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
+
+    def plain(logits: Array) -> Array:
+        return logprobs(logits / heat, tokens, 0)
+
+    def whole(logits: Array) -> Array:
+        def block(each: tuple[Array, Array]) -> Array:
+            logits, tokens = each
+            sampling = SamplingBatch(
+                *(jnp.full(len(tokens), x) for x in (heat, top_k, top_p, min_p)),
+                seeds=jnp.zeros(len(tokens), jnp.uint32),
+            )
+            scaled = logits / heat
+            masked = lax.cond(filters, lambda: masked_logits(logits, sampling), lambda: scaled)
+            return logprobs(masked, tokens, most)
+
+        blocks = -(-size // BLOCK)
+        rest = blocks * BLOCK - size if blocks > 1 else 0
+        padded = jnp.pad(logits, ((0, rest), (0, 0))), jnp.pad(tokens, (0, rest))
+        cut = jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), padded)
+        told = lax.map(block, cut)
+        return told.reshape(-1, told.shape[-1])[:size]
+
+    told = lax.cond(filters | (most > 0), whole, plain, logits)
+    # A token that the filters leave out has -inf, and NaN says that logits are not finite.
+    finite = jnp.isfinite(logits.max(axis=1)) & jnp.isfinite(own[:, 0])
+    nan = lax.bitcast_convert_type(jnp.float32(jnp.nan), jnp.int32)
+    told = told.at[:, 0].set(jnp.where(finite, told[:, 0], nan))
     return hidden, jnp.concatenate([rank, told], axis=1)

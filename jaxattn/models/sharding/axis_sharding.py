@@ -91,7 +91,7 @@ def own(x: Any, cuts: Cuts, parallel: Parallel, gpu: int) -> Any:
 
 
 def joined(x: Any, cuts: Cuts, parallel: Parallel) -> Any:
-    """What all GPUs have of a whole parameter, one part after another along each axis that is cut."""
+    """What all GPUs have of a whole parameter, part after part along each axis that is cut."""
     for cut in cuts:
         parts = parallel.size(cut.over)
         ranges = [each for part in range(parts) for each in cut.ranges(part, parts)]
