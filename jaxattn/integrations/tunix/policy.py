@@ -1,5 +1,6 @@
 """A decoder as Tunix trains it: whole sequences to logits, by the network that the engine serves."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -39,6 +40,7 @@ class Policy(nnx.Module):
         model: DecoderModel,
         params: nnx.State,
         dtype: str | None = None,
+        param_dtype: str | None = None,
         saved: Callable[..., bool] | None = None,
     ) -> Self:
         """A policy with arrays of its own, which a trainer may change.
@@ -46,8 +48,14 @@ class Policy(nnx.Module):
         Args:
             params: those of `jaxattn.models.load`, say; they stay as they are.
             dtype: of products and parameters, "float32" or "bfloat16"; None keeps the model's.
+            param_dtype: of the parameters, if it differs: a small step of an optimizer is lost in
+                bfloat16. Give `RolloutConfig` the `data_type` of the engine's then.
         """
         model = model if dtype is None else model.with_dtype(dtype)
+        if param_dtype is not None:
+            stream = dataclasses.replace(model.spec.stream, param_dtype=param_dtype)
+            spec = dataclasses.replace(model.spec, stream=stream)
+            model = DecoderModel(spec, model.tokens)
         shapes = model.param_shapes()
         copied = jax.tree.map(lambda x, to: jnp.array(x, to.dtype, copy=True), params, shapes)
         return cls(model, copied, saved)

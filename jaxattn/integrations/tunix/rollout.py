@@ -267,7 +267,8 @@ class EngineRollout(BaseRollout):
         self, rows: list[tuple[list[int], list[int]]], temperature: float
     ) -> list[Float[np.ndarray, " T"]]:
         """Of each (prompt, completion) the log-probabilities of the completion's tokens."""
-        found = self.engine.score([[*prompt, *said] for prompt, said in rows])
+        texts = [[*prompt, *said] for prompt, said in rows]
+        found = self.engine.score(texts, temperature=temperature or 1.0)
         return [
             np.array([own.token for own in each[len(each) - len(said) :]], np.float32)
             for each, (_, said) in zip(found, rows, strict=True)
