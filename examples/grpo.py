@@ -1,4 +1,4 @@
-"""GRPO with Tunix: a model learns to write Python functions that return something of their arguments.
+"""GRPO with Tunix: a model learns to write functions that return something of their arguments.
 
     python3 examples/grpo.py --plot grpo.png                      # the embedded model, on a CPU
     python3 examples/grpo.py --model SmolLM2.gguf --tokens 24     # another model, on a GPU
@@ -39,8 +39,8 @@ from jaxattn.models.loading.gguf.gguf_header import read_gguf
 
 TRAINED = (
     "add(a, b)", "area(width, height)", "total(values)", "first(items)", "larger(x, y)",
-    "scale(value, factor)", "is_even(number)", "join(left, right)", "last(names)", "repeat(text, n)",
-    "half(count)", "replace(old, new)",
+    "scale(value, factor)", "is_even(number)", "join(left, right)", "last(names)",
+    "repeat(text, n)", "half(count)", "replace(old, new)",
 )  # fmt: skip
 HELD_OUT = ("multiply(one, other)", "length(line)", "power(base, exponent)", "reverse(words)")
 

@@ -1,4 +1,4 @@
-"""A decoder as Tunix trains it: whole sequences to logits, by the network that the engine serves."""
+"""A decoder as Tunix trains it: whole sequences to logits, by the network that an engine serves."""
 
 import dataclasses
 from collections.abc import Callable
