@@ -229,9 +229,19 @@ class Engine(EngineLifecycle):
             RuntimeError: a text cannot be served, or its logits were not finite; the message says
                 which and why.
         """
-        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        asked = dict(max_tokens=0, prompt_logprobs=top, processed_logprobs=True, **sampling)
-        requests = [Request(each, **asked) for each in prompts]
+        requests = [
+            Request(
+                each,
+                max_tokens=0,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                prompt_logprobs=top,
+                processed_logprobs=True,
+            )
+            for each in prompts
+        ]
         return [each.prompt_logprobs for each in self._whole("score", requests)]
 
     def embed(

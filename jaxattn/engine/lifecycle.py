@@ -167,7 +167,7 @@ class EngineLifecycle:
                 self._replan(profile_memory(self._prepared, weights, ran=ran))
             finally:
                 PROCESS_STATE.opened(self)
-            if self._one_process:
+            if len(self._prepared.devices) == 1:
                 self._weights.programs.compile()
             self._allocate = allocator(self._prepared)
             state, rows = allocate_state(self._prepared, weights, self._allocate)

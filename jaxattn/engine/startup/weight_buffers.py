@@ -37,6 +37,7 @@ class ParamPlace:
         whole: its shape in a tree of the whole model.
         own: over the engine's devices, each GPU's share on its device.
         leaf: the number of the packed leaf that it is; None where `pack` makes others of it.
+        as_whole: whether the GPUs' shares, one after another, are the whole model's parameter.
     """
 
     name: str
@@ -44,6 +45,7 @@ class ParamPlace:
     whole: jax.ShapeDtypeStruct
     own: jax.ShapeDtypeStruct
     leaf: int | None
+    as_whole: bool
 
 
 class WeightPrograms:
@@ -69,7 +71,7 @@ class WeightPrograms:
             made = self.group.shapes(packed, model.packed_specs())
         self.leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves(made)
         jaxpr = jax.make_jaxpr(model.pack)(shapes).jaxpr
-        inputs = {var: number for number, var in enumerate(jaxpr.invars)}
+        inputs: dict[Any, int] = {var: number for number, var in enumerate(jaxpr.invars)}
         sources = [inputs.get(var) for var in jaxpr.outvars]
         self.made = tuple(
             number
@@ -79,7 +81,7 @@ class WeightPrograms:
         self.needed = tuple(sorted(_needed(jaxpr, set(self.made))))
         leaf_of = {source: leaf for leaf, source in enumerate(sources) if source is not None}
         self.places = [
-            ParamPlace(name, path, each, own, leaf_of.get(number))
+            ParamPlace(name, path, each, own, leaf_of.get(number), self._as_whole(path, each))
             for number, ((path, each), name, own) in enumerate(
                 zip(
                     jax.tree.leaves_with_path(whole),
@@ -113,7 +115,17 @@ class WeightPrograms:
     def is_own(self, place: ParamPlace, given: Any) -> bool:
         """Whether a parameter lies as the engine has it."""
         own = place.own
-        return given.shape == own.shape and given.sharding.is_equivalent_to(own.sharding, own.ndim)
+        if given.shape != own.shape:
+            return False
+        # A trainer's shards may lie where the engine's do, and hold other columns.
+        same = given.sharding.is_equivalent_to(own.sharding, own.ndim)
+        return same and (place.as_whole or given.sharding == own.sharding)
+
+    def _as_whole(self, path: Any, whole: jax.ShapeDtypeStruct) -> bool:
+        if self.group is None:
+            return True
+        jaxpr = jax.make_jaxpr(functools.partial(self.model.joined_param, path))(whole).jaxpr
+        return jaxpr.outvars == jaxpr.invars
 
     def compiled(self, place: ParamPlace, given: Any, *, donates: bool = True) -> bool:
         """Whether `program` has to compile nothing."""

@@ -177,10 +177,9 @@ def _score(
     def whole(logits: Array) -> Array:
         def block(each: tuple[Array, Array]) -> Array:
             logits, tokens = each
-            sampling = SamplingBatch(
-                *(jnp.full(len(tokens), x) for x in (heat, top_k, top_p, min_p)),
-                seeds=jnp.zeros(len(tokens), jnp.uint32),
-            )
+            each_of = partial(jnp.full, len(tokens))
+            filtered = each_of(heat), each_of(top_k), each_of(top_p), each_of(min_p)
+            sampling = SamplingBatch(*filtered, jnp.zeros(len(tokens), jnp.uint32))
             scaled = logits / heat
             masked = lax.cond(filters, lambda: masked_logits(logits, sampling), lambda: scaled)
             return logprobs(masked, tokens, most)

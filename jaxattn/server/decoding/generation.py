@@ -103,7 +103,7 @@ class ChoiceDetokenizer:
                     self.cached = event.completion.cached_tokens
                 continue
             if type(event) is TokenEvent:
-                _, token, logprobs = event
+                token, logprobs = event[1], event[2]
                 self.tokens += 1
                 pushed = self._stream.push(token)
                 if logprobs is not None:
