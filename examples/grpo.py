@@ -1,4 +1,4 @@
-"""GRPO with Tunix: a model learns to write functions that return something of their arguments.
+"""GRPO with Tunix: a model learns to write functions that return something of an argument.
 
     python3 examples/grpo.py --plot grpo.png                      # the embedded model, on a CPU
     python3 examples/grpo.py --model SmolLM2.gguf --tokens 24     # another model, on a GPU
@@ -6,9 +6,9 @@
 needs `pip install 'jaxattn[tunix]'`, and matplotlib for `--plot`. A prompt is the head of a
 function. The reward of a completion, up to its last whole line, is
 
-    0      if Python cannot parse it
+    0      if Python cannot parse it,
     0.5    if it can, and
-    + 0.5  times the share of the arguments that `return` statements use.
+    1      if a `return` statement also uses an argument.
 
 jaxattn's engine samples the completions. Tunix computes advantages and loss, and differentiates the
 same network. After each step the engine reads the new parameters where the trainer has them.
@@ -39,8 +39,7 @@ from jaxattn.models.loading.gguf.gguf_header import read_gguf
 
 TRAINED = (
     "add(a, b)", "area(width, height)", "total(values)", "first(items)", "larger(x, y)",
-    "scale(value, factor)", "is_even(number)", "join(left, right)", "last(names)",
-    "repeat(text, n)", "half(count)", "replace(old, new)",
+    "scale(value, by)", "name(self)", "is_even(number)",
 )  # fmt: skip
 HELD_OUT = ("multiply(one, other)", "length(line)", "power(base, exponent)", "reverse(words)")
 
@@ -60,8 +59,7 @@ def reward_of(prompt: str, completion: str) -> float:
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
     inner = [each for value in returned if value for each in ast.walk(value)]
     used = {each.id for each in inner if isinstance(each, ast.Name)}
-    arguments = {each.arg for each in function.args.args}
-    return 0.5 + 0.5 * len(arguments & used) / len(arguments)
+    return 1.0 if used & {each.arg for each in function.args.args} else 0.5
 
 
 class RewardLog:
@@ -100,7 +98,7 @@ def batches(rows: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
     """Prompts of each step. Tunix wants an array: it takes a list of strings apart."""
     rng, prompts = np.random.default_rng(seed), np.array(prompts_of(TRAINED))
     while True:
-        yield {"prompts": rng.permutation(prompts)[:rows]}
+        yield {"prompts": prompts[rng.permutation(len(prompts))[:rows]]}
 
 
 def cluster_of(args: argparse.Namespace) -> RLCluster:
@@ -159,7 +157,7 @@ def main(argv: list[str] | None = None) -> RewardLog:
     parser = argparse.ArgumentParser(description="GRPO of a small model with Tunix.")
     parser.add_argument("--model", type=Path, help="a folder or a GGUF file; else the embedded one")
     parser.add_argument("--dtype", help="of products: bfloat16, or float32")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rows", type=int, default=4, help="prompts of a step")
     parser.add_argument("--samples", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--tokens", type=int, default=48, help="of a completion, at most")

@@ -269,10 +269,8 @@ class EngineRollout(BaseRollout):
         """Of each (prompt, completion) the log-probabilities of the completion's tokens."""
         texts = [[*prompt, *said] for prompt, said in rows]
         found = self.engine.score(texts, temperature=temperature or 1.0)
-        return [
-            np.array([own.token for own in each[len(each) - len(said) :]], np.float32)
-            for each, (_, said) in zip(found, rows, strict=True)
-        ]
+        behind = (each[len(prompt) :] for each, (prompt, _) in zip(found, rows, strict=True))
+        return [np.array([own.token for own in each if own], np.float32) for each in behind]
 
 
 def _numbers(seed: Any) -> list[int]:
