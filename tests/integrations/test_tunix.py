@@ -183,6 +183,19 @@ def test_a_greedy_rollout_is_tunix_vanilla_rollout(rollout, vanilla):
         np.testing.assert_allclose(mine, their, atol=1e-4)
 
 
+def test_a_kept_stop_token_is_the_last_of_its_completion_and_no_part_of_the_text(rollout):
+    config = rollout_config(temperature=0.0, return_logprobs=True)
+    plain = rollout.generate(PROMPTS, config)
+    rollout.keep_eos = True
+    kept = rollout.generate(PROMPTS, config)
+    rollout.keep_eos = False
+    ends = [[] if len(each) == 8 else [0] for each in plain.tokens]
+    wanted = [[*each.tolist(), *end] for each, end in zip(plain.tokens, ends, strict=True)]
+    assert [each.tolist() for each in kept.tokens] == wanted
+    assert [len(each) for each in kept.logprobs] == [len(each) for each in wanted]
+    assert kept.text == plain.text and [0] in ends
+
+
 def test_sampled_tokens_have_the_log_probabilities_of_the_policy_at_their_temperature(
     rollout, policy
 ):
@@ -265,7 +278,7 @@ def test_grpo_of_tunix_trains_through_the_engine(folder):
         return found
 
     cluster = RLCluster(
-        actor=Policy.of(*load(folder, dtype="float32")),
+        actor=Policy.of(*load(folder), dtype="bfloat16", param_dtype="float32"),
         tokenizer=TokenIds(ByteTokenizer(), PAD),
         cluster_config=ClusterConfig(
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.ROLLOUT, Role.REFERENCE), mesh()),
@@ -273,7 +286,7 @@ def test_grpo_of_tunix_trains_through_the_engine(folder):
             training_config=RLTrainingConfig(
                 actor_optimizer=optax.adam(1e-2), eval_every_n_steps=1000, max_steps=12
             ),
-            rollout_config=rollout_config(temperature=1.0),
+            rollout_config=rollout_config(temperature=1.0, data_type="bfloat16"),
         ),
     )
     learner = GRPOLearner(cluster, GRPOConfig(num_generations=16, beta=0.0), reward_fns=reward)
