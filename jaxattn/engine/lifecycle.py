@@ -147,6 +147,8 @@ class EngineLifecycle:
             raise ValueError("this engine has no parameters: give them to start(params)")
         if self._released:
             raise RuntimeError("the engine's caches are released; call resume() before it runs")
+        if self._runner is not None and not self._runner.lost and not self._weights.watched:
+            return
         weights = self._weights.leaves
         if self._runner is not None and not self._runner.lost:
             return
@@ -260,6 +262,7 @@ class EngineLifecycle:
             with watched, self.seal.allowed():
                 weights.update(arriving, share=share)
             self._endings.weights_version = weights.version
+            self.stats.drafting.clear()
             if self._runner is not None:
                 self._runner.weights = weights.leaves
                 self._runner.forget()

@@ -115,6 +115,23 @@ def test_prompts_that_are_scored_in_different_ways_are_read_together(engine):
         engine.score([TEXTS[1]], temperature=0)
 
 
+def test_drawn_tokens_have_the_score_of_their_distribution(engine):
+    """Next to a row that is told the model's own."""
+    sampling = dict(temperature=0.8, top_k=40, top_p=0.9)
+    asked = [
+        Request(TEXTS[0], max_tokens=12, seed=n, logprobs=1, processed_logprobs=n < 2, **sampling)
+        for n in range(3)
+    ]
+    for number, done in enumerate(engine.generate(asked)):
+        text = (*done.request.prompt, *done.tokens)
+        [scored] = engine.score([text], **(sampling if number < 2 else {}))
+        own, other = ([x.token for x in each] for each in (done.logprobs, scored[-12:]))
+        np.testing.assert_allclose(own, other, atol=1e-3)
+    assert engine.generate([dataclasses.replace(asked[0], processed_logprobs=False)])[0].tokens == (
+        engine.generate(asked[:1])[0].tokens
+    )
+
+
 def test_a_prompt_is_told_before_its_first_token_and_whole(engine, expected):
     asked = [Request(TEXTS[1], max_tokens=3, prompt_logprobs=2), Request(TEXTS[0], max_tokens=3)]
     ids, events = [engine.add(each) for each in asked], []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxattn.engine import lifecycle
 from jaxattn.engine.compilation import compiler as compiling_module
 from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.execution import overlap_loop as loop_module
@@ -18,7 +19,6 @@ from jaxattn.engine.requests.request import Request
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard, SealError
 from jaxattn.engine.startup import capacity_planner
-from jaxattn.engine.startup import warmup as start_module
 from jaxattn.engine.steps import engine_state as state_module
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.memory.budget import nbytes
@@ -169,16 +169,19 @@ def device(total, **fields):
 FULL = dataclasses.replace(WHOLE, num_pages=None, utilization=0.9)
 
 
+def allocations(monkeypatch):
+    """The limits of each state that is allocated from here on."""
+    made, real = [], lifecycle.allocate_state
+    monkeypatch.setattr(
+        lifecycle, "allocate_state", lambda *a: made.append(a[0].limits) or real(*a)
+    )
+    return made
+
+
 def test_the_cache_gets_what_the_plan_leaves(params, whole, alone, monkeypatch):
     page = whole.plan["kv cache"] // 12
     total = int((whole.plan.inside - 5 * page) / 0.9)
-    made = []
-    new_state = start_module.new_state
-    monkeypatch.setattr(
-        start_module,
-        "new_state",
-        lambda model, limits: made.append(limits) or new_state(model, limits),
-    )
+    made = allocations(monkeypatch)
     pretend(monkeypatch, device(total))
     compiled = []
     engine = Engine(
@@ -266,12 +269,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
     page, temp = whole.plan["kv cache"] // 12, whole.plan["xla temp"]
     beside = whole.plan.inside - whole.plan["kv cache"]
     limits = dataclasses.replace(FULL, utilization=1.0)
-    allocated, compiled = [], []
-    new_state = start_module.new_state
-
-    def counted(model, limits):
-        allocated.append(limits.pages)
-        return new_state(model, limits)
+    allocated, compiled = allocations(monkeypatch), []
 
     def come_up(total, **options):
         allocated.clear(), compiled.clear()
@@ -282,7 +280,6 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         engine.start()
         return engine
 
-    monkeypatch.setattr(start_module, "new_state", counted)
     monkeypatch.setattr(capacity_planner, "advice", lambda *args, **beside: ("something smaller",))
     for total, compiles in ((beside - temp + 3 * page, False), (beside + 7 * page // 2, True)):
         with pytest.raises(
@@ -293,7 +290,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
         assert not allocated and bool(compiled) == compiles
     # Fewer may be asked for by number: short rows alone are served then.
     assert come_up(beside + 7 * page // 2, num_pages=3).limits.pages == 3
-    assert allocated == [3]
+    assert [limits.pages for limits in allocated] == [3]
 
 
 # The seal -----------------------------------------------------------------------------------------
@@ -477,7 +474,8 @@ def test_layers_threads_and_engines_compile_once(monkeypatch):
         thread.join()
     assert not errors and len(engines) == 8
     steps = [str(step) for step in all_steps(limits)]
-    assert len(compiled) == len(steps)
+    # Beside the steps, what allocates the state, and what an update of the weights needs.
+    assert len(compiled) == len(steps) + 1 + len(engines[0]._weights.programs)
     assert all(list(engine.executables) == steps for engine in engines)
     assert sorted(name for name, seconds in events if seconds) == sorted(steps)
     assert sorted(name for name, seconds in events if seconds is None) == sorted(8 * steps)

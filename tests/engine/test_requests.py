@@ -379,7 +379,7 @@ def test_ids_are_kept_apart_from_places(engine):
 def test_parameters_of_numpy_are_put_on_the_device_once(params):
     host = jax.tree.map(np.asarray, params)
     engine = Engine(MODEL, host, LIMITS)
-    assert all(isinstance(leaf, jax.Array) for leaf in engine._weights)
+    assert all(isinstance(leaf, jax.Array) for leaf in engine._weights.leaves)
     assert engine.generate(prompts(1))[0].tokens
 
 

@@ -1,5 +1,6 @@
 """New weights in a running engine: whose buffers they take, and which tokens they give."""
 
+import dataclasses
 import gc
 import threading
 import tracemalloc
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn import Engine, Request
+from jaxattn import Engine, Limits, Request
 from jaxattn.engine.engine import EngineBusyError
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason
+from jaxattn.engine.startup.memory_plan import fill, packed_shapes, plan_engine
+from jaxattn.memory.budget import MemoryBudget, PlanError
+from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import EXACT, params_of
+from tests.helpers.engine_cases import EXACT, params_of, pretend
 from tests.helpers.engine_cases import ONE_BY_ONE as LIMITS
 
 PROMPT = bytes((7 * j + j * j) % 256 for j in range(70))
@@ -225,7 +229,7 @@ def test_shared_arrays_are_read_where_they_are_and_never_donated(engine, params,
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), given, params[1])
     engine.update(given, share=True)
     jax.tree.leaves(given)[0].delete()
-    with pytest.raises(RuntimeError, match="'embedding' was donated or deleted by its owner"):
+    with pytest.raises(RuntimeError, match="'embedding': donated or deleted by its owner"):
         engine.generate(requests(1))
     engine.update(params[0])
     assert [each.tokens for each in engine.generate(requests())] == expected[0]
@@ -279,10 +283,45 @@ def test_a_released_engine_holds_no_cache_and_goes_on_where_it_was(engine, param
     assert [tuple(found[n][0]) for n in range(3)] == expected[0]
 
 
+def test_an_engine_that_no_longer_fits_stays_released(engine, params, monkeypatch):
+    plan, room = engine.plan, DeviceMemory("device", engine.plan.inside + 100)
+    budget = MemoryBudget("device", room.total)
+    monkeypatch.setattr(
+        engine,
+        "_prepared",
+        dataclasses.replace(engine._prepared, plan=dataclasses.replace(plan, budget=budget)),
+    )
+    engine.release()
+    weights = sum(x.nbytes for x in engine._weights.leaves)
+    pretend(monkeypatch, dataclasses.replace(room, in_use=weights + 101))
+    with pytest.raises(PlanError, match="other arrays hold 101 of the .* such as a trainer's"):
+        engine.resume()
+    with pytest.raises(RuntimeError, match="call resume"):
+        engine.step()
+    pretend(monkeypatch, dataclasses.replace(room, in_use=weights + 100))
+    engine.resume()
+    assert engine.generate(requests(1))[0].tokens
+
+
+def test_bytes_that_are_reserved_are_left_to_the_trainer():
+    model, limits = Hybrid(EXACT), dataclasses.replace(LIMITS, utilization=1.0)
+    shapes = packed_shapes(model)
+    memory = DeviceMemory("device", plan_engine(model, limits, None, shapes, {}).total + 5000)
+    most = fill(model, limits, memory, shapes, {})
+    page = plan_engine(model, most, memory, shapes, {})["kv cache"] // most.pages
+    less = dataclasses.replace(limits, reserved_bytes=2 * page)
+    fewer = fill(model, less, memory, shapes, {})
+    assert most.pages - 3 <= fewer.pages < most.pages - 1
+    plan = plan_engine(model, fewer, memory, shapes, {})
+    assert plan["reserved"] == 2 * page and plan.reserve >= 0
+    with pytest.raises(ValueError, match="reserved_bytes must be an integer of at least 0; got -1"):
+        Limits(reserved_bytes=-1)
+
+
 def test_released_weights_come_back_with_an_update(engine, params, expected):
     engine.update(params[0])
     engine.release(weights=True)
-    with pytest.raises(RuntimeError, match="was released; call update"):
+    with pytest.raises(RuntimeError, match="released; call update"):
         engine.resume()
     engine.update(params[1])
     engine.resume()

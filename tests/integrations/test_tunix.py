@@ -196,10 +196,11 @@ def test_a_kept_stop_token_is_the_last_of_its_completion_and_no_part_of_the_text
     assert kept.text == plain.text and [0] in ends
 
 
+@pytest.mark.parametrize("top_k", [None, 5])
 def test_sampled_tokens_have_the_log_probabilities_of_the_policy_at_their_temperature(
-    rollout, policy
+    rollout, policy, top_k
 ):
-    config = rollout_config(temperature=0.5, return_logprobs=True, seed=3)
+    config = rollout_config(temperature=0.5, top_k=top_k, return_logprobs=True, seed=3)
     found = rollout.generate(PROMPTS, config)
     prompts = jnp.asarray(found.left_padded_prompt_tokens)
     completions = padded(found.tokens, 8)

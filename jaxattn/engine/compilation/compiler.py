@@ -41,7 +41,10 @@ class CompiledSteps:
 
     Attributes:
         limits: that they were compiled for; None where nobody shares them.
+        allocate: what allocates state and rows for them, once an engine has started.
     """
+
+    allocate: Callable[[], Any] | None = None
 
     def __init__(
         self, executables: Mapping[str, jax.stages.Compiled], limits: Limits | None = None

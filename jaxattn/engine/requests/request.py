@@ -55,9 +55,10 @@ class Request:
         prompt_logprobs: how many likely alternatives are told with each token of the prompt, 0 to
             20; None tells nothing of the prompt. All of the prompt is then read, whatever the
             prefix cache holds of it.
-        processed_logprobs: `prompt_logprobs` are not the model's own but those of the distribution
-            that `temperature`, `top_k`, `top_p` and `min_p` make, with -inf for a token that it
-            leaves out. It needs a temperature above 0.
+        processed_logprobs: `logprobs` and `prompt_logprobs` are not the model's own but those of
+            the distribution that `temperature`, `top_k`, `top_p` and `min_p` make, with -inf for a
+            token that it leaves out. Biases, penalties and a grammar count for `logprobs` alone. It
+            needs a temperature above 0.
         pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens'
             hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a
             mean all of the prompt is read, whatever the prefix cache holds of it.

@@ -75,6 +75,16 @@ def sample(
     positions: Int[Array, "B"],
     level: SamplingMode = SamplingMode.CONTROLS,
 ) -> Int[Array, "B"]:
+    """The tokens of `draw`."""
+    return draw(logits, sampling, positions, level)[0]
+
+
+def draw(
+    logits: Float[Array, "B vocab"],
+    sampling: SamplingBatch,
+    positions: Int[Array, "B"],
+    level: SamplingMode = SamplingMode.CONTROLS,
+) -> tuple[Int[Array, "B"], Float[Array, "B vocab"]]:
     """int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
 
     Of equally likely tokens the greedy choice and the filters prefer the lowest id. `min_p` and
@@ -85,16 +95,21 @@ def sample(
         logits: float32.
         positions: int32, where in its row the sampled token will stand.
         level: rows that need more are sampled wrong.
+
+    Returns:
+        (the tokens, the `masked_logits` that they are drawn from; those of the model where all rows
+        are greedy).
     """
     with jax.named_scope("sample"):
         greedy = jnp.argmax(logits, axis=-1)
         most = jnp.take_along_axis(logits, greedy[:, None], axis=-1)
-        tokens = greedy
+        tokens, scaled = greedy, logits
         if level > SamplingMode.GREEDY:
             scaled = masked_logits(logits, sampling, most, level)
             draws = sampling.temperature > 0
             tokens = jnp.where(draws, _categorical(scaled, sampling, positions), greedy)
-        return jnp.where(jnp.isfinite(most[:, 0]), tokens.astype(jnp.int32), NOT_FINITE)
+        tokens = jnp.where(jnp.isfinite(most[:, 0]), tokens.astype(jnp.int32), NOT_FINITE)
+        return tokens, scaled
 
 
 def masked_logits(

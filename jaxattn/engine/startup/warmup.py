@@ -13,6 +13,7 @@ from jaxattn.engine.compilation.sharded_step import (
     group_of,
 )
 from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import EngineBuild, smallest_memory
 from jaxattn.engine.startup.memory_plan import RESERVED
 from jaxattn.engine.steps.device_batch import DeviceBatch
@@ -80,12 +81,16 @@ def measured_plan(prepared: EngineBuild) -> EngineBuild:
 
 def allocator(prepared: EngineBuild) -> Allocate:
     """Allocates state and rows, as often as it is called, without compiling anything again."""
-    model, limits = prepared.model, prepared.limits
+    model, limits, steps = prepared.model, prepared.limits, prepared.steps
     group = group_of(model, prepared.devices)
-    if group is not None:
-        return allocator_over(model, limits, group)
-    # In one program: to compile one for each array takes half a second.
-    return jax.jit(lambda: (new_state(model, limits), new_rows(limits))).lower().compile()
+    with PROCESS_STATE.lock((allocator, steps)):
+        if steps.allocate is None and group is not None:
+            steps.allocate = allocator_over(model, limits, group)
+        elif steps.allocate is None:
+            # In one program: to compile one for each array takes half a second.
+            made = jax.jit(lambda: (new_state(model, limits), new_rows(limits)))
+            steps.allocate = made.lower().compile()
+        return steps.allocate
 
 
 def allocate_state(

@@ -11,6 +11,7 @@ reads the arrays that it is given, and copies none of them.
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -94,6 +95,7 @@ class WeightPrograms:
         self.handed_on = {each.leaf: each for each in self.places if each.leaf is not None}
         self._tree = jax.tree.structure(shapes)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._lock = threading.Lock()  # of two engines one compiles
 
     @classmethod
     def of(cls, model: Model, devices: tuple[jax.Device, ...]) -> Self:
@@ -103,6 +105,9 @@ class WeightPrograms:
             if (model, devices) not in known:
                 known[model, devices] = cls(model, devices)
             return known[model, devices]
+
+    def __len__(self) -> int:
+        return len(self._compiled)
 
     def compile(self) -> None:
         """Compiles what parameters need that lie as the engine's own do."""
@@ -140,6 +145,10 @@ class WeightPrograms:
             donates: False: (the parameter as it is given) -> the parameter, in a new buffer.
         """
         key = self._key(place, given, donates)
+        with self._lock:
+            return self._program(key, place, given, donates)
+
+    def _program(self, key: Any, place: ParamPlace, given: Any, donates: bool) -> Any:
         if key not in self._compiled:
             own, change = place.own, jnp.copy
             if not self.is_own(place, given):
@@ -161,6 +170,10 @@ class WeightPrograms:
 
     def pack(self) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
         """(the leaves of `made`, donated; the parameters of `needed`) -> the leaves of `made`."""
+        with self._lock:
+            return self._pack()
+
+    def _pack(self) -> Any:
         if "pack" not in self._compiled:
             made, needed = [self.leaves[n] for n in self.made], list(self.needed)
             given = [self.places[n].own for n in needed]
@@ -234,12 +247,14 @@ class WeightBuffers:
         owned: whether nobody else has the buffer of a leaf, so that an update may write there.
         version: how many updates there were.
         torn: an update began and did not end: some leaves are new and others are not.
+        watched: whether leaves may be gone, since an update shared them or they were released.
     """
 
     programs: WeightPrograms
     owned: list[bool]
     version: int = 0
     torn: bool = False
+    watched: bool = False
 
     def __init__(self, params: CheckedParams):
         self.programs = WeightPrograms.of(params.model, params.devices)
@@ -261,12 +276,12 @@ class WeightBuffers:
                 "an update of the weights failed midway, so some are new and others are not; call "
                 "update again"
             )
-        for leaf, place in self.programs.handed_on.items():
-            if self._leaves[leaf].is_deleted():
-                why = "was released" if self.owned[leaf] else "was donated or deleted by its owner"
-                raise RuntimeError(
-                    f"parameter {place.name!r} {why}; call update with new parameters"
-                )
+        for number, (leaf, owned) in enumerate(zip(self._leaves, self.owned, strict=True)):
+            if leaf.is_deleted():
+                place = self.programs.handed_on.get(number)
+                what = "packed parameters" if place is None else f"parameter {place.name!r}"
+                why = "released" if owned else "donated or deleted by its owner"
+                raise RuntimeError(f"{what}: {why}; call update with new parameters")
         return tuple(self._leaves)
 
     def check(self, params: Any, *, strict: bool) -> list[ArrivingParam]:
@@ -325,7 +340,7 @@ class WeightBuffers:
             share: read the arrays that lie as the engine's do, in the place of copies.
         """
         programs, needed = self.programs, {}
-        self.torn = True
+        self.torn = self.watched = True
         for number, each in enumerate(arriving):
             new = self._written(each, share=share)
             if number in programs.needed:
@@ -336,6 +351,7 @@ class WeightBuffers:
             for number, leaf in zip(programs.made, found, strict=True):
                 self._leaves[number], self.owned[number] = leaf, True
         self.torn = False
+        self.watched = not all(self.owned[leaf] for leaf in programs.handed_on)
         self.version += 1
 
     def delete(self) -> int:
@@ -346,6 +362,7 @@ class WeightBuffers:
         freed = nbytes_each(own)
         for leaf in own:
             leaf.delete()
+        self.watched = True
         return freed
 
     def _written(self, each: ArrivingParam, *, share: bool) -> jax.Array:

@@ -35,6 +35,7 @@ NUMBERS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "processed_logprobs",
 )
 CONTROLS = len(INTEGERS) + len(NUMBERS) + STOPS
 

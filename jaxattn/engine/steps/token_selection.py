@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.engine.sampling.logprobs import logprobs
 from jaxattn.engine.sampling.penalties import biased, penalized
-from jaxattn.engine.sampling.sampler import NOT_FINITE, SamplingMode, sample
+from jaxattn.engine.sampling.sampler import NOT_FINITE, SamplingMode, draw
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowView, read
 
 # Rows whose tokens are chosen at a time: scratch does not grow with the batch beyond them.
@@ -76,10 +76,12 @@ def _chosen(
     raw = logits
     if level >= SamplingMode.CONTROLS:
         logits = with_biases(rows, found, with_penalties(rows, found, logits, position))
-    tokens = sample(logits, found.sampling, position, level)
+    tokens, drawn_from = draw(logits, found.sampling, position, level)
     if level < SamplingMode.LOGPROBS:
         return tokens[:, None]
-    return jnp.concatenate([tokens[:, None], logprobs(raw, tokens)], axis=1)
+    processed = found.number("processed_logprobs")[:, None] > 0
+    told = logprobs(jnp.where(processed, drawn_from, raw), tokens)
+    return jnp.concatenate([tokens[:, None], told], axis=1)
 
 
 def _in_blocks(

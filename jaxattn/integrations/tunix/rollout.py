@@ -206,6 +206,7 @@ class EngineRollout(BaseRollout):
     def _requests(self, tokens: list[list[int]], config: RolloutConfig) -> list[Request]:
         seeds = np.random.SeedSequence([*_numbers(config.seed), self._calls])
         self._calls += 1
+        told = config.return_logprobs and not self._scores(config)
         ends = self._ends(config)
         options: dict[str, Any] = {"stop_tokens": tuple(ends)}
         if self.keep_eos:  # a stop token of the engine is no part of a completion
@@ -217,7 +218,8 @@ class EngineRollout(BaseRollout):
                 temperature=config.temperature,
                 top_p=1.0 if config.top_p is None else config.top_p,
                 top_k=max(config.top_k or 0, 0),
-                logprobs=0 if config.return_logprobs and not self._scores(config) else None,
+                logprobs=0 if told else None,
+                processed_logprobs=told and self._heated(config),
                 seed=int(seed),
                 **options,
             )
@@ -248,10 +250,16 @@ class EngineRollout(BaseRollout):
     # --- log-probabilities
 
     @staticmethod
-    def _scores(config: RolloutConfig) -> bool:
-        """Whether the engine's own log-probabilities, at temperature 1, are not those asked for.
-        Greedy rows have the latter too, as in Tunix."""
+    def _heated(config: RolloutConfig) -> bool:
+        """Whether a temperature changes log-probabilities. Those of greedy rows are at 1, as in
+        Tunix."""
         return config.temperature not in (0.0, 1.0)
+
+    def _scores(self, config: RolloutConfig) -> bool:
+        """Whether the log-probabilities are read after the rollout: those with which the engine
+        draws are of the tokens that top-p and top-k leave."""
+        filtered = (config.top_p or 1.0) < 1 or (config.top_k or 0) > 0
+        return self._heated(config) and filtered
 
     def _logprobs(
         self, served: list[Completion], config: RolloutConfig
