@@ -8,7 +8,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q google-tunix==0.1.7 jax==0.11.2 jaxlib==0.11.2
+"$work/venv/bin/pip" install -q --no-compile google-tunix==0.1.7 jax==0.11.2 jaxlib==0.11.2
 JAX_PLATFORMS=cpu "$work/venv/bin/python" - <<'PY'
 import jax.numpy as jnp
 from flax import nnx

@@ -10,12 +10,13 @@
 # - `VanillaRollout.get_per_token_logps`, which GRPO calls with num_iterations above 1, computes them at temperature 1.
 #   `grpo_loss_fn` divides the logits by the rollout's temperature, whose default is 0.9. So the importance ratio of fresh
 #   samples, exp(difference), is not 1.
-# - The token that ended a completion is left out, where the vLLM rollout keeps it: the policy never learns to end.
+# - The token that ended a completion is left out, so the loss never teaches the policy to end. The source of the vLLM
+#   rollout keeps it.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q google-tunix==0.1.7 jax==0.11.2 jaxlib==0.11.2
+"$work/venv/bin/pip" install -q --no-compile google-tunix==0.1.7 jax==0.11.2 jaxlib==0.11.2
 JAX_PLATFORMS=cpu "$work/venv/bin/python" - <<'PY'
 import jax
 import jax.numpy as jnp
