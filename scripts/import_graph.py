@@ -22,6 +22,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench",),
     ("cli",),
     ("server",),
+    ("integrations",),
     ("jaxattn",),
     ("plan",),
     ("engine",),

@@ -1,5 +1,6 @@
 """Each program of examples/ runs, and what it prints is true."""
 
+import importlib.util
 import re
 import runpy
 from pathlib import Path
@@ -51,6 +52,19 @@ def test_finetuning_lowers_the_loss(capsys):
     main_of("finetune")(["--steps", "12"])
     first, *_, last = re.findall(r": (\S+) nats per byte", capsys.readouterr().out)
     assert float(last) < 0.4 * float(first)
+
+
+@pytest.mark.slow("the parts of the example are tested in tests/integrations/test_tunix.py")
+@pytest.mark.filterwarnings("ignore")  # of Tunix and what it imports
+def test_grpo_gives_each_step_a_reward_and_a_plot(tmp_path, capsys):
+    pytest.importorskip("tunix")
+    plot = [] if importlib.util.find_spec("matplotlib") is None else ["--plot"]
+    path = tmp_path / "grpo.png"
+    small = ["--steps", "2", "--rows", "1", "--samples", "4"]
+    log = main_of("grpo")([*small, *plot, *[str(path)] * len(plot)])
+    assert len(log.means) == 2 and all(0 <= mean <= 1 for mean in log.means)
+    assert "prompts that were held out: reward" in capsys.readouterr().out
+    assert path.exists() == bool(plot)
 
 
 def test_pretraining_resumes_to_the_same_losses(tmp_path, capsys):
