@@ -22,6 +22,7 @@ from tests.helpers.kernel_cases import (
     mla_case,
     no_races,
     slow,
+    slow_interpreted,
     x64,
 )
 
@@ -264,7 +265,7 @@ def test_writes_into_a_poisoned_arena(q_len, heads, dim, cuts, implementation):
         assert np.isnan(arena.after(spec).read(behind, name)).all()
 
 
-@both_devices
+@slow_interpreted("a merge of another row; found by more rows than parts that are cut too")
 def test_rows_are_merged_side_by_side(implementation, monkeypatch):
     monkeypatch.setattr(mla_combine, "BLOCKS", 4)
     case = mla_case([200, 70, 0], heads=28)
@@ -282,7 +283,9 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
 
 
 @pytest.mark.slow_cases(reason="an underflow in a tile of 26 heads; found by 64 heads too")
-@both_devices
+@slow_interpreted(
+    "a maximum of another row; found by pieces that see nothing much, in test_combine, too"
+)
 @pytest.mark.parametrize("heads", [slow(26), pytest.param(8, marks=pytest.mark.gpu), 64])
 def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     case = mla_case([1, 3], heads=heads)
@@ -333,7 +336,9 @@ def test_with_x64_enabled(cuts, implementation):
 
 
 @pytest.mark.slow_cases(reason="padding as columns; found by heads as rows too")
-@both_devices
+@slow_interpreted(
+    "padding that is computed; found by rows without tokens in pieces and by tests/padding too"
+)
 @pytest.mark.parametrize("q_len, heads", [slow(1, 9), (4, 7)])  # heads as columns, and as rows
 @pytest.mark.parametrize("padding", [3, pytest.param(127, marks=pytest.mark.gpu)])
 def test_one_real_row_among_padding(q_len, heads, padding, implementation):
