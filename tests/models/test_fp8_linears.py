@@ -38,6 +38,7 @@ NAMES = {
     "DeepseekV3": {"q_a_proj", "q_b_proj", "kv_a_proj", "o_proj"},
 }
 NAMES["Qwen3_5Moe"] = NAMES["Qwen3Next"]
+TOKENS = np.arange(24).reshape(2, 12) * 7 % 192
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -48,6 +49,21 @@ def folder(request, tmp_path_factory) -> Path:
 @cache
 def loaded(folder: Path, dense: str):
     return huggingface_checkpoint.load(folder, dtype="float32", dense=dense)
+
+
+@cache
+def logits_of(folder: Path, dense: str):
+    """One compiled forward for all parameters of a folder's model."""
+    model = loaded(folder, dense)[0]
+    return jax.jit(lambda params, tokens: model.bind(params)(tokens))
+
+
+original = jax.jit(deinterleave_columns)
+
+
+@jax.jit
+def floats_of(numbers, scales):
+    return dequantize(deinterleave_columns(numbers), scales, jnp.float32).swapaxes(-1, -2)
 
 
 def leaves(params) -> dict:
@@ -65,8 +81,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
         weight = name.replace("scale", "weight")
         numbers, scales = kept[weight], kept[name]
         assert (numbers.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
-        meant = dequantize(deinterleave_columns(numbers), scales, jnp.float32).swapaxes(-1, -2)
-        np.testing.assert_array_equal(meant, wide[weight], err_msg=name)
+        np.testing.assert_array_equal(floats_of(numbers, scales), wide[weight], err_msg=name)
     rest = set(kept) - set(fp8) - {name.replace("scale", "weight") for name in fp8}
     for name in rest:
         np.testing.assert_array_equal(kept[name], wide[name], err_msg=name)
@@ -76,7 +91,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
 def test_the_bytes_of_a_matrix_are_not_touched(folder):
     params, stored = loaded(folder, "fp8")[1], read_file(folder / "model.safetensors")
     found = {
-        np.asarray(deinterleave_columns(matrix)).tobytes()
+        np.asarray(original(matrix)).tobytes()
         for name, leaf in leaves(params).items()
         if name.endswith("o_proj.weight")
         for matrix in leaf
@@ -91,9 +106,9 @@ def test_the_bytes_of_a_matrix_are_not_touched(folder):
 )
 @pytest.mark.parametrize("folder", [CLASSES[0], slow(CLASSES[1]), CLASSES[2]], indirect=True)
 def test_logits_are_those_of_the_floats(folder):
-    tokens = np.arange(24).reshape(2, 12) * 7 % 192
-    wide, kept = (loaded(folder, dense) for dense in ("bfloat16", "fp8"))
-    found, expected = (jax.jit(m.bind(params))(tokens) for m, params in (kept, wide))
+    found, expected = (
+        logits_of(folder, dense)(loaded(folder, dense)[1], TOKENS) for dense in ("fp8", "bfloat16")
+    )
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -103,8 +118,7 @@ def test_random_parameters_have_the_same_shapes_and_dtypes(folder):
     made = model.init_params(jax.random.key(0))
     one, other = ([(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (params, made))
     assert one == other and jax.tree.structure(params) == jax.tree.structure(made)
-    logits = jax.jit(model.bind(made))(np.arange(6)[None])
-    assert np.isfinite(logits).all()
+    assert np.isfinite(logits_of(folder, "fp8")(made, TOKENS)).all()
 
 
 @pytest.mark.parametrize("classes", CLASSES)

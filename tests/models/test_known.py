@@ -118,6 +118,7 @@ def test_every_shipped_configuration_names_its_source():
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BUILT)
 def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
