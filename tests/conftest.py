@@ -1,8 +1,10 @@
 """GPU tests run on a Hopper GPU and are skipped, with the reason, anywhere else."""
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -26,6 +28,13 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true "
     f"--xla_cpu_parallel_codegen_split_count=1 {_GIVEN}"
 )
+
+# filelock, which the hub's client imports, is told of every audit event of Python from then on, which
+# each id() and each frame that JAX looks up is: a hundredth of the time. No test forks with a lock.
+_add_hook, sys.addaudithook = sys.addaudithook, lambda _: None
+with contextlib.suppress(ImportError):
+    import filelock  # noqa: F401
+sys.addaudithook = _add_hook
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -28,6 +28,7 @@ from tests.helpers.kernel_cases import (
     no_races,
     one_block_a_head,
     relative,
+    slow_interpreted,
     x64,
 )
 
@@ -224,7 +225,7 @@ def test_groups_of_value_heads(key_heads, value_heads, implementation):
     assert_matches(case, decode(case, implementation))
 
 
-@implementations
+@slow_interpreted("a token of another step; found by states of three tokens a row too", "xla")
 def test_eight_tokens(implementation):
     case = make([1], num_slots=2, q_len=8)
     assert_matches(case, decode(case, implementation))
@@ -238,7 +239,7 @@ def test_half_precision_inputs(dtype, implementation):
     assert_matches(case, decode(case, implementation), bound=6e-3)
 
 
-@implementations
+@slow_interpreted("inputs that are rounded early; found by XLA's layer, and on a GPU, too", "xla")
 def test_inputs_are_rounded_when_they_are_stored_only(implementation):
     """A convolution's state narrower than what it convolves."""
     case = make([1, 0], num_slots=2, q_len=3)
@@ -251,7 +252,7 @@ def test_inputs_are_rounded_when_they_are_stored_only(implementation):
     assert relative(state[case.layer, case.reads], states[-1]) < 1e-5
 
 
-@implementations
+@slow_interpreted("a state that is rounded early; found by XLA's layer, and on a GPU, too", "xla")
 def test_bfloat16_state_is_rounded_when_it_is_stored_only(implementation):
     case = make([1, 0], num_slots=2, q_len=4, state_dtype=jnp.bfloat16)
     y, _, state, *_ = results = decode(case, implementation)
@@ -350,7 +351,7 @@ def test_a_layer_outside_the_stacks_changes_nothing(layer, implementation):
     np.testing.assert_array_equal(bits(state), bits(case.state))
 
 
-@implementations
+@slow_interpreted("a layer's offset; found by stacks of two layers in kernels/gdn too", "xla")
 def test_pools_and_weights_without_a_stack(implementation):
     stacked = make([1, 0], num_slots=2, layers=1, layer=0)
     step = step_of(implementation)
@@ -747,7 +748,7 @@ def test_slot_offsets_beyond_2_31_elements(rows):
     assert_matches(small, (y, conv_state[:, ends], state[:, ends]), bound=5e-3)
 
 
-@implementations
+@slow_interpreted("a gate from behind the columns; found by XLA's layer, and on a GPU, too", "xla")
 def test_columns_behind_the_gates_are_not_read(implementation):
     case = make([2, 0, 4])
     step = functools.partial(
@@ -758,7 +759,7 @@ def test_columns_behind_the_gates_are_not_read(implementation):
     jax.tree.map(np.testing.assert_array_equal, step(qkvz, wide, *rest), step(*case.args))
 
 
-@implementations
+@slow_interpreted("a part that is left out; found by XLA's layer, and on a GPU, too", "xla")
 def test_gates_of_two_parts_are_added(implementation):
     case = make([2, 0, 4])
     step = functools.partial(
