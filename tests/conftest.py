@@ -29,8 +29,8 @@ os.environ["XLA_FLAGS"] = (
     f"--xla_cpu_parallel_codegen_split_count=1 {_GIVEN}"
 )
 
-# filelock, which the hub's client imports, is told of every audit event of Python from then on, which
-# each id() and each frame that JAX looks up is: a hundredth of the time. No test forks with a lock.
+# filelock, which the hub's client imports, hears each audit event of Python from then on, and each
+# id() and each frame that JAX looks up is one: a hundredth of the time. No test forks with a lock.
 _add_hook, sys.addaudithook = sys.addaudithook, lambda _: None
 with contextlib.suppress(ImportError):
     import filelock  # noqa: F401
