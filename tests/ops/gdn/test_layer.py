@@ -116,8 +116,10 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     heads = case.state.shape[2]
     batch, q_len, _ = case.qkvz.shape
     channels, keys = case.conv_state.shape[-1], case.key_heads * 128
+    # NumPy's: of JAX's arrays each slice of a new shape is a program.
+    qkvz, ba, conv_state, state = map(np.asarray, (case.qkvz, case.ba, case.conv_state, case.state))
     rates, bias, weight, taps = (
-        f64(x[case.layer]) for x in (case.A_log, case.dt_bias, case.norm, case.conv)
+        f64(x)[case.layer] for x in (case.A_log, case.dt_bias, case.norm, case.conv)
     )
     y = np.zeros((batch, q_len, heads, 128))
     convs = np.zeros((q_len, batch, 3, channels))
@@ -125,15 +127,15 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for row, slot in enumerate(np.asarray(case.reads)):
         if slot < 0:
             continue
-        inputs, memory = (f64(x[case.layer, slot]) for x in (case.conv_state, case.state))
+        inputs, memory = (f64(x[case.layer, slot]) for x in (conv_state, state))
         for t in range(q_len):
-            x, z = np.split(f64(case.qkvz[row, t]), [channels])
+            x, z = np.split(f64(qkvz[row, t]), [channels])
             window = np.concatenate([inputs, x[None]])
             mixed = (window * taps.T).sum(0)
             mixed = mixed * sigmoid(mixed)
             q, k, v = (part.reshape(-1, 128) for part in np.split(mixed, [keys, 2 * keys]))
             q, k = (np.repeat(unit(part), heads // case.key_heads, axis=0) for part in (q, k))
-            b, a = np.split(f64(case.ba[row, t]), 2)
+            b, a = np.split(f64(ba[row, t]), 2)
             decay = np.exp(-np.exp(rates) * np.logaddexp(0, a + bias))
             memory = memory * decay[:, None, None]
             delta = sigmoid(b)[:, None] * (v - np.einsum("hvk,hk->hv", memory, k))
