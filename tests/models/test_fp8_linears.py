@@ -28,7 +28,6 @@ from jaxattn.models.weight_map.fp8_linears import with_fp8_linears
 from jaxattn.parallel import Parallel
 from tests.helpers import checkpoint_variations
 from tests.helpers.fp8_folders import write_folder
-from tests.helpers.kernel_cases import slow
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_parity import every_expert, steps
 
@@ -39,6 +38,21 @@ NAMES = {
 }
 NAMES["Qwen3_5Moe"] = NAMES["Qwen3Next"]
 TOKENS = np.arange(24).reshape(2, 12) * 7 % 192
+of_two_models = pytest.mark.parametrize(
+    "folder",
+    [
+        CLASSES[0],
+        pytest.param(
+            CLASSES[1],
+            marks=pytest.mark.slow(
+                reason="a scale of another matrix; found by Qwen3-Next's folder, whose layers "
+                "are the same, too"
+            ),
+        ),
+        CLASSES[2],
+    ],
+    indirect=True,
+)
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -73,6 +87,7 @@ def leaves(params) -> dict:
     }
 
 
+@of_two_models
 def test_numbers_and_scales_are_those_that_were_published(folder):
     wide, kept = (leaves(loaded(folder, dense)[1]) for dense in ("bfloat16", "fp8"))
     fp8 = [name for name in kept if name.endswith(".scale")]
@@ -100,11 +115,7 @@ def test_the_bytes_of_a_matrix_are_not_touched(folder):
     assert names and {stored[name].tobytes() for name in names} == found
 
 
-@pytest.mark.slow_cases(
-    reason="a product that reads a scale of another matrix; found by logits of Qwen3-Next's "
-    "folder, which has the same layers too"
-)
-@pytest.mark.parametrize("folder", [CLASSES[0], slow(CLASSES[1]), CLASSES[2]], indirect=True)
+@of_two_models
 def test_logits_are_those_of_the_floats(folder):
     found, expected = (
         logits_of(folder, dense)(loaded(folder, dense)[1], TOKENS) for dense in ("fp8", "bfloat16")
@@ -189,6 +200,7 @@ def test_a_checkpoint_in_floats_has_no_fp8():
         model_of("DeepSeek-R1", "int8")
 
 
+@of_two_models
 def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
     tensors = read_file(folder / "model.safetensors")
     name = next(n for n in sorted(tensors) if n.endswith("o_proj.weight"))

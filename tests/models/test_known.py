@@ -228,6 +228,7 @@ def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
 # How GPUs divide it -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["hybrid", *BUILT])
 def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(name):
     model = Hybrid(CONFIG) if name == "hybrid" else public_models.load(name).model

@@ -177,6 +177,10 @@ def test_a_row_beyond_its_table_is_padding_to_the_kernel():
     assert_turbo_close(case, *attend(lens), **BOUNDS)
 
 
+@pytest.mark.slow(
+    reason="a NaN in another row; found by all tests there, where what a row does not own is NaN, "
+    "too"
+)
 def test_a_nan_that_a_row_sees_stays_in_it():
     case = turbo_case([70, 70], "4bit_nc", kv_heads=1)
     slots = np.array(page_slots(case.form, case.kv_cache))

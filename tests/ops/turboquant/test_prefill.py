@@ -221,7 +221,7 @@ def test_the_common_key_is_a_mean_of_tokens_of_the_row(preset, dim, page):
     lens, window = [3000, 150, 17, 1, 0], 2500
     case = turbo_case(lens, preset, dim=dim, page=page, q_len=9, window=window)
     found, pages = common64(case), np.asarray(case.kv_cache)[case.layer]
-    norms_of = own_norms(case)
+    norms_of, tables = own_norms(case), np.asarray(case.block_tables)
     for row, length in enumerate(lens):
         begin = max(length - 9 - (window - 1), 0)
         whole = range(begin // 16, -(-length // 16))
@@ -232,11 +232,11 @@ def test_the_common_key_is_a_mean_of_tokens_of_the_row(preset, dim, page):
             mean = np.zeros(dim)
             if len(tokens):
                 held = {
-                    place: read_page(case.form, pages[case.block_tables[row, place], head])[0]
+                    place: read_page(case.form, pages[tables[row, place], head])[0]
                     for place in {t // page for t in tokens.tolist()}
                 }
                 keys = np.array([held[t // page][t % page] for t in tokens.tolist()])
-                places = case.block_tables[row, tokens // page]
+                places = tables[row, tokens // page]
                 norms = norms_of[places, head, tokens % page]
                 alone = np.array([(np.unique(tokens) // 16 == t // 16).sum() == 1 for t in tokens])
                 kept = ~alone | (len(whole) == 1)

@@ -230,8 +230,8 @@ def test_a_schedule_of_other_rows_is_refused():
 
 
 @pytest.mark.slow(
-    reason="a length that is not compared; found by MLA decode, whose schedule has the same "
-    "lengths, too"
+    reason="a length that is not compared; found on a GPU, and by MLA decode in what both share, "
+    "too"
 )
 @pytest.mark.parametrize(
     "implementation",

@@ -62,7 +62,8 @@ def test_prefill_merges_the_cached_prefix(implementation):
 
 @pytest.mark.slow_cases(reason="keys in two arrays that are read as one; found by joined keys too")
 @slow_interpreted(
-    "a gradient of another part of the keys; found by MLA prefill's causal attention too"
+    "a gradient of another part of the keys; found by MLA prefill's causal attention, and values "
+    "by the merge there, too"
 )
 @pytest.mark.parametrize("joined", [slow(False), True])
 def test_causal_attention_and_its_gradient(joined, implementation):

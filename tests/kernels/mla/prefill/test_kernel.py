@@ -113,7 +113,7 @@ def test_matches_float64(tokens, keys, heads, bounds, implementation):
 
 @pytest.mark.slow_cases(reason="a ring that comes round; found by three blocks too")
 @slow_interpreted(
-    "a tile that no block takes; found by GQA prefill, with the same tile scheduler, too"
+    "a tile that no block takes; found by the order of tiles, which has each once, there too"
 )
 @pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation):
