@@ -265,6 +265,19 @@ def _mappings() -> int:
 
 
 @pytest.fixture
+def untraced_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count the same bytes of temp for each step, for tests that read a plan's other lines.
+
+    To trace the steps of a published model takes a second of CPU time.
+    """
+    from jaxattn.engine.startup.executable_memory import ExecutableMemory
+    from jaxattn.plan import device_plan
+
+    bound = ExecutableMemory(2**20, 2**26, 0, "bound")
+    monkeypatch.setattr(device_plan, "_bound", lambda *_: bound)
+
+
+@pytest.fixture
 def locations() -> Iterator[None]:
     with with_locations():
         yield

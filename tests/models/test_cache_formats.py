@@ -140,6 +140,7 @@ def test_commands_refuse_a_format_in_one_line(main, capsys):
     assert "--kv-cache-dtype 3bit_nc is no format of" in said and "fp8" in said
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_a_plan_counts_the_pages_of_each_format():
     limits = Limits(batch=2, max_model_len=640, num_pages=20)
     bf16, fp8, mixed = (

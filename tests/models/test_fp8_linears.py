@@ -173,6 +173,7 @@ def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
     assert not model_of("Qwen3-Next-80B-A3B-FP8", "bfloat16").spec.blocks[0].mixer.fp8
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 @pytest.mark.parametrize("name", ["DeepSeek-R1", "Qwen3-Next-80B-A3B-FP8"])
 def test_a_plan_counts_numbers_and_scales(name):
     wide, kept = (public_models.load(name, dense) for dense in ("bfloat16", "fp8"))
