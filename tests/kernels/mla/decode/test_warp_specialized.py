@@ -177,7 +177,9 @@ def test_splits_that_see_nothing(lens, implementation):
 @pytest.mark.slow_cases(
     reason="an index past the row; found by tables that end in 2,147,480,000 too"
 )
-@both_devices
+@slow_interpreted(
+    "an index past the row; found by every case there, whose tables end in 2,147,480,000, too"
+)
 @pytest.mark.parametrize("table_tail", [slow(-1), 2147480000])
 def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
     case = mla_case([65, 66], heads=28, table_tail=table_tail)
@@ -309,7 +311,10 @@ def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, im
     assert np.isnan(out[0, 2]).all() and np.isfinite(out[1]).all()
 
 
-@both_devices
+@slow_interpreted(
+    "a length that the table cannot hold; found by ops/mla/test_addressing with heads as columns "
+    "too"
+)
 def test_a_length_beyond_the_table_is_padding(implementation):
     case = mla_case([64, 128], heads=27)
     case.block_tables = case.block_tables[:, :2]
@@ -392,7 +397,10 @@ def test_more_rows_than_parts_that_are_cut(implementation):
     assert_mla_close(case, *run(case, implementation, schedule=schedule))
 
 
-@both_devices
+@slow_interpreted(
+    "a token that sees one piece alone; found by five tokens with heads as columns, in "
+    "test_swap_ab, too"
+)
 def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation):
     """Two of three see nothing of the second piece. One layer's cache, and a table that is wider
     than it has pages."""
