@@ -1,8 +1,10 @@
 """GPU tests run on a Hopper GPU and are skipped, with the reason, anywhere else."""
 
+import contextlib
 import gc
 import os
 import signal
+import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -26,6 +28,13 @@ os.environ["XLA_FLAGS"] = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true "
     f"--xla_cpu_parallel_codegen_split_count=1 {_GIVEN}"
 )
+
+# filelock, which the hub's client imports, hears each audit event of Python from then on, and each
+# id() and each frame that JAX looks up is one: a hundredth of the time. No test forks with a lock.
+_add_hook, sys.addaudithook = sys.addaudithook, lambda _: None
+with contextlib.suppress(ImportError):
+    import filelock  # noqa: F401
+sys.addaudithook = _add_hook
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -253,6 +262,19 @@ def _mappings_for_more_programs() -> None:
 
 def _mappings() -> int:
     return MAPPINGS.read_bytes().count(b"\n")
+
+
+@pytest.fixture
+def untraced_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count the same bytes of temp for each step, for tests that read a plan's other lines.
+
+    To trace the steps of a published model takes a second of CPU time.
+    """
+    from jaxattn.engine.startup.executable_memory import ExecutableMemory
+    from jaxattn.plan import device_plan
+
+    bound = ExecutableMemory(2**20, 2**26, 0, "bound")
+    monkeypatch.setattr(device_plan, "_bound", lambda *_: bound)
 
 
 @pytest.fixture

@@ -256,6 +256,7 @@ def test_without_jit_nothing_is_served(model, capsys):
     assert said.endswith("JAX_DISABLE_JIT is set, and only compiled steps are served; unset it\n")
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_a_plan_reads_no_stdin(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["--model", model, "--plan", "--prompt", "-", *SMALL]) == 0
@@ -554,6 +555,7 @@ def test_a_refused_request_is_told_the_others_finish_and_the_exit_code_is_1(mode
     assert "[2] refused: 120 prompt tokens and 20 to generate need 3 pages of 64" in printed.err
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_the_plan_counts_each_parameter_once(capsys):
     assert main(["--plan", "--json"]) == 0
     (weights,) = [

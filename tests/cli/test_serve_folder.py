@@ -419,6 +419,7 @@ def test_what_can_be_a_name_on_the_hub(given, name):
 # --- plans
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_a_plan_is_made_of_config_json_alone(tmp_path, capsys):
     shutil.copy(DEEPSEEK / "config.json", tmp_path)
     model = huggingface_checkpoint.read_config(tmp_path).model
@@ -432,6 +433,7 @@ def test_a_plan_is_made_of_config_json_alone(tmp_path, capsys):
     assert line["nbytes"] > 1.9 * weights
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_experts_in_fp8_may_become_bfloat16(capsys):
     folder = TINY / "deepseek_v3_fp8"
 

@@ -205,12 +205,11 @@ def test_offsets_of_a_narrow_type_reach_past_what_it_holds():
         (gdn.causal_conv1d, (x, weight)),
         (gated_delta_rule_prefill, (q, k, v, g, beta, *pool)),
     ):
-        wide, *narrow = (
+        wide, narrow = (
             at_once(op, *arguments, cu_seqlens=np.array([0, 60, 100], dtype))[0]
-            for dtype in (np.int32, np.int8, np.uint8)
+            for dtype in (np.int32, np.int8)
         )
-        for out in narrow:
-            np.testing.assert_array_equal(out, wide)
+        np.testing.assert_array_equal(narrow, wide)
 
 
 def test_no_checkpoints_of_a_short_prompt():

@@ -243,13 +243,15 @@ def test_a_step_of_prompts_has_no_more_tokens_than_it_may():
     assert dataclasses.replace(short, prefill_tokens=8192).prefill_sizes == (50, 400)
 
 
-LIKE_A_GPU = chosen().limits
-pieces = functools.partial(
-    prompt_pieces,
-    LIKE_A_GPU.prefill_sizes,
-    line=LIKE_A_GPU.line_tokens,
-    rows=LIKE_A_GPU.prompt_rows,
-)
+@functools.cache
+def like_a_gpu():
+    return chosen().limits
+
+
+def pieces(waiting):
+    limits = like_a_gpu()
+    sizes = limits.prefill_sizes
+    return prompt_pieces(sizes, waiting, line=limits.line_tokens, rows=limits.prompt_rows)
 
 
 @pytest.mark.parametrize(

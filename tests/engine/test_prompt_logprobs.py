@@ -7,24 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import Engine, Limits, Request
+from jaxattn import Engine, Request
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason, PromptEvent, TokenEvent
 from jaxattn.engine.startup.executable_memory import bound_of
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.score_step import LOGITS_BYTES, ScoreStep, score_slice
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import EXACT, params_of, with_steps
+from tests.helpers.engine_cases import EXACT, ONE_BY_ONE, kept_steps, params_of, with_steps
 
-LIMITS = Limits(
-    batch=3, max_model_len=192, num_pages=7, prefill_chunk=64, prefill_rows=2, checkpoints=2
-)
 # Less than a chunk, some chunks and a part, a whole chunk, and a token alone.
 TEXTS = [bytes((7 * i + j * j) % 256 for j in range(n)) for i, n in enumerate((9, 150, 64, 1))]
 
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(Hybrid(EXACT), params_of(EXACT), LIMITS, strict=True) as engine:
+    kept_steps(ONE_BY_ONE, config=EXACT)
+    with Engine(Hybrid(EXACT), params_of(EXACT), ONE_BY_ONE, strict=True) as engine:
         engine.start()
         yield engine
 
@@ -218,7 +216,7 @@ def test_logits_of_a_chunk_never_exist_at_once():
     model = Hybrid(dataclasses.replace(EXACT, vocab_size=50_000))
     params = packed_shapes(model)
     temps = [
-        bound_of(model, ScoreStep(tokens), LIMITS, params, None).temp for tokens in (1024, 8192)
+        bound_of(model, ScoreStep(tokens), ONE_BY_ONE, params, None).temp for tokens in (1024, 8192)
     ]
     size = score_slice(8192, 50_000)
     assert score_slice(1024, 50_000) == size and 4 * size * 50_000 <= LOGITS_BYTES

@@ -20,6 +20,7 @@ from jaxattn.engine.requests.outputs import (
 )
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models import Hybrid
+from jaxattn.plan import plan
 from tests.helpers.engine_cases import (
     EXACT,
     LIMITS,
@@ -420,6 +421,19 @@ def test_preparing_takes_shapes_and_allocates_nothing(params, engine):
     late.start(params)
     assert [each.tokens for each in late.generate(prompts(2))] == [e.tokens for e in wanted]
     assert late.plan.total == engine.plan.total
+
+
+def test_the_engine_takes_what_was_planned_without_a_device(params):
+    made = plan(MODEL, "2GiB", LIMITS)
+    engine = Engine(MODEL, params, LIMITS)
+    for name in ("weights", "rows", "arena", "kv cache", "conv state", "ssm state"):
+        assert made[name] == engine.plan[name]
+    state = engine.state
+    assert (
+        made["kv cache"] == state.array("kv_cache").nbytes and made["arena"] == state.arena.nbytes
+    )
+    assert engine.plan["xla temp"] <= made["xla temp"]
+    assert engine.plan["step inputs and outputs"] <= made["step inputs and outputs"]
 
 
 def test_memory_comes_back_when_the_engine_is_deleted(params):

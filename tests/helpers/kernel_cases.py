@@ -37,6 +37,14 @@ def slow(*case: object) -> object:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+def slow_interpreted(reason: str, *others: str) -> pytest.MarkDecorator:
+    """As `both_devices`, but the interpreter takes the test with --slow alone: the reason says what
+    it finds, and which test without --slow finds it too. A GPU and `others` always run it."""
+    interpreted = pytest.param("mosaic_gpu_interpret", marks=pytest.mark.slow(reason=reason))
+    compiled = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)
+    return pytest.mark.parametrize("implementation", [*others, interpreted, compiled])
+
+
 @functools.partial(jax.jit, static_argnames=("shape", "layer"))
 def poisoned(
     places: np.ndarray, values: np.ndarray, *, shape: tuple[int, ...], layer: int

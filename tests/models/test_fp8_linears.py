@@ -28,7 +28,6 @@ from jaxattn.models.weight_map.fp8_linears import with_fp8_linears
 from jaxattn.parallel import Parallel
 from tests.helpers import checkpoint_variations
 from tests.helpers.fp8_folders import write_folder
-from tests.helpers.kernel_cases import slow
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_parity import every_expert, steps
 
@@ -38,6 +37,22 @@ NAMES = {
     "DeepseekV3": {"q_a_proj", "q_b_proj", "kv_a_proj", "o_proj"},
 }
 NAMES["Qwen3_5Moe"] = NAMES["Qwen3Next"]
+TOKENS = np.arange(24).reshape(2, 12) * 7 % 192
+of_two_models = pytest.mark.parametrize(
+    "folder",
+    [
+        CLASSES[0],
+        pytest.param(
+            CLASSES[1],
+            marks=pytest.mark.slow(
+                reason="a scale of another matrix; found by Qwen3-Next's folder, whose layers "
+                "are the same, too"
+            ),
+        ),
+        CLASSES[2],
+    ],
+    indirect=True,
+)
 
 
 @pytest.fixture(scope="module", params=CLASSES)
@@ -50,6 +65,21 @@ def loaded(folder: Path, dense: str):
     return huggingface_checkpoint.load(folder, dtype="float32", dense=dense)
 
 
+@cache
+def logits_of(folder: Path, dense: str):
+    """One compiled forward for all parameters of a folder's model."""
+    model = loaded(folder, dense)[0]
+    return jax.jit(lambda params, tokens: model.bind(params)(tokens))
+
+
+original = jax.jit(deinterleave_columns)
+
+
+@jax.jit
+def floats_of(numbers, scales):
+    return dequantize(deinterleave_columns(numbers), scales, jnp.float32).swapaxes(-1, -2)
+
+
 def leaves(params) -> dict:
     return {
         ".".join(str(each.key) for each in path if hasattr(each, "key")): leaf
@@ -57,6 +87,7 @@ def leaves(params) -> dict:
     }
 
 
+@of_two_models
 def test_numbers_and_scales_are_those_that_were_published(folder):
     wide, kept = (leaves(loaded(folder, dense)[1]) for dense in ("bfloat16", "fp8"))
     fp8 = [name for name in kept if name.endswith(".scale")]
@@ -65,8 +96,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
         weight = name.replace("scale", "weight")
         numbers, scales = kept[weight], kept[name]
         assert (numbers.dtype, scales.dtype) == (jnp.float8_e4m3fn, jnp.float32)
-        meant = dequantize(deinterleave_columns(numbers), scales, jnp.float32).swapaxes(-1, -2)
-        np.testing.assert_array_equal(meant, wide[weight], err_msg=name)
+        np.testing.assert_array_equal(floats_of(numbers, scales), wide[weight], err_msg=name)
     rest = set(kept) - set(fp8) - {name.replace("scale", "weight") for name in fp8}
     for name in rest:
         np.testing.assert_array_equal(kept[name], wide[name], err_msg=name)
@@ -76,7 +106,7 @@ def test_numbers_and_scales_are_those_that_were_published(folder):
 def test_the_bytes_of_a_matrix_are_not_touched(folder):
     params, stored = loaded(folder, "fp8")[1], read_file(folder / "model.safetensors")
     found = {
-        np.asarray(deinterleave_columns(matrix)).tobytes()
+        np.asarray(original(matrix)).tobytes()
         for name, leaf in leaves(params).items()
         if name.endswith("o_proj.weight")
         for matrix in leaf
@@ -85,15 +115,11 @@ def test_the_bytes_of_a_matrix_are_not_touched(folder):
     assert names and {stored[name].tobytes() for name in names} == found
 
 
-@pytest.mark.slow_cases(
-    reason="a product that reads a scale of another matrix; found by logits of Qwen3-Next's "
-    "folder, which has the same layers too"
-)
-@pytest.mark.parametrize("folder", [CLASSES[0], slow(CLASSES[1]), CLASSES[2]], indirect=True)
+@of_two_models
 def test_logits_are_those_of_the_floats(folder):
-    tokens = np.arange(24).reshape(2, 12) * 7 % 192
-    wide, kept = (loaded(folder, dense) for dense in ("bfloat16", "fp8"))
-    found, expected = (jax.jit(m.bind(params))(tokens) for m, params in (kept, wide))
+    found, expected = (
+        logits_of(folder, dense)(loaded(folder, dense)[1], TOKENS) for dense in ("fp8", "bfloat16")
+    )
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -103,8 +129,7 @@ def test_random_parameters_have_the_same_shapes_and_dtypes(folder):
     made = model.init_params(jax.random.key(0))
     one, other = ([(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (params, made))
     assert one == other and jax.tree.structure(params) == jax.tree.structure(made)
-    logits = jax.jit(model.bind(made))(np.arange(6)[None])
-    assert np.isfinite(logits).all()
+    assert np.isfinite(logits_of(folder, "fp8")(made, TOKENS)).all()
 
 
 @pytest.mark.parametrize("classes", CLASSES)
@@ -148,6 +173,7 @@ def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
     assert not model_of("Qwen3-Next-80B-A3B-FP8", "bfloat16").spec.blocks[0].mixer.fp8
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 @pytest.mark.parametrize("name", ["DeepSeek-R1", "Qwen3-Next-80B-A3B-FP8"])
 def test_a_plan_counts_numbers_and_scales(name):
     wide, kept = (public_models.load(name, dense) for dense in ("bfloat16", "fp8"))
@@ -175,6 +201,7 @@ def test_a_checkpoint_in_floats_has_no_fp8():
         model_of("DeepSeek-R1", "int8")
 
 
+@of_two_models
 def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
     tensors = read_file(folder / "model.safetensors")
     name = next(n for n in sorted(tensors) if n.endswith("o_proj.weight"))

@@ -60,6 +60,7 @@ def test_a_model_has_the_weights_of_its_folder(both):
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_pairs_that_turn_slower_are_llama_3s_scaling_and_a_plan_takes_the_file(tmp_path, capsys):
     scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
     llama3 = Llama3RopeScaling(**scaling, original_max_position_embeddings=8192)

@@ -17,6 +17,7 @@ from jaxattn.models.sharding.axis_sharding import own
 from jaxattn.models.sharding.decoder import cuts_of, divided
 from jaxattn.nn import GroupedQueryAttention
 from jaxattn.parallel import Parallel
+from tests.helpers.at_once import at_once
 
 LLAMA = {
     "model_type": "llama",
@@ -297,17 +298,18 @@ def test_a_bias_is_what_a_number_of_one_adds(gated):
     biased, plain = modules(gated)
     x = jax.random.normal(jax.random.key(7), (2, 9, 32))
     wide = jnp.concatenate([x, jnp.ones((2, 9, 1))], axis=-1)
-    np.testing.assert_allclose(biased(x), plain(wide)[..., :32], rtol=1e-5, atol=1e-5)
     cache = jnp.zeros((4, 2, 4, 2, 16))
     tables = jnp.array([[0, 1], [2, 3]])
     lens, news = jnp.array([6, 3]), jnp.array([6, 3])
-    found = []
-    for module, tokens in ((biased, x), (plain, wide)):
+
+    def computed(module, tokens):
         addressing = dict(block_tables=tables, query_lens=news, seq_lens=lens)
         y, filled = module.prefill(tokens[:, :6], cache, **addressing)
         addressing = dict(block_tables=tables, seq_lens=lens + 1)
         z, filled, _ = module.decode(tokens[:, 6:7], filled, **addressing)
-        found.append((y[0, :6, :32], z[..., :32], filled))
+        return module(tokens)[..., :32], y[0, :6, :32], z[..., :32], filled
+
+    found = at_once(computed, biased, x), at_once(computed, plain, wide)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), *found)
 
 

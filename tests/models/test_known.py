@@ -118,6 +118,7 @@ def test_every_shipped_configuration_names_its_source():
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BUILT)
 def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
@@ -227,6 +228,7 @@ def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
 # How GPUs divide it -------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["hybrid", *BUILT])
 def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(name):
     model = Hybrid(CONFIG) if name == "hybrid" else public_models.load(name).model

@@ -1,5 +1,7 @@
 """A decoder's training forward over rows that hold several sequences."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,11 @@ LENGTHS = (5, 1, 6)
 TOKENS = np.random.default_rng(0).integers(0, 16, sum(LENGTHS) + 2).astype(np.int32)
 ENDS = np.cumsum([0, *LENGTHS])
 MODEL = Hybrid(CONFIG)
-PARAMS = MODEL.init_params(jax.random.key(0))
+
+
+@functools.cache
+def params():
+    return MODEL.init_params(jax.random.key(0))
 
 
 def loss_of(params, tokens, counts, saved=None, **packed):
@@ -47,7 +53,7 @@ def of_sequences_alone():
     each = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     rows = np.zeros(each.shape, np.int32)
     rows[each] = TOKENS[: ENDS[-1]]
-    return jax.jit(jax.value_and_grad(lambda params: loss_of(params, rows, each[:, 1:])))(PARAMS)
+    return jax.jit(jax.value_and_grad(lambda params: loss_of(params, rows, each[:, 1:])))(params())
 
 
 def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences():
@@ -58,20 +64,20 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences():
     run = jax.value_and_grad(lambda params: loss_of(params, tokens, counts[None], **options))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
-        jax.jit(run)(PARAMS), wanted,
+        jax.jit(run)(params()), wanted,
     )  # fmt: skip
 
 
 @pytest.mark.slow(reason="layers have offsets of their own; the model hands them on")
 def test_offsets_are_segments_too():
-    network, ids = MODEL.bind(PARAMS), np.repeat([0, 1, 2, 3], [*LENGTHS, 2])[None]
+    network, ids = MODEL.bind(params()), np.repeat([0, 1, 2, 3], [*LENGTHS, 2])[None]
     found = jax.jit(lambda tokens: network(tokens, cu_seqlens=ENDS))(TOKENS[None])
     wanted = jax.jit(lambda tokens: network(tokens, segment_ids=ids))(TOKENS[None])
     np.testing.assert_allclose(found[:, : ENDS[-1]], wanted[:, : ENDS[-1]], rtol=1e-4, atol=1e-5)
 
 
 def test_positions_turn_attention_alone():
-    network = MODEL.bind(PARAMS)
+    network = MODEL.bind(params())
     run = jax.jit(lambda positions: network(TOKENS[None], positions=positions))
     places = np.arange(len(TOKENS))[None]
     plain = run(places)
@@ -81,4 +87,4 @@ def test_positions_turn_attention_alone():
 
 def test_a_layer_names_what_does_not_fit():
     with pytest.raises(ValueError, match="GatedDeltaNet: segment_ids must not decrease"):
-        MODEL.bind(PARAMS)(TOKENS[None], segment_ids=TOKENS[None])
+        MODEL.bind(params())(TOKENS[None], segment_ids=TOKENS[None])

@@ -112,7 +112,9 @@ OF_SHARED_LAYERS = (
     "glm4_moe",
     "kimi_k2_int4",
     "minimax_m2",
+    "ministral3",
     "mistral",
+    "olmo3",
     "qwen2",
     "qwen3_5_moe",
     "qwen3_moe",
@@ -263,7 +265,10 @@ def every_expert(model: DecoderModel) -> DecoderModel:
     )
 
 
-@of("qwen3_moe")
+@of(
+    reason="rounding of experts' products; found by DeepSeek-V3 in bfloat16 with the same experts "
+    "and by float64 in kernels/moe too"
+)
 def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(loaded, wanted, folder):
     """Without a choice no near-tie of a router falls to another expert."""
     model, params = huggingface_checkpoint.load(folder)

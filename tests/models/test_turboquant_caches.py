@@ -18,6 +18,7 @@ from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.sharding import divided
 from jaxattn.models.sharding.axis_sharding import ShardingError
 from jaxattn.parallel import Parallel
+from tests.helpers.engine_cases import FIXED
 
 three_bits = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 LAYERS, PROMPT, CHUNK, NEW = 4, 24, 12, 6
@@ -95,7 +96,7 @@ def test_what_a_model_says_is_near_what_it_says_over_bfloat16(preset, loss):
 def test_an_engine_serves_codes_between_native_layers():
     """Two rows, prompts in chunks, and pages of both formats as the plan counts them."""
     limits = Limits(
-        batch=2, max_model_len=64, prefill_chunk=16, cache_format="k8v4", native_layers=1
+        batch=2, max_model_len=64, prefill_chunk=16, cache_format="k8v4", native_layers=1, **FIXED
     )
     made = model().with_cache_format("k8v4", 1)
     requests = [Request(list(range(3, 3 + n)), max_tokens=3) for n in (21, 5)]

@@ -69,6 +69,7 @@ def test_what_xla_would_hold_is_not_counted_where_a_kernel_runs():
     assert host - hopper > 6 * 2**30 and hopper < 1.5 * 2**30
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 @pytest.mark.parametrize(
     "cache_dtype, width", [("bfloat16", 1152), ("float8", 576), ("uint8", 656)]
 )
@@ -134,6 +135,7 @@ def test_a_plan_says_what_layers_with_a_window_keep():
 # A decoder of one's own ---------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_a_decoder_is_placed_as_a_known_model_is():
     model = Hybrid(dataclasses.replace(CONFIG, linear_num_key_heads=2))
     limits = dataclasses.replace(LIMITS, num_pages=7)
@@ -286,6 +288,7 @@ def test_a_nested_text_config_is_the_model(tmp_path):
 # Claims about kernels -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 @pytest.mark.sampled
 @pytest.mark.parametrize("ways", [1, 8])
 @pytest.mark.parametrize("cache_dtype", [None, *sorted(CACHE_DTYPES)])

@@ -5,13 +5,18 @@ import pytest
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import CALL, ScriptedEngine
 
-anthropic = pytest.importorskip("anthropic")
 WEATHER = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
 HI = [{"role": "user", "content": "hi"}]
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """Imported where a test runs: every worker collects this file."""
+    return pytest.importorskip("anthropic")
+
+
 @pytest.fixture
-def client(told_server, told):
+def client(told_server, told, anthropic):
     told.says, told.prompts = "Hello.", []
     with anthropic.Anthropic(base_url=told_server.url, api_key="none", max_retries=0) as client:
         yield client
@@ -114,7 +119,7 @@ def test_a_choice_of_tools_and_a_schema_become_grammars(told_server, client, tol
     assert added[-1].grammar is not None
 
 
-def test_errors_have_anthropics_form(told_server, client):
+def test_errors_have_anthropics_form(told_server, client, anthropic):
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(model="model", max_tokens=0, messages=HI)
     error = refused.value.body
@@ -155,7 +160,7 @@ def test_a_field_that_does_not_fit_is_named(told_server, fields, param):
     assert param in found["error"]["message"]
 
 
-def test_an_error_within_a_stream_is_an_event():
+def test_an_error_within_a_stream_is_an_event(anthropic):
     engine = ScriptedEngine(step_seconds=0.02)
     with live(served(lambda: engine)) as server:
         with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
@@ -167,7 +172,7 @@ def test_an_error_within_a_stream_is_an_event():
             stream.close()
 
 
-def test_a_key_may_come_as_x_api_key():
+def test_a_key_may_come_as_x_api_key(anthropic):
     with live(served(ScriptedEngine), keys=("secret",)) as server:
         asked = {"model": "model", "max_tokens": 2, "messages": HI}
         with anthropic.Anthropic(base_url=server.url, api_key="secret") as client:

@@ -272,11 +272,11 @@ def test_deepseeks_markup_says_which_values_are_strings():
 
 
 def test_many_begun_calls_take_no_long_time():
-    text = "<tool_call>\n<function=f>\n<parameter=a>\n" * 20_000
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n" * 5_000
     assert read("qwen3_coder", [text]) == ("", text, [])
-    begun = time.process_time()  # of JSON that is read from each of them on: two seconds
-    assert read("hermes", ['<tool_call>{"a":' * 4_000])[2] == []
-    assert time.process_time() - begun < 12
+    begun = time.process_time()  # of JSON that is read from each of them on: half a second
+    assert read("hermes", ['<tool_call>{"a":' * 2_000])[2] == []
+    assert time.process_time() - begun < 6
 
 
 def test_without_tools_calls_are_text_and_thoughts_are_not():

@@ -138,6 +138,10 @@ def test_each_query_is_visited_by_its_keys_tiles_in_their_order(seen):
 FEATURES = dict(window=99, soft_cap=9.0)
 
 
+@pytest.mark.slow(
+    reason="an operation without a lowering; found by the gradient in a scan, in "
+    "kernels/test_lowering, too"
+)
 @pytest.mark.slow_cases(reason="other widths; each has the launches that this one has, and room")
 @pytest.mark.parametrize(
     "dims, options",

@@ -14,6 +14,7 @@ from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.moe import mixture_of_experts
 from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
+from tests.helpers.kernel_cases import slow
 from tests.helpers.moe_cases import expected, moe_case
 
 EPS = 1e-5
@@ -78,7 +79,8 @@ def check(
         assert np.linalg.norm(y[0] - close) <= 6e-3 * np.linalg.norm(close)
 
 
-@pytest.mark.parametrize("positions", [(8, 0, 3), (0, -1, 5), (-1, -1)])
+@pytest.mark.slow_cases(reason="an expert that is left out; found beside a pair without expert too")
+@pytest.mark.parametrize("positions", [slow((8, 0, 3)), (0, -1, 5), slow((-1, -1))])
 def test_the_sum_has_the_bits_of_a_launch_of_its_own(positions):
     check(512, (128, 64), positions, config=LinearTileConfig(parts=2, stages=2), interpret=True)
 

@@ -20,7 +20,7 @@ from jaxattn.kernels.linear.fp8_linear import choose, linears_fp8_mosaic
 from jaxattn.kernels.linear.launch import LinearTileConfig
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
 from tests.helpers.at_once import at_once
-from tests.helpers.kernel_cases import no_races
+from tests.helpers.kernel_cases import no_races, slow
 
 
 def case(tokens, inner, *sizes, **options):
@@ -264,13 +264,14 @@ def check_normed(found, x, added, norms, weights, scales, layer, gated=False):
     np.testing.assert_allclose(np.asarray(normed, np.float64), row, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.slow_cases(reason="a norm of another part; found by two parts too")
 @pytest.mark.parametrize(
     "inner, sizes, gated, config",
     [
         (512, (256, 128), False, LinearTileConfig(parts=2, stages=2)),
         (512, (128, 128), True, LinearTileConfig(parts=1, stages=2)),
         (768, (192,), False, None),  # a tail of N
-        (2048, (128,), False, LinearTileConfig(parts=4, stages=2)),
+        slow(2048, (128,), False, LinearTileConfig(parts=4, stages=2)),
     ],
 )
 def test_a_norm_comes_before_a_product(inner, sizes, gated, config):

@@ -93,8 +93,11 @@ def test_matches_float64_and_reads_no_other_weights(name, implementation, reques
     assert error_of(y, (x, ids, weights, gate_up, down), scales) < 1e-3
 
 
+@pytest.mark.slow_cases(
+    reason="biases of sorted tokens; found by two tokens and the sorted list too"
+)
 @both_devices
-@pytest.mark.parametrize("tokens", [2, 33])
+@pytest.mark.parametrize("tokens", [2, slow(33)])
 def test_biases_and_a_clamped_activation(tokens, implementation, request):
     """With features of which the last panel has 64 columns alone, as gpt-oss's 2,880 are."""
     if implementation == "mosaic_gpu_interpret":
@@ -157,12 +160,13 @@ def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False
     )
 
 
+@pytest.mark.slow_cases(reason="a race of scales; found where a warpgroup is for up too")
 @pytest.mark.parametrize(
     "config, fp8",
     [
         (cut(16, consumers=2, parts=2), False),
         (cut(8, consumers=1, parts=1, depth=64, stages=2, blocks=2), False),
-        (cut(8, consumers=2, parts=1, blocks=5), True),
+        slow(cut(8, consumers=2, parts=1, blocks=5), True),
         (cut(8, consumers=1, parts=1, blocks=1, stages=2, split=True), True),
     ],
     ids=["two warpgroups", "two stages", "fp8", "fp8, a warpgroup for up"],
@@ -189,7 +193,10 @@ def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
     assert 1e-3 < error_of(jax.jit(run)(*args), args, {}) < 3e-3
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.slow_cases(
+    reason="a place that is read too early; found where a warpgroup is for up too"
+)
+@pytest.mark.parametrize("split", [slow(False), True])
 def test_places_of_the_ring_are_used_again_for_fp8(split):
     args, scales = taken_apart(moe_case(5, 3, 2, features=512, width=128, fp8=True, seed=4))
     config = cut(8, consumers=1, parts=1, blocks=1, stages=2, split=split)

@@ -21,7 +21,7 @@ from jaxattn.ops.moe.experts import mixture_of_experts
 from jaxattn.ops.moe.router_logits import choose_experts, router_products, split_router
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
 from jaxattn.ops.moe.routing import Router
-from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted
 from tests.helpers.moe_cases import expected
 
 LAYER = StackedLayer(jnp.int32(1), 2, 0)  # the layer 2 of 3
@@ -147,7 +147,9 @@ def test_a_token_gets_its_experts_and_their_sum(name, implementation):
     np.testing.assert_array_equal(y, apart)
 
 
-@both_devices
+@slow_interpreted(
+    "padding that reads an expert; found by padding in moe/test_router and moe/test_kernel too"
+)
 def test_padding_has_no_expert_and_reads_none(implementation):
     case = drawn("glm")
     nothing = dataclasses.replace(case, gate_up=jnp.full_like(case.gate_up, jnp.nan))
@@ -158,7 +160,7 @@ def test_padding_has_no_expert_and_reads_none(implementation):
     np.testing.assert_array_equal(result(case, implementation, opened), 0)
 
 
-@both_devices
+@slow_interpreted("a NaN in another token; found by moe/test_kernel's NaN too")
 def test_a_nan_stays_in_its_token(implementation):
     case = drawn("v2-lite")
     case = dataclasses.replace(
@@ -195,6 +197,10 @@ def test_real_sizes(name, width):
     assert relative(y, expected(case.x, wanted_ids, wanted, *of_layer)) < 1e-3
 
 
+@pytest.mark.slow(
+    reason="a dtype that is taken as bfloat16; found by moe/test_kernel's float16 and the lowering "
+    "of both too"
+)
 def test_float16():
     case = drawn("glm", dtype=jnp.float16)
     case = dataclasses.replace(case, routers=case.routers.astype(jnp.float16))
@@ -259,7 +265,7 @@ def check_norm(name, implementation, **sizes):
 
 
 @pytest.mark.slow_cases(
-    reason="a norm that is not the router's; found by DeepSeek-V2-Lite's there and float16 with "
+    reason="a norm that is not the router's; found by DeepSeek-V2-Lite's there and races with "
     "GLM's too"
 )
 @both_devices

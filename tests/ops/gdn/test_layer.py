@@ -28,6 +28,7 @@ from tests.helpers.kernel_cases import (
     no_races,
     one_block_a_head,
     relative,
+    slow_interpreted,
     x64,
 )
 
@@ -115,8 +116,10 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     heads = case.state.shape[2]
     batch, q_len, _ = case.qkvz.shape
     channels, keys = case.conv_state.shape[-1], case.key_heads * 128
+    # NumPy's: of JAX's arrays each slice of a new shape is a program.
+    qkvz, ba, conv_state, state = map(np.asarray, (case.qkvz, case.ba, case.conv_state, case.state))
     rates, bias, weight, taps = (
-        f64(x[case.layer]) for x in (case.A_log, case.dt_bias, case.norm, case.conv)
+        f64(x)[case.layer] for x in (case.A_log, case.dt_bias, case.norm, case.conv)
     )
     y = np.zeros((batch, q_len, heads, 128))
     convs = np.zeros((q_len, batch, 3, channels))
@@ -124,15 +127,15 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     for row, slot in enumerate(np.asarray(case.reads)):
         if slot < 0:
             continue
-        inputs, memory = (f64(x[case.layer, slot]) for x in (case.conv_state, case.state))
+        inputs, memory = (f64(x[case.layer, slot]) for x in (conv_state, state))
         for t in range(q_len):
-            x, z = np.split(f64(case.qkvz[row, t]), [channels])
+            x, z = np.split(f64(qkvz[row, t]), [channels])
             window = np.concatenate([inputs, x[None]])
             mixed = (window * taps.T).sum(0)
             mixed = mixed * sigmoid(mixed)
             q, k, v = (part.reshape(-1, 128) for part in np.split(mixed, [keys, 2 * keys]))
             q, k = (np.repeat(unit(part), heads // case.key_heads, axis=0) for part in (q, k))
-            b, a = np.split(f64(case.ba[row, t]), 2)
+            b, a = np.split(f64(ba[row, t]), 2)
             decay = np.exp(-np.exp(rates) * np.logaddexp(0, a + bias))
             memory = memory * decay[:, None, None]
             delta = sigmoid(b)[:, None] * (v - np.einsum("hvk,hk->hv", memory, k))
@@ -224,7 +227,7 @@ def test_groups_of_value_heads(key_heads, value_heads, implementation):
     assert_matches(case, decode(case, implementation))
 
 
-@implementations
+@slow_interpreted("a token of another step; found by states of three tokens a row too", "xla")
 def test_eight_tokens(implementation):
     case = make([1], num_slots=2, q_len=8)
     assert_matches(case, decode(case, implementation))
@@ -238,7 +241,7 @@ def test_half_precision_inputs(dtype, implementation):
     assert_matches(case, decode(case, implementation), bound=6e-3)
 
 
-@implementations
+@slow_interpreted("inputs that are rounded early; found by XLA's layer, and on a GPU, too", "xla")
 def test_inputs_are_rounded_when_they_are_stored_only(implementation):
     """A convolution's state narrower than what it convolves."""
     case = make([1, 0], num_slots=2, q_len=3)
@@ -251,7 +254,7 @@ def test_inputs_are_rounded_when_they_are_stored_only(implementation):
     assert relative(state[case.layer, case.reads], states[-1]) < 1e-5
 
 
-@implementations
+@slow_interpreted("a state that is rounded early; found by XLA's layer, and on a GPU, too", "xla")
 def test_bfloat16_state_is_rounded_when_it_is_stored_only(implementation):
     case = make([1, 0], num_slots=2, q_len=4, state_dtype=jnp.bfloat16)
     y, _, state, *_ = results = decode(case, implementation)
@@ -323,7 +326,7 @@ def test_states_after_every_token_roll_back(implementation):
     assert relative(y[0, 0], expected[0, 2]) < 1e-5
 
 
-@implementations
+@slow_interpreted("a slot that is not written; found by states after every token too", "xla")
 def test_one_slot_is_read_and_another_written(implementation):
     case = make([3, 1, -1], q_len=3)
     writes = jnp.asarray([0, -1, 2], jnp.int32)
@@ -350,7 +353,7 @@ def test_a_layer_outside_the_stacks_changes_nothing(layer, implementation):
     np.testing.assert_array_equal(bits(state), bits(case.state))
 
 
-@implementations
+@slow_interpreted("a layer's offset; found by stacks of two layers in kernels/gdn too", "xla")
 def test_pools_and_weights_without_a_stack(implementation):
     stacked = make([1, 0], num_slots=2, layers=1, layer=0)
     step = step_of(implementation)
@@ -380,7 +383,9 @@ def test_writes_into_a_poisoned_arena(implementation):
     np.testing.assert_array_equal(arena.read(spec, "out").reshape(3, 3, -1), results[0])
 
 
-@implementations
+@slow_interpreted(
+    "an int64 index; found by the kernel in kernels/gdn/decode and on a GPU too", "xla"
+)
 def test_with_x64_enabled(implementation):
     case = make([1, -1], num_slots=2, q_len=2)
     with x64():
@@ -747,18 +752,16 @@ def test_slot_offsets_beyond_2_31_elements(rows):
     assert_matches(small, (y, conv_state[:, ends], state[:, ends]), bound=5e-3)
 
 
-@implementations
+@slow_interpreted("a gate from behind the columns; found by XLA's layer, and on a GPU, too", "xla")
 def test_columns_behind_the_gates_are_not_read(implementation):
     case = make([2, 0, 4])
-    step = functools.partial(
-        gated_delta_net_decode, eps=EPS, layer=case.layer, implementation=implementation
-    )
-    qkvz, ba, *rest = case.args
-    wide = jnp.pad(ba, ((0, 0), (0, 0), (0, 124)), constant_values=jnp.nan)
-    jax.tree.map(np.testing.assert_array_equal, step(qkvz, wide, *rest), step(*case.args))
+    padded = np.pad(case.ba, ((0, 0), (0, 0), (0, 124)), constant_values=np.nan)
+    wide = dataclasses.replace(case, ba=jnp.asarray(padded))
+    found, expected = (decode(each, implementation) for each in (wide, case))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@implementations
+@slow_interpreted("a part that is left out; found by XLA's layer, and on a GPU, too", "xla")
 def test_gates_of_two_parts_are_added(implementation):
     case = make([2, 0, 4])
     step = functools.partial(

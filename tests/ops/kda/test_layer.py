@@ -84,32 +84,35 @@ def oracle(case: Case, lower_bound=None):
     unit = lambda x: x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
     sigmoid = lambda x: 0.5 * (1 + np.tanh(x / 2))  # noqa: E731
     heads, (batch, q_len, _) = case.state.shape[2], case.qkv.shape
-    rate, norm, taps = np.exp(f64(case.A_log[1]))[:, None], f64(case.norm[1]), f64(case.conv[1])
-    bias = f64(case.dt_bias[1]).reshape(heads, DIM)
+    rate, norm, taps = np.exp(f64(case.A_log)[1])[:, None], f64(case.norm)[1], f64(case.conv)[1]
+    bias = f64(case.dt_bias)[1].reshape(heads, DIM)
+    # NumPy's: of JAX's arrays each slice of a new shape is a program.
+    qkv, f, b, gate = (np.asarray(x) for x in (case.qkv, case.f, case.b, case.gate))
+    conv_state, states_before = np.asarray(case.conv_state), np.asarray(case.state)
     y = np.zeros((batch, q_len, heads, DIM))
     convs = np.zeros((q_len, batch, 3, 3 * heads * DIM))
     states = np.zeros((q_len, batch, heads, DIM, DIM))
     for row, slot in enumerate(np.asarray(case.reads)):
         if slot < 0:
             continue
-        window, state = f64(case.conv_state[1, slot]), f64(case.state[1, slot])
+        window, state = f64(conv_state[1, slot]), f64(states_before[1, slot])
         for t in range(q_len):
-            window = np.concatenate([window, f64(case.qkv[row, t])[None]])
+            window = np.concatenate([window, f64(qkv[row, t])[None]])
             mixed = (window * taps.T).sum(0)
             window = window[1:]
             q, k, v = (mixed * sigmoid(mixed)).reshape(3, heads, DIM)
             q, k = unit(q) * DIM**-0.5, unit(k)
-            x = f64(case.f[row, t]).reshape(heads, DIM) + bias
+            x = f64(f[row, t]).reshape(heads, DIM) + bias
             g = -rate * np.logaddexp(0, x)
             if lower_bound is not None:
                 g = lower_bound * sigmoid(rate * x)
             state = state * np.exp(g)[:, None]
-            beta = sigmoid(f64(case.b[row, t]))[:, None]
+            beta = sigmoid(f64(b[row, t]))[:, None]
             delta = beta * (v - np.einsum("hvd,hd->hv", state, k))
             state = state + delta[..., None] * k[:, None]
             o = np.einsum("hvd,hd->hv", state, q)
             rms = np.sqrt((o * o).mean(-1, keepdims=True) + EPS)
-            z = f64(case.gate[row, t]).reshape(heads, DIM)
+            z = f64(gate[row, t]).reshape(heads, DIM)
             y[row, t] = o / rms * norm * sigmoid(z)
             convs[t, row], states[t, row] = window, state
     return y.reshape(batch, q_len, -1), convs, states

@@ -15,7 +15,7 @@ from jaxattn.kernels.gdn.prefill.inter_chunk import norm_epilogue as gdn_prefill
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from tests.helpers.gdn_prefill_cases import BOUND, make_case, on_a_pool, oracle
-from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted
 
 EPS = 1e-3  # so that it counts where outputs are small
 
@@ -92,7 +92,9 @@ def assert_normed(pooled, arguments, out):
     reason="halves in blocks of their own that XLA does not norm; found by a gate of another "
     "dtype, normed by XLA too"
 )
-@both_devices
+@slow_interpreted(
+    "a norm of another run; found by race detection of the norm, whose block has all runs, too"
+)
 @pytest.mark.parametrize("inside", [True, slow(False)])
 def test_gated_norm_of_packed_sequences_before_nan(inside, implementation, begun, monkeypatch):
     """Few blocks, which go from one run to another, with and without a tail or a token; and with

@@ -73,6 +73,10 @@ def test_the_same_bits_alone_and_packed(packing, split):
     assert_the_same_alone("mosaic_gpu", *packing, split)
 
 
+@pytest.mark.slow(
+    reason="an order of sums that packing changes; a GPU runs each packing, and choices that "
+    "packing changes are found without a kernel"
+)
 @pytest.mark.slow_cases(
     reason="an order of sums that packing changes; found by bits without segments too"
 )

@@ -65,6 +65,7 @@ def check(case: GQACase, scale: float, implementation: str) -> float:
 SCALES = [[0.05, 2.0, 0.3, 0.7], [0.7, 0.02, 1.5, 0.3]]
 
 
+@pytest.mark.slow(reason="a documented rounding that changes; found by weights down to 2**-38 too")
 @pytest.mark.slow_cases(reason="weights that vanish at 128 dims; found at 256 dims too")
 @pytest.mark.parametrize("implementation", ["mosaic_gpu_interpret"])
 @pytest.mark.parametrize("group, q_len, dim", [(7, 5, 256), slow(9, 4, 128)])

@@ -19,7 +19,7 @@ from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, dec
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch
 from tests.helpers.at_once import at_once
 from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case, launch_gqa_decode
-from tests.helpers.kernel_cases import both_devices, no_races, slow
+from tests.helpers.kernel_cases import both_devices, no_races, slow, slow_interpreted
 
 kernel = jax.jit(
     launch_gqa_decode,
@@ -60,7 +60,7 @@ def test_matches_float64(group, dim, implementation):
 
 
 @pytest.mark.slow_cases(reason="a piece that ends in another page; found by pages of 16 too")
-@both_devices
+@slow_interpreted("a token of a piece that another row has; found by ragged FP8 rows in pieces too")
 @pytest.mark.parametrize("page", [16, slow(128)])
 def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
     """Several tokens of a row, of which some see one piece alone, and a row with fewer keys than
@@ -166,7 +166,7 @@ def test_the_last_pairs_end_in_short_pieces(rows, cut):
     assert not np.asarray(invariant.fine.line.slots[1]).any()
 
 
-@both_devices
+@slow_interpreted("a piece left out of a merge; found by pieces merged by many and by few too")
 def test_the_last_pairs_are_merged_of_halves_and_of_short_pieces(implementation, monkeypatch):
     """Behind whole ones, the longest first, and beside a row without tokens."""
     gpu = implementation == "mosaic_gpu"

@@ -12,7 +12,7 @@ from jaxattn import gqa
 from jaxattn.arena import Arena
 from tests.helpers.gqa_cases import GQACase, assert_gqa_close, expected_shape, gqa_case
 from tests.helpers.gqa_prefill_cases import prefill_case
-from tests.helpers.kernel_cases import both_devices, relative
+from tests.helpers.kernel_cases import both_devices, relative, slow_interpreted
 
 on_both = pytest.mark.parametrize(
     "implementation", ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
@@ -34,7 +34,7 @@ def rows_of(case: GQACase, rows: list[int]) -> GQACase:
     return dataclasses.replace(case, **given)
 
 
-@both_devices
+@slow_interpreted("a page read for one row only; found by the engine's prefix cache too")
 def test_a_prefix_whose_pages_two_rows_share(implementation):
     """flashinfer#725: two rows name the same pages, one of them in a page of its own after it."""
     case = gqa_case([150, 100, 20], dim=64, group=4)
@@ -63,7 +63,9 @@ def test_a_sink_at_its_ends(implementation):
     assert_gqa_close(case, *attend(case, implementation))
 
 
-@both_devices
+@slow_interpreted(
+    "regions that depend on the batch; found by a poisoned arena and the engine's buckets too"
+)
 def test_one_arena_serves_batches_of_any_size_one_after_the_other(implementation):
     """Poisoned before, and full of a larger batch's results then."""
     large = gqa_case([130, 0, 70, 5, 64], dim=64, group=4)

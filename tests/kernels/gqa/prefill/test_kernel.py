@@ -19,7 +19,7 @@ from jaxattn.kernels.hopper.device import interpret_mode
 from jaxattn.ops.gqa import prefill as prefill_op
 from jaxattn.ops.gqa import prefill_mosaic
 from tests.helpers.gqa_prefill_cases import PrefillCase, assert_prefill_close, prefill_case
-from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, x64
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted, x64
 
 ARRAYS = ("sinks", "gate", "kv_scale")
 
@@ -133,9 +133,12 @@ def test_heads_are_not_packed_where_tokens_are_many(
     run(prefill_case([390, 130, 70], [140, 130, 3], **options), implementation)
 
 
-@pytest.mark.slow_cases(reason="a step without a mask that needs one; found by 128 dims too")
+@pytest.mark.slow_cases(
+    reason="a step without a mask that needs one, and a row of ten steps; found by three rows of "
+    "128 dims too"
+)
 @both_devices
-@pytest.mark.parametrize("lens, new", [([390, 300, 70], [140, 300, 3]), ([640], [33])])
+@pytest.mark.parametrize("lens, new", [([390, 300, 70], [140, 300, 3]), slow([640], [33])])
 @pytest.mark.parametrize("dim", [slow(64), 128, slow(256)])
 def test_steps_that_all_rows_see_apart(dim, lens, new, implementation, traced_anew, monkeypatch):
     """Some of them, none, and all but the last one's; a prefix of whole steps and one of others."""
@@ -143,7 +146,9 @@ def test_steps_that_all_rows_see_apart(dim, lens, new, implementation, traced_an
     run(prefill_case(lens, new, dim=dim, gate=True, sinks=True), implementation)
 
 
-@both_devices
+@slow_interpreted(
+    "a result that is not rescaled; found by steps that all rows see apart, of six steps, too"
+)
 def test_maxima_that_grow_little_and_much(implementation):
     """By up to 2**30 from a step of 64 keys to the next; the reference moves beyond 2**8."""
     case = prefill_case([500], [9], dim=256, group=1, kv_heads=1, scale=1.0)
@@ -185,7 +190,9 @@ def test_a_nan_among_a_rows_own_keys_stays_in_its_row(implementation):
         assert np.isfinite(finite).all()
 
 
-@both_devices
+@slow_interpreted(
+    "a chunk whose mask is moved; found by prompts behind prefixes compared with float64 too"
+)
 def test_a_cut_prompt_is_the_whole_prompt(implementation):
     whole = prefill_case([90], [90], dim=64)
     out, lse = attend(whole, implementation)
@@ -212,7 +219,7 @@ def test_no_race_in_the_interpreter(dim, options, traced_anew, monkeypatch):
     assert_prefill_close(case, *outs)
 
 
-@both_devices
+@slow_interpreted("a gradient of masked keys; found by attention/test_backward too")
 def test_attention_without_a_cache_and_its_gradient(implementation):
     lengths = jnp.array([40, 3], jnp.int32)
     case = prefill_case([40, 3], [40, 3], sinks=True, window=20)
@@ -274,7 +281,7 @@ def test_other_caches_are_read_in_blocks(
     run(case, implementation)
 
 
-@both_devices
+@slow_interpreted("steps of another row's prefix; found by steps that all rows see apart too")
 def test_a_rows_bits_do_not_depend_on_the_prefix_of_others(implementation):
     # Pages of 8 are read in blocks, where some row has a prefix.
     case = prefill_case([9, 150], [9, 10], page=8, gate=True, sinks=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from tests.helpers.kernel_cases import NO_SUCH_PAGE, both_devices, relative, slow
+from tests.helpers.kernel_cases import NO_SUCH_PAGE, both_devices, relative, slow, slow_interpreted
 
 SCALE, RANK, PAGE = 256**-0.5, 128, 64
 
@@ -61,7 +61,10 @@ def test_prefill_merges_the_cached_prefix(implementation):
 
 
 @pytest.mark.slow_cases(reason="keys in two arrays that are read as one; found by joined keys too")
-@both_devices
+@slow_interpreted(
+    "a gradient of another part of the keys; found by MLA prefill's causal attention, and values "
+    "by the merge there, too"
+)
 @pytest.mark.parametrize("joined", [slow(False), True])
 def test_causal_attention_and_its_gradient(joined, implementation):
     lengths = jnp.array([70, 3], jnp.int32)

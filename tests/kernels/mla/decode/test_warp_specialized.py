@@ -22,6 +22,7 @@ from tests.helpers.kernel_cases import (
     mla_case,
     no_races,
     slow,
+    slow_interpreted,
     x64,
 )
 
@@ -176,7 +177,9 @@ def test_splits_that_see_nothing(lens, implementation):
 @pytest.mark.slow_cases(
     reason="an index past the row; found by tables that end in 2,147,480,000 too"
 )
-@both_devices
+@slow_interpreted(
+    "an index past the row; found by every case there, whose tables end in 2,147,480,000, too"
+)
 @pytest.mark.parametrize("table_tail", [slow(-1), 2147480000])
 def test_table_entries_past_the_row_are_not_read(table_tail, implementation):
     case = mla_case([65, 66], heads=28, table_tail=table_tail)
@@ -264,7 +267,7 @@ def test_writes_into_a_poisoned_arena(q_len, heads, dim, cuts, implementation):
         assert np.isnan(arena.after(spec).read(behind, name)).all()
 
 
-@both_devices
+@slow_interpreted("a merge of another row; found by more rows than parts that are cut too")
 def test_rows_are_merged_side_by_side(implementation, monkeypatch):
     monkeypatch.setattr(mla_combine, "BLOCKS", 4)
     case = mla_case([200, 70, 0], heads=28)
@@ -282,7 +285,9 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
 
 
 @pytest.mark.slow_cases(reason="an underflow in a tile of 26 heads; found by 64 heads too")
-@both_devices
+@slow_interpreted(
+    "a maximum of another row; found by pieces that see nothing much, in test_combine, too"
+)
 @pytest.mark.parametrize("heads", [slow(26), pytest.param(8, marks=pytest.mark.gpu), 64])
 def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     case = mla_case([1, 3], heads=heads)
@@ -306,7 +311,10 @@ def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, im
     assert np.isnan(out[0, 2]).all() and np.isfinite(out[1]).all()
 
 
-@both_devices
+@slow_interpreted(
+    "a length that the table cannot hold; found by ops/mla/test_addressing with heads as columns "
+    "too"
+)
 def test_a_length_beyond_the_table_is_padding(implementation):
     case = mla_case([64, 128], heads=27)
     case.block_tables = case.block_tables[:, :2]
@@ -333,7 +341,9 @@ def test_with_x64_enabled(cuts, implementation):
 
 
 @pytest.mark.slow_cases(reason="padding as columns; found by heads as rows too")
-@both_devices
+@slow_interpreted(
+    "padding that is computed; found by rows without tokens in pieces and by tests/padding too"
+)
 @pytest.mark.parametrize("q_len, heads", [slow(1, 9), (4, 7)])  # heads as columns, and as rows
 @pytest.mark.parametrize("padding", [3, pytest.param(127, marks=pytest.mark.gpu)])
 def test_one_real_row_among_padding(q_len, heads, padding, implementation):
@@ -387,7 +397,10 @@ def test_more_rows_than_parts_that_are_cut(implementation):
     assert_mla_close(case, *run(case, implementation, schedule=schedule))
 
 
-@both_devices
+@slow_interpreted(
+    "a token that sees one piece alone; found by five tokens with heads as columns, in "
+    "test_swap_ab, too"
+)
 def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation):
     """Two of three see nothing of the second piece. One layer's cache, and a table that is wider
     than it has pages."""

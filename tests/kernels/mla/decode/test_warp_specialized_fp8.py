@@ -11,7 +11,13 @@ import pytest
 
 from jaxattn import mla
 from jaxattn.kernels.mla.decode.launch import uses_swap_ab
-from tests.helpers.kernel_cases import assert_mla_close, both_devices, mla_case, no_races
+from tests.helpers.kernel_cases import (
+    assert_mla_close,
+    both_devices,
+    mla_case,
+    no_races,
+    slow_interpreted,
+)
 from tests.kernels.mla.decode.test_swap_ab import (
     Held,
     Stored,
@@ -39,7 +45,10 @@ def decode(some: Stored, implementation, *, q=None, **arguments):
 
 
 @pytest.mark.sampled
-@both_devices
+@slow_interpreted(
+    "a scale of another token; found by rows with fewer query tokens there and cut rows with heads "
+    "as columns too"
+)
 @pytest.mark.parametrize(
     "format, page, output_by_tma", [("float8_e4m3fn", 16, True), ("uint8", 64, False)]
 )

@@ -18,7 +18,7 @@ from jaxattn.kernels.hopper.build import launch as hopper_launch
 from jaxattn.kernels.hopper.device import interpret_mode
 from jaxattn.kernels.mla.prefill.launch import MlaPrefillTileConfig, attend_mosaic
 from jaxattn.ops.mla import prefill as prefill_op
-from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, x64
+from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted, x64
 
 SCALE = 192**-0.5
 
@@ -112,7 +112,9 @@ def test_matches_float64(tokens, keys, heads, bounds, implementation):
 
 
 @pytest.mark.slow_cases(reason="a ring that comes round; found by three blocks too")
-@both_devices
+@slow_interpreted(
+    "a tile that no block takes; found by the order of tiles, which has each once, there too"
+)
 @pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation):
     case = make_case(264, 264, 2, [(0, 264, 264, 0), (0, 130, 130, 0)])
@@ -134,7 +136,9 @@ def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
         assert np.isfinite(finite).all()
 
 
-@both_devices
+@slow_interpreted(
+    "a piece of the keys at another place; found by both forms compared with float64 too"
+)
 def test_keys_in_one_piece_are_keys_in_two(implementation):
     case = make_case(72, 72, 2, [(0, 70, 70, 0), (0, 3, 3, 0)])
     pieces = attend(case, implementation)
@@ -239,7 +243,7 @@ def prefill(case, implementation, **kwargs):
     return jax.jit(op)(*case.args, layer=jnp.int32(1))
 
 
-@both_devices
+@slow_interpreted("a block left out of a merge; found by race detection of three merged blocks too")
 def test_prefill_merges_the_cached_prefix(implementation):
     # A prefix over several blocks, one that ends at a page's end, none, padding, and more new
     # tokens than the row has.
@@ -323,7 +327,7 @@ def test_prefill_of_a_block_scaled_prefix_with_x64_enabled(implementation):
         assert_close(*prefill(case, implementation), *case.expected())
 
 
-@both_devices
+@slow_interpreted("a gradient without a prefix; found by causal attention and its gradient too")
 def test_prefill_without_a_prefix_and_its_gradient(implementation):
     case = prefill_case([12, 9, 0], [12, 9, 0], heads=2, tokens=16)
 
