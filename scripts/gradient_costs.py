@@ -1,8 +1,8 @@
 """What a gradient costs beside its forward pass: temporary memory, and on a GPU time.
 
-    python -m scripts.gradient_costs --json FILE           # on an H100 or H200
-    JAX_PLATFORMS=cpu python -m scripts.gradient_costs     # memory alone, for Hopper: see compiled.py
-    JAX_PLATFORMS=cpu python -m scripts.gradient_costs --small    # tiny shapes, run on a CPU
+    python -m scripts.gradient_costs --json FILE       # on an H100 or H200
+    JAX_PLATFORMS=cpu python -m scripts.gradient_costs # memory alone, for Hopper: see compiled.py
+    JAX_PLATFORMS=cpu python -m scripts.gradient_costs --small  # tiny shapes, run on a CPU
 
 Forward and backward run by kernels where they serve. `GiB` is XLA's temporary
 memory of one layer's op, beside its arguments and results.
