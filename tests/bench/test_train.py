@@ -1,5 +1,6 @@
 """`bench train` counts both passes apart and checks gradients; no times."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -37,6 +38,14 @@ def test_a_layer_s_row_has_both_passes(timed):
     row = layer_gradients.measure(layer_gradients.SMALL_SHAPES[0], None)
     assert row["backward ms"] == pytest.approx(2.0) and row["relative L2"] < 2e-2
     assert row["TFLOP/s"] == pytest.approx(6 * 3 * 64 * 64 * 24 / 3e-3 / 1e12)
+
+
+@pytest.mark.parametrize("name", ["mla", "gqa", "gdn", "kda", "experts"])
+def test_an_op_takes_its_operands_as_jit_hands_them_on(name):
+    op = op_gradients.OPS[name]()
+    operands = jax.eval_shape(lambda: (op.floats(2, 8), op.fixed(2, 8)))
+    out = jax.eval_shape(lambda *operands: op.call(*operands, "xla"), *operands)
+    assert out.size == operands[0][{"gqa": "q", "experts": "x"}.get(name, "v")].size
 
 
 def test_of_a_stack_a_token_meets_the_experts_that_it_takes():

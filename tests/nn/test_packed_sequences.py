@@ -100,11 +100,30 @@ def test_a_packed_sequence_is_what_it_is_alone(name, keyword):
     assert np.abs(out_alone[:, 0]).min() > 0
 
 
+@pytest.mark.slow_cases(reason="another rule in the same layer, which zeroes the tokens")
+@pytest.mark.parametrize("name", [*ATTENTION, "GatedDeltaNet", slow("KimiDeltaAttention")])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_nan_of_a_sequence_or_of_padding_reaches_no_other_sequence(name, value):
+    x, target = np.random.default_rng(0).normal(size=(2, 2, TOKENS, HIDDEN)).astype(np.float32)
+    ids = np.stack([np.repeat([1, 2, 3, 0], [7, 1, 9, 3]), np.repeat([1, 2, 3], ROWS[1])])
+    packed, others = {"segment_ids": ids}, (ids > 0) & ~((ids == 1) & np.array([[True], [False]]))
+    target *= others[..., None]
+    (_, wanted), gradients = value_and_gradients(*module(name), x, target, packed)
+    broken = x.copy()
+    broken[0, 3, 5] = broken[0, 17:] = value
+    (_, found), found_gradients = value_and_gradients(*module(name), broken, target, packed)
+    np.testing.assert_array_equal(found[others], wanted[others])
+    np.testing.assert_array_equal(found[0, :3], wanted[0, :3])
+    assert np.isnan(found[0, 3:7]).all() and not found[0, 17:].any()
+    jax.tree.map(np.testing.assert_array_equal, found_gradients, gradients)
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_offsets_are_segments_too(name):
     x = np.random.default_rng(0).normal(size=(1, TOKENS, HIDDEN)).astype(np.float32)
     layer = nnx.merge(*module(name))
     ids = np.repeat([[0, 1, 2]], (7, 9, 4), axis=1)
+    x[0, 16:] = np.nan
     found = layer(x, cu_seqlens=[0, 7, 7, 16])
     np.testing.assert_array_equal(found[:, :16], layer(x, segment_ids=ids)[:, :16])
     assert not found[:, 16:].any()

@@ -218,16 +218,12 @@ def fla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
 
 
 def flashqla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """FlashQLA with the norm of q and k by PyTorch, as it leaves it to torch.compile."""
+    """FlashQLA of q and k that were normalized before: its time is without the norm, which it
+    leaves to torch.compile."""
     flash_qla, normalize = importlib.import_module("flash_qla"), torch().nn.functional.normalize
-
-    def rule(q: Any, k: Any, *, use_qk_l2norm_in_kernel: bool, **rest: Any) -> Any:
-        del use_qk_l2norm_in_kernel
-        return flash_qla.chunk_gated_delta_rule(
-            q=normalize(q, dim=-1), k=normalize(k, dim=-1), use_qk_l2norm_in_kernel=False, **rest
-        )
-
-    return both_passes(rule, gradient_operands(op, rows, tokens))
+    operands = gradient_operands(op, rows, tokens)
+    operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
+    return both_passes(flash_qla.chunk_gated_delta_rule, operands, l2norm=False)
 
 
 def gradient_operands(op: str, rows: int, tokens: int) -> dict[str, Any]:
@@ -236,18 +232,22 @@ def gradient_operands(op: str, rows: int, tokens: int) -> dict[str, Any]:
     return delta_rule(rows, tokens, 16, 32)
 
 
-def both_passes(rule: Callable[..., Any], operands: dict[str, Any]) -> Callable[[int], Any]:
+def both_passes(
+    rule: Callable[..., Any], operands: dict[str, Any], *, l2norm: bool = True
+) -> Callable[[int], Any]:
     """A call that gives the gradients of all operands, of a fixed gradient of the output."""
     t = torch()
     operands = {name: x.requires_grad_() for name, x in operands.items()}
     cotangent = t.randn(*operands["v"].shape, dtype=t.bfloat16, device=DEVICE)
 
-    def call(i: int) -> Any:
+    def forward(i: int) -> Any:
         del i
-        out = rule(**operands, use_qk_l2norm_in_kernel=True)[0]
-        return t.autograd.grad(out, list(operands.values()), cotangent)
+        return rule(**operands, use_qk_l2norm_in_kernel=l2norm)[0]
 
-    call.forward = lambda i: rule(**operands, use_qk_l2norm_in_kernel=True)  # type: ignore[attr-defined]
+    def call(i: int) -> Any:
+        return t.autograd.grad(forward(i), list(operands.values()), cotangent)
+
+    call.forward = forward  # type: ignore[attr-defined]
     return call
 
 

@@ -25,17 +25,17 @@ from jaxattn.core.validation.array_checks import keep_concrete
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
-from jaxattn.models.network.decode_step import DecodeStep, LayerPosition, caches_of
+from jaxattn.models.network.decode_step import DecodeStep, LayerPosition
 from jaxattn.models.network.decoder_layers import LEAST_ROWS, DraftLayers, LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import (
     in_repeat,
-    kept,
     leave_in_stacks,
     linear_stacks_of,
     scan_layers,
 )
 from jaxattn.models.network.layer_segments import LayerSegment
+from jaxattn.models.network.mixed_step import MixedStep
 from jaxattn.models.network.packed_params import vectors_of
 from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
 from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
@@ -156,10 +156,17 @@ class DecoderNetwork(nnx.Module):
         if overlong is not None:
             marked = lines.join(jnp.zeros_like(lines.valid), overlong[:, None])
             x = jnp.where(marked[..., None], jnp.nan, x)
-        numbers = range(len(self.spec.layer_segments))
-        x, state = self._mixed_segments(
-            numbers, x, state, prompts, rows, tokens, shared, vectors, weights, implementation
+        step = MixedStep(
+            collectives=self.collectives,
+            prompts=prompts,
+            rows=rows,
+            tokens=tokens,
+            shared=shared,
+            vectors=vectors,
+            weights=weights,
+            implementation=implementation,
         )
+        x, state = self._mixed_segments(range(len(self.spec.layer_segments)), step, x, state)
         # The head's product rounds to this dtype: what it reads of a token is kept no wider.
         return self.norm(x).astype(self.spec.stream.dtype), state
 
@@ -182,67 +189,33 @@ class DecoderNetwork(nnx.Module):
         ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
         tokens = StepTokens.of(self.collectives, valid)
         x = self._draft_stream(ids, hidden[None], valid)
+        step = MixedStep(
+            collectives=self.collectives,
+            prompts=prompts,
+            tokens=tokens,
+            vectors=vectors,
+            implementation=implementation,
+        )
         numbers = range(len(self.spec.layer_segments), len(self.spec.segments))
-        return self._mixed_segments(
-            numbers, x, state, prompts, None, tokens, {}, vectors, None, implementation
-        )[1]
+        return self._mixed_segments(numbers, step, x, state)[1]
 
     def _mixed_segments(
-        self,
-        numbers: range,
-        x: Array,
-        state: DecodeState,
-        prompts: PrefillBatch,
-        rows: DecodeBatch | None,
-        tokens: StepTokens,
-        shared: dict[str, Any],
-        vectors: tuple[Array, ...] | None,
-        weights: dict[str, Array] | None,
-        implementation: Implementation | None,
+        self, numbers: range, step: MixedStep, x: Array, state: DecodeState
     ) -> tuple[Array, DecodeState]:
         """The stream and the state behind some segments, of a step with prompts."""
-        # What is named is for decoding: prefill's kernels refuse other models.
-        chosen = implementation if implementation == "xla" else None
-        lines = prompts.layout
         for number in numbers:
             segment = self.spec.segments[number]
             graphdef, params, stacks = self._split(number)
 
             def body(carry, xs, graphdef=graphdef, stacks=stacks, number=number, segment=segment):
-                (x, state), (following, *xs) = carry, xs
+                following, *xs = xs
                 pattern = nnx.merge(graphdef, self._unpack(number, *xs))
-                for place, block in enumerate(segment.pattern):
-                    layer, name = pattern.layers[place], block.mixer.cache_name
-                    y, arrays, arena = block.mixer.mixed(
-                        layer.mixer,
-                        layer.read(layer.norm, x),
-                        caches_of(state, name),
-                        state.arena,
-                        prompts,
-                        lines,
-                        rows,
-                        self.spec.layer_of(segment, place, following),
-                        (weights or {}).get(name),
-                        shared.get(name),
-                        implementation,
-                    )
-                    arena = state.arena if arena is None else arena
-                    x = x + layer.given(layer.norm, self.collectives.total(y))
-                    state = kept(state, name, arrays, arena)
-                    y, _ = self.collectives.feed_forward(
-                        block,
-                        layer.mlp,
-                        layer.read(layer.mlp_norm, x),
-                        tokens,
-                        stacks[place],
-                        following,
-                        None,
-                        chosen,
-                    )
-                    x = x + layer.given(layer.mlp_norm, y)
-                return x, state
+                for place, layer in enumerate(pattern.layers):
+                    position = LayerPosition(segment, place, following)
+                    carry = step.layer(layer, position, stacks[place], *carry)
+                return carry
 
-            packed = None if vectors is None else vectors[number]
+            packed = None if step.vectors is None else step.vectors[number]
             x, state = scan_layers(segment.repeats, body, (x, state), (params, packed))
         return x, state
 

@@ -39,9 +39,10 @@ class PagedAttention(nnx.Module):
             segment_ids: the sequence that each token is of, where rows hold several. The ids must
                 not decrease along a row. Tokens see those of their own sequence alone, and its
                 positions start at 0. Ids of 0 or below at the end of a row that begins with a
-                higher one are of padding, which must be finite.
+                higher one are of padding. A NaN or an infinity makes the outputs NaN of its token
+                and of those behind it in its sequence, and of no others.
             cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
-                Tokens from the last one on are padding, which must be finite.
+                Tokens from the last one on are padding.
             positions: of the tokens, for the rotation, if they are not those in their sequences:
                 of pieces of longer ones. What a token sees does not depend on them.
 
@@ -49,9 +50,17 @@ class PagedAttention(nnx.Module):
             TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
                 fit; it is named.
         """
-        positions = self._positions(x, segment_ids, cu_seqlens, positions)
+        arguments = self._check_tokens(type(self).__name__, x, "B T hidden")
+        bounds = SegmentBounds.checked(arguments, x, None, segment_ids, cu_seqlens)
+        if positions is not None:
+            positions = arguments.integers("positions", positions, "B T")[1]
+        else:
+            first = 0 if bounds.first is None else bounds.first
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1]) - first, x.shape[:2])
+        x, spoiled = bounds.isolated(x)
         packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        return self._attend_whole(x, positions, packed)
+        y = self._attend_whole(x, positions, packed)
+        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
 
     def _attend_whole(
         self, x: Array, positions: Array, packed: dict[str, Any]
@@ -77,18 +86,6 @@ class PagedAttention(nnx.Module):
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
         first = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return jnp.maximum(first + jnp.arange(q_len), 0)
-
-    def _positions(
-        self, x: Any, segment_ids: Any, cu_seqlens: Any, given: Any
-    ) -> Int[Array, "B T"]:
-        """Those given, or of tokens in the sequences that a row holds, each from 0 on. It checks
-        the arguments."""
-        arguments = self._check_tokens(type(self).__name__, x, "B T hidden")
-        first = SegmentBounds.checked(arguments, x, None, segment_ids, cu_seqlens).first
-        if given is not None:
-            return arguments.integers("positions", given, "B T")[1]
-        positions = jnp.arange(x.shape[1])
-        return jnp.broadcast_to(positions if first is None else positions - first, x.shape[:2])
 
     def _most(self, kv_cache: Array, block_tables: Any) -> int:
         """Tokens that a row's block table has places for."""

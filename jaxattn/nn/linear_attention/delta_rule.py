@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.cache.prompt_lines import PromptLines
-from jaxattn.core.cache.slots import check_cu_seqlens, check_pool, state_read, state_write
+from jaxattn.core.cache.slots import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.stacked_layer import checkable_layer
@@ -114,9 +114,10 @@ class DeltaLayer(nnx.Module):
         Args:
             segment_ids: the sequence that each token is of, where rows hold several. The ids must
                 not decrease along a row. Neither state nor convolution passes from one sequence to
-                the next.
+                the next. A NaN or an infinity makes the outputs NaN of its token and of those
+                behind it in its sequence, and of no others.
             cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
-                Tokens from the last offset on are padding, which must be finite.
+                Tokens from the last offset on are padding.
 
         Raises:
             TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
@@ -124,16 +125,13 @@ class DeltaLayer(nnx.Module):
         """
         op, ends = type(self).__name__, keep_concrete(cu_seqlens)
         self._check_tokens(op, x)
-        if ends is not None:
-            check_cu_seqlens(op, ends, *x.shape[:2])
-        bounds = None
-        if segment_ids is not None:
-            arguments = OpArguments(op)
-            arguments.check_shape("x", x, "B T hidden")
-            bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
+        arguments = OpArguments(op)
+        arguments.check_shape("x", x, "B T hidden")
+        bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
+        x, spoiled = bounds.isolated(x)
         made, taps = self._made(self._projected(x)), self.conv1d[...]
         g, beta = self._gates(made)
-        if bounds is None:
+        if segment_ids is None:
             mixed, _ = causal_conv1d(made.mixed, taps, cu_seqlens=ends)
         else:
             assert bounds.first is not None  # of ids it is known
@@ -143,14 +141,11 @@ class DeltaLayer(nnx.Module):
             g = jnp.where(begins, CLEARING_LOG_DECAY, g)
         q, k, v = self._split_heads(mixed)
         o, _ = type(self).chunk_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=ends)
-        if bounds is not None:  # of ids that are not sorted, and only known when it runs
-            valid = jnp.arange(x.shape[1]) < bounds.lengths[:, None]
-            o = jnp.where(valid[..., None, None], o, 0)
         o = checkpoint_name(o, SAVED_NAME).astype(jnp.float32)  # as what out_proj gives back
         weight, eps = self.norm.weight[...], self.norm.eps
-        return self._project_out(
-            gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)
-        )
+        normed = gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)
+        y = self._project_out(normed)
+        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
 
     def prefill(
         self,

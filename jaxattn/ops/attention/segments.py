@@ -63,6 +63,24 @@ class SegmentBounds(NamedTuple):
         lengths = jnp.where(sound, ends[-1:], 0)
         return cls(lengths, jnp.minimum(ends[sequence], token)[None], False)
 
+    def isolated(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Tokens of which no NaN and no infinity passes to another sequence, as 0 * NaN would.
+
+        Args:
+            x: [B, T, D].
+
+        Returns:
+            (x with zeros for padding and for tokens that are not finite, which tokens [B, T] have
+            such a one in their sequence, at their place or before it). None without sequences.
+        """
+        if self.first is None:
+            return x, None
+        token = jnp.arange(x.shape[1], dtype=jnp.int32)
+        valid, finite = token < self.lengths[:, None], jnp.isfinite(x).all(axis=2)
+        latest = jax.lax.cummax(jnp.where(valid & ~finite, token, -1), axis=1)
+        x = jnp.where((valid & finite)[..., None], x, 0)
+        return x, valid & (latest >= self.first)
+
 
 def _tokens_of_sequences(ids: Any, lengths: Any, xp: Any) -> Any:
     """Which tokens are of a sequence, bool [B, T], in NumPy or JAX.

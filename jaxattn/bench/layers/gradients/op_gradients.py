@@ -85,14 +85,23 @@ def mla_op(heads: int) -> TrainedOp:
     def call(floats: Any, fixed: Any, implementation: Implementation | None) -> jax.Array:
         return mla.causal_attention(**floats, scale=192**-0.5, implementation=implementation)[0]
 
-    def cudnn(floats: Any, fixed: Any) -> jax.Array:
-        """Keys put together, and values padded, as it has one width of heads."""
+    def together(floats: Any) -> tuple[jax.Array, ...]:
+        """Operands of libraries whose keys are one array."""
         q, k, v = floats["q"], floats["k"], floats["v"]
         k_pe = jnp.broadcast_to(floats["k_pe"][:, :, None], (*k.shape[:3], 64))
-        v = jnp.pad(v, [(0, 0)] * 3 + [(0, 64)])
-        k = jnp.concatenate([k, k_pe], -1)
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        return out[..., :128]
+        return q, jnp.concatenate([k, k_pe], -1), v
+
+    def cudnn(floats: Any, fixed: Any) -> jax.Array:
+        """Below `jax.nn`, which refuses values of 128 beside keys of 192, where cuDNN does not."""
+        library: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+        causal = library.MaskType.CAUSAL
+        out: jax.Array = library.dot_product_attention(
+            *together(floats), scale=192**-0.5, mask_type=causal
+        )
+        return out
+
+    def tokamax(floats: Any, fixed: Any) -> jax.Array:
+        return tokamax_attention(*together(floats))
 
     flop = lambda rows, tokens: rows * tokens**2 * heads * (192 + 128)  # noqa: E731
     return TrainedOp(
@@ -101,8 +110,16 @@ def mla_op(heads: int) -> TrainedOp:
         fixed=nothing,
         call=call,
         flop=flop,
-        peers={"cudnn": cudnn},
+        peers={"cudnn": cudnn, "tokamax": tokamax},
     )
+
+
+def tokamax_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    library = importlib.import_module("tokamax")
+    out: jax.Array = library.dot_product_attention(
+        q, k, v, is_causal=True, implementation="mosaic_gpu"
+    )
+    return out
 
 
 def gqa_op(heads: int, kv_heads: int, dim: int) -> TrainedOp:
@@ -110,20 +127,16 @@ def gqa_op(heads: int, kv_heads: int, dim: int) -> TrainedOp:
         keys = rows, tokens, kv_heads, dim
         return {"q": draw(0, rows, tokens, heads, dim), "k": draw(1, *keys), "v": draw(2, *keys)}
 
+    # By name, as `jax.jit` hands a dict on in the order of its keys.
     def call(floats: Any, fixed: Any, implementation: Implementation | None) -> jax.Array:
-        return gqa.gqa_attention(*floats.values(), implementation=implementation)[0]
+        return gqa.gqa_attention(**floats, implementation=implementation)[0]
 
     def cudnn(floats: Any, fixed: Any) -> jax.Array:
-        return jax.nn.dot_product_attention(
-            *floats.values(), is_causal=True, implementation="cudnn"
-        )
+        q, k, v = floats["q"], floats["k"], floats["v"]
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
     def tokamax(floats: Any, fixed: Any) -> jax.Array:
-        library = importlib.import_module("tokamax")
-        out: jax.Array = library.dot_product_attention(
-            *floats.values(), is_causal=True, implementation="mosaic"
-        )
-        return out
+        return tokamax_attention(floats["q"], floats["k"], floats["v"])
 
     return TrainedOp(
         sizes=f"{heads}/{kv_heads} x {dim}",
@@ -181,7 +194,7 @@ def experts_op(experts: int, top_k: int, hidden: int, width: int) -> TrainedOp:
         flat = fixed["ids"].reshape(-1)
         order, sizes = jnp.argsort(flat, stable=True), jnp.bincount(flat, length=experts)
         dot = partial(
-            library.ragged_dot, group_sizes=sizes.astype(jnp.int32), implementation="mosaic",
+            library.ragged_dot, group_sizes=sizes.astype(jnp.int32), implementation="mosaic_gpu",
             preferred_element_type=jnp.bfloat16,
         )  # fmt: skip
         both = dot(floats["x"][order // top_k], floats["gate_up"].swapaxes(1, 2))

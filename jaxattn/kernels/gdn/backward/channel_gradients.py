@@ -109,11 +109,13 @@ def channel_gradients(
         v, do, m, vectors, states, dstates, y: as `state_pass` has them.
 
     Returns:
-        dq, dk and dv in q's dtype; float32 [N, 64, Hv, 128], in which the decay of the state before
-        the chunk is missing; and float32 [N, Hv, 2, 64], whose sum is beta's.
+        dv in q's dtype, dq and dk too unless value heads share a key head, whose sum of float32 is
+        then to be taken; float32 [N, 64, Hv, 128], in which the decay of the state before the chunk
+        is missing; and float32 [N, Hv, 2, 64], whose sum is beta's.
     """
     chunks, _, value_heads, _ = v.shape
     dtype = q.dtype
+    of_keys = jax.ShapeDtypeStruct(v.shape, dtype if q.shape == v.shape else jnp.float32)
     tile = swizzled(dtype)
     tokens = plgpu.SMEM((2, CHUNK, 64), dtype, transforms=tile)
     state = plgpu.SMEM((2, DIM, 64), dtype, transforms=tile)
@@ -138,8 +140,8 @@ def channel_gradients(
             "y_ref": of_v,
         },
         outputs={
-            "dq_ref": jax.ShapeDtypeStruct(v.shape, dtype),
-            "dk_ref": jax.ShapeDtypeStruct(v.shape, dtype),
+            "dq_ref": of_keys,
+            "dk_ref": of_keys,
             "dg_ref": jax.ShapeDtypeStruct(v.shape, jnp.float32),
             "dbeta_ref": jax.ShapeDtypeStruct(
                 (chunks, value_heads, WARPGROUPS, CHUNK), jnp.float32
@@ -175,7 +177,7 @@ class ChannelGradientCta:
 
     def __init__(self, refs: ChannelGradientRefs, *, scale: float, interpret: bool):
         self.refs, self.scale, self.interpret = refs, scale, interpret
-        self.dtype = refs.dq_ref.dtype
+        self.dtype = refs.q_ref.dtype
         self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
         heads = refs.v_ref.shape[2]
         self.chunk, self.head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
@@ -386,12 +388,24 @@ class ChannelGradientCta:
         of_gates = self._summed(self.column >= self.row, of_gates)
         store(target, of_gates, interpret=self.interpret)
         staged = (*self._times_decays(), refs.y_smem.at[wg])
-        tiles = of_q, of_row + of_column, self._beta() * y
-        for smem, tile in zip(staged, tiles, strict=True):
+        results = [
+            (smem, ref.at[self.chunk, :, self.head, self.own], tile)
+            for smem, ref, tile in zip(
+                staged,
+                (refs.dq_ref, refs.dk_ref, refs.y_ref),
+                (of_q, of_row + of_column, self._beta() * y),
+                strict=True,
+            )
+        ]
+        if refs.dq_ref.dtype != self.dtype:
+            for _, target, tile in results[:2]:
+                store(target, tile, interpret=self.interpret)
+            del results[:2]
+        for smem, _, tile in results:
             smem[...] = tile.astype(self.dtype)
         plgpu.commit_smem()
-        for smem, ref in zip(staged, (refs.dq_ref, refs.dk_ref, refs.y_ref), strict=True):
-            plgpu.copy_smem_to_gmem(smem, ref.at[self.chunk, :, self.head, self.own])
+        for smem, target, _ in results:
+            plgpu.copy_smem_to_gmem(smem, target)
         dbeta_ref = refs.dbeta_ref.at[self.chunk, self.head, wg]
         plgpu.copy_smem_to_gmem(refs.dbeta_smem.at[wg], dbeta_ref)
         plgpu.wait_smem_to_gmem(0)

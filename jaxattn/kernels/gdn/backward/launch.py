@@ -118,7 +118,7 @@ def kda_backward_mosaic(
     of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
     group = heads // k.shape[2]
     dq, dk = (
-        x.reshape(-1, k.shape[2], group, DIM).astype(jnp.float32).sum(axis=2) if group > 1
+        x.reshape(-1, k.shape[2], group, DIM).sum(axis=2) if group > 1
         else x.reshape(-1, heads, DIM)
         for x in (dq, dk)
     )  # fmt: skip

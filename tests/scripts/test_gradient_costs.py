@@ -2,12 +2,12 @@
 
 import json
 
-from scripts import gradients
+from scripts import gradient_costs
 
 
 def test_small_shapes_run_and_are_stored(tmp_path, capsys):
     file = tmp_path / "gradients.json"
-    assert gradients.main(["--small", "--json", str(file)]) == 0
+    assert gradient_costs.main(["--small", "--json", str(file)]) == 0
     stored = json.loads(file.read_text())
     assert [row["op"] for row in stored["rows"]] == ["causal_attention", "chunk_gated_delta_rule"]
     for row in stored["rows"]:
@@ -19,6 +19,6 @@ def test_small_shapes_run_and_are_stored(tmp_path, capsys):
 def test_the_stored_run_has_every_case():
     from scripts.performance.cells import rows_of
 
-    cases = [case() for case in gradients.CASES]
+    cases = [case() for case in gradient_costs.CASES]
     stored = [(row["op"], row["shape"]) for row in rows_of("gradients")]
     assert stored == [(case.name, case.shape) for case in cases]

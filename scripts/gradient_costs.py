@@ -1,8 +1,8 @@
 """What a gradient costs beside its forward pass: temporary memory, and on a GPU time.
 
-    python -m scripts.gradients --json FILE           # on an H100 or H200
-    JAX_PLATFORMS=cpu python -m scripts.gradients     # memory alone, for Hopper: see compiled.py
-    JAX_PLATFORMS=cpu python -m scripts.gradients --small    # tiny shapes, run on a CPU
+    python -m scripts.gradient_costs --json FILE       # on an H100 or H200
+    JAX_PLATFORMS=cpu python -m scripts.gradient_costs # memory alone, for Hopper: see compiled.py
+    JAX_PLATFORMS=cpu python -m scripts.gradient_costs --small  # tiny shapes, run on a CPU
 
 Forward and backward run by kernels where they serve. `GiB` is XLA's temporary
 memory of one layer's op, beside its arguments and results.
@@ -117,7 +117,7 @@ def rows(cases: Sequence[Callable[[], Case]], *, here: bool) -> Iterator[dict[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.gradients", description="Memory and time of gradients."
+        prog="python -m scripts.gradient_costs", description="Memory and time of gradients."
     )
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")

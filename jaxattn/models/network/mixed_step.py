@@ -1,0 +1,75 @@
+"""A layer of a step with prompts: its norms, its mixer and its feed-forward, over the state."""
+
+import dataclasses
+from typing import Any
+
+from jax import Array
+
+from jaxattn.core.dispatch import Implementation
+from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.models.network.decode_step import LayerPosition, caches_of
+from jaxattn.models.network.decoder_layers import DecoderLayer
+from jaxattn.models.network.layer_scan import kept
+from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixedStep:
+    """What all layers of a step with prompts read.
+
+    Attributes:
+        rows: those that decode beside the prompts, or None.
+        tokens: of the prompts' lines, and of `rows` behind them.
+        shared: under the name of each cache what its layers share for `rows`.
+        vectors: of each segment its packed parameters, or None.
+        weights: under the name of each cache the small weights of decoding.
+    """
+
+    collectives: ResidualCollectives
+    prompts: PrefillBatch
+    rows: DecodeBatch | None = None
+    tokens: StepTokens
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    vectors: tuple[Array, ...] | None
+    weights: dict[str, Array] | None = None
+    implementation: Implementation | None
+
+    def layer(
+        self,
+        layer: DecoderLayer,
+        position: LayerPosition,
+        stacks: dict[str, Array],
+        x: Array,
+        state: DecodeState,
+    ) -> tuple[Array, DecodeState]:
+        """The stream and the state behind a layer.
+
+        Args:
+            stacks: the weights that its feed-forward reads where they lie.
+        """
+        block, following = position.block, position.following
+        name = block.mixer.cache_name
+        y, arrays, arena = block.mixer.mixed(
+            layer.mixer,
+            layer.read(layer.norm, x),
+            caches_of(state, name),
+            state.arena,
+            self.prompts,
+            self.prompts.layout,
+            self.rows,
+            self.collectives.spec.layer_of(position.segment, position.number, following),
+            (self.weights or {}).get(name),
+            self.shared.get(name),
+            self.implementation,
+        )
+        arena = state.arena if arena is None else arena
+        x = x + layer.given(layer.norm, self.collectives.total(y))
+        state = kept(state, name, arrays, arena)
+        # What is named is for decoding: prefill's kernels refuse other models.
+        chosen = self.implementation if self.implementation == "xla" else None
+        read = layer.read(layer.mlp_norm, x)
+        y, _ = self.collectives.feed_forward(
+            block, layer.mlp, read, self.tokens, stacks, following, None, chosen
+        )
+        return x + layer.given(layer.mlp_norm, y), state
