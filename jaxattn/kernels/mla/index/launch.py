@@ -1,0 +1,137 @@
+"""`mla_index` on a Hopper GPU: two launches, the tokens' scores and then each token's top k.
+
+scores.py has the first, top_k.py the second; work_tiles.py bounds the memory between them to
+`SCRATCH_BYTES`, 128 MiB: a call with more scores goes through groups of tokens.
+
+Limits: keys of 128 dims in pages of 16, 32, 64 or 128 tokens, bfloat16 or float16 as the queries,
+or float8_e4m3fn in pages of 64 or 128 with a float32 scale a token, which is not negative; 8 to 128
+heads, a multiple of 8; top_k 512, 1,024 or 2,048; any B and S.
+Reference: `jaxattn.mla.mla_index` (implementation="xla"); tests: tests/kernels/mla/index.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES
+from jaxattn.kernels.mla.index.scores import DIM, IndexScoreConfig, index_scores
+from jaxattn.kernels.mla.index.top_k import top_k_places
+from jaxattn.kernels.mla.index.work_tiles import IndexTiling, visible_keys, work_of
+
+TOP_K = (512, 1024, 2048)
+MOST_HEADS = 128
+FP8 = jnp.float8_e4m3fn
+
+
+def refuse_index(q: Any, index_cache: Any, top_k: int, *, interpret: bool = False) -> None:
+    """Raises `Refusal`, with the reason, where the kernels do not serve these shapes.
+
+    Args:
+        q: [B, S, Hi, 128], an array or its shape.
+        index_cache: [..., N, C, 128], likewise.
+        interpret: under the interpreter any multiple of 128 is a top_k, for small tests.
+    """
+    heads, dim = q.shape[2:]
+    page_size, width = index_cache.shape[-2:]
+    dtype, keys = jnp.dtype(q.dtype), jnp.dtype(index_cache.dtype)
+    halves = dtype in (jnp.bfloat16, jnp.float16)
+    if not halves or keys not in (dtype, FP8):
+        raise Refusal(
+            "mla_index: the kernel wants q of bfloat16 or float16 and an index_cache of the same "
+            f"dtype or float8_e4m3fn, and got q {dtype.name}, index_cache {keys.name}"
+        )
+    if dim != DIM or width != DIM:
+        raise Refusal(
+            f"mla_index: the kernel has keys of {DIM} dims, and got q {q.shape}, index_cache "
+            f"{index_cache.shape}"
+        )
+    if heads % 8 or not 0 < heads <= MOST_HEADS:
+        raise Refusal(
+            f"mla_index: the kernel has 8 to {MOST_HEADS} index heads, a multiple of 8, and q "
+            f"{q.shape} has {heads}"
+        )
+    sizes = tuple(size for size in PAGE_SIZES if keys != FP8 or size >= 64)
+    if page_size not in sizes:
+        raise Refusal(
+            f"mla_index: the kernel reads pages of {', '.join(map(str, sizes))} tokens of a "
+            f"{keys.name} cache, and index_cache {index_cache.shape} has {page_size}"
+        )
+    if top_k not in TOP_K and not (interpret and top_k % 128 == 0):
+        raise Refusal(f"mla_index: the kernel has top_k 512, 1024 and 2048, and got {top_k}")
+
+
+def mla_index_mosaic(
+    q: jax.Array,
+    weights: jax.Array,
+    index_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    top_k: int,
+    query_lens: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
+    k_scale: jax.Array | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> jax.Array:
+    """`jaxattn.mla.mla_index`, whose arguments these are, as the op has checked them."""
+    require_hopper("mla_index", interpret=interpret)
+    refuse_index(q, index_cache, top_k, interpret=interpret)
+    q, weights, index_cache, k_scale = without_gradient(
+        "mla_index", (q, weights, index_cache, k_scale), "q weights index_cache k_scale"
+    )
+    if layer is None:
+        index_cache, layer = index_cache[None], 0
+        k_scale = None if k_scale is None else k_scale[None]
+    batch, q_len, heads, _ = q.shape
+    most_keys = block_tables.shape[1] * index_cache.shape[-2]
+    tiling = IndexTiling.of(batch, q_len, heads, most_keys)
+    if index_cache.dtype == FP8:
+        q, weights = as_float16(q, weights)
+    config = IndexScoreConfig(
+        tiling=tiling, page_size=index_cache.shape[-2], dtype=q.dtype, keys=index_cache.dtype,
+        interpret=interpret,
+    )  # fmt: skip
+    options = {"interpret": interpret, "detect_races": detect_races}
+    rows = lax.broadcast_in_dim(jnp.arange(batch, dtype=jnp.int32), (batch, q_len), [0])
+    given = q, weights, visible_keys(seq_lens, query_lens, q_len, most_keys), rows
+    grouped = tuple(tiling.in_items(x) for x in given)
+
+    def group(some: tuple[jax.Array, ...]) -> jax.Array:
+        queries, factors, visible, rows = some
+        scores = index_scores(
+            config,
+            q_ref=queries.reshape(tiling.group, tiling.columns, DIM),
+            weights_ref=factors.reshape(tiling.group, tiling.columns),
+            keys_ref=index_cache,
+            scale_ref=k_scale,
+            layer_ref=jnp.asarray(layer, jnp.int32).reshape(1),
+            table_ref=block_tables,
+            rows_ref=rows[:, 0],
+            **work_of(visible, top_k, config.blocks * config.warpgroups),
+            **options,
+        )
+        places = top_k_places(scores, visible.reshape(-1), top_k, **options)
+        return places.reshape(tiling.group, tiling.tokens, top_k)
+
+    if tiling.groups == 1:
+        places = group(tuple(x[0] for x in grouped))[None]
+    else:
+        places = lax.map(group, grouped)
+    return tiling.of_tokens(places)
+
+
+def as_float16(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries for FP8 keys, which are float16 there: each head's times a power of two that brings
+    its largest number to 1 or a bit below 2, and weights times the inverse."""
+    wide = q.astype(jnp.float32)
+    largest = jnp.abs(wide).max(axis=-1, keepdims=True)
+    _, exponent = jnp.frexp(jnp.maximum(largest, 2.0**-100))
+    return (
+        jnp.ldexp(wide, 1 - exponent).astype(jnp.float16),
+        jnp.ldexp(weights, exponent[..., 0] - 1),
+    )
