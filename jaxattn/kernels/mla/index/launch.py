@@ -20,10 +20,11 @@ from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES
 from jaxattn.kernels.mla.index.scores import DIM, IndexScoreConfig, index_scores
 from jaxattn.kernels.mla.index.top_k import top_k_places
-from jaxattn.kernels.mla.index.work_tiles import IndexTiling, visible_keys, work_of
+from jaxattn.kernels.mla.index.work_tiles import IndexTiling, part_begins, visible_keys
 
 TOP_K = (512, 1024, 2048)
 MOST_HEADS = 128
+FEW_ITEMS = 8  # a block goes through them itself, which takes less time than a kernel of XLA
 FP8 = jnp.float8_e4m3fn
 
 
@@ -93,16 +94,21 @@ def mla_index_mosaic(
     if index_cache.dtype == FP8:
         q, weights = as_float16(q, weights)
     config = IndexScoreConfig(
-        tiling=tiling, page_size=index_cache.shape[-2], dtype=q.dtype, keys=index_cache.dtype,
-        interpret=interpret,
+        tiling=tiling, top_k=top_k, page_size=index_cache.shape[-2], dtype=q.dtype,
+        keys=index_cache.dtype, interpret=interpret,
     )  # fmt: skip
     options = {"interpret": interpret, "detect_races": detect_races}
-    rows = lax.broadcast_in_dim(jnp.arange(batch, dtype=jnp.int32), (batch, q_len), [0])
-    given = q, weights, visible_keys(seq_lens, query_lens, q_len, most_keys), rows
-    grouped = tuple(tiling.in_items(x) for x in given)
+    rows_of = {"lens_ref": seq_lens, "query_lens_ref": query_lens}
+    grouped = [tiling.in_items(x) for x in (q, weights)]
+    if tiling.items > FEW_ITEMS:
+        new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
+        token = jnp.arange(q_len, dtype=jnp.int32)
+        visible = visible_keys(seq_lens[:, None], new[:, None], token, most_keys)
+        grouped.append(tiling.in_items(visible))
 
-    def group(some: tuple[jax.Array, ...]) -> jax.Array:
-        queries, factors, visible, rows = some
+    def group(number: Any, queries: Any, factors: Any, visible: Any = None) -> jax.Array:
+        first = None if tiling.groups == 1 else (number * tiling.group).reshape(1)
+        begins = None if visible is None else part_begins(visible, top_k, config.parts)
         scores = index_scores(
             config,
             q_ref=queries.reshape(tiling.group, tiling.columns, DIM),
@@ -111,18 +117,20 @@ def mla_index_mosaic(
             scale_ref=k_scale,
             layer_ref=jnp.asarray(layer, jnp.int32).reshape(1),
             table_ref=block_tables,
-            rows_ref=rows[:, 0],
-            **work_of(visible, top_k, config.blocks * config.warpgroups),
+            begins_ref=begins,
+            first_ref=first,
+            **rows_of,
             **options,
         )
-        places = top_k_places(scores, visible.reshape(-1), top_k, **options)
+        places = top_k_places(
+            tiling, top_k, scores_ref=scores, first_ref=first, **rows_of, **options
+        )
         return places.reshape(tiling.group, tiling.tokens, top_k)
 
     if tiling.groups == 1:
-        places = group(tuple(x[0] for x in grouped))[None]
-    else:
-        places = lax.map(group, grouped)
-    return tiling.of_tokens(places)
+        return tiling.of_tokens(group(0, *(x[0] for x in grouped))[None])
+    numbers = jnp.arange(tiling.groups, dtype=jnp.int32)
+    return tiling.of_tokens(lax.map(lambda some: group(*some), (numbers, *grouped)))
 
 
 def as_float16(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

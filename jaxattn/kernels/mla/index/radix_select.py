@@ -39,6 +39,7 @@ WARPS = THREADS // 32
 BINS = 2048
 STEP = 128  # numbers of a warp's load
 AHEAD = 4  # loads under way
+RESIDENT = 8  # loads whose numbers stay in registers from pass to pass
 # Words of shared memory: three histograms, then what the block's threads tell each other.
 TOTALS = 3 * BINS
 COUNTS = TOTALS + WARPS  # of each warp, above the threshold and equal
@@ -132,11 +133,24 @@ class RadixSelect:
         steps = arith.divui(plus(self.visible, word(STEP - 1)), word(STEP))
         teams = self.blocks * WARPS
         each = arith.divui(plus(steps, word(teams - 1)), word(teams))
-        self.turns = arith.divui(plus(each, word(AHEAD - 1)), word(AHEAD))
+        # Where a lane's share of the widest row is so few numbers, it reads them once.
+        self.resident = self.width <= teams * STEP * RESIDENT
+        self.ahead = -(-self.width // (teams * STEP)) if self.resident else AHEAD
+        self.turns = arith.divui(plus(each, word(self.ahead - 1)), word(self.ahead))
         begin = times(arith.muli(self.team, each), STEP)
         self.limit = arith.minui(plus(begin, times(each, STEP)), self.visible)
         self.first = plus(begin, times(self.lane, 4))
         self.base = times(self.row, 4 * self.width)
+        self.loaded = self._load(word(0)) if self.resident else None
+
+    def _load(self, turn: Any) -> list[Any]:
+        """(place of the first, four numbers) of each step of a turn."""
+        steps = []
+        for step in range(self.ahead):
+            place = plus(self.first, times(turn, STEP * self.ahead), word(STEP * step))
+            inside = arith.minui(place, word(self.width - 4))
+            steps.append((place, load(self.keys, plus(self.base, times(inside, 4)), 0, 4)))
+        return steps
 
     def _sync(self) -> None:
         """The cluster's threads wait for one another."""
@@ -162,23 +176,19 @@ class RadixSelect:
     def _each(self, carry: list[Any], use: Any) -> list[Any]:
         """`use(carry, places, numbers, which are the warp's)` of the lane's four numbers a step."""
 
-        def turn(i: Any, carry: list[Any]) -> list[Any]:
-            places, loaded = [], []
-            for step in range(AHEAD):
-                some = plus(self.first, times(i, STEP * AHEAD), word(STEP * step))
-                inside = arith.minui(some, word(self.width - 4))
-                places.append(some)
-                loaded.append(load(self.keys, plus(self.base, times(inside, 4)), 0, 4))
-            for some, four in zip(places, loaded, strict=True):
-                each = [plus(some, word(j)) for j in range(4)]
-                mine = [self._less(place, self.limit) for place in each]
-                carry = use(carry, each, four, mine)
+        def turn(steps: list[Any], carry: list[Any]) -> list[Any]:
+            for first, four in steps:
+                places = [plus(first, word(j)) for j in range(4)]
+                mine = [self._less(place, self.limit) for place in places]
+                carry = use(carry, places, four, mine)
             return carry
 
-        return utils.fori(self.turns, carry)(turn).results if carry else self._loop(turn)
-
-    def _loop(self, turn: Any) -> list[Any]:
-        utils.fori(self.turns, [word(0)])(lambda i, carry: (turn(i, []), carry)[1])
+        if self.loaded is not None:
+            return turn(self.loaded, carry)
+        if carry:
+            looped = utils.fori(self.turns, carry)
+            return list(looped(lambda i, carry: turn(self._load(i), carry)).results)
+        utils.fori(self.turns, [word(0)])(lambda i, none: (turn(self._load(i), []), none)[1])
         return []
 
     def _count_digits(self, number: int, prefix: Any) -> None:

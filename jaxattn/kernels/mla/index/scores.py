@@ -37,7 +37,7 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
-from jaxattn.kernels.mla.index.work_tiles import IndexTiling
+from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling, tiles_of
 
 DIM = 128  # of a key
 BY_KEY = plgpu.Layout.WGMMA.reduce(1)
@@ -57,6 +57,7 @@ class IndexScoreConfig:
     """What is known of a launch when it is traced."""
 
     tiling: IndexTiling
+    top_k: int
     page_size: int
     dtype: Any  # of the queries
     keys: Any  # the keys' dtype
@@ -93,6 +94,10 @@ class IndexScoreConfig:
     def blocks(self) -> int:
         return 2 if self.interpret else NUM_SMS
 
+    @property
+    def parts(self) -> int:
+        return self.blocks * self.warpgroups
+
     def scratch_types(self) -> dict[str, Any]:
         teams, tiles = self.warpgroups, swizzled(self.dtype)
         columns = self.tiling.columns
@@ -113,7 +118,12 @@ def index_scores(
     """int32 [items * tokens, width] of a group's items; see `IndexScoreRefs` for the inputs."""
     rows = config.tiling.group * config.tiling.tokens
     return launch(
-        lambda **refs: IndexScoreWarpgroup(config, IndexScoreRefs(**refs)).run(),
+        lambda lens_ref, query_lens_ref, first_ref, **refs: IndexScoreWarpgroup(
+            config,
+            IndexScoreRefs(
+                rows=IndexRows(config.tiling, lens_ref, query_lens_ref, first_ref), **refs
+            ),
+        ).run(),
         name="mla_index_scores",
         grid={"block": config.blocks},
         inputs=inputs,
@@ -138,10 +148,8 @@ class IndexScoreRefs:
     scale_ref: Any  # float32 [L, pages, C] of FP8 keys, else None
     layer_ref: Any
     table_ref: Any
-    rows_ref: Any  # of each item
-    most_ref: Any  # keys that a token of the item sees
-    starts_ref: Any  # tiles before each item, and of all
-    first_ref: Any  # item of each part
+    rows: IndexRows
+    begins_ref: Any  # `part_begins`; None: a block goes through all items
     out_ref: Any
     q_smem: Any
     k_smem: Any
@@ -160,25 +168,29 @@ class IndexScoreWarpgroup:
         self.piece = min(config.page_size, PAGE)  # keys of a copy
 
     def run(self) -> None:
-        config, refs = self.config, self.refs
-        parts, items = config.blocks * config.warpgroups, config.tiling.group
-        total = refs.starts_ref[items]
-        each, more = lax.div(total, parts), lax.rem(total, parts)
+        config, refs, items = self.config, self.refs, self.config.tiling.group
+        if refs.begins_ref is None:
+            first, before, stop = jnp.int32(0), jnp.int32(0), jnp.int32(items)
+            total = lax.fori_loop(0, items, lambda i, n: n + self._tiles(i), jnp.int32(0))
+        else:
+            first, before, total = (refs.begins_ref[i, self.part] for i in range(3))
+            stop = refs.begins_ref[0, self.part + 1] + 1
+        each, more = lax.div(total, config.parts), lax.rem(total, config.parts)
         begin = self.part * each + jnp.minimum(self.part, more)
         end = begin + each + jnp.where(self.part < more, 1, 0)
-        first = refs.first_ref[self.part]
-        later = jnp.minimum(self.part + 1, parts - 1)
-        last = jnp.where(self.part < parts - 1, refs.first_ref[later], items - 1)
-        stop = jnp.minimum(last, items - 1) + 1
 
-        def item(index: jax.Array, done: jax.Array) -> jax.Array:
-            start, behind = refs.starts_ref[index], refs.starts_ref[index + 1]
-            tile = jnp.maximum(begin, start)
+        def item(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
+            before, done = carry
+            behind = before + self._tiles(index)
+            tile = jnp.maximum(begin, before)
             count = jnp.maximum(jnp.minimum(end, behind) - tile, 0)
-            pl.when(count > 0)(lambda: self._item(index, tile - start, count, done))
-            return lax.rem(done + count, config.depth)
+            pl.when(count > 0)(lambda: self._item(index, tile - before, count, done))
+            return behind, lax.rem(done + count, config.depth)
 
-        lax.fori_loop(first, stop, item, jnp.int32(0))
+        lax.fori_loop(first, stop, item, (before, jnp.int32(0)))
+
+    def _tiles(self, index: jax.Array) -> jax.Array:
+        return tiles_of(self.refs.rows.most(index), self.config.top_k)
 
     def _item(self, index: jax.Array, first: jax.Array, count: jax.Array, done: jax.Array) -> None:
         """Args:
@@ -186,8 +198,8 @@ class IndexScoreWarpgroup:
         done: tiles of the warpgroup before it.
         """
         config, refs, depth = self.config, self.refs, self.config.depth
-        row = refs.rows_ref[index]
-        last_page = lax.div(refs.most_ref[index] - 1, config.page_size)
+        row = refs.rows.row(index)
+        last_page = lax.div(refs.rows.most(index) - 1, config.page_size)
 
         def load(i: jax.Array) -> None:
             slot = lax.rem(done + i, depth)

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.mla.index.radix_select import WARPGROUPS, WORDS, select
+from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling
 
 LEAST_SHARE = 4096  # numbers of a block in a cluster
 
@@ -28,21 +29,26 @@ def cluster_size(rows: int, width: int) -> int:
 
 
 def top_k_places(
-    scores: jax.Array, visible: jax.Array, top_k: int, *, interpret: bool, detect_races: bool
-) -> jax.Array:
-    """int32 [rows, top_k]: places of the highest of each row's first `visible` numbers, ascending.
+    tiling: IndexTiling, top_k: int, *, scores_ref: jax.Array, interpret: bool, detect_races: bool,
+    **rows_of: Any,
+) -> jax.Array:  # fmt: skip
+    """int32 [tokens, top_k]: the visible keys with the highest scores of each token of a group,
+    ascending.
 
     Args:
-        scores: int32 [rows, width]; what a row has behind `visible` is not read as a number.
+        scores_ref: int32 [tokens, width]; what a token does not see is not read as a number.
+        rows_of: what `IndexRows` has.
     """
-    rows, width = scores.shape
+    rows, width = scores_ref.shape
     blocks = 1 if interpret else cluster_size(rows, width)
     return launch(
-        lambda **refs: TopKCta(top_k, blocks, interpret, **refs).run(),
+        lambda scores_ref, out_ref, smem, **refs: TopKCta(
+            top_k, blocks, interpret, scores_ref, IndexRows(tiling, **refs), out_ref, smem
+        ).run(),
         name="mla_index_top_k",
         grid={"row": rows},
         cluster={"rank": blocks} if blocks > 1 else {},
-        inputs={"scores_ref": scores, "visible_ref": visible},
+        inputs={"scores_ref": scores_ref, **rows_of},
         outputs={"out_ref": jax.ShapeDtypeStruct((rows, top_k), jnp.int32)},
         scratch={"smem": plgpu.SMEM((WORDS,), jnp.int32)},
         warpgroups=1 if interpret else WARPGROUPS,
@@ -62,14 +68,15 @@ class TopKCta:
     blocks: int
     interpret: bool
     scores_ref: Any
-    visible_ref: Any
+    rows: IndexRows
     out_ref: Any
     smem: Any
 
     def run(self) -> None:
         row = lax.axis_index("row")
         rank = lax.axis_index("rank") if self.blocks > 1 else jnp.int32(0)
-        visible = self.visible_ref[row]
+        tokens = self.rows.tiling.tokens
+        visible = self.rows.visible(lax.div(row, tokens), lax.rem(row, tokens))
 
         @pl.when((visible <= self.top_k) & (rank == 0) & (lax.axis_index("wg") == 0))
         def _all():

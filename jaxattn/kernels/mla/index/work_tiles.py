@@ -5,10 +5,12 @@ a call with more tokens goes through groups of items, one group after another.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 
@@ -84,30 +86,76 @@ class IndexTiling:
         return x[:, : self.q_len]
 
 
-def visible_keys(
-    seq_lens: jax.Array, query_lens: jax.Array | None, q_len: int, most_keys: int
-) -> jax.Array:
-    """int32 [B, S], the keys that each token sees; 0 of a padding row or token."""
-    token = jnp.arange(q_len, dtype=jnp.int32)
-    new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
-    seen = seq_lens[:, None] - new[:, None] + token + 1
-    seen = jnp.where(token < new[:, None], seen, 0)
-    return jnp.clip(seen, 0, jnp.clip(seq_lens, 0, most_keys)[:, None])
+def visible_keys(length: Any, new: Any, token: Any, most_keys: int) -> Any:
+    """The keys that a token sees, 0 of a padding row or token: of numbers, or of arrays.
+
+    Args:
+        length: of the row.
+        new: tokens of the row.
+        token: its number among them.
+        most_keys: that a block table has room for.
+    """
+    length = jnp.clip(length, 0, most_keys)
+    seen = jnp.clip(length - new + token + 1, 0, length)
+    return jnp.where(token < new, seen, 0)
 
 
-def work_of(visible: jax.Array, top_k: int, parts: int) -> dict[str, Any]:
-    """Where each part of a launch begins: `parts` of the items' tiles, equally many.
+@dataclasses.dataclass(frozen=True)
+class IndexRows:
+    """A group's items, to a block that reads them.
 
-    An item whose tokens see at most `top_k` keys has no tiles: all of them are chosen.
+    Attributes:
+        query_lens_ref: None: every row has all S tokens.
+        first_ref: the group's first item, if there are several groups.
+    """
+
+    tiling: IndexTiling
+    lens_ref: Any
+    query_lens_ref: Any
+    first_ref: Any
+
+    def row(self, item: jax.Array) -> jax.Array:
+        """The item's row; the last one of an item behind all."""
+        return jnp.minimum(self._item(item)[0], self.tiling.batch - 1)
+
+    def visible(self, item: jax.Array, token: Any) -> jax.Array:
+        """The keys that a token of an item sees."""
+        row, part = self._item(item)
+        here, q_len = self.row(item), self.tiling.q_len
+        new = q_len if self.query_lens_ref is None else self.query_lens_ref[here]
+        number = part * self.tiling.tokens + token
+        seen = visible_keys(self.lens_ref[here], new, number, self.tiling.width)
+        return jnp.where(row < self.tiling.batch, seen, 0)
+
+    def most(self, item: jax.Array) -> jax.Array:
+        """The keys that some token of an item sees."""
+        seen = [self.visible(item, token) for token in range(self.tiling.tokens)]
+        return functools.reduce(jnp.maximum, seen)
+
+    def _item(self, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The number of its row, and its own in the row."""
+        item = item if self.first_ref is None else item + self.first_ref[0]
+        each = self.tiling.row_items
+        return (item, jnp.int32(0)) if each == 1 else (lax.div(item, each), lax.rem(item, each))
+
+
+def tiles_of(most: Any, top_k: int) -> Any:
+    """An item whose tokens see at most `top_k` keys has no tiles: all of them are chosen."""
+    return jnp.where(most > top_k, (most + (PAGE - 1)) // PAGE, 0)
+
+
+def part_begins(visible: jax.Array, top_k: int, parts: int) -> jax.Array:
+    """int32 [3, parts + 1]: of each part of a launch its first item, and the tiles before that; all
+    parts have equally many tiles, and the last column has the sum of them.
 
     Args:
         visible: int32 [items, tokens].
     """
-    most = visible.max(axis=1)
-    tiles = jnp.where(most > top_k, -(-most // PAGE), 0)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(tiles, dtype=jnp.int32)])
-    part = jnp.arange(parts, dtype=jnp.int32)
-    each, more = jnp.divmod(starts[-1], parts)
-    begins = part * each + jnp.minimum(part, more)
-    first = (starts[None, 1:] <= begins[:, None]).sum(axis=1, dtype=jnp.int32)
-    return {"most_ref": most, "starts_ref": starts, "first_ref": first}
+    tiles = tiles_of(visible.max(axis=1), top_k)
+    behind = jnp.cumsum(tiles, dtype=jnp.int32)
+    total = behind[-1]
+    part = jnp.arange(parts + 1, dtype=jnp.int32)
+    begins = part * (total // parts) + jnp.minimum(part, total % parts)
+    first = (behind[None] <= begins[:, None]).sum(axis=1, dtype=jnp.int32)
+    first = jnp.minimum(first, len(tiles) - 1)
+    return jnp.stack([first, (behind - tiles)[first], jnp.full_like(first, total)])
