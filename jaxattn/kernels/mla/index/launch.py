@@ -97,8 +97,8 @@ def mla_index_mosaic(
         tiling=tiling, top_k=top_k, page_size=index_cache.shape[-2], dtype=q.dtype,
         keys=index_cache.dtype, interpret=interpret,
     )  # fmt: skip
-    options = {"interpret": interpret, "detect_races": detect_races}
-    rows_of = {"lens_ref": seq_lens, "query_lens_ref": query_lens}
+    options: Any = {"interpret": interpret, "detect_races": detect_races}
+    rows_of: Any = {"lens_ref": seq_lens, "query_lens_ref": query_lens}
     grouped = [tiling.in_items(x) for x in (q, weights)]
     if tiling.items > FEW_ITEMS:
         new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens

@@ -21,8 +21,8 @@ from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.ptx import (
     asm,
     asm_word,
-    element,
     i32,
+    joined,
     load,
     plus,
     pointer,
@@ -117,7 +117,7 @@ class RadixSelect:
         self._clear()
         self._sync()
         prefix, wanted = None, word(self.top_k)
-        for number, (shift, mask) in enumerate(DIGITS):
+        for number, (_, mask) in enumerate(DIGITS):
             self._count_digits(number, prefix)
             self._sync()
             digit, wanted = self._find(number, wanted)
@@ -164,12 +164,7 @@ class RadixSelect:
         asm("barrier.sync.aligned 0;", [], [], "~{memory}", convergent=True)
 
     def _clear(self) -> None:
-        zeros = arith.constant(
-            ir.VectorType.get((4,), i32()),
-            ir.DenseElementsAttr.get_splat(
-                ir.VectorType.get((4,), i32()), ir.IntegerAttr.get(i32(), 0)
-            ),
-        )
+        zeros = joined([word(0)] * 4)
         for first in range(0, 3 * BINS, 4 * THREADS):
             store(zeros, self.smem, times(self.thread, 16), 4 * first)
 
@@ -228,8 +223,9 @@ class RadixSelect:
         with utils.when(self._equal(self.lane, word(0))):
             store(from_here, self.smem, times(self.warp, 4), 4 * TOTALS)
         self._meet()
-        totals = [x for first in range(0, WARPS, 4)
-                  for x in load(self.smem, word(0), 4 * (TOTALS + first), 4)]  # fmt: skip
+        totals: list[Any] = []
+        for first in range(0, WARPS, 4):
+            totals += load(self.smem, word(0), 4 * (TOTALS + first), 4)
         later = [
             arith.select(self._less(self.warp, word(i)), x, word(0)) for i, x in enumerate(totals)
         ]

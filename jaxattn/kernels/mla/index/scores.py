@@ -4,14 +4,15 @@
     score of a token = sum over its heads of w relu(product)            4 lanes have a key's numbers
 
 A warpgroup works by itself: it has a part of the tiles of all items, queries of its item in shared
-memory, and a ring of tiles of keys that TMA fills. FP8 keys become float16 on their way to registers;
-a key's scale, which is not negative, multiplies its score.
+memory, and a ring of tiles of keys that TMA fills. FP8 keys become float16 on their way to
+registers; a key's scale, which is not negative, multiplies its score.
 
 Scores are stored as int32 that order as they do, -0 as 0. Where a tile ends beyond what the tokens
 see, numbers are stored that nobody reads.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -213,7 +214,7 @@ class IndexScoreWarpgroup:
                 )
 
         for i in range(depth):
-            pl.when(i < count)(lambda i=i: load(jnp.int32(i)))
+            pl.when(i < count)(partial(load, jnp.int32(i)))
         plgpu.copy_gmem_to_smem(
             refs.q_ref.at[index], refs.q_smem.at[self.wg], refs.q_loaded.at[self.wg]
         )
@@ -292,9 +293,7 @@ class IndexScoreWarpgroup:
                 for half in range(2):
                     for i in range(2):
                         positive = arith.maximumf(element(numbers[2 * group + half], i), zero)
-                        both[half] = llvm.intr_fma(
-                            positive, element(factors[group], i), both[half]
-                        )
+                        both[half] = llvm.intr_fma(positive, element(factors[group], i), both[half])
             scores.append(both)
         for distance in (1, 2):
             scores = [
