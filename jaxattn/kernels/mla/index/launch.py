@@ -24,7 +24,9 @@ from jaxattn.kernels.mla.index.work_tiles import IndexTiling, part_begins, visib
 
 TOP_K = (512, 1024, 2048)
 MOST_HEADS = 128
-FEW_ITEMS = 8  # a block goes through them itself, which takes less time than a kernel of XLA
+# Of so few items each block finds its part itself, and FP8 keys become bfloat16 where the queries
+# are: a kernel of XLA before ours takes more time than both.
+FEW_ITEMS = 8
 FP8 = jnp.float8_e4m3fn
 
 
@@ -91,7 +93,7 @@ def mla_index_mosaic(
     batch, q_len, heads, _ = q.shape
     most_keys = block_tables.shape[1] * index_cache.shape[-2]
     tiling = IndexTiling.of(batch, q_len, heads, most_keys)
-    if index_cache.dtype == FP8:
+    if index_cache.dtype == FP8 and q.dtype == jnp.bfloat16 and tiling.items > FEW_ITEMS:
         q, weights = as_float16(q, weights)
     config = IndexScoreConfig(
         tiling=tiling, top_k=top_k, page_size=index_cache.shape[-2], dtype=q.dtype,
@@ -134,8 +136,9 @@ def mla_index_mosaic(
 
 
 def as_float16(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries for FP8 keys, which are float16 there: each head's times a power of two that brings
-    its largest number to 1 or a bit below 2, and weights times the inverse."""
+    """bfloat16 queries for FP8 keys as float16, which keys become by one instruction: each head's
+    times a power of two that brings its largest number to between 1 and 2, and its weight times
+    the inverse."""
     wide = q.astype(jnp.float32)
     largest = jnp.abs(wide).max(axis=-1, keepdims=True)
     _, exponent = jnp.frexp(jnp.maximum(largest, 2.0**-100))

@@ -4,7 +4,7 @@
     score of a token = sum over its heads of w relu(product)            4 lanes have a key's numbers
 
 A warpgroup works by itself: it has a part of the tiles of all items, queries of its item in shared
-memory, and a ring of tiles of keys that TMA fills. FP8 keys become float16 on their way to
+memory, and a ring of tiles of keys that TMA fills. FP8 keys get the queries' dtype on their way to
 registers; a key's scale, which is not negative, multiplies its score.
 
 Scores are stored as int32 that order as they do, -0 as 0. Where a tile ends beyond what the tokens
@@ -221,15 +221,17 @@ class IndexScoreWarpgroup:
         weights = plgpu.load(refs.weights_ref.at[index], layout=BY_COLUMN, optimized=False)
         plgpu.barrier_wait(refs.q_loaded.at[self.wg])
 
-        @pl.loop(0, count)
-        def _tile(i):
+        def tile(i: jax.Array, scale: Any) -> Any:
             slot = lax.rem(done + i, depth)
-            scale = self._scale(row, (first + i) * PAGE, last_page)
+            following = self._scale(row, (first + jnp.minimum(i + 1, count - 1)) * PAGE, last_page)
             plgpu.barrier_wait(refs.k_loaded.at[self.wg, slot])
             products = self._products(slot)
             warpgroup_barrier(interpret=config.interpret)  # all four warps have read the keys
             pl.when(i + depth < count)(lambda: load(i + depth))
             self._store(products, weights, scale, index, (first + i) * PAGE)
+            return following
+
+        lax.fori_loop(0, count, tile, self._scale(row, first * PAGE, last_page))
 
     def _page(self, row: jax.Array, key: jax.Array, last: jax.Array) -> tuple[Any, Any]:
         """The page of a row's key and the key's place there; never one behind the row's last."""
