@@ -115,7 +115,7 @@ class RadixSelect:
     def run(self) -> None:
         self._share()
         self._clear()
-        self._sync()
+        self._meet()
         prefix, wanted = None, word(self.top_k)
         for number, (_, mask) in enumerate(DIGITS):
             self._count_digits(number, prefix)
