@@ -44,6 +44,7 @@ DIM = 128  # of a key
 BY_KEY = plgpu.Layout.WGMMA.reduce(1)
 # Bytes of shared memory for queries and keys; barriers take some of the rest.
 ROOM = 216 * 1024
+MOST_WARPGROUPS = 3
 
 
 def ordered(scores: jax.Array) -> jax.Array:
@@ -82,7 +83,7 @@ class IndexScoreConfig:
         if self.interpret:
             return 1
         fit = ROOM // (self.query_bytes + 3 * self.tile_bytes)
-        return max(2, min(3 if self.tiling.columns <= 128 else 2, fit))
+        return max(2, min(MOST_WARPGROUPS if self.tiling.columns <= 128 else 2, fit))
 
     @property
     def depth(self) -> int:
