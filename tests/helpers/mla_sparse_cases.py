@@ -153,6 +153,7 @@ def assert_sparse_close(case: SparseCase, found: tuple[Any, ...]) -> tuple[float
     np.testing.assert_array_equal(np.isneginf(lse), nothing)
     assert (out[nothing] == 0).all(), "a token that attends to nothing is not 0"
     error = np.linalg.norm(out - wanted) / max(np.linalg.norm(wanted), 1e-30)
-    lse_error = np.abs(np.where(nothing, 0, lse - wanted_lse)).max()
+    lse, wanted_lse = (np.where(nothing, 0, x) for x in (lse, wanted_lse))
+    lse_error = np.abs(lse - wanted_lse).max()
     assert error < 5e-3 and lse_error < 1e-2, (error, lse_error)
     return float(error), float(lse_error)

@@ -35,13 +35,20 @@ class MlaDecodeOutputs:
         inputs, outputs: of the launch. What concerns partial results is None where there are none.
     """
 
-    def __init__(self, call: MlaDecodeCall, rows: int, sinks: jax.Array | None = None):
+    def __init__(
+        self,
+        call: MlaDecodeCall,
+        rows: int,
+        sinks: jax.Array | None = None,
+        *,
+        split: bool | None = None,
+    ):
         assert call.schedule is not None
         self.call, self.rows, self.parts = call, rows, call.schedule.parts
         self.sinks = sinks
         batch, parts, arena = call.batch, self.parts, call.arena
-        self.spec = spec_of(batch, rows, RANK, call.dtype, parts)
-        self.split = may_split(batch, parts)
+        self.split = may_split(batch, parts) if split is None else split
+        self.spec = spec_of(batch, rows, RANK, call.dtype, parts if self.split else 1)
         names = ["out", *(["partial_out"] if self.split else [])]
         regions = dict(self.spec.regions)
         if arena is None:

@@ -118,7 +118,8 @@ def mla_sparse_mosaic(
     padded = None
     if sinks is not None:
         padded = jnp.pad(sinks.astype(jnp.float32), (0, tiles * TILE - num_heads))
-    results = MlaDecodeOutputs(call, tiles * TILE, padded)
+    whole = not _splits(rows, entries // PAGE, schedule.parts, batch_invariant)
+    results = MlaDecodeOutputs(call, tiles * TILE, padded, split=not whole)
     cut = MlaDecodeConfig(
         q_len=1, num_heads=num_heads, tiles=tiles, parts=results.parts, scale=call.scale,
         dtype=call.dtype, latents=call.format, rope=True, first_rows=results.first_rows,
@@ -130,7 +131,9 @@ def mla_sparse_mosaic(
         "indices_ref": lists, "visible_ref": visible, "sinks_ref": padded,
     }  # fmt: skip
     written = launch(
-        lambda **refs: MlaSparseKernel(cut, MlaDecodeRefs(**refs), tokens_of_row).run(),
+        lambda **refs: MlaSparseKernel(
+            cut, MlaDecodeRefs(**refs), tokens_of_row, whole
+        ).run(),
         name=OP,
         grid={"part": results.parts, "tile": tiles},
         inputs={**given, **results.inputs},
@@ -150,12 +153,20 @@ def mla_sparse_mosaic(
 
 
 def scratch(
-    *, batch: int, q_len: int, num_heads: int, top_k: int, dtype: Any = jnp.bfloat16
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    top_k: int,
+    dtype: Any = jnp.bfloat16,
+    batch_invariant: bool = False,
 ) -> ArenaSpec:
     """What the kernel keeps in the arena, as `jaxattn.mla.scratch` says for `mla_decode`."""
     rows, tiles = batch * q_len, num_tiles(1, num_heads)
-    parts = _parts(rows, -(-top_k // PAGE), tiles, NUM_SMS)
-    return spec_of(rows, tiles * TILE, RANK, dtype, parts)
+    pages = -(-top_k // PAGE)
+    parts = _parts(rows, pages, tiles, NUM_SMS)
+    split = _splits(rows, pages, parts, batch_invariant)
+    return spec_of(rows, tiles * TILE, RANK, dtype, parts if split else 1)
 
 
 def _in_pages(lists: jax.Array) -> jax.Array:
@@ -192,14 +203,18 @@ def _schedule(
     """Lists are all as long, so the schedule is a constant of the program. It says of what lengths
     it was made, so that padding's pieces, which nobody writes, are not merged."""
     parts = _parts(rows, pages, tiles, num_sms)
-    cuts, slots, order = _cuts(rows, pages, parts, batch_invariant)
+    cuts, slots = _cuts(rows, pages, parts, batch_invariant)
     lengths = jnp.full(rows, pages * PAGE, jnp.int32)
-    order = None if order is None else jnp.asarray(order)
-    return Schedule(jnp.asarray(cuts), jnp.asarray(slots), order, pages, lengths)
+    return Schedule(jnp.asarray(cuts), jnp.asarray(slots), None, pages, lengths)
+
+
+def _splits(rows: int, pages: int, parts: int, batch_invariant: bool) -> bool:
+    """Whether any list is cut. Where none is, blocks share whole ones without a schedule."""
+    return bool(_cuts(rows, pages, parts, batch_invariant)[1][1].any())
 
 
 @functools.cache
-def _cuts(rows: int, pages: int, parts: int, batch_invariant: bool) -> tuple[Any, Any, Any]:
+def _cuts(rows: int, pages: int, parts: int, batch_invariant: bool) -> tuple[Any, Any]:
     make = functools.partial(
         make_schedule, parts=parts, max_pages=pages, row_cost=row_cost(1, TILE),
         merge_cost=merge_cost(1, TILE), least=THRESHOLDS,
@@ -207,5 +222,4 @@ def _cuts(rows: int, pages: int, parts: int, batch_invariant: bool) -> tuple[Any
     )  # fmt: skip
     with jax.ensure_compile_time_eval():
         made = jax.jit(make)(np.full(rows, pages * PAGE, np.int32))
-        order = None if made.order is None else np.asarray(made.order)
-        return np.asarray(made.cuts), np.asarray(made.slots), order
+        return np.asarray(made.cuts), np.asarray(made.slots)

@@ -97,26 +97,15 @@ class TokenProducer(PageProducer):
         if not self.cut.interpret:
             copy_tokens(self.part.kv_ref, tokens, target, transforms, first)
             return
-        refs, width = self.block.refs, target.shape[-1]
-
-        @pl.loop(0, PAGE)
-        def _(j):
-            position = refs.indices_ref[tokens, number * PAGE + j]
-            seen = (position >= 0) & (position < refs.visible_ref[tokens])
-            position = jnp.where(seen, position, 0)
-            page_size = self.part.page_size
-            table_row = lax.div(tokens, jnp.int32(self.block.tokens_of_row))
-
-            @pl.when(seen)
-            def _():
-                row = refs.table_ref[table_row, lax.div(position, page_size)]
-                inside = lax.rem(position, page_size)
-                found = self.part.kv_ref[self.part.layer, row, inside, pl.ds(first, width)]
-                target.at[j][...] = found
-
-            @pl.when(jnp.logical_not(seen))
-            def _():
-                target.at[j][...] = jnp.zeros((width,), target.dtype)
+        refs, layer = self.block.refs, self.part.layer
+        positions = refs.indices_ref[tokens, pl.ds(number * PAGE, PAGE)]
+        seen = (positions >= 0) & (positions < refs.visible_ref[tokens])
+        positions = jnp.where(seen, positions, 0)
+        table = refs.table_ref.at[lax.div(tokens, jnp.int32(self.block.tokens_of_row))][...]
+        pages = jnp.where(seen, table[positions // self.part.page_size], 0)
+        columns = self.part.kv_ref.at[layer, :, :, pl.ds(first, target.shape[-1])][...]
+        found = columns[pages, positions % self.part.page_size]
+        target[...] = jnp.where(seen[:, None], found, jnp.zeros((), target.dtype))
 
     def _end_group(self) -> None:
         if not self.cut.interpret:

@@ -190,14 +190,15 @@ def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
 class MlaDecodeCta:
     """A tile of 64 packed rows of the rows in a part."""
 
-    partition: type[WorkPartition] = WorkPartition
-
     def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = self.partition.of(refs, self.index)
+        self.part = self.partition()
         self.packed = pl.ds(self.tile * TILE, TILE)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
+
+    def partition(self) -> WorkPartition:
+        return WorkPartition.of(self.refs, self.index)
 
     def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
         """Calls write(row, known) for this block's share of the rows without tokens, and of those
