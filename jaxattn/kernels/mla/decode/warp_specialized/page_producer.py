@@ -83,6 +83,13 @@ class PageProducer:
     def meanwhile(self, pages: Any, now: jax.Array) -> None:
         """What can be done beside the products of the part's page `now` with P."""
 
+    def hand_over_first(self, pages: Any, now: jax.Array) -> None:
+        """What was brought itself, and not by TMA, is there: of the page behind `now` the quarter
+        that has two places."""
+
+    def hand_over(self, pages: Any, now: jax.Array) -> None:
+        """Likewise the other columns of the page behind that."""
+
     def wait_for_warps(self) -> None:
         """All four warps have read what is there. Products are the whole warpgroup's: a warp that
         waited for them knows it, as CUTLASS's pipelines count one arrival a warpgroup."""
