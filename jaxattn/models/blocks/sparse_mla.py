@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from jaxattn.arena import Arena
+from jaxattn import mla
+from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import FP8, IndexKeyFormat
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
@@ -57,7 +58,8 @@ class SparseMLA(MLA):
 
     @property
     def kernels(self) -> dict[str, str]:
-        return {}
+        of_indexer = {"mla_index": "mla_index_top_k"} if self.index_heads else {}
+        return {"mla_sparse_decode": "mla_sparse"} | of_indexer
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> SparseMultiHeadLatentAttention:
         return SparseMultiHeadLatentAttention(
@@ -91,6 +93,18 @@ class SparseMLA(MLA):
             array=latents.array,
             keys=IndexKeyFormat(dtype, self.index_head_dim),
         )
+
+    def scratch(
+        self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
+    ) -> ArenaSpec:
+        size: Any = dict(batch=rows, q_len=q_len, num_heads=self.num_heads)
+        size |= {"dtype": jnp.dtype(stream.dtype)}
+        of_kernel = mla.sparse_scratch(
+            **size, top_k=min(self.top_k, max_pages * page_size),
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+        of_xla = mla.scratch(**size, max_pages=1, kv_lora_rank=self.kv_lora_rank)
+        return max(of_kernel, of_xla, key=lambda spec: spec.nbytes)
 
     def handed_on(
         self, arrays: Arrays, prompts: PrefillBatch | None, rows: DecodeBatch | None
@@ -144,6 +158,7 @@ class SparseMLA(MLA):
                 **addressing(rows, shared, self.most_tokens(arrays, rows)),
                 "rotation": shared["rotation"],
                 "weights": weights,
+                "batch_invariant": self.batch_invariant,
                 "arena": arena,
             }
         y, kv_cache, index, indices, after = module.mixed(
@@ -183,6 +198,7 @@ class SparseMLA(MLA):
             layer=layer.index,
             rotation=shared["rotation"],
             weights=weights,
+            batch_invariant=self.batch_invariant,
             arena=arena,
             implementation=implementation,
         )

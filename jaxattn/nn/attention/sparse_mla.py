@@ -134,7 +134,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         most = min(self.top_k, x.shape[1])
         first = None if bounds.first is None else jnp.broadcast_to(bounds.first, x.shape[:2])
         return index_xla(
-            asked.q, asked.weights, asked.keys, tables, lens, lens, None, None, top_k=most,
+            asked.q, asked.weights, asked.keys, tables, lens, query_lens=lens, top_k=most,
             begins=first,
         )  # fmt: skip
 
@@ -273,7 +273,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             )  # fmt: skip
             values, arena = self._attend(
                 of_rows_q, rotation, kv_cache, of_rows_picked, of_rows, arena=rows.get("arena"),
-                decoding=True, implementation=implementation, **given,
+                decoding=True, batch_invariant=rows.get("batch_invariant", False),
+                implementation=implementation, **given,
             )  # fmt: skip
             values = values.astype(out.dtype)
         y = self._project_out(x, lines.join(out, values))
@@ -294,6 +295,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         kv_scale: Array | float | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
+        batch_invariant: bool = False,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
@@ -302,6 +304,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         Args:
             index: the pages of the indexer's keys, with the layers and pages of `kv_cache`.
             indices: of a layer without an indexer, the choice of a layer before it.
+            batch_invariant: see `mla_sparse_decode`.
 
         Returns:
             (float32 [B, S, hidden], the cache, the pages of keys, the choice, the arena or None).
@@ -325,7 +328,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         index, indices = self._choose(asked, rotation, index, rows, layer, indices, implementation)
         values, arena = self._attend(
             self._heads(x, compressed), rotation, kv_cache, indices, rows, layer=layer,
-            kv_scale=kv_scale, arena=arena, decoding=True, implementation=implementation,
+            kv_scale=kv_scale, arena=arena, decoding=True, batch_invariant=batch_invariant,
+            implementation=implementation,
         )  # fmt: skip
         y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
         return y, kv_cache, index, indices, arena
@@ -383,6 +387,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         kv_scale: Any,
         arena: Arena | None = None,
         decoding: bool = False,
+        batch_invariant: bool = False,
         implementation: Implementation | None,
     ) -> tuple[Array, Arena | None]:
         """(heads' values, the arena or None) of the heads' queries before rotation."""
@@ -407,5 +412,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         if not decoding:
             out, _ = mla.mla_sparse_prefill(*arrays, **given)
             return self._values_of(out), None
-        out, _, *rest = mla.mla_sparse_decode(*arrays, arena=arena, **given)
+        out, _, *rest = mla.mla_sparse_decode(
+            *arrays, arena=arena, batch_invariant=batch_invariant, **given
+        )
         return self._values_of(out), rest[0] if rest else None

@@ -15,12 +15,13 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import BYTES
 from jaxattn.core.cache.pages import seen_lengths
-from jaxattn.core.dispatch import Implementation, dispatch_xla
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import INT32, OpArguments
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic
 from jaxattn.ops.mla.decode import checked_call, into_arena
 
 # Bytes of latents and scores that the plain-JAX path holds at a time.
@@ -40,6 +41,7 @@ def mla_sparse_decode(
     kv_lora_rank: int = 512,
     kv_scale: Array | float | None = None,
     sinks: Float[Array, "H"] | None = None,
+    batch_invariant: bool = False,
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
@@ -63,7 +65,9 @@ def mla_sparse_decode(
         kv_scale: of a float8_e4m3fn cache, and needed there.
         sinks: float32, a logit of each head that takes part in the softmax once and has no value;
             `scale` does not change it.
-        arena: where the output goes, region "out" of `scratch`, as in `mla_decode`.
+        batch_invariant: the kernel cuts all lists alike, by B, S and K alone, so that a row's bits
+            do not depend on its place in the batch.
+        arena: where the output goes, region "out" of `sparse_scratch`, as in `mla_decode`.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
             the reference: any shape, float32 throughout (float64 for float64), differentiable.
 
@@ -80,7 +84,7 @@ def mla_sparse_decode(
     call = _checked(
         "mla_sparse_decode", q, kv_cache, block_tables, seq_lens, indices, sinks,
         scale=scale, query_lens=query_lens, layer=layer, kv_lora_rank=kv_lora_rank,
-        kv_scale=kv_scale, arena=arena,
+        kv_scale=kv_scale, arena=arena, batch_invariant=batch_invariant,
     )  # fmt: skip
     return _attend("mla_sparse_decode", call, implementation)
 
@@ -127,11 +131,13 @@ class MlaSparseCall:
     Attributes:
         dense: the same call without a choice, its queries in one array.
         indices: int32 [B, S, K].
+        batch_invariant: how the kernel cuts lists, see `mla_sparse_decode`.
     """
 
     dense: MlaDecodeCall
     indices: jax.Array
     sinks: jax.Array | None
+    batch_invariant: bool = dataclasses.field(metadata={"static": True})
 
 
 def _checked(
@@ -142,6 +148,7 @@ def _checked(
     seq_lens: Any,
     indices: Any,
     sinks: Any,
+    batch_invariant: bool = False,
     **given: Any,
 ) -> MlaSparseCall:
     call = checked_call(q, kv_cache, block_tables, seq_lens, schedule=None, op=op, **given).joined()
@@ -152,17 +159,23 @@ def _checked(
     if sinks is not None:
         sinks = arguments.check("sinks", sinks, "H", ("float32",))
     refuse_explicit_axes(op, indices, sinks)
-    return MlaSparseCall(dense=call, indices=indices, sinks=sinks)
+    return MlaSparseCall(dense=call, indices=indices, sinks=sinks, batch_invariant=batch_invariant)
 
 
 def _attend(op: str, call: MlaSparseCall, implementation: Implementation | None) -> tuple[Any, ...]:
+    def mosaic(interpret: bool) -> tuple[Any, ...]:
+        return mla_sparse_mosaic(
+            call.dense, call.indices, call.sinks,
+            batch_invariant=call.batch_invariant, interpret=interpret,
+        )  # fmt: skip
+
     def xla() -> tuple[Any, ...]:
         arena, dense = call.dense.arena, dataclasses.replace(call.dense, arena=None)
         out, lse = attend_xla(dataclasses.replace(call, dense=dense))
         return (out, lse) if arena is None else into_arena(out, lse, arena)
 
     with jax.named_scope(op):
-        return dispatch_xla(op, implementation, xla)
+        return dispatch_kernel(op, implementation, mosaic, xla)
 
 
 @jax.jit

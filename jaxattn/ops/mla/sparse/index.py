@@ -5,6 +5,7 @@ of one block for some of the queries at a time, whatever the rows' lengths are.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.cache.pages import page_blocks, seen_lengths
-from jaxattn.core.dispatch import Implementation, dispatch_xla
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.kernels.mla.index.launch import mla_index_mosaic
 from jaxattn.ops.mla.sparse.index_cache import check_index_cache
 
 # Of the plain-JAX path: keys of a block, and the most numbers of one block's scores of all heads.
@@ -88,9 +90,14 @@ def mla_index(
         )
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "q", q)
-    arrays = q, weights, index_cache, block_tables, seq_lens, query_lens, layer, k_scale
-    refuse_explicit_axes(op, *arrays)
-    return dispatch_xla(op, implementation, lambda: index_xla(*arrays, top_k=int(top_k)))
+    arrays = q, weights, index_cache, block_tables, seq_lens
+    given: Any = dict(query_lens=query_lens, layer=layer, k_scale=k_scale, top_k=int(top_k))
+    refuse_explicit_axes(op, *arrays, query_lens, k_scale)
+
+    def mosaic(interpret: bool) -> jax.Array:
+        return mla_index_mosaic(*lax.stop_gradient(arrays), **given, interpret=interpret)
+
+    return dispatch_kernel(op, implementation, mosaic, lambda: index_xla(*arrays, **given))
 
 
 @functools.partial(jax.jit, static_argnames="top_k")
@@ -100,11 +107,11 @@ def index_xla(
     index_cache: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    query_lens: jax.Array | None,
-    layer: jax.Array | int | None,
-    k_scale: jax.Array | None,
     *,
     top_k: int,
+    query_lens: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
+    k_scale: jax.Array | None = None,
     begins: jax.Array | None = None,
 ) -> jax.Array:
     """`mla_index` of checked arguments; a token sees positions from `begins` [B, S] on."""
