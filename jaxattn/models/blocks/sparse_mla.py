@@ -16,7 +16,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
 from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.blocks.paged_mixer import addressing
-from jaxattn.models.caches.cache_layouts import IndexedLatentPages, LatentPages
+from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.nn import IndexPages, SparseMultiHeadLatentAttention
@@ -83,15 +83,13 @@ class SparseMLA(MLA):
 
     def cache(self, stream: Stream, layers: int) -> LatentPages:
         latents = super().cache(stream, layers)
-        if not self.index_heads:
-            return latents
         dtype = FP8 if latents.format.quantized else latents.format.dtype
-        return IndexedLatentPages(
+        return SparseLatentPages(
             name=latents.name,
             layers=layers,
             format=latents.format,
             array=latents.array,
-            keys=IndexKeyFormat(dtype, self.index_head_dim),
+            keys=IndexKeyFormat(dtype, self.index_head_dim) if self.index_heads else None,
         )
 
     def scratch(
@@ -113,8 +111,7 @@ class SparseMLA(MLA):
             return {}
         found = {}
         if prompts is not None:
-            tokens = prompts.tokens.reshape(-1, prompts.layout.tokens)
-            found[OF_PROMPTS] = tokens, prompts.block_tables
+            found[OF_PROMPTS] = prompts.tokens, prompts.block_tables
         if rows is not None:
             found[OF_ROWS] = rows.tokens, rows.block_tables
         page = self.page_size(arrays)

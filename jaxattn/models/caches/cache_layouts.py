@@ -40,23 +40,22 @@ class LatentPages(LayerCache):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndexedLatentPages(LatentPages):
-    """Latents, and in pages of the same numbers the keys of the layers' indexers: `index_cache`
-    [L, N, C, D], and `index_scale` [L, N, C] of FP8 keys.
+class SparseLatentPages(LatentPages):
+    """Latents of which tokens are chosen, and in pages of the same numbers the keys of the layers'
+    indexers: `index_cache` [L, N, C, D], and `index_scale` [L, N, C] of FP8 keys.
 
     Attributes:
-        keys: their format.
+        keys: their format; None of layers without an indexer.
     """
 
-    keys: IndexKeyFormat
+    keys: IndexKeyFormat | None
 
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
-        tokens = (self.layers, size.pages, size.page_size)
+        tokens, found = (self.layers, size.pages, size.page_size), super().shapes(size)
+        if self.keys is None:
+            return found
         shape = (*tokens, self.keys.head_dim)
-        found = {
-            **super().shapes(size),
-            "index_cache": jax.ShapeDtypeStruct(shape, self.keys.dtype),
-        }
+        found["index_cache"] = jax.ShapeDtypeStruct(shape, self.keys.dtype)
         if self.keys.scaled:
             found["index_scale"] = jax.ShapeDtypeStruct(tokens, jnp.float32)
         return found

@@ -86,6 +86,7 @@ _NEVER_FP8 = (
     "q_heads_norm",
     "k_heads_norm",
 )
+_FP8_OF_INDEXER = ("wq_b", "wk")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")
 _SCALES = ("gate_up_scale", "down_scale")
@@ -112,6 +113,11 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
             return ParamRole(line="norms", split="all")
         case ("segments", int(), "layers", int(), "norm" | "mlp_norm", "weight"):
             return ParamRole(line="norms", split="all", stacked=1)
+        case ("segments", int(), "layers", int(), "mixer", "indexer", str(name), str(leaf)):
+            fp8 = name in _FP8_OF_INDEXER and leaf != _SCALE
+            return ParamRole(
+                line="indexer", split="all", stacked=1, published_fp8=fp8, scales=leaf == _SCALE
+            )
         case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):
             mixer = spec.segments[number].pattern[place].mixer
             line = type(mixer).__name__
