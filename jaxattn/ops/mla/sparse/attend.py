@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Num
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import BYTES
 from jaxattn.core.cache.pages import seen_lengths
-from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import INT32, OpArguments
@@ -164,8 +164,13 @@ def _checked(
 
 def _attend(op: str, call: MlaSparseCall, implementation: Implementation | None) -> tuple[Any, ...]:
     def mosaic(interpret: bool) -> tuple[Any, ...]:
+        dense = call.dense
+        q, kv_cache, kv_scale = without_gradient(
+            op, (dense.q, dense.kv_cache, dense.kv_scale), "q kv_cache kv_scale"
+        )
+        dense = dataclasses.replace(dense, q=q, kv_cache=kv_cache, kv_scale=kv_scale)
         return mla_sparse_mosaic(
-            call.dense, call.indices, call.sinks,
+            dense, call.indices, call.sinks,
             batch_invariant=call.batch_invariant, interpret=interpret,
         )  # fmt: skip
 
