@@ -3,10 +3,13 @@
 A block is 512 threads, 16 warps. The cluster's warps have consecutive shares of the row, and read
 them from L2 in every pass, four numbers a lane:
 
-    three passes   histograms of 11, 11 and 10 bits of the numbers that match the bits so far; of
+    two or three   histograms of 12, 12 and 8 bits of the numbers that match the bits so far; of
                    all blocks' histograms together, the digit in which the k-th largest lies
-    a fourth       how many numbers of each warp are above the threshold, and how many are equal
-    a fifth        the places of those above, and of the first equal ones, in ascending order
+    another        how many numbers of each warp are above the threshold, and how many are equal
+    the last       the places of those above, and of the first equal ones, in ascending order
+
+If all numbers with the first 24 bits are wanted, the last 8 bits are not looked at: most rows of
+float32 have one such number.
 
 Histograms are in each block's shared memory. A block reads those of the others, and finds the same
 digit as they do.
@@ -36,17 +39,18 @@ from jaxattn.kernels.hopper.ptx import (
 WARPGROUPS = 4
 THREADS = 128 * WARPGROUPS
 WARPS = THREADS // 32
-BINS = 2048
+BINS = 4096
+OWN = BINS // THREADS  # digits of a thread
 STEP = 128  # numbers of a warp's load
 AHEAD = 4  # loads under way
 RESIDENT = 8  # loads whose numbers stay in registers from pass to pass
 # Words of shared memory: three histograms, then what the block's threads tell each other.
 TOTALS = 3 * BINS
 COUNTS = TOTALS + WARPS  # of each warp, above the threshold and equal
-FOUND = COUNTS + 2 * WARPS  # of each pass the digit, and how many of it are wanted
-WORDS = FOUND + 8
+FOUND = COUNTS + 2 * WARPS  # of each pass the digit, how many of it are wanted and how many it has
+WORDS = FOUND + 4 * 3
 # The bits of a pass: (by how much a number is shifted, mask of the digit).
-DIGITS = ((21, 2047), (10, 2047), (0, 1023))
+DIGITS = ((20, 4095), (8, 4095), (0, 255))
 
 COUNT = "{ .reg .pred some; setp.ne.u32 some, $1, 0; @some red.shared.add.u32 [$0], 1; }"
 WRITE = "{ .reg .pred some; setp.ne.u32 some, $2, 0; @some st.global.u32 [$0], $1; }"
@@ -116,17 +120,27 @@ class RadixSelect:
         self._share()
         self._clear()
         self._meet()
-        prefix, wanted = None, word(self.top_k)
-        for number, (_, mask) in enumerate(DIGITS):
-            self._count_digits(number, prefix)
-            self._sync()
-            digit, wanted = self._find(number, wanted)
-            if number == 0:
-                prefix = arith.subi(digit, word(BINS // 2))
-            else:
-                bits = mask.bit_length()
-                prefix = arith.ori(arith.shli(prefix, word(bits)), digit)
-        self._write(prefix, wanted)
+        first, wanted, _ = self._digit(0, None, word(self.top_k))
+        prefix = arith.subi(first, word(BINS // 2))
+        second, wanted, count = self._digit(1, prefix, wanted)
+        prefix = arith.ori(arith.shli(prefix, word(12)), second)
+        # Below the least prefix there is no threshold.
+        least = self._equal(prefix, word(-(2**23)))
+        more = arith.ori(arith.cmpi(arith.CmpIPredicate.ne, count, wanted), least)
+        with utils.when(more):
+            self._digit(2, prefix, wanted)
+        bits, some, _ = self._found(2)
+        prefix = arith.shli(prefix, word(8))
+        below = arith.subi(prefix, word(1))  # all with the prefix are above
+        threshold = arith.select(more, arith.ori(prefix, bits), below)
+        self._write(threshold, arith.select(more, some, word(0)))
+
+    def _digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
+        """A pass: what it found, for all threads of the cluster."""
+        self._count_digits(number, prefix)
+        self._sync()
+        self._find(number, wanted)
+        return self._found(number)
 
     def _share(self) -> None:
         """The warp's numbers: from `first` up to `limit`, in turns of AHEAD steps."""
@@ -204,17 +218,23 @@ class RadixSelect:
 
         self._each([], use)
 
-    def _find(self, number: int, wanted: Any) -> tuple[Any, Any]:
-        """The digit of the k-th largest, and how many of the numbers with that digit are wanted.
-        Each thread has four digits."""
-        at = self._shared(times(self.thread, 16), 4 * BINS * number)
-        own = [word(0)] * 4
+    def _found(self, number: int) -> list[Any]:
+        """The digit of the k-th largest, how many of the numbers with it are wanted, and how many
+        there are."""
+        return load(self.smem, word(0), 4 * (FOUND + 4 * number), 4)[:3]
+
+    def _find(self, number: int, wanted: Any) -> None:
+        """Each thread has a few digits; one of them finds the digit among its own."""
+        own = [word(0)] * OWN
         for block in range(self.blocks):
-            if self.blocks == 1:
-                more = load(self.smem, times(self.thread, 16), 4 * BINS * number, 4)
-            else:
-                constraints = "=r,=r,=r,=r,r,r,~{memory}"
-                more = asm(OF_BLOCK, [i32()] * 4, [at, word(block)], constraints)
+            more: list[Any] = []
+            for first in range(0, OWN, 4):
+                offset, fixed = times(self.thread, 4 * OWN), 4 * (BINS * number + first)
+                if self.blocks == 1:
+                    more += load(self.smem, offset, fixed, 4)
+                else:
+                    at, constraints = self._shared(offset, fixed), "=r,=r,=r,=r,r,r,~{memory}"
+                    more += asm(OF_BLOCK, [i32()] * 4, [at, word(block)], constraints)
             own = [plus(x, y) for x, y in zip(own, more, strict=True)]
         total = plus(*own)
         from_here = total
@@ -230,19 +250,17 @@ class RadixSelect:
             arith.select(self._less(self.warp, word(i)), x, word(0)) for i, x in enumerate(totals)
         ]
         above = arith.subi(plus(tree(arith.addi, later), from_here), total)
-        for j in reversed(range(4)):
+        for j in reversed(range(OWN)):
             with_it = plus(above, own[j])
             is_it = arith.andi(
                 self._less(above, wanted), arith.cmpi(arith.CmpIPredicate.uge, with_it, wanted)
             )
             with utils.when(is_it):
-                digit = plus(times(self.thread, 4), word(j))
-                store(digit, self.smem, word(0), 4 * (FOUND + 2 * number))
-                store(arith.subi(wanted, above), self.smem, word(4), 4 * (FOUND + 2 * number))
+                digit = plus(times(self.thread, OWN), word(j))
+                found = joined([digit, arith.subi(wanted, above), own[j], word(0)])
+                store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
             above = with_it
         self._meet()
-        digit, wanted = load(self.smem, word(0), 4 * (FOUND + 2 * number), 2)
-        return digit, wanted
 
     def _write(self, threshold: Any, wanted: Any) -> None:
         """The places of numbers above the threshold, and of the first `wanted` equal ones."""

@@ -25,27 +25,30 @@ class IndexTiling:
     """How a call is cut, which shapes alone decide.
 
     Attributes:
-        tokens: of an item.
-        row_items: items of a row; the last may have fewer tokens.
-        width: numbers of a token's scores, a multiple of the tile.
-        group: items whose scores are in memory at a time.
+        tokens: of an item; the last one of a row may have fewer.
+        most_keys: that a block table has room for.
     """
 
     batch: int
     q_len: int
     heads: int
     tokens: int
-    width: int
+    most_keys: int
 
     @classmethod
     def of(cls, batch: int, q_len: int, heads: int, most_keys: int) -> "IndexTiling":
         most = max(1, min(MOST_COLUMNS // heads, MOST_TOKENS, q_len))
         tokens = -(-q_len // -(-q_len // most))
-        width = -(-most_keys // PAGE) * PAGE
-        return cls(batch=batch, q_len=q_len, heads=heads, tokens=tokens, width=width)
+        return cls(batch=batch, q_len=q_len, heads=heads, tokens=tokens, most_keys=most_keys)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's scores, a multiple of the tile."""
+        return -(-self.most_keys // PAGE) * PAGE
 
     @property
     def row_items(self) -> int:
+        """Items of a row."""
         return -(-self.q_len // self.tokens)
 
     @property
@@ -63,6 +66,7 @@ class IndexTiling:
 
     @property
     def group(self) -> int:
+        """Items whose scores are in memory at a time."""
         return -(-self.items // self.groups)
 
     @property
@@ -124,7 +128,7 @@ class IndexRows:
         here, q_len = self.row(item), self.tiling.q_len
         new = q_len if self.query_lens_ref is None else self.query_lens_ref[here]
         number = part * self.tiling.tokens + token
-        seen = visible_keys(self.lens_ref[here], new, number, self.tiling.width)
+        seen = visible_keys(self.lens_ref[here], new, number, self.tiling.most_keys)
         return jnp.where(row < self.tiling.batch, seen, 0)
 
     def most(self, item: jax.Array) -> jax.Array:
