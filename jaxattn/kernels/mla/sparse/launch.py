@@ -131,9 +131,7 @@ def mla_sparse_mosaic(
         "indices_ref": lists, "visible_ref": visible, "sinks_ref": padded,
     }  # fmt: skip
     written = launch(
-        lambda **refs: MlaSparseKernel(
-            cut, MlaDecodeRefs(**refs), tokens_of_row, whole
-        ).run(),
+        lambda **refs: MlaSparseKernel(cut, MlaDecodeRefs(**refs), tokens_of_row, whole).run(),
         name=OP,
         grid={"part": results.parts, "tile": tiles},
         inputs={**given, **results.inputs},
@@ -197,9 +195,7 @@ def _parts(rows: int, pages: int, tiles: int, num_sms: int) -> int:
     return max(1, min(num_parts(rows, tiles, TILE, pages, num_sms), worth))
 
 
-def _schedule(
-    rows: int, pages: int, tiles: int, num_sms: int, batch_invariant: bool
-) -> Schedule:
+def _schedule(rows: int, pages: int, tiles: int, num_sms: int, batch_invariant: bool) -> Schedule:
     """Lists are all as long, so the schedule is a constant of the program. It says of what lengths
     it was made, so that padding's pieces, which nobody writes, are not merged."""
     parts = _parts(rows, pages, tiles, num_sms)

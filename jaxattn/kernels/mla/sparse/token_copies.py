@@ -96,9 +96,7 @@ def token_numbers(
         position = arith.select(seen, position, word(0))
         shift = word(page_size.bit_length() - 1)
         width = ir.MemRefType(table.type).shape[1]
-        offset = arith.addi(
-            _wide(single(row), width, 4), _wide(arith.shrui(position, shift), 1, 4)
-        )
+        offset = arith.addi(_wide(single(row), width, 4), _wide(arith.shrui(position, shift), 1, 4))
         number = _read(table, offset)
         exists = arith.cmpi(arith.CmpIPredicate.ult, number, word(pages))
         first = arith.shli(plus(times(single(layer), pages), number), shift)
@@ -121,9 +119,7 @@ def seen_words(
         inside = plus(times(single(page), PAGE), _lane())
         offset = arith.addi(_wide(single(row), entries, 4), _wide(inside, 1, 4))
         found = [_read(indices, arith.addi(offset, _wide(word(32 * i), 1, 4))) for i in range(2)]
-        code = (
-            "{ .reg .pred p; setp.lt.u32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
-        )
+        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
         words = [asm_word(code, x, single(visible)) for x in found]
         return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in words)
 

@@ -18,9 +18,7 @@ def tile_iota(dimension: int) -> jax.Array:
 class CausalMask:
     """Of the pages of a row's piece, which begins at page `start` of the row."""
 
-    def __init__(
-        self, block: MlaDecodeCta, row: jax.Array, start: jax.Array, length: jax.Array
-    ):
+    def __init__(self, block: MlaDecodeCta, row: jax.Array, start: jax.Array, length: jax.Array):
         cut, refs = block.cut, block.refs
         self.start, self.q_len = start, cut.q_len
         self.length = length

@@ -243,6 +243,4 @@ class QkSoftmaxMainloop:
             return finished(new_top, jnp.exp2(scores - _over_keys(new_top)))
 
         growing = cut.scale > 0 or cut.latents.quantized
-        return lax.cond(
-            self.mask.all_seen(page), plain if growing else masked, masked, scores
-        )
+        return lax.cond(self.mask.all_seen(page), plain if growing else masked, masked, scores)
