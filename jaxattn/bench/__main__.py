@@ -1,6 +1,7 @@
 """`python -m jaxattn.bench WHAT` times kernels, decode steps and whole models on this GPU.
 
     mla, mla-prefill       MLA, decode and prefill
+    mla-index              the indexer of DeepSeek Sparse Attention, with its top k
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
     moe, moe-cuts          a layer of experts, and each way to cut its kernels
@@ -45,6 +46,7 @@ from jaxattn.bench.attention import (
     gqa_prefill,
     mla,
     mla_fp8,
+    mla_index,
     mla_prefill,
     turboquant,
     turboquant_prefill,
@@ -77,6 +79,7 @@ PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
+    "mla-index": [mla_index],
     "gqa": [gqa, turboquant],
     "gqa-prefill": [gqa_prefill, turboquant_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_output_norm],
