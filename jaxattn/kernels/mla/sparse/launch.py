@@ -125,6 +125,7 @@ def mla_sparse_mosaic(
         dtype=call.dtype, latents=call.format, rope=True, first_rows=results.first_rows,
         output_by_tma=False, interpret=interpret, gathered=True,
     )  # fmt: skip
+    assert not isinstance(call.q, tuple)
     packed = jnp.pad(call.q[:, 0], ((0, 0), (0, tiles * TILE - num_heads), (0, 0)))
     given = call.inputs() | {
         "q_ref": packed, "q_rope_ref": None, "made_of_ref": None, "query_lens_ref": None,
