@@ -2,6 +2,7 @@
 
     mla, mla-prefill       MLA, decode and prefill
     mla-index              the indexer of DeepSeek Sparse Attention, with its top k
+    mla-sparse             MLA attention to the positions that it chose
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
     moe, moe-cuts          a layer of experts, and each way to cut its kernels
@@ -48,6 +49,7 @@ from jaxattn.bench.attention import (
     mla_fp8,
     mla_index,
     mla_prefill,
+    mla_sparse,
     turboquant,
     turboquant_prefill,
 )
@@ -80,6 +82,7 @@ MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
     "mla-index": [mla_index],
+    "mla-sparse": [mla_sparse],
     "gqa": [gqa, turboquant],
     "gqa-prefill": [gqa_prefill, turboquant_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_output_norm],

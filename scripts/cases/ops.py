@@ -107,6 +107,10 @@ OPS: dict[str, Op] = {
         f"q[B,T,H,D] weights:f32[B,T,H] index_cache:fp8[*L,N,C,D] {RAGGED} k_scale:f32[*L,N,C]?fp8",
         kernel=True,
     ),
+    "mla_sparse": Op(
+        calls.mla_sparse,
+        f"q[B,T,H,D] kv_cache:cache[*L,N,C,latent] {RAGGED} indices:i32[B,T,K] sinks:f32[H]?sinks",
+    ),
     "mla_prefill": Op(
         mla.mla_prefill,
         "q[B,T,H,nope+rope] latent[B,T,rank+rope] w_uk[H,nope,rank] w_uv[H,rank,Dv] "

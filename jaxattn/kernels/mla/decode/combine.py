@@ -250,8 +250,8 @@ class MlaCombineCta:
     def _write(self, packed: Any, top: Any, total: Any, out: Any) -> None:
         @pl.when(self.wg == 0)
         def _():
-            empty, all_of_it, kept = top == -jnp.inf, total, 1.0
-            highest = top
+            empty, highest, all_of_it = top == -jnp.inf, top, total
+            kept: Any = 1.0
             if self.sinks is not None:
                 highest = jnp.maximum(top, self.sinks[packed])
                 kept = weight_of(top, highest)

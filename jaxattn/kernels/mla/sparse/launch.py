@@ -91,6 +91,7 @@ def mla_sparse_mosaic(
     sinks: jax.Array | None = None,
     *,
     batch_invariant: bool = False,
+    output_by_tma: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
@@ -114,17 +115,20 @@ def mla_sparse_mosaic(
     visible = _visible(call)
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     schedule = _schedule(rows, entries // PAGE, tiles, num_sms, batch_invariant)
-    call = _of_tokens(call, jnp.where(visible > 0, entries, 0), schedule).stacked()
+    whole = not _splits(rows, entries // PAGE, schedule.parts, batch_invariant)
+    lengths = _lengths(lists, visible) if whole else jnp.where(visible > 0, entries, 0)
+    call = _of_tokens(call, lengths, schedule).stacked()
     padded = None
     if sinks is not None:
         padded = jnp.pad(sinks.astype(jnp.float32), (0, tiles * TILE - num_heads))
-    whole = not _splits(rows, entries // PAGE, schedule.parts, batch_invariant)
     results = MlaDecodeOutputs(call, tiles * TILE, padded, split=not whole)
     cut = MlaDecodeConfig(
         q_len=1, num_heads=num_heads, tiles=tiles, parts=results.parts, scale=call.scale,
         dtype=call.dtype, latents=call.format, rope=True, first_rows=results.first_rows,
-        output_by_tma=False, interpret=interpret, gathered=True,
+        output_by_tma=output_by_tma and results.in_whole_tiles(), interpret=interpret,
+        gathered=True,
     )  # fmt: skip
+    assert not isinstance(call.q, tuple)
     packed = jnp.pad(call.q[:, 0], ((0, 0), (0, tiles * TILE - num_heads), (0, 0)))
     given = call.inputs() | {
         "q_ref": packed, "q_rope_ref": None, "made_of_ref": None, "query_lens_ref": None,
@@ -178,6 +182,14 @@ def _visible(call: MlaDecodeCall) -> jax.Array:
     queries: Any = call.q_len if call.query_lens is None else call.query_lens[:, None]
     within = (lengths > 0) & (lengths <= call.max_pages * call.page_size) & (token < queries)
     return jnp.where(within, jnp.maximum(lengths - queries + token + 1, 0), 0).reshape(-1)
+
+
+def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:
+    """int32 [rows], each list's entries up to the last one that is attended to: what an indexer
+    chose of few tokens ends early. Where lists are cut their ends take no more time than others."""
+    attended = (lists >= 0) & (lists < visible[:, None])
+    entry = jnp.arange(1, lists.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(attended, entry, 0), axis=1)
 
 
 def _of_tokens(call: MlaDecodeCall, lengths: jax.Array, schedule: Schedule) -> MlaDecodeCall:

@@ -81,7 +81,12 @@ class TokenProducer(PageProducer):
         return self._page_of(ahead), ahead, self._after(at)
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
-        """The same once the next page's copies have begun."""
+        """The same once the next page's copies have begun, or as they are where none have."""
+        if goes_on is True:
+            return self._moved_on(pages)
+        return lax.cond(goes_on, self._moved_on, lambda pages: pages, pages)
+
+    def _moved_on(self, pages: Any) -> Any:
         ahead, (at, positions) = pages[1:3]
         return self._page_of(ahead), (at, self._numbers(at, positions)), self._after(at)
 
@@ -121,6 +126,8 @@ class WideTokenProducer(TokenProducer):
     that is multiplied exists.
     """
 
+    hands_over = True
+
     def begin(self) -> Any:
         pages = self._start()
         there = pages[0][1]
@@ -140,8 +147,8 @@ class WideTokenProducer(TokenProducer):
         self._end_group()
         return self.later(pages)
 
-    def later(self, pages: Any, goes_on: Any = True) -> Any:
-        return *super().later(pages, goes_on), pages[0][1]
+    def _moved_on(self, pages: Any) -> Any:
+        return *super()._moved_on(pages), pages[0][1]
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         before, ahead = pages[:2]

@@ -75,6 +75,7 @@ class PvWarpgroup:
             self.pages.refill(1, pages, last)
             if self.cut.rope:
                 self.pages.refill_rope(pages, last)
+            self.pages.hand_over(pages, last)
             pages = self.pages.later(pages)
         if self.refs.partial_ref is not None:
 
@@ -137,7 +138,8 @@ class PvWarpgroup:
                 plgpu.barrier_wait(shared.p_read.at[slot])
                 pl.when(free)(lambda: self.pages.refill_rope(pages, now))
 
-        self.pages.hand_over(pages, now)
+        if self.pages.hands_over:
+            pl.when(free)(lambda: self.pages.hand_over(pages, now))
         return accs, self.pages.later(pages, free)
 
     def _multiplied(

@@ -107,7 +107,7 @@ class QkSoftmaxWarpgroup:
         def _():
             plgpu.barrier_wait(self.shared.sums_read)
 
-        whole = steps == self.part.pages_in(pages.length)
+        whole = lambda: steps == self.part.pages_in(pages.length)  # noqa: E731
         top, total, shown = self._with_sinks(top, total, whole)
         self.shared.sums[...] = shown
         plgpu.commit_smem()
@@ -115,10 +115,10 @@ class QkSoftmaxWarpgroup:
         q = self._load_queries(following)
         lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
         refs, packed = self.refs, self.block.packed
-        self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole, lse)
+        self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole(), lse)
         return pages_before + steps, pieces_before + 1, q
 
-    def _with_sinks(self, top: jax.Array, total: jax.Array, whole: jax.Array) -> Any:
+    def _with_sinks(self, top: jax.Array, total: jax.Array, whole: Callable[[], jax.Array]) -> Any:
         """Of a whole row (maximum, sum, what the output is divided by) with its sinks; those of a
         row that was cut meet it when its pieces do. `total` is negative where it is empty."""
         if self.refs.sinks_ref is None:
@@ -126,7 +126,7 @@ class QkSoftmaxWarpgroup:
         sinks = self.refs.sinks_ref.at[self.block.packed]
         sinks = plgpu.load(sinks, layout=BY_ROW, optimized=False)
         both = with_sink(top, jnp.maximum(total, 0.0), sinks)
-        there = whole & (total > 0)
+        there = whole() & (total > 0)
         divisor = total + jnp.exp2(sinks * LOG2E - top)  # relative to the maximum without it
         new_top, joined = (jnp.where(there, x, y) for x, y in zip(both, (top, total), strict=True))
         return new_top, joined, jnp.where(there, divisor, total)
