@@ -20,8 +20,9 @@ from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import INT32, OpArguments
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
-from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic
+from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic, refuse
 from jaxattn.ops.mla.decode import checked_call, into_arena
 
 # Bytes of latents and scores that the plain-JAX path holds at a time.
@@ -165,6 +166,8 @@ def _checked(
 def _attend(op: str, call: MlaSparseCall, implementation: Implementation | None) -> tuple[Any, ...]:
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         dense = call.dense
+        require_hopper(op, interpret=interpret)
+        refuse(dense)
         q, kv_cache, kv_scale = without_gradient(
             op, (dense.q, dense.kv_cache, dense.kv_scale), "q kv_cache kv_scale"
         )
