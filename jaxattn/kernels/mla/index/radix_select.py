@@ -32,7 +32,6 @@ from jaxattn.kernels.hopper.ptx import (
     single,
     store,
     times,
-    tree,
     word,
 )
 
@@ -42,6 +41,7 @@ WARPS = THREADS // 32
 BINS = 4096
 OWN = BINS // THREADS  # digits of a thread
 STEP = 128  # numbers of a warp's load
+LOWEST = -(2**31)  # no score's number
 AHEAD = 4  # loads under way
 RESIDENT = 8  # loads whose numbers stay in registers from pass to pass
 # Words of shared memory: three histograms, then what the block's threads tell each other.
@@ -152,19 +152,31 @@ class RadixSelect:
         self.ahead = -(-self.width // (teams * STEP)) if self.resident else AHEAD
         self.turns = arith.divui(plus(each, word(self.ahead - 1)), word(self.ahead))
         begin = times(arith.muli(self.team, each), STEP)
-        self.limit = arith.minui(plus(begin, times(each, STEP)), self.visible)
+        limit = arith.minui(plus(begin, times(each, STEP)), self.visible)
+        self.limits = [arith.subi(limit, word(j)) for j in range(4)]
         self.first = plus(begin, times(self.lane, 4))
         self.base = times(self.row, 4 * self.width)
         self.loaded = self._load(word(0)) if self.resident else None
 
     def _load(self, turn: Any) -> list[Any]:
-        """(place of the first, four numbers) of each step of a turn."""
+        """(place of the first, four numbers) of each step of a turn; what is not the warp's is
+        LOWEST."""
         steps = []
         for step in range(self.ahead):
             place = plus(self.first, times(turn, STEP * self.ahead), word(STEP * step))
             inside = arith.minui(place, word(self.width - 4))
             steps.append((place, load(self.keys, plus(self.base, times(inside, 4)), 0, 4)))
-        return steps
+        lowest = word(LOWEST)
+        return [
+            (
+                place,
+                [
+                    arith.select(self._less(place, limit), key, lowest)
+                    for key, limit in zip(four, self.limits, strict=True)
+                ],
+            )
+            for place, four in steps
+        ]
 
     def _sync(self) -> None:
         """The cluster's threads wait for one another."""
@@ -183,13 +195,11 @@ class RadixSelect:
             store(zeros, self.smem, times(self.thread, 16), 4 * first)
 
     def _each(self, carry: list[Any], use: Any) -> list[Any]:
-        """`use(carry, places, numbers, which are the warp's)` of the lane's four numbers a step."""
+        """`use(carry, place of the first, numbers)` of the lane's four numbers a step."""
 
         def turn(steps: list[Any], carry: list[Any]) -> list[Any]:
-            for first, four in steps:
-                places = [plus(first, word(j)) for j in range(4)]
-                mine = [self._less(place, self.limit) for place in places]
-                carry = use(carry, places, four, mine)
+            for place, four in steps:
+                carry = use(carry, place, four)
             return carry
 
         if self.loaded is not None:
@@ -204,16 +214,17 @@ class RadixSelect:
         shift, mask = DIGITS[number]
         histogram = self._shared(word(0), 4 * BINS * number)
 
-        def use(carry: list[Any], _: Any, four: list[Any], mine: list[Any]) -> list[Any]:
-            for key, here in zip(four, mine, strict=True):
+        def use(carry: list[Any], _: Any, four: list[Any]) -> list[Any]:
+            for key in four:
                 if prefix is None:
+                    counted = word(1)
                     digit = plus(arith.shrsi(key, word(shift)), word(BINS // 2))
                 else:
                     above = arith.shrsi(key, word(shift + mask.bit_length()))
-                    here = arith.andi(here, self._equal(above, prefix))
+                    counted = arith.extui(i32(), self._equal(above, prefix))
                     digit = arith.andi(arith.shrui(key, word(shift)), word(mask))
                 at = plus(histogram, times(digit, 4))
-                asm(COUNT, [], [at, arith.extui(i32(), here)], "r,r,~{memory}")
+                asm(COUNT, [], [at, counted], "r,r,~{memory}")
             return carry
 
         self._each([], use)
@@ -243,39 +254,35 @@ class RadixSelect:
         with utils.when(self._equal(self.lane, word(0))):
             store(from_here, self.smem, times(self.warp, 4), 4 * TOTALS)
         self._meet()
-        totals: list[Any] = []
-        for first in range(0, WARPS, 4):
-            totals += load(self.smem, word(0), 4 * (TOTALS + first), 4)
-        later = [
-            arith.select(self._less(self.warp, word(i)), x, word(0)) for i, x in enumerate(totals)
-        ]
-        above = arith.subi(plus(tree(arith.addi, later), from_here), total)
-        for j in reversed(range(OWN)):
-            with_it = plus(above, own[j])
-            is_it = arith.andi(
-                self._less(above, wanted), arith.cmpi(arith.CmpIPredicate.uge, with_it, wanted)
-            )
-            with utils.when(is_it):
-                digit = plus(times(self.thread, OWN), word(j))
-                found = joined([digit, arith.subi(wanted, above), own[j], word(0)])
-                store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
-            above = with_it
+        other = arith.andi(self.lane, word(WARPS - 1))  # each lane has another warp's sum
+        [sum_of_other] = load(self.smem, times(other, 4), 4 * TOTALS, 1)
+        is_later = arith.andi(self._less(self.warp, self.lane), self._less(self.lane, word(WARPS)))
+        later = self._over_warp(arith.select(is_later, sum_of_other, word(0)))
+        above = arith.subi(plus(later, from_here), total)
+        reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, total), wanted)
+        with utils.when(arith.andi(self._less(above, wanted), reached)):
+            for j in reversed(range(OWN)):
+                with_it = plus(above, own[j])
+                reached = arith.cmpi(arith.CmpIPredicate.uge, with_it, wanted)
+                with utils.when(arith.andi(self._less(above, wanted), reached)):
+                    digit = plus(times(self.thread, OWN), word(j))
+                    found = joined([digit, arith.subi(wanted, above), own[j], word(0)])
+                    store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
+                above = with_it
         self._meet()
 
     def _write(self, threshold: Any, wanted: Any) -> None:
         """The places of numbers above the threshold, and of the first `wanted` equal ones."""
 
-        def kinds(key: Any, here: Any) -> tuple[Any, Any]:
+        def kinds(key: Any) -> tuple[Any, Any]:
             above = arith.cmpi(arith.CmpIPredicate.sgt, key, threshold)
-            pair = (arith.andi(here, above), arith.andi(here, self._equal(key, threshold)))
-            return tuple(arith.extui(i32(), x) for x in pair)
+            return above, self._equal(key, threshold)
 
-        def count(carry: list[Any], _: Any, four: list[Any], mine: list[Any]) -> list[Any]:
-            above, equal = carry
-            for key, here in zip(four, mine, strict=True):
-                is_above, is_equal = kinds(key, here)
-                above, equal = plus(above, is_above), plus(equal, is_equal)
-            return [above, equal]
+        def count(carry: list[Any], _: Any, four: list[Any]) -> list[Any]:
+            for key in four:
+                both = zip(carry, kinds(key), strict=True)
+                carry = [plus(number, arith.extui(i32(), one)) for number, one in both]
+            return carry
 
         counts = [self._over_warp(x) for x in self._each([word(0), word(0)], count)]
         with utils.when(self._equal(self.lane, word(0))):
@@ -290,27 +297,33 @@ class RadixSelect:
             pointer(self.out, times(self.row, 4 * self.top_k)),
         )
 
-        def write(carry: list[Any], places: Any, four: Any, mine: Any) -> list[Any]:
+        def write(carry: list[Any], first: Any, four: list[Any]) -> list[Any]:
+            """Both counts are in one word, the equal ones in its upper half."""
             above, equal = carry
-            each = [kinds(key, here) for key, here in zip(four, mine, strict=True)]
-            both = [plus(x, arith.shli(y, word(16))) for x, y in each]
-            own = plus(*both)
+            each = []
+            for key in four:
+                is_above, is_equal = kinds(key)
+                other = arith.select(is_equal, word(2**16), word(0))
+                each.append(arith.select(is_above, word(1), other))
+            own = plus(*each)
             up_to = own
             for distance in (1, 2, 4, 8, 16):
                 up_to = self._lanes(UP, up_to, distance)
             total = asm_word("shfl.sync.idx.b32 $0, $1, 31, 0x1f, -1;", up_to)
-            earlier = arith.subi(up_to, own)
-            here_above = plus(above, arith.andi(earlier, word(0xFFFF)))
-            here_equal = plus(equal, arith.shrui(earlier, word(16)))
-            for (is_above, is_equal), place in zip(each, places, strict=True):
-                taken = arith.ori(
-                    is_above,
-                    arith.andi(is_equal, arith.extui(i32(), self._less(here_equal, wanted))),
-                )
-                index = plus(here_above, arith.minui(here_equal, wanted))
-                wide = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
-                asm(WRITE, [], [arith.addi(places_out, wide), place, taken], "l,r,r,~{memory}")
-                here_above, here_equal = plus(here_above, is_above), plus(here_equal, is_equal)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, own, word(0))):
+                before = arith.subi(up_to, own)
+                for j, one in enumerate(each):
+                    here_above = plus(above, arith.andi(before, word(0xFFFF)))
+                    here_equal = plus(equal, arith.shrui(before, word(16)))
+                    wide = arith.extui(i32(), self._less(here_equal, wanted))
+                    is_wanted = arith.ori(
+                        arith.andi(one, word(1)), arith.andi(arith.shrui(one, word(16)), wide)
+                    )
+                    index = plus(here_above, arith.minui(here_equal, wanted))
+                    at = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
+                    given = [arith.addi(places_out, at), plus(first, word(j)), is_wanted]
+                    asm(WRITE, [], given, "l,r,r,~{memory}")
+                    before = plus(before, one)
             return [
                 plus(above, arith.andi(total, word(0xFFFF))),
                 plus(equal, arith.shrui(total, word(16))),

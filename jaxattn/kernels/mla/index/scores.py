@@ -38,6 +38,7 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
+from jaxattn.kernels.mla.index.radix_select import LOWEST
 from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling, tiles_of
 
 DIM = 128  # of a key
@@ -48,10 +49,10 @@ MOST_WARPGROUPS = 3
 
 
 def ordered(scores: jax.Array) -> jax.Array:
-    """float32 as int32 that order as they do, -0 as 0."""
+    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where(bits == jnp.int32(-(2**31)), 0, bits)
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
+    bits = jnp.where(bits == LOWEST, 0, bits)
+    return jnp.maximum(bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF), LOWEST + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,4 +331,5 @@ class IndexScoreWarpgroup:
         negative_zero = arith.cmpi(arith.CmpIPredicate.eq, bits, word(2**31))
         bits = arith.select(negative_zero, word(0), bits)
         sign = arith.shrsi(bits, word(31))
-        return arith.xori(bits, arith.andi(sign, word(0x7FFFFFFF)))
+        bits = arith.xori(bits, arith.andi(sign, word(0x7FFFFFFF)))
+        return arith.maxsi(bits, word(LOWEST + 1))

@@ -143,7 +143,7 @@ class SimulatedCluster:
 )
 def test_the_first_of_equal_numbers_are_taken(width, blocks, visible, count, monkeypatch):
     drawn = np.random.default_rng(0).normal(size=(3, width)).astype(np.float32)
-    least = np.full(drawn.shape, -1, np.int32).view(np.float32)  # the lowest key of all
+    least = np.full(drawn.shape, -2, np.int32).view(np.float32)  # the lowest key of all
     least[:, ::9] = drawn[:, ::9]
     for numbers in (drawn, np.round(drawn * 2), np.full_like(drawn, -1.5), least):
         bits = (numbers + np.float32(0)).view(np.int32)
