@@ -23,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.ptx import (
     asm,
-    asm_word,
     i32,
     joined,
     load,
@@ -274,17 +273,20 @@ class RadixSelect:
     def _write(self, threshold: Any, wanted: Any) -> None:
         """The places of numbers above the threshold, and of the first `wanted` equal ones."""
 
-        def kinds(key: Any) -> tuple[Any, Any]:
-            above = arith.cmpi(arith.CmpIPredicate.sgt, key, threshold)
-            return above, self._equal(key, threshold)
-
-        def count(carry: list[Any], _: Any, four: list[Any]) -> list[Any]:
+        def kinds(four: list[Any]) -> list[Any]:
+            """1 for a number above the threshold, 2**16 for an equal one, else 0."""
+            kinds = []
             for key in four:
-                both = zip(carry, kinds(key), strict=True)
-                carry = [plus(number, arith.extui(i32(), one)) for number, one in both]
-            return carry
+                above = arith.cmpi(arith.CmpIPredicate.sgt, key, threshold)
+                equal = arith.select(self._equal(key, threshold), word(2**16), word(0))
+                kinds.append(arith.select(above, word(1), equal))
+            return kinds
 
-        counts = [self._over_warp(x) for x in self._each([word(0), word(0)], count)]
+        def parts(sums: Any) -> tuple[Any, Any]:
+            return arith.andi(sums, word(0xFFFF)), arith.shrui(sums, word(16))
+
+        count = self._each([word(0)], lambda carry, _, four: [plus(*carry, *kinds(four))])
+        counts = [self._over_warp(x) for x in parts(*count)]
         with utils.when(self._equal(self.lane, word(0))):
             for i, x in enumerate(counts):
                 store(x, self.smem, times(self.warp, 8), 4 * (COUNTS + i))
@@ -298,36 +300,26 @@ class RadixSelect:
         )
 
         def write(carry: list[Any], first: Any, four: list[Any]) -> list[Any]:
-            """Both counts are in one word, the equal ones in its upper half."""
-            above, equal = carry
-            each = []
-            for key in four:
-                is_above, is_equal = kinds(key)
-                other = arith.select(is_equal, word(2**16), word(0))
-                each.append(arith.select(is_above, word(1), other))
+            each = kinds(four)
             own = plus(*each)
             up_to = own
             for distance in (1, 2, 4, 8, 16):
                 up_to = self._lanes(UP, up_to, distance)
-            total = asm_word("shfl.sync.idx.b32 $0, $1, 31, 0x1f, -1;", up_to)
+            total = self._lanes("shfl.sync.idx.b32 $0, $1, {}, 0x1f, -1;", up_to, 31)
             with utils.when(arith.cmpi(arith.CmpIPredicate.ne, own, word(0))):
                 before = arith.subi(up_to, own)
                 for j, one in enumerate(each):
-                    here_above = plus(above, arith.andi(before, word(0xFFFF)))
-                    here_equal = plus(equal, arith.shrui(before, word(16)))
-                    wide = arith.extui(i32(), self._less(here_equal, wanted))
-                    is_wanted = arith.ori(
-                        arith.andi(one, word(1)), arith.andi(arith.shrui(one, word(16)), wide)
-                    )
+                    here = zip(carry, parts(before), strict=True)
+                    here_above, here_equal = (plus(x, y) for x, y in here)
+                    is_above, is_equal = parts(one)
+                    first_ones = arith.extui(i32(), self._less(here_equal, wanted))
+                    is_wanted = arith.ori(is_above, arith.andi(is_equal, first_ones))
                     index = plus(here_above, arith.minui(here_equal, wanted))
                     at = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
                     given = [arith.addi(places_out, at), plus(first, word(j)), is_wanted]
                     asm(WRITE, [], given, "l,r,r,~{memory}")
                     before = plus(before, one)
-            return [
-                plus(above, arith.andi(total, word(0xFFFF))),
-                plus(equal, arith.shrui(total, word(16))),
-            ]
+            return [plus(x, y) for x, y in zip(carry, parts(total), strict=True)]
 
         self._each(list(before), write)
         if self.blocks > 1:
@@ -353,8 +345,8 @@ class RadixSelect:
         """An address of shared memory, as a word."""
         return llvm.ptrtoint(i32(), pointer(self.smem, offset, fixed))
 
-    def _lanes(self, code: str, x: Any, distance: int) -> Any:
-        return asm(code.format(distance), [i32()], [x], "=r,r", convergent=True)[0]
+    def _lanes(self, code: str, x: Any, number: int) -> Any:
+        return asm(code.format(number), [i32()], [x], "=r,r", convergent=True)[0]
 
     def _over_warp(self, x: Any) -> Any:
         code = "redux.sync.add.u32 $0, $1, 0xffffffff;"

@@ -72,7 +72,6 @@ class SimulatedCluster:
             "times": lambda x, by: x * np.uint32(by),
             "i32": lambda: 32,
             "joined": lambda values: values,
-            "asm_word": lambda code, x: np.repeat(x.reshape(-1, 32)[:, 31], 32),
         } | {name: getattr(self, name) for name in ("word", "load", "store", "asm")}
 
     @contextlib.contextmanager
@@ -123,6 +122,8 @@ class SimulatedCluster:
         elif "shfl.sync" in code:
             (lanes,) = (x.reshape(-1, 32) for x in operands)
             distance = int(re.findall(r"\$1, (\d+)", code)[0])
+            if "shfl.sync.idx" in code:
+                return [np.repeat(lanes[:, distance], 32)]
             up, moved = "shfl.sync.up" in code, np.zeros_like(lanes)
             if up:
                 moved[:, distance:] = lanes[:, :-distance]
