@@ -11,8 +11,9 @@ them from L2 in every pass, four numbers a lane:
 If all numbers with the first 24 bits are wanted, the last 8 bits are not looked at: most rows of
 float32 have one such number.
 
-Histograms are in each block's shared memory. A block reads those of the others, and finds the same
-digit as they do.
+Histograms are in each block's shared memory. A warp of each block looks for the digit in the sums
+of all blocks' histograms: among 128 groups of digits first, then in a group. Other blocks' memory is
+slow to read: with whole histograms of 8 blocks it took two thirds of the time.
 """
 
 from typing import Any
@@ -43,9 +44,10 @@ STEP = 128  # numbers of a warp's load
 LOWEST = -(2**31)  # no score's number
 AHEAD = 4  # loads under way
 RESIDENT = 8  # loads whose numbers stay in registers from pass to pass
+GROUPS = 128  # of digits
 # Words of shared memory: three histograms, then what the block's threads tell each other.
-TOTALS = 3 * BINS
-COUNTS = TOTALS + WARPS  # of each warp, above the threshold and equal
+SUMS = 3 * BINS  # of each histogram's groups
+COUNTS = SUMS + 3 * GROUPS  # of each warp, above the threshold and equal
 FOUND = COUNTS + 2 * WARPS  # of each pass the digit, how many of it are wanted and how many it has
 WORDS = FOUND + 4 * 3
 # The bits of a pass: (by how much a number is shifted, mask of the digit).
@@ -62,14 +64,16 @@ UP = (
     "{{ .reg .pred there; .reg .b32 more; shfl.sync.up.b32 more|there, $1, {}, 0, -1; "
     "@!there mov.b32 more, 0; add.u32 $0, $1, more; }}"
 )
-OF_BLOCK = (
-    "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
-    "ld.shared::cluster.v4.u32 {$0, $1, $2, $3}, [there]; }"
-)
-PAIR_OF_BLOCK = (
-    "{ .reg .b32 there; mapa.shared::cluster.u32 there, $2, $3; "
-    "ld.shared::cluster.v2.u32 {$0, $1}, [there]; }"
-)
+# Words of a block's shared memory, by how many they are.
+OF_BLOCK = {
+    1: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $2; "
+    "ld.shared::cluster.u32 $0, [there]; }",
+    2: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $2, $3; "
+    "ld.shared::cluster.v2.u32 {$0, $1}, [there]; }",
+    4: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
+    "ld.shared::cluster.v4.u32 {$0, $1, $2, $3}, [there]; }",
+}
+SWAP = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, -1;"
 CLUSTER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 
@@ -137,8 +141,12 @@ class RadixSelect:
     def _digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
         """A pass: what it found, for all threads of the cluster."""
         self._count_digits(number, prefix)
+        self._meet()
+        self._sum_groups(number)
         self._sync()
-        self._find(number, wanted)
+        with utils.when(self._equal(self.warp, word(0))):
+            self._find(number, wanted)
+        self._meet()
         return self._found(number)
 
     def _share(self) -> None:
@@ -233,42 +241,61 @@ class RadixSelect:
         there are."""
         return load(self.smem, word(0), 4 * (FOUND + 4 * number), 4)[:3]
 
-    def _find(self, number: int, wanted: Any) -> None:
-        """Each thread has a few digits; one of them finds the digit among its own."""
-        own = [word(0)] * OWN
-        for block in range(self.blocks):
-            more: list[Any] = []
-            for first in range(0, OWN, 4):
-                offset, fixed = times(self.thread, 4 * OWN), 4 * (BINS * number + first)
-                if self.blocks == 1:
-                    more += load(self.smem, offset, fixed, 4)
-                else:
-                    at, constraints = self._shared(offset, fixed), "=r,=r,=r,=r,r,r,~{memory}"
-                    more += asm(OF_BLOCK, [i32()] * 4, [at, word(block)], constraints)
-            own = [plus(x, y) for x, y in zip(own, more, strict=True)]
+    def _sum_groups(self, number: int) -> None:
+        """Four threads have a group, each some of its digits."""
+        own: list[Any] = []
+        for first in range(0, OWN, 4):
+            own += load(self.smem, times(self.thread, 4 * OWN), 4 * (BINS * number + first), 4)
         total = plus(*own)
-        from_here = total
+        for distance in (1, 2):
+            total = plus(total, self._lanes(SWAP, total, distance))
+        with utils.when(self._equal(arith.andi(self.thread, word(3)), word(0))):
+            store(total, self.smem, self.thread, 4 * (SUMS + GROUPS * number))
+
+    def _find(self, number: int, wanted: Any) -> None:
+        """One warp: the group of the digit, of which a lane has four, then the digit."""
+        place = times(self.lane, 16), 4 * (SUMS + GROUPS * number)
+        four = self._over_blocks(*place, 4)
+        above = self._above(plus(*four))
+        group = before = word(0)
+        for j in reversed(range(4)):
+            here = self._is_in(above, four[j], wanted)
+            group = arith.select(here, plus(times(self.lane, 4), word(j)), group)
+            before = arith.select(here, above, before)
+            above = plus(above, four[j])
+        group, before = self._over_warp(group), self._over_warp(before)  # all but one lane have 0
+        digit = plus(times(group, BINS // GROUPS), self.lane)
+        [own] = self._over_blocks(times(digit, 4), 4 * BINS * number, 1)
+        above = plus(before, self._above(own))
+        with utils.when(self._is_in(above, own, wanted)):
+            found = joined([digit, arith.subi(wanted, above), own, word(0)])
+            store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
+
+    def _above(self, own: Any) -> Any:
+        """What the lanes after this one have together."""
+        from_here = own
         for distance in (1, 2, 4, 8, 16):
             from_here = self._lanes(DOWN, from_here, distance)
-        with utils.when(self._equal(self.lane, word(0))):
-            store(from_here, self.smem, times(self.warp, 4), 4 * TOTALS)
-        self._meet()
-        other = arith.andi(self.lane, word(WARPS - 1))  # each lane has another warp's sum
-        [sum_of_other] = load(self.smem, times(other, 4), 4 * TOTALS, 1)
-        is_later = arith.andi(self._less(self.warp, self.lane), self._less(self.lane, word(WARPS)))
-        later = self._over_warp(arith.select(is_later, sum_of_other, word(0)))
-        above = arith.subi(plus(later, from_here), total)
-        reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, total), wanted)
-        with utils.when(arith.andi(self._less(above, wanted), reached)):
-            for j in reversed(range(OWN)):
-                with_it = plus(above, own[j])
-                reached = arith.cmpi(arith.CmpIPredicate.uge, with_it, wanted)
-                with utils.when(arith.andi(self._less(above, wanted), reached)):
-                    digit = plus(times(self.thread, OWN), word(j))
-                    found = joined([digit, arith.subi(wanted, above), own[j], word(0)])
-                    store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
-                above = with_it
-        self._meet()
+        return arith.subi(from_here, own)
+
+    def _is_in(self, above: Any, count: Any, wanted: Any) -> Any:
+        """Whether the last wanted number is among `count` that have so many above them."""
+        reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, count), wanted)
+        return arith.andi(self._less(above, wanted), reached)
+
+    def _over_blocks(self, offset: Any, fixed: int, words: int) -> list[Any]:
+        """Words of shared memory, summed over the cluster's blocks."""
+        each = [self._of_block(word(i), offset, fixed, words) for i in range(self.blocks)]
+        return [plus(*some) for some in zip(*each, strict=True)]
+
+    def _of_block(self, block: Any, offset: Any, fixed: int, words: int) -> list[Any]:
+        """Words of a block's shared memory."""
+        if self.blocks == 1:
+            return load(self.smem, offset, fixed, words)
+        constraints = ",".join(["=r"] * words) + ",r,r,~{memory}"
+        return asm(
+            OF_BLOCK[words], [i32()] * words, [self._shared(offset, fixed), block], constraints
+        )
 
     def _write(self, threshold: Any, wanted: Any) -> None:
         """The places of numbers above the threshold, and of the first `wanted` equal ones."""
@@ -331,9 +358,9 @@ class RadixSelect:
         for first in range(0, self.blocks * WARPS, 32):
             other = plus(self.lane, word(first))
             there = arith.minui(other, word(self.blocks * WARPS - 1))
-            at = self._shared(times(arith.andi(there, word(WARPS - 1)), 8), 4 * COUNTS)
+            place = times(arith.andi(there, word(WARPS - 1)), 8)
             block = arith.shrui(there, word(WARPS.bit_length() - 1))
-            pair = asm(PAIR_OF_BLOCK, [i32()] * 2, [at, block], "=r,=r,r,r,~{memory}")
+            pair = self._of_block(block, place, 4 * COUNTS, 2)
             earlier = self._less(other, self.team)
             above, equal = (
                 plus(x, arith.select(earlier, y, word(0)))

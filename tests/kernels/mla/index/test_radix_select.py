@@ -116,7 +116,7 @@ class SimulatedCluster:
                 places
             ), "a place is written twice"
             self.out.words[places] = value[some]
-        elif code in (radix_select.OF_BLOCK, radix_select.PAIR_OF_BLOCK):
+        elif code in radix_select.OF_BLOCK.values():
             at, block = operands
             return [self.smem.words[block, at // 4 + i] for i in range(len(results))]
         elif "shfl.sync" in code:
@@ -124,8 +124,10 @@ class SimulatedCluster:
             distance = int(re.findall(r"\$1, (\d+)", code)[0])
             if "shfl.sync.idx" in code:
                 return [np.repeat(lanes[:, distance], 32)]
-            up, moved = "shfl.sync.up" in code, np.zeros_like(lanes)
-            if up:
+            if "shfl.sync.bfly" in code:
+                return [lanes[:, np.arange(32) ^ distance].reshape(-1)]
+            moved = np.zeros_like(lanes)
+            if "shfl.sync.up" in code:
                 moved[:, distance:] = lanes[:, :-distance]
             else:
                 moved[:, :-distance] = lanes[:, distance:]
