@@ -38,6 +38,7 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
+from jaxattn.kernels.mla.index.radix_select import LOWEST
 from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling, tiles_of
 
 DIM = 128  # of a key
@@ -48,21 +49,29 @@ MOST_WARPGROUPS = 3
 
 
 def ordered(scores: jax.Array) -> jax.Array:
-    """float32 as int32 that order as they do, -0 as 0."""
+    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where(bits == jnp.int32(-(2**31)), 0, bits)
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
+    bits = jnp.where(bits == LOWEST, 0, bits)
+    return jnp.maximum(bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF), LOWEST + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexScoreConfig:
-    """What is known of a launch when it is traced."""
+    """What is known of a launch when it is traced.
+
+    Attributes:
+        dtype: of the queries.
+        keys: the keys' dtype.
+        paired: whether queries for FP8 keys have columns in the order of `deinterleave_columns`:
+            four bytes of a key are one load then.
+    """
 
     tiling: IndexTiling
     top_k: int
     page_size: int
-    dtype: Any  # of the queries
-    keys: Any  # the keys' dtype
+    dtype: Any
+    keys: Any
+    paired: bool
     interpret: bool
 
     @property
@@ -254,7 +263,7 @@ class IndexScoreWarpgroup:
         shape = PAGE, config.tiling.columns
         if config.fp8 and config.interpret:
             return plain_product(keys[...], queries[...])
-        left = widened(keys, config.dtype) if config.fp8 else keys
+        left = widened(keys, config.dtype, paired=config.paired) if config.fp8 else keys
 
         def product(ref: Any) -> Any:
             plgpu.wgmma(ref, left, queries.transpose((1, 0)))
@@ -330,4 +339,5 @@ class IndexScoreWarpgroup:
         negative_zero = arith.cmpi(arith.CmpIPredicate.eq, bits, word(2**31))
         bits = arith.select(negative_zero, word(0), bits)
         sign = arith.shrsi(bits, word(31))
-        return arith.xori(bits, arith.andi(sign, word(0x7FFFFFFF)))
+        bits = arith.xori(bits, arith.andi(sign, word(0x7FFFFFFF)))
+        return arith.maxsi(bits, word(LOWEST + 1))
