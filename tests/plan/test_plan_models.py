@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxattn import mla
@@ -15,7 +16,7 @@ from jaxattn.engine.startup.memory_plan import packed_shapes, plan_engine
 from jaxattn.engine.steps.step_catalog import ModelStep
 from jaxattn.memory.device_memory import known_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models.caches.cache_layouts import LatentPages
+from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
 from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
