@@ -10,6 +10,10 @@ expands it. One layer of a model, after its projections, norms and rope:
     out, lse = mla_decode(q, kv_cache, block_tables, seq_lens, scale=scale, layer=layer)
     values  [B, S, H, Dv] absorb_output(out, w_uv)
 
+DeepSeek Sparse Attention chooses the tokens that a query attends to: `mla_index_write` caches an
+index key beside each latent, `mla_index` finds the `top_k` positions of a query, and
+`mla_sparse_decode` and `mla_sparse_prefill` attend to those.
+
 Row b's token at position t lies in page block_tables[b, t // C], slot t % C. A cache is one layer's
 pages [N, C, Ds] or a stack [L, N, C, Ds] with `layer`, out of which nothing is ever sliced. Ds is
 D, or a latent's bytes where it is stored block-scaled (`LatentFormat`).
@@ -21,6 +25,7 @@ from jaxattn.kernels.attention.tile_scheduler import Schedule as Schedule
 from jaxattn.kernels.mla.decode.call import ContextParallelMerge as ContextParallelMerge
 from jaxattn.kernels.mla.decode.workspace import decode_schedule as decode_schedule
 from jaxattn.kernels.mla.decode.workspace import scratch as scratch
+from jaxattn.kernels.mla.sparse import launch as _sparse
 from jaxattn.ops.mla.absorption import absorb_output as absorb_output
 from jaxattn.ops.mla.absorption import absorb_query as absorb_query
 from jaxattn.ops.mla.append import mla_append as mla_append
@@ -34,7 +39,13 @@ from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape as merge_b
 from jaxattn.ops.mla.decode import mla_decode as mla_decode
 from jaxattn.ops.mla.prefill import causal_attention as causal_attention
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
+from jaxattn.ops.mla.sparse.attend import mla_sparse_decode as mla_sparse_decode
+from jaxattn.ops.mla.sparse.attend import mla_sparse_prefill as mla_sparse_prefill
+from jaxattn.ops.mla.sparse.index import mla_index as mla_index
+from jaxattn.ops.mla.sparse.index_cache import mla_index_write as mla_index_write
 from jaxattn.ops.mla.state_merge import merge_attention_states as merge_attention_states
+
+sparse_scratch = _sparse.scratch
 
 __getattr__ = _deprecation.renamed_names(
     __name__, {"Meeting": "ContextParallelMerge", "meeting_room": "merge_buffer_shape"}

@@ -1,6 +1,8 @@
 """`python -m jaxattn.bench WHAT` times kernels, decode steps and whole models on this GPU.
 
     mla, mla-prefill       MLA, decode and prefill
+    mla-index              the indexer of DeepSeek Sparse Attention, with its top k
+    mla-sparse             MLA attention to the positions that it chose
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
     moe, moe-cuts          a layer of experts, and each way to cut its kernels
@@ -45,7 +47,9 @@ from jaxattn.bench.attention import (
     gqa_prefill,
     mla,
     mla_fp8,
+    mla_index,
     mla_prefill,
+    mla_sparse,
     turboquant,
     turboquant_prefill,
 )
@@ -77,6 +81,8 @@ PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
     "mla": [mla, mla_fp8],
     "mla-prefill": [mla_prefill],
+    "mla-index": [mla_index],
+    "mla-sparse": [mla_sparse],
     "gqa": [gqa, turboquant],
     "gqa-prefill": [gqa_prefill, turboquant_prefill],
     "gdn": [gdn_decode, gdn_prefill, gdn_output_norm],

@@ -40,6 +40,7 @@ from jaxattn.models.families.grouped_query import (
     qwen3_moe,
     smollm3,
 )
+from jaxattn.models.families.sparse_attention import deepseek_v32, glm_moe_dsa
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.encodings import FourBitEncoding, WeightEncoding
 from jaxattn.models.weight_map.fp8_linears import (
@@ -62,6 +63,8 @@ FAMILIES: dict[str, ModuleType] = {
     for family in (
         youtu,
         deepseek,
+        deepseek_v32,
+        glm_moe_dsa,
         glm4_moe,
         glm4_moe_lite,
         gpt_oss,

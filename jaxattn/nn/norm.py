@@ -1,7 +1,8 @@
-"""RMS normalisation as a module."""
+"""Root-mean-square and layer normalisation as modules."""
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -25,3 +26,26 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
         check_features("RMSNorm", x, "F", "weight", self.weight.shape, -1)
         return rms_norm(x, self.weight[...], self.eps)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / std(x) * weight + bias: x [*T, features] -> float32, the same.
+
+    Raises:
+        TypeError: x has no dtype of floats.
+        ValueError: x has another last axis, or `features` is not a positive integer.
+    """
+
+    def __init__(self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32):
+        check_sizes("LayerNorm", features=features)
+        self.eps = finite("LayerNorm", "eps", eps)
+        self.weight = nnx.Param(jnp.ones((features,), jnp.dtype(param_dtype)))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.dtype(param_dtype)))
+
+    def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
+        check_features("LayerNorm", x, "F", "weight", self.weight.shape, -1)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = x - x.mean(-1, keepdims=True)
+        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+        normed = centred * lax.rsqrt(variance + self.eps)
+        return normed * self.weight[...].astype(x.dtype) + self.bias[...].astype(x.dtype)

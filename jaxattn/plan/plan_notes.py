@@ -1,16 +1,20 @@
 """Notes of a plan beside its lines: its title, its assumptions, and what reads the cache."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla.decode import launch as mla_decode
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.sparse import launch as mla_sparse
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.blocks import GQA
-from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState
+from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState, SparseLatentPages
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
@@ -46,7 +50,7 @@ def notes(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[str
             )
         elif isinstance(cache, LatentPages):
             found.append(_reader(cache, model.num_heads // place.ways, model.dtype))
-            if cache.format.dtype.itemsize == 1:
+            if cache.format.dtype.itemsize == 1 and not isinstance(cache, SparseLatentPages):
                 found.append(
                     "An FP8 cache buys capacity. On an H200 its decode takes 0.6 of bfloat16's "
                     "time with 16 heads, and 2.0 to 2.3 times as long with 128."
@@ -106,14 +110,27 @@ def _of_group(place: ModelPlacement, latents: bool) -> list[str]:
 
 def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
     """What decodes from the cache on a Hopper GPU: the kernel says itself what it refuses."""
-    cache = latents.shapes(CacheSize(pages=1, slots=1))["kv_cache"]
+    cache = latents.shapes(CacheSize(pages=1, slots=1))[latents.array]
     names = {jnp.dtype(dtype).name: name for name, dtype in CACHE_DTYPES.items()}
     name = names.get(cache.dtype.name, cache.dtype.name)
     form = latents.format
     q = jax.ShapeDtypeStruct((1, 1, heads, form.kv_lora_rank + form.qk_rope_head_dim), dtype)
+    token = nbytes(cache) // (latents.layers * PAGE_SIZE)
     try:
+        if isinstance(latents, SparseLatentPages):
+            given: Any = dict(
+                q=q,
+                kv_cache=cache,
+                block_tables=jax.ShapeDtypeStruct((1, 1), jnp.int32),
+                seq_lens=jax.ShapeDtypeStruct((1,), jnp.int32),
+            )
+            rank = form.kv_lora_rank
+            mla_sparse.refuse(MlaDecodeCall(**given, scale=1.0, kv_lora_rank=rank))
+            return (
+                f"The sparse MLA kernel reads the {name} cache: {token:,} bytes of each chosen "
+                "token and layer."
+            )
         mla_decode.refuse(q, cache, form.kv_lora_rank)
     except Refusal as refusal:
         return f"XLA reads the {name} cache: {refusal}."
-    token = nbytes(cache) // (latents.layers * PAGE_SIZE)
     return f"MLA's decode kernel reads the {name} cache: {token:,} bytes per token and layer."

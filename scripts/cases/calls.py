@@ -47,6 +47,12 @@ def mla_decode(
     return mla.mla_decode(kv_cache=kv_cache, **given)
 
 
+def mla_sparse(*, q: Any, **given: Any) -> Any:
+    """Of up to 8 tokens a row a decode step's, of more a chunk's."""
+    op = mla.mla_sparse_decode if q.shape[1] <= 8 else mla.mla_sparse_prefill
+    return op(q=q, **given)
+
+
 def delta_rule_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
     """Gradients of a chunked rule's outputs and states, of all its floats."""
 

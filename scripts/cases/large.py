@@ -24,6 +24,24 @@ def decode(rows: int, heads: int) -> KernelCase:
     return KernelCase("mla_decode", sizes, options={"scale": 0.1, "invariant": True})
 
 
+def indexed(rows: int, q_len: int, heads: int, count: int, **sizes: Any) -> KernelCase:
+    """The indexer's top k of rows of 131,072 tokens, in a stack of layers."""
+    sizes = {"B": rows, "T": q_len, "H": heads, "D": 128, "P": 2048, "N": 64, "L": 2} | sizes
+    return KernelCase("mla_index", sizes, options={"top_k": count, "layer": 1})
+
+
+def listed(
+    rows: int, q_len: int, heads: int, count: int, cache: str = "bfloat16", **sizes: Any
+) -> KernelCase:
+    """Attention to so many positions of each token, of rows of 32,768 tokens in a stack."""
+    width = 656 if cache == "uint8" else 576
+    sizes = {
+        "B": rows, "T": q_len, "H": heads, "D": 576, "K": count, "P": 512, "N": 64, "L": 2,
+        "latent": width, "cache": cache,
+    } | sizes  # fmt: skip
+    return KernelCase("mla_sparse", sizes, options={"scale": 0.1, "layer": 1})
+
+
 def grouped(
     rows: int, heads: Heads, page: int, q_len: int, fp8: bool = False, **options: Any
 ) -> KernelCase:
@@ -198,6 +216,14 @@ LARGE: dict[str, KernelCase] = {
     "mla_decode_invariant": decode(3, 64),
     "mla_decode_whole_rows_invariant": decode(200, 64),
     "mla_decode_few_rows_invariant": decode(3, 8),
+    "mla_index": indexed(1, 1, 64, 2048),
+    "mla_index_tokens": indexed(32, 3, 32, 1024, ragged=True),
+    "mla_index_chunk": indexed(1, 4096, 64, 2048, P=576),
+    "mla_sparse": listed(128, 2, 128, 2048),
+    "mla_sparse_cut": listed(1, 2, 128, 2048, sinks=True),
+    "mla_sparse_block_scaled": listed(128, 2, 128, 2048, "uint8"),
+    "mla_sparse_chunk": listed(1, 4096, 64, 1000, ragged=True, C=16),
+    "mla_index_fp8": indexed(32, 1, 64, 512, fp8=True),
     "gqa_decode": grouped(64, (32, 8, 128), 64, 1),
     "gqa_decode_pages_of_16": grouped(1, (32, 8, 128), 16, 1, soft_cap=30.0),
     "gqa_decode_many_columns": grouped(8, (64, 8, 128), 64, 8),

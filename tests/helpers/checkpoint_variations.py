@@ -34,7 +34,9 @@ QWEN = ("Qwen3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 # Grouped-query attention in every layer, in the words of Llama's config.json.
 PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3Moe", "Glm4Moe",
          "SmolLM3", "Olmo3", "Ministral3", "MiniMaxM2", "GptOss")  # fmt: skip
-CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN, *PLAIN)
+# MLA to the tokens that an indexer chooses.
+SPARSE = ("DeepseekV32", "GlmMoeDsa")
+CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN, *PLAIN, *SPARSE)
 
 
 def draw(seed: int) -> Variation:
@@ -70,15 +72,70 @@ def draw(seed: int) -> Variation:
         fields["rope_interleave"] = pick.random() < 0.7
     if classes != "Youtu":
         fields |= _experts(pick, classes, layers)
+    if classes in SPARSE:
+        fields |= _indexer(pick, classes, fields)
     return Variation(
         classes=classes,
         fields=fields,
         weights=weights,
         shards=pick.choice([1, 1, 2, 5]),
         published=pick.random() < 0.5,
-        prediction=classes in ("DeepseekV3", "Glm4MoeLite") and pick.random() < 0.5,
+        prediction=classes in ("DeepseekV3", "Glm4MoeLite", *SPARSE) and pick.random() < 0.5,
         model_type=pick.choice(MODEL_TYPES[classes]),
     )
+
+
+def _indexer(pick: random.Random, classes: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the indexers; of many heads, so that no two scores are sums of nothing but 0."""
+    found: dict[str, Any] = dict(
+        q_lora_rank=fields["q_lora_rank"] or 32,
+        index_topk=pick.choice([1, 7, 20, 64]),
+        index_n_heads=pick.choice([16, 24]),
+        index_head_dim=fields["qk_rope_head_dim"] + pick.choice([0, 16]),
+    )
+    if classes == "GlmMoeDsa":
+        later = [pick.choice(["full", "shared"]) for _ in range(fields["num_hidden_layers"] - 1)]
+        found["indexer_types"] = ["full", *later]
+    return found
+
+
+def small_sparse(classes: str) -> Variation:
+    """The checkpoints of tests/data/tiny_checkpoints with DeepSeek Sparse Attention, in which a
+    token of the prompt's end attends to a third of it."""
+    glm = classes == "GlmMoeDsa"
+    layers = 4 if glm else 2
+    fields: dict[str, Any] = dict(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_hidden_layers=layers,
+        intermediate_size=40,
+        q_lora_rank=24,
+        kv_lora_rank=32,
+        qk_nope_head_dim=24 if glm else 16,
+        qk_rope_head_dim=16,
+        v_head_dim=32 if glm else 16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        rope_parameters=dict(rope_theta=1e6, rope_type="default"),
+        mlp_layer_types=["dense"] + ["sparse"] * (layers - 1),
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1 if glm else 2,
+        topk_group=1,
+        index_topk=9,
+        index_n_heads=16,
+        index_head_dim=24,
+    )
+    if glm:
+        fields["indexer_types"] = ["full", "shared", "full", "shared"]
+    else:
+        yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+        fields["rope_parameters"] = yarn | dict(rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0)
+    return Variation(classes, fields, "bfloat16", 1, True, True, MODEL_TYPES[classes][0])
 
 
 def small(weights: str) -> Variation:
@@ -439,6 +496,8 @@ def whole_blocks(classes: str) -> Variation:
 
 
 MODEL_TYPES = {
+    "DeepseekV32": ["deepseek_v32"],
+    "GlmMoeDsa": ["glm_moe_dsa"],
     "KimiLinear": ["kimi_linear"],
     "BailingHybrid": ["bailing_hybrid"],
     "Llama": ["llama"],
@@ -496,7 +555,7 @@ def _experts(pick: random.Random, classes: str, layers: int) -> dict[str, Any]:
     )
     if classes == "DeepseekV2":
         fields["topk_method"] = pick.choice(["greedy", "group_limited_greedy"])
-    if classes == "Glm4MoeLite":
+    if classes in ("Glm4MoeLite", *SPARSE):
         kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
         return fields | dict(mlp_layer_types=kinds)
     return fields | dict(first_k_dense_replace=dense)

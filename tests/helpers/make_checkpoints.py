@@ -2,7 +2,7 @@
 
     python -m tests.helpers.make_checkpoints OUT --seeds 0-39
 
-needs torch and transformers >= 5.17, with --small 5.23, and neither JAX nor this package. A seed
+needs torch and transformers >= 5.17, with --small 5.24, and neither JAX nor this package. A seed
 gives a folder:
 
     config.json         as publishers spell it, or as transformers saves it
@@ -35,6 +35,7 @@ from tests.helpers import qwen_checkpoints
 from tests.helpers.checkpoint_variations import (
     PLAIN,
     QWEN,
+    SPARSE,
     VOCAB,
     Variation,
     draw,
@@ -42,6 +43,7 @@ from tests.helpers.checkpoint_variations import (
     small_hybrid,
     small_plain,
     small_qwen,
+    small_sparse,
 )
 from tests.helpers.torch_float64 import in_float64
 from tests.helpers.torch_formats import (
@@ -273,6 +275,7 @@ def main() -> None:
             fp8 = "_fp8" if variation.weights == "fp8" else ""
             write(variation, args.out / f"{variation.model_type}{fp8}", exact=False)
         made = [*map(small_plain, PLAIN), *map(small_hybrid, ("KimiLinear", "BailingHybrid"))]
+        made += map(small_sparse, SPARSE)
         for variation in made:
             write(variation, args.out / variation.model_type, exact=False)
         return

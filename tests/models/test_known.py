@@ -51,6 +51,11 @@ def vision_tower(hidden=1152, mlp=4304, depth=27, positions=2304, patch=2 * 16 *
     return linear(3 * patch, hidden) + positions * hidden + depth * block + merger
 
 
+def indexer(heads=64, dim=128, low=1536, hidden=7168):
+    """Parameters that a layer of DeepSeek-V3.2 has and one of V3 has not."""
+    return heads * dim * low + dim * hidden + 2 * dim + heads * hidden
+
+
 def prediction_layer(name):
     """Parameters of a Qwen checkpoint's mtp.*: a layer with attention, two norms and a linear
     before it, and a norm behind it."""
@@ -100,6 +105,9 @@ QWEN_27B = "Qwen3.6-27B"
         ("DeepSeek-R1", 671_026_419_200, 671_026_419_200, 0),
         ("DeepSeek-V3", 671_026_419_200, 671_026_419_200, 0),
         ("GLM-4.7-Flash", 29_943_393_920, 29_943_393_920, 0),
+        # DeepSeek-V3's, and in each layer an indexer; the named 744 billion of GLM-5.
+        ("DeepSeek-V3.2", 671_877_944_064, 671_026_419_200, lambda: -61 * indexer()),
+        ("GLM-5", 743_911_218_432, 743_911_218_432, 0),
         ("Kimi-K2", 1_026_408_232_448, 1_026_408_232_448, 0),
         ("Moonlight-16B-A3B", 15_960_110_208, 15_960_110_208, 0),
         ("Youtu-LLM-2B", 1_961_560_064, 1_961_560_064, 0),

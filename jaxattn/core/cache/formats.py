@@ -29,6 +29,7 @@ CACHE_FORMATS = ("auto", "bfloat16", "fp8", "fp8_block", *TURBOQUANT)
 
 
 BLOCK = 128  # dims that share a scale
+INDEX_KEYS = (*FLOATS, FP8.name)  # dtypes of an indexer's cached keys
 
 
 FP8_MAX = 448.0
@@ -139,6 +140,44 @@ class LatentFormat:
         rope = lax.bitcast_convert_type(rope.reshape(*tokens, -1, 2), jnp.bfloat16)
         values = numbers.reshape(*tokens, blocks, BLOCK) * scales[..., None]
         return jnp.concatenate([values.reshape(*tokens, rank), rope.astype(jnp.float32)], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexKeyFormat:
+    """How a cache stores the keys of an indexer: numbers of one dtype, or e4m3 numbers with a scale
+    for each token, a power of two.
+
+    Attributes:
+        dtype: of the cache; it chooses the format.
+        head_dim: of a key.
+
+    Raises:
+        TypeError: no format has that dtype.
+    """
+
+    dtype: Any
+    head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        check_sizes("IndexKeyFormat", head_dim=self.head_dim)
+        object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.dtype.name not in INDEX_KEYS:
+            raise TypeError(
+                f"IndexKeyFormat: dtype must be {' or '.join(INDEX_KEYS)}, got {self.dtype.name}"
+            )
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the stored numbers need scales, float32 of each token."""
+        return bool(self.dtype == FP8)
+
+    def pack(self, keys: Float[Array, "*t D"]) -> tuple[Num[Array, "*t D"], Array | None]:
+        """What the cache stores for `keys`, and their scales, if it has any."""
+        if not self.scaled:
+            return keys.astype(self.dtype), None
+        keys = _without_inf(keys)
+        scales = _block_scales(keys)
+        return _to_fp8(keys / scales[..., None]), scales
 
 
 @dataclasses.dataclass(frozen=True)

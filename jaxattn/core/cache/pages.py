@@ -59,6 +59,43 @@ def slot_mapping(
     return jnp.where(written & (pages >= 0), pages, num_pages), position % page
 
 
+def write_tokens(
+    cache: Num[Array, "..."],
+    stored: Num[Array, "B S *D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    query_lens: Int[Array, "B"],
+    *,
+    layer: jax.Array | int | None,
+) -> jax.Array:
+    """The cache [L, N, C, ...], or of one layer, with each row's last tokens, as it stores them, at
+    the places of `slot_mapping`."""
+    layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
+    num_pages, page = cache.shape[len(layers) : len(layers) + 2]
+    pages, inside = slot_mapping(
+        block_tables, seq_lens, query_lens, tokens=stored.shape[1], page=page, num_pages=num_pages
+    )
+    return cache.at[(*layers, pages, inside)].set(stored, mode="drop", wrap_negative_indices=False)
+
+
+def seen_lengths(
+    seq_lens: Int[Array, "B"], query_lens: Int[Array, "B"] | None, *, tokens: int, most: int
+) -> Int[Array, "B S"]:
+    """How many of its row's positions each of the last tokens sees, its own included; 0 or fewer
+    for a token without any: of padding, or whose own position would be negative.
+
+    Args:
+        query_lens: new tokens of each row, the first of S; S, if None.
+        tokens: S.
+        most: tokens that a row's block table has places for.
+    """
+    token = jnp.arange(tokens)
+    new = jnp.full_like(seq_lens, tokens) if query_lens is None else query_lens
+    limit = jnp.minimum((seq_lens - new)[:, None] + 1 + token, most)
+    # A padding row's length may be so negative that the subtraction above wraps around.
+    return jnp.where((token < new[:, None]) & (seq_lens > 0)[:, None], limit, 0)
+
+
 def page_blocks(
     kv_cache: Num[Array, "*L N C Ds"] | Num[Array, "*L N two C Hk D"],
     block_tables: Int[Array, "B M"],

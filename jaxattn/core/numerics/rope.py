@@ -262,6 +262,20 @@ def rotation(
     return Rotation(jnp.concatenate([cosines.reshape(shape), sines.reshape(shape)], axis=-1))
 
 
+def in_layout(given: Rotation, config: RopeConfig, interleaved: bool) -> Rotation:
+    """A rotation of `config` for dims in another layout of pairs."""
+    if interleaved == config.interleaved:
+        return given
+    cosines, sines = jnp.split(given.angles, 2, axis=-1)
+    pairs = config.dim // 2
+    # Pairs are the inner axis of one layout and the outer axis of the other.
+    now = (pairs, 2) if config.interleaved else (2, pairs)
+    parts = (
+        x.reshape(*x.shape[:-1], *now).swapaxes(-1, -2).reshape(x.shape) for x in (cosines, sines)
+    )
+    return Rotation(jnp.concatenate(list(parts), axis=-1))
+
+
 def check_config(op: str, config: Any) -> None:
     """Raises, in the op's name, unless it is a `RopeConfig`."""
     if not isinstance(config, RopeConfig):

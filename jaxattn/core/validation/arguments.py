@@ -64,33 +64,45 @@ class OpArguments:
             )
         return check_positive(self.op, "scale", scale)
 
-    def check_layer(self, kv_cache: Any, layer: Any, axes: str = "N C D") -> None:
+    def check_layer(
+        self, kv_cache: Any, layer: Any, axes: str = "N C D", name: str = "kv_cache"
+    ) -> None:
         """A stack needs a layer, a plain cache of `axes` has none; and the layer must exist."""
         shape, plain = tuple(getattr(kv_cache, "shape", ())), len(axes.split())
         if layer is None:
             if len(shape) == plain + 1:
-                raise ValueError(f"{self.op}: kv_cache {shape} is a stack of layers; give layer=")
+                raise ValueError(f"{self.op}: {name} {shape} is a stack of layers; give layer=")
             return
         if len(shape) == plain:
             raise ValueError(
-                f"{self.op}: kv_cache {shape} has no axis for {layer=}; drop layer, or give the "
+                f"{self.op}: {name} {shape} has no axis for {layer=}; drop layer, or give the "
                 f"stack [L, {', '.join(axes.split())}]"
             )
         if len(shape) == plain + 1:
-            check_layer(self.op, "kv_cache", shape, layer)
+            check_layer(self.op, name, shape, layer)
 
     def check_paged(
-        self, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+        self,
+        kv_cache: Any,
+        block_tables: Any,
+        seq_lens: Any,
+        layer: Any,
+        name: str = "kv_cache",
+        dtypes: tuple[str, ...] = CACHES,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A cache of latents and its addressing: tables and lengths are checked where known.
 
         A traced row of more tokens than its table has places comes back as one of 0, padding.
+
+        Args:
+            name: of the cache, in messages.
+            dtypes: that it may have.
         """
-        self.check_layer(kv_cache, layer)
+        self.check_layer(kv_cache, layer, name=name)
         # Bytes are not numbers: how many of them a latent takes is the format's to say.
         stored = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
         axes = f"N C {stored}" if layer is None else f"L N C {stored}"
-        cache = self.check("kv_cache", kv_cache, axes, CACHES)
+        cache = self.check(name, kv_cache, axes, dtypes)
         num_pages, page = cache.shape[-3:-1]
         return cache, *self.check_tables(block_tables, seq_lens, num_pages, page)
 

@@ -62,6 +62,8 @@ class WorkPartition:
     order_ref: Any
     made_of_ref: Any
 
+    stride = 1  # from place to place of the part
+
     @classmethod
     def of(cls, refs: Any, index: jax.Array) -> "WorkPartition":
         """The part `index` of a `Schedule`, `refs` being what a kernel works on."""
@@ -114,7 +116,7 @@ class WorkPartition:
         (first_place, first_page), (last_place, last_page) = self.begin, self.end
 
         def each(i, carry):
-            place = self.place(first_place + i)
+            place = self.place(first_place + (i if self.stride == 1 else i * self.stride))
             start = jnp.where(i == 0, first_page, 0)
             steps = jnp.maximum(self._stop_of(place) - start, 0)
             there = (steps > 0).astype(jnp.int32)
@@ -122,7 +124,10 @@ class WorkPartition:
                 0, there, lambda _, carry: piece(place, start, steps, carry), carry
             )
 
-        places = last_place - first_place + (last_page > 0).astype(jnp.int32)
+        places = last_place - first_place
+        if self.stride > 1:
+            places = lax.div(places, jnp.int32(self.stride))
+        places += (last_page > 0).astype(jnp.int32)
         return lax.fori_loop(0, places, each, carry)
 
     def first_piece(self) -> tuple[SchedulePosition, jax.Array, jax.Array]:
@@ -145,7 +150,7 @@ class WorkPartition:
             return (page >= stop) & (place.number < self.end[0])
 
         def next_piece(at):
-            place = self.place(at[0].number + 1)
+            place = self.place(at[0].number + self.stride)
             return place, jnp.int32(0), self._stop_of(place)
 
         return lax.while_loop(passed, next_piece, at)

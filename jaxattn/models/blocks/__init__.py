@@ -14,3 +14,4 @@ from jaxattn.models.blocks.feed_forward import MLP as MLP
 from jaxattn.models.blocks.feed_forward import MoE as MoE
 from jaxattn.models.blocks.gqa import GQA as GQA
 from jaxattn.models.blocks.mla import MLA as MLA
+from jaxattn.models.blocks.sparse_mla import SparseMLA as SparseMLA

@@ -218,6 +218,17 @@ class Mixer(abc.ABC):
         """What every layer of a decode step needs; inside the loop XLA would make it in each."""
         return {}
 
+    def handed_on(
+        self, arrays: Arrays, prompts: PrefillBatch | None, rows: DecodeBatch | None
+    ) -> Arrays:
+        """What layers hand on to those behind them in a step, as it is before the first one. They
+        find it, and leave it, among the arrays of their cache."""
+        return {}
+
+    def handed_on_whole(self, rows: int, tokens: int) -> Array | None:
+        """The same before the first layer over whole sequences; None where nothing is handed on."""
+        return None
+
     def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
         """Tokens that a row's block table has places for; None where a row may be of any length,
         or the layer looks after longer ones itself."""

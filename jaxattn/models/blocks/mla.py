@@ -50,17 +50,27 @@ class MLA(PagedMixer):
     batch_invariant: bool = False
 
     norms = True
-    cache_name = "latents"
-    kernels = {"mla_decode": "mla_decode"}
     cache_formats = ("bfloat16", "fp8_block")
+
+    @property
+    def cache_name(self) -> str:
+        return "latents"
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return {"mla_decode": "mla_decode"}
 
     def in_format(self, name: str) -> "MLA":
         return dataclasses.replace(self, cache_dtype="uint8" if name == "fp8_block" else name)
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MultiHeadLatentAttention:
-        return MultiHeadLatentAttention(
-            stream.hidden_size,
-            self.num_heads,
+        return MultiHeadLatentAttention(**self.options(stream), rngs=rngs)
+
+    def options(self, stream: Stream) -> dict[str, Any]:
+        """The keywords of the module."""
+        return dict(
+            hidden_size=stream.hidden_size,
+            num_heads=self.num_heads,
             q_lora_rank=self.q_lora_rank,
             kv_lora_rank=self.kv_lora_rank,
             qk_nope_head_dim=self.qk_nope_head_dim,
@@ -71,7 +81,6 @@ class MLA(PagedMixer):
             fp8=self.fp8,
             eps=stream.eps if self.lora_norm_eps is None else self.lora_norm_eps,
             **stream.dtypes,
-            rngs=rngs,
         )
 
     def matrices(self, stream: Stream) -> dict[str, Matrix]:
@@ -88,7 +97,7 @@ class MLA(PagedMixer):
     def cache(self, stream: Stream, layers: int) -> LatentPages:
         dtype = self.cache_dtype or stream.dtype
         latents = LatentFormat(dtype, self.kv_lora_rank, self.qk_rope_head_dim)
-        return LatentPages(name=self.cache_name, layers=layers, format=latents)
+        return LatentPages(name=self.cache_name, layers=layers, format=latents, array=self.array)
 
     def scratch(
         self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
@@ -167,7 +176,7 @@ class MLA(PagedMixer):
         return max_mailbox_shape()
 
     def page_size(self, arrays: Arrays) -> int:
-        return int(arrays["kv_cache"].shape[2])
+        return int(arrays[self.array].shape[2])
 
     def shared(
         self,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.cache.formats import IndexKeyFormat, LatentFormat
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
 from jaxattn.parallel import Parallel
@@ -15,13 +15,18 @@ from jaxattn.parallel import Parallel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentPages(LayerCache):
-    """MLA's latents: `kv_cache` [L, N, C, Ds] in one of the formats of `LatentFormat`."""
+    """MLA's latents: `kv_cache` [L, N, C, Ds] in one of the formats of `LatentFormat`.
+
+    Attributes:
+        array: the name of their array, where another cache of the model has a `kv_cache`.
+    """
 
     format: LatentFormat
+    array: str = "kv_cache"
 
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.layers, size.pages, size.page_size, self.format.width)
-        return {"kv_cache": jax.ShapeDtypeStruct(shape, self.format.dtype)}
+        return {self.array: jax.ShapeDtypeStruct(shape, self.format.dtype)}
 
     def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
         return PartitionSpec(None, _pages(parallel))
@@ -32,6 +37,35 @@ class LatentPages(LayerCache):
             f"{layers} MLA layers x {pages:,} pages x {page_size} tokens x {width} "
             f"{shape.dtype.name}"
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseLatentPages(LatentPages):
+    """Latents of which tokens are chosen, and in pages of the same numbers the keys of the layers'
+    indexers: `index_cache` [L, N, C, D], and `index_scale` [L, N, C] of FP8 keys.
+
+    Attributes:
+        keys: their format; None of layers without an indexer.
+    """
+
+    keys: IndexKeyFormat | None
+
+    def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
+        tokens, found = (self.layers, size.pages, size.page_size), super().shapes(size)
+        if self.keys is None:
+            return found
+        shape = (*tokens, self.keys.head_dim)
+        found["index_cache"] = jax.ShapeDtypeStruct(shape, self.keys.dtype)
+        if self.keys.scaled:
+            found["index_scale"] = jax.ShapeDtypeStruct(tokens, jnp.float32)
+        return found
+
+    def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
+        if array == self.array:
+            return super().describe(array, shape)
+        layers, pages, page_size, *width = shape.shape
+        what = f"{width[0]} {shape.dtype.name}" if width else f"a {shape.dtype.name} scale"
+        return f"{layers} indexers x {pages:,} pages x {page_size} tokens x {what}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,9 @@ type Arrays = dict[str, Array]
 # The cache of what a model's draft head reads next, and its arrays (`DraftInputs`).
 DRAFT, DRAFT_HIDDEN, DRAFT_PAIRS = "draft", "draft_hidden", "draft_pairs"
 
+# The arrays that layers hand on to those behind them, which a state has within a step alone.
+HANDED_ON = "handed on"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,11 @@ class DecodeState:
     def replace(self, cache: str, arrays: Arrays, arena: Arena | None = None) -> "DecodeState":
         """The state with other arrays of one cache, and another arena if one is given."""
         return DecodeState(self.arena if arena is None else arena, {**self.caches, cache: arrays})
+
+    def handing_on(self, arrays: Arrays) -> "DecodeState":
+        """The state with what layers hand on, before the first of them; without it of no arrays."""
+        caches = {name: own for name, own in self.caches.items() if name != HANDED_ON}
+        return DecodeState(self.arena, {**caches, HANDED_ON: arrays} if arrays else caches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

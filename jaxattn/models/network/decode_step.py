@@ -16,7 +16,7 @@ from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.rms_norm import norms_features
 from jaxattn.models.blocks import Block
-from jaxattn.models.caches.layer_cache import Arrays, DecodeState
+from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
 from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.models.network.decoder_layers import DecoderLayer
@@ -40,10 +40,11 @@ from jaxattn.ops.collectives.all_reduce_norm import (
 
 
 def caches_of(state: DecodeState, name: str) -> Arrays:
-    """The arrays of a cache, and of the mailboxes that its layers send rows through."""
+    """The arrays of a cache, those of the mailboxes that its layers send rows through, and what
+    layers before hand on."""
     given = dict(state.caches[name])
-    for mailbox in (EXCHANGE, MEETING):
-        given |= state.caches.get(mailbox, {})
+    for other in (EXCHANGE, MEETING, HANDED_ON):
+        given |= state.caches.get(other, {})
     return given
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 
 from jaxattn.models.blocks import Block, Stream
-from jaxattn.nn import RMSNorm
+from jaxattn.nn import RMSNorm, SparseMultiHeadLatentAttention
 from jaxattn.nn.attention.paged_attention import PagedAttention
 from jaxattn.nn.linear import Linear
 
@@ -26,12 +26,25 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm_of(stream)
         self.mlp = block.feed_forward.build(stream, rngs)
 
-    def __call__(self, x: Array, packed: Mapping[str, Any]) -> Array:
-        """Whole sequences; `packed` is how rows hold several, in the keywords of attention."""
+    def __call__(
+        self, x: Array, packed: Mapping[str, Any], handed_on: Array | None = None
+    ) -> tuple[Array, Array | None]:
+        """(whole sequences, what the layer hands on to those behind it).
+
+        Args:
+            packed: how rows hold several, in the keywords of attention.
+            handed_on: by the layers before, the choice of tokens; None if no layer needs it.
+        """
         rotated = isinstance(self.mixer, PagedAttention)
         given = {name: of for name, of in packed.items() if rotated or name != "positions"}
-        x = x + self.given(self.norm, self.mixer(self.read(self.norm, x), **given))
-        return x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
+        read = self.read(self.norm, x)
+        if handed_on is not None and isinstance(self.mixer, SparseMultiHeadLatentAttention):
+            if self.mixer.indexer is not None:
+                handed_on = self.mixer.choose(read, **given)
+            given["indices"] = handed_on
+        x = x + self.given(self.norm, self.mixer(read, **given))
+        x = x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
+        return x, handed_on
 
     def read(self, norm: RMSNorm, x: Array) -> Array:
         """What a mixer or feed-forward reads of the stream."""
@@ -48,10 +61,12 @@ class LayerGroup(nnx.Module):
     def __init__(self, pattern: tuple[Block, ...], stream: Stream, *, rngs: nnx.Rngs):
         self.layers = nnx.List([DecoderLayer(block, stream, rngs=rngs) for block in pattern])
 
-    def __call__(self, x: Array, packed: Mapping[str, Any]) -> Array:
+    def __call__(
+        self, x: Array, packed: Mapping[str, Any], handed_on: Array | None = None
+    ) -> tuple[Array, Array | None]:
         for layer in self.layers:
-            x = layer(x, packed)
-        return x
+            x, handed_on = layer(x, packed, handed_on)
+        return x, handed_on
 
 
 class DraftLayers(nnx.Module):

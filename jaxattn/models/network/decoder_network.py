@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import keep_concrete
 from jaxattn.models.blocks import Block
-from jaxattn.models.caches.layer_cache import DecodeState
+from jaxattn.models.caches.layer_cache import Arrays, DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.models.network.decode_step import DecodeStep, LayerPosition
 from jaxattn.models.network.decoder_layers import LEAST_ROWS, DraftLayers, LayerGroup, norm_of
@@ -113,17 +113,20 @@ class DecoderNetwork(nnx.Module):
             )
             if given is not None
         }  # fmt: skip
-        x = self._embed(tokens)
+        found = (mixer.handed_on_whole(*tokens.shape) for mixer in self.spec.mixers.values())
+        handed_on = next((each for each in found if each is not None), None)
+        carry = self._embed(tokens), handed_on
         for stack in self.segments[: len(self.spec.layer_segments)]:
             graphdef, params = nnx.split(stack)
 
-            def body(x: Array, params: nnx.State, graphdef=graphdef) -> tuple[Array, None]:
-                return nnx.merge(graphdef, params)(x, packed), None
+            def body(carry: Any, params: nnx.State, graphdef=graphdef) -> tuple[Any, None]:
+                x, handed_on = carry
+                return nnx.merge(graphdef, params)(x, packed, handed_on), None
 
             if saved is not None:
                 body = jax.checkpoint(body, policy=saved)
-            x, _ = lax.scan(body, x, params)
-        return self.head(self.norm(x))
+            carry, _ = lax.scan(body, carry, params)
+        return self.head(self.norm(carry[0]))
 
     def mixed(
         self,
@@ -203,6 +206,7 @@ class DecoderNetwork(nnx.Module):
         self, numbers: range, step: MixedStep, x: Array, state: DecodeState
     ) -> tuple[Array, DecodeState]:
         """The stream and the state behind some segments, of a step with prompts."""
+        state = self._handing_on(state, step.prompts, step.rows)
         for number in numbers:
             segment = self.spec.segments[number]
             graphdef, params, stacks = self._split(number)
@@ -217,7 +221,7 @@ class DecoderNetwork(nnx.Module):
 
             packed = None if step.vectors is None else step.vectors[number]
             x, state = scan_layers(segment.repeats, body, (x, state), (params, packed))
-        return x, state
+        return x, state.handing_on({})
 
     def decode(
         self,
@@ -311,10 +315,12 @@ class DecoderNetwork(nnx.Module):
     ) -> tuple[Array, DecodeState]:
         """The stream and the state behind some segments."""
         added = x.dtype if step.fused else self.collectives.added_dtype(x)
+        state = self._handing_on(state, None, step.batch)
         carry = x, self.collectives.part(jnp.zeros_like(x, added), step.fused), state
         for number in numbers:
             carry = self._decode_segment(number, step, beside or {}, carry, added)
         x, y, state = carry
+        state = state.handing_on({})
         return x + (self.collectives.local_total(y) if step.fused else y), state
 
     def _decode_segment(
@@ -387,6 +393,15 @@ class DecoderNetwork(nnx.Module):
         overlong = batch.seq_lens > most
         lens = jnp.where(overlong, 0, batch.seq_lens)
         return dataclasses.replace(batch, seq_lens=lens), overlong
+
+    def _handing_on(
+        self, state: DecodeState, prompts: PrefillBatch | None, rows: DecodeBatch | None
+    ) -> DecodeState:
+        """The state with what layers of this step hand on."""
+        found: Arrays = {}
+        for name, mixer in self.spec.mixers.items():
+            found |= mixer.handed_on(state.caches[name], prompts, rows)
+        return state.handing_on(found)
 
     def _shared(
         self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None

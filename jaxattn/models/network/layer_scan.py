@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.stacked_layer import StackedLayer
-from jaxattn.models.caches.layer_cache import Arrays, DecodeState
+from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
 from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
     MEETING,
@@ -134,8 +134,9 @@ def sum_add_norm(
 
 
 def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
-    """The state with a layer's arrays, and with those of mailboxes that it sent rows through."""
-    for cache in (name, EXCHANGE, MEETING):
+    """The state with a layer's arrays, with those of mailboxes that it sent rows through, and with
+    what it hands on."""
+    for cache in (name, EXCHANGE, MEETING, HANDED_ON):
         own = state.caches.get(cache, {})
         if found := {key: arrays[key] for key in own if key in arrays}:
             state = state.replace(cache, found, arena)

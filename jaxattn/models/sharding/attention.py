@@ -1,8 +1,8 @@
 """Attention on several GPUs: by heads, and its pages by heads or by the place in a row.
 
-MLA's latents have no heads. Each GPU of a group has all of them, or with `context` a part of each
-row's pages. Grouped-query attention has the key-value heads of its queries; GPUs that share a row's
-pages have the same ones.
+MLA's latents and an indexer's keys have no heads. Each GPU of a group has all of them; of latents
+that have no indexer, with `context` a part of each row's pages. Grouped-query attention has the
+key-value heads of its queries; GPUs that share a row's pages have the same ones.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import dataclasses
 from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.gqa import GQA
 from jaxattn.models.blocks.mla import MLA
+from jaxattn.models.blocks.sparse_mla import SparseMLA
 from jaxattn.models.sharding.axis_sharding import (
     AxisSharding,
     ShardedLayer,
@@ -27,6 +28,11 @@ def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[
     heads, ways = mixer.num_heads, parallel.tensor
     if heads % ways:
         raise refuse("attention heads", heads, "tensor", ways)
+    if isinstance(mixer, SparseMLA) and parallel.context > 1:
+        raise ShardingError(
+            f"context={parallel.context} spreads a row's pages, and an indexer chooses among all "
+            "of its tokens; use context=1"
+        )
     queries = (heads, mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
     by_columns = (AxisSharding(-1, "tensor", (queries,)),)
     by_heads = (AxisSharding(-3, "tensor", ((heads, 1),)),)

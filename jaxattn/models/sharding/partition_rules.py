@@ -86,6 +86,7 @@ _NEVER_FP8 = (
     "q_heads_norm",
     "k_heads_norm",
 )
+_FP8_OF_INDEXER = ("wq_b", "wk")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _EXPERTS = ("gate_up_proj", "down_proj")
 _SCALES = ("gate_up_scale", "down_scale")
@@ -112,6 +113,11 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
             return ParamRole(line="norms", split="all")
         case ("segments", int(), "layers", int(), "norm" | "mlp_norm", "weight"):
             return ParamRole(line="norms", split="all", stacked=1)
+        case ("segments", int(), "layers", int(), "mixer", "indexer", str(name), str(leaf)):
+            fp8 = name in _FP8_OF_INDEXER and leaf != _SCALE
+            return ParamRole(
+                line="indexer", split="all", stacked=1, published_fp8=fp8, scales=leaf == _SCALE
+            )
         case ("segments", int(number), "layers", int(place), "mixer", str(name), *_):
             mixer = spec.segments[number].pattern[place].mixer
             line = type(mixer).__name__
@@ -175,7 +181,8 @@ def _of_experts(path: Path, kind: MoE) -> ParamRole | None:
 def with_local_heads(
     model: DecoderModel, ways: int, cache_dtype: str | None = None
 ) -> DecoderModel:
-    """The model with the mixers that one of `ways` GPUs has: fewer heads, each whole.
+    """The model with the mixers that one of `ways` GPUs has: fewer heads, each whole. An indexer
+    has all of its heads on each.
 
     Caches and scratch of the result are those of one GPU.
 
@@ -188,7 +195,7 @@ def with_local_heads(
     changed = {}
     for mixer in model.spec.mixers.values():
         fields = {field.name for field in dataclasses.fields(mixer)}
-        heads = {name for name in fields if name.endswith("_heads")}
+        heads = {n for n in fields if n.endswith("_heads") and n != "index_heads"}
         changes: dict[str, Any] = {name: -(-getattr(mixer, name) // ways) for name in heads}
         if cache_dtype is not None and "cache_dtype" in fields:
             changes["cache_dtype"] = cache_dtype

@@ -412,10 +412,14 @@ class MultiHeadLatentAttention(LatentProjections):
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
         else:
             out, rest, sent = spread.attend(queries, attend)
+        return self._values_of(out), rest[0] if rest else None, *sent
+
+    def _values_of(self, out: Array) -> Array:
+        """The heads' values of outputs in the latent."""
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
-        return values, rest[0] if rest else None, *sent
+        return values
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
         """Of queries and latents: the cache's own, where it holds latents as they are."""

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.cache.formats import BLOCK, BYTES, FP8, LatentFormat
-from jaxattn.core.cache.pages import slot_mapping
+from jaxattn.core.cache.pages import write_tokens
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_positive
@@ -195,11 +195,5 @@ def _write(
     *,
     format: LatentFormat,
 ) -> jax.Array:
-    num_pages, page = kv_cache.shape[-3:-1]
-    pages, inside = slot_mapping(
-        block_tables, seq_lens, query_lens, tokens=latent.shape[1], page=page, num_pages=num_pages
-    )
-    layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
-    return kv_cache.at[(*layers, pages, inside)].set(
-        format.pack(latent, kv_scale), mode="drop", wrap_negative_indices=False
-    )
+    stored = format.pack(latent, kv_scale)
+    return write_tokens(kv_cache, stored, block_tables, seq_lens, query_lens, layer=layer)

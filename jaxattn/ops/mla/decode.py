@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.pages import attend_pages
+from jaxattn.core.cache.pages import attend_pages, seen_lengths
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
@@ -157,9 +157,11 @@ def checked_call(
     schedule: Schedule | None,
     arena: Arena | None,
     merge: ContextParallelMerge | None = None,
+    op: str = "mla_decode",
 ) -> MlaDecodeCall:
-    """The checked call of `mla_decode`, or with `merge` of `mla_decode_context_parallel`."""
-    arguments = OpArguments("mla_decode")
+    """The checked call of `mla_decode`, with `merge` of `mla_decode_context_parallel`, or of
+    another `op` with these arguments."""
+    arguments = OpArguments(op)
     parts = q if isinstance(q, tuple) else None
     q = _check_queries(arguments, q)
     kv_cache, block_tables, seq_lens = arguments.check_paged(
@@ -168,7 +170,7 @@ def checked_call(
     scale = arguments.check_scale(scale)
     if not is_integer(kv_lora_rank) or not 1 <= kv_lora_rank <= q.shape[-1]:
         raise ValueError(
-            f"mla_decode: kv_lora_rank must be an integer from 1 to D = {q.shape[-1]} (q "
+            f"{op}: kv_lora_rank must be an integer from 1 to D = {q.shape[-1]} (q "
             f"{q.shape}), got {kv_lora_rank!r}"
         )
     kv_lora_rank = int(kv_lora_rank)
@@ -189,8 +191,8 @@ def checked_call(
             )
         max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
         schedule.check("mla_decode", q.shape, max_pages)
-    check_arena("mla_decode", arena)
-    refuse_explicit_axes("mla_decode", q, kv_cache, block_tables, seq_lens, query_lens)
+    check_arena(op, arena)
+    refuse_explicit_axes(op, q, kv_cache, block_tables, seq_lens, query_lens)
     call = MlaDecodeCall(
         q=q,
         kv_cache=kv_cache,
@@ -230,7 +232,7 @@ def attend(call: MlaDecodeCall, implementation: Implementation | None) -> tuple[
         out, lse = _decode_xla(asked)
         if merge is not None:
             return merge_by_all_to_all(out, lse, merge.axes), arena, merge.mailbox
-        return (out, lse) if arena is None else _into_arena(out, lse, arena)
+        return (out, lse) if arena is None else into_arena(out, lse, arena)
 
     with jax.named_scope("mla_decode"):
         return dispatch_kernel("mla_decode", implementation, mosaic, xla)
@@ -260,13 +262,9 @@ def _decode_xla(call: MlaDecodeCall) -> tuple[jax.Array, jax.Array]:
     (batch, q_len, heads, dim), rank, format = q.shape, call.kv_lora_rank, call.format
     kv_dtype = jnp.float32 if format.quantized else kv_cache.dtype
     wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_dtype), jnp.float32)
-    # Rows s * H + h. Keys that a token sees, its own included; 0 or fewer for a token without any.
-    token = jnp.arange(q_len)
-    new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
-    limit = (seq_lens - new)[:, None] + 1 + token
-    limit = jnp.minimum(limit, block_tables.shape[1] * kv_cache.shape[-2])
-    # A padding row's length may be so negative that the subtraction above wraps around.
-    limit = jnp.where((token < new[:, None]) & (seq_lens > 0)[:, None], limit, 0)
+    # Rows s * H + h.
+    most = block_tables.shape[1] * kv_cache.shape[-2]
+    limit = seen_lengths(seq_lens, query_lens, tokens=q_len, most=most)
     limit = jnp.repeat(limit, heads, axis=1)
     queries = q.reshape(batch, q_len * heads, dim).astype(wide)
     queries = jnp.where((limit > 0)[..., None], queries, 0)
@@ -293,7 +291,7 @@ def _decode_xla(call: MlaDecodeCall) -> tuple[jax.Array, jax.Array]:
     return out, lse.reshape(batch, q_len, heads)
 
 
-def _into_arena(out: jax.Array, lse: jax.Array, arena: Arena) -> tuple[jax.Array, jax.Array, Arena]:
+def into_arena(out: jax.Array, lse: jax.Array, arena: Arena) -> tuple[jax.Array, jax.Array, Arena]:
     """Writes the output where the kernel would, and returns the view of it."""
     batch, q_len, heads, rank = out.shape
     spec = scratch(  # the output alone: nothing is split here

@@ -62,6 +62,7 @@ def combine(
     call: MlaDecodeCall,
     split: SplitRows,
     *,
+    sinks: jax.Array | None = None,
     sharers: int | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -69,6 +70,7 @@ def combine(
     """Writes the merged rows to the output and returns their LSE.
 
     Args:
+        sinks: float32 [rows], a logit of each packed row that has no value.
         sharers: warpgroups that share the partial results of a row; None: four where rows are few
             and cut in more than one warpgroup reads at a time, but in the interpreter one.
     """
@@ -96,7 +98,8 @@ def combine(
         body,
         name="mla_decode_combine",
         grid={"row": batch, "chunk": used // chunk},
-        inputs=split.slots(call) | {"out": out_ref, "partial": partial_ref, "lse": lse_ref},
+        inputs=split.slots(call)
+        | {"sinks": sinks, "out": out_ref, "partial": partial_ref, "lse": lse_ref},
         scratch=shared if sharers > 1 else dict.fromkeys(shared),
         warpgroups=sharers,
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -184,10 +187,12 @@ class MlaCombineCta:
         slots: Any,
         lens: Any,
         made_of: Any,
+        sinks: Any,
         out: Any,
         partial: Any,
         lse: Any,
     ):
+        self.sinks = sinks
         self.first_rows, self.rows = first_rows, rows
         self.chunk, self.sharers = chunk, sharers
         self.partial_lse, self.out, self.partial, self.lse = partial_lse, out, partial, lse
@@ -245,9 +250,14 @@ class MlaCombineCta:
     def _write(self, packed: Any, top: Any, total: Any, out: Any) -> None:
         @pl.when(self.wg == 0)
         def _():
-            empty = top == -jnp.inf
-            written = out * full_of(jnp.where(empty, 0.0, 1 / total))
+            empty, highest, all_of_it = top == -jnp.inf, top, total
+            kept: Any = 1.0
+            if self.sinks is not None:
+                highest = jnp.maximum(top, self.sinks[packed])
+                kept = weight_of(top, highest)
+                all_of_it = total * kept + weight_of(self.sinks[packed], highest)
+            written = out * full_of(jnp.where(empty, 0.0, kept / all_of_it))
             at = self.first_rows[0] + self.row * self.rows + packed
             store(self.out.at[at], written.astype(self.out.dtype))
-            lse = top + jnp.log2(total) * (1 / LOG2E)
+            lse = highest + jnp.log2(all_of_it) * (1 / LOG2E)
             store(self.lse.at[self.row, packed], jnp.where(empty, -jnp.inf, lse))

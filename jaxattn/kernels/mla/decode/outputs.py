@@ -30,16 +30,25 @@ class MlaDecodeOutputs:
         parts: of the call's schedule.
         first_rows: of the output, and of the partial results, in the arrays of `refs`.
         split: whether there are partial results.
+        sinks: float32 [rows], of which cut rows are not told before they are merged; or None.
         refs: those arrays.
         inputs, outputs: of the launch. What concerns partial results is None where there are none.
     """
 
-    def __init__(self, call: MlaDecodeCall, rows: int):
+    def __init__(
+        self,
+        call: MlaDecodeCall,
+        rows: int,
+        sinks: jax.Array | None = None,
+        *,
+        split: bool | None = None,
+    ):
         assert call.schedule is not None
         self.call, self.rows, self.parts = call, rows, call.schedule.parts
+        self.sinks = sinks
         batch, parts, arena = call.batch, self.parts, call.arena
-        self.spec = spec_of(batch, rows, RANK, call.dtype, parts)
-        self.split = may_split(batch, parts)
+        self.split = may_split(batch, parts) if split is None else split
+        self.spec = spec_of(batch, rows, RANK, call.dtype, parts if self.split else 1)
         names = ["out", *(["partial_out"] if self.split else [])]
         regions = dict(self.spec.regions)
         if arena is None:
@@ -75,7 +84,9 @@ class MlaDecodeOutputs:
             return self._meet(call.merge, lse, partial_lse)
         if partial_lse is not None:
             split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
-            lse = combine(call, split, interpret=interpret, detect_races=detect_races)
+            lse = combine(
+                call, split, sinks=self.sinks, interpret=interpret, detect_races=detect_races
+            )
         lanes, arena = self._lanes()
         # Of one request the used rows lie together: one slice, where XLA would make two of it.
         kept = used if batch == 1 else self.rows

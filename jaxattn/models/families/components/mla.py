@@ -1,7 +1,9 @@
-"""Fields and tensors of DeepSeek's multi-head latent attention."""
+"""Fields and tensors of DeepSeek's multi-head latent attention, dense or sparse."""
+
+import dataclasses
 
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.models.blocks import MLA
+from jaxattn.models.blocks import MLA, SparseMLA
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
@@ -27,10 +29,35 @@ def read_attention(fields: ConfigFields, *, turns: bool = True, gated: bool = Fa
     )
 
 
+def read_sparse_attention(fields: ConfigFields, *, interleaved: bool, hands_on: bool) -> SparseMLA:
+    """MLA of a layer with an indexer.
+
+    Args:
+        interleaved: the layout of the indexer's rotated dims, where the file does not say it.
+        hands_on: whether layers without an indexer follow.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    dense = read_attention(fields)
+    fields.integer("q_lora_rank")  # which the indexer reads
+    dim, turned = fields.integer("index_head_dim"), dense.qk_rope_head_dim
+    if dim < turned:
+        raise fields.refused("index_head_dim", f"must be at least qk_rope_head_dim={turned}")
+    return SparseMLA(
+        **{each.name: getattr(dense, each.name) for each in dataclasses.fields(dense)},
+        top_k=fields.integer("index_topk"),
+        index_heads=fields.integer("index_n_heads"),
+        index_head_dim=dim,
+        index_interleaved=fields.flag("indexer_rope_interleave", interleaved),
+        hands_on=hands_on,
+    )
+
+
 def attention(
     place: LayerMapping, mixer: MLA, hidden: int, name: str = "self_attn", out: str = "o_proj"
 ) -> list[WeightMapping]:
-    """The tensors of DeepSeek's MLA.
+    """The tensors of DeepSeek's MLA, and of its indexer if it has one.
 
     Args:
         name: of the layer's attention.
@@ -56,4 +83,19 @@ def attention(
         place.vector(f"{name}.kv_a_layernorm", rank, "mixer", "kv_a_norm"),
         *place.kv_b(f"{name}.kv_b_proj", heads, keys, values, rank),
         place.linear(f"{name}.{out}", hidden, heads * values, "mixer", "o_proj"),
+        *(_indexer(place, mixer, hidden, name) if isinstance(mixer, SparseMLA) else ()),
+    ]
+
+
+def _indexer(place: LayerMapping, mixer: SparseMLA, hidden: int, name: str) -> list[WeightMapping]:
+    heads, dim, low = mixer.index_heads, mixer.index_head_dim, mixer.q_lora_rank
+    if not heads or low is None:
+        return []
+    name, key = f"{name}.indexer", ("mixer", "indexer")
+    return [
+        place.linear(f"{name}.wq_b", heads * dim, low, *key, "wq_b"),
+        place.linear(f"{name}.wk", dim, hidden, *key, "wk"),
+        place.vector(f"{name}.k_norm", dim, *key, "k_norm"),
+        place.plain(f"{name}.k_norm.bias", (dim,), *key, "k_norm", "bias"),
+        place.linear(f"{name}.weights_proj", heads, hidden, *key, "weights_proj"),
     ]

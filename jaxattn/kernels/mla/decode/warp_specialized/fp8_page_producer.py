@@ -96,13 +96,16 @@ class Fp8PageProducer(PageProducer):
     def _widen(self, tile: Any, page: Any, target: Any, done: Any) -> None:
         """A tile of the page, without what follows the row's end; its place may be stored to."""
         stored, left = self.raw.at[tile], page[2][1]
-        plgpu.barrier_wait(self.raw_loaded.at[tile])
+        self._wait_for_raw(tile)
         scales = None
         if self.cut.latents.block_scaled:
             scales = self.shared.raw_scales.at[tile]
         dequantize_tile(stored, scales, target, left, tile, interpret=self.cut.interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(done)
+
+    def _wait_for_raw(self, tile: Any) -> None:
+        plgpu.barrier_wait(self.raw_loaded.at[tile])
 
     def _store(self, tile: Any, page: Any) -> None:
         self._copy(tile, page, tile * QUARTER)

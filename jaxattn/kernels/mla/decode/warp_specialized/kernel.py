@@ -22,9 +22,14 @@ quarter, for which there is no third place, comes last in Q K^T and first in P K
 so much, three quarters of Q live in warpgroup 0's registers.
 """
 
+from typing import Any
+
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import CausalMask
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import Fp8PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
 from jaxattn.kernels.mla.decode.warp_specialized.pv_gemm import PvWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import QkSoftmaxWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeCta
@@ -34,6 +39,13 @@ REGISTERS = 168  # of a thread: three warpgroups share 65,536
 
 class MlaDecodeKernel(MlaDecodeCta):
     """The three warpgroups of a block."""
+
+    def page_producer(self) -> PageProducer:
+        return (Fp8PageProducer if self.cut.latents.quantized else PageProducer)(self)
+
+    def mask(self, row: Any, start: Any, length: Any) -> Any:
+        """Of the piece of a row of `length` tokens that begins at page `start`."""
+        return CausalMask(self, row, start, length)
 
     def run(self) -> None:
         @pl.when(self.wg == 0)

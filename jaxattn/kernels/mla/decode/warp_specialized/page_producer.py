@@ -38,6 +38,8 @@ class PageProducer:
         columns: of the two quarters.
     """
 
+    hands_over = False  # whether what it brings is not there by itself, as by TMA
+
     def __init__(self, block: MlaDecodeCta):
         self.block, self.cut, self.part = block, block.cut, block.part
         self.shared, self.places = block.refs.shared, block.cut.places
@@ -82,6 +84,13 @@ class PageProducer:
 
     def meanwhile(self, pages: Any, now: jax.Array) -> None:
         """What can be done beside the products of the part's page `now` with P."""
+
+    def hand_over_first(self, pages: Any, now: jax.Array) -> None:
+        """Of the page behind `now` the quarter that has two places is there."""
+
+    def hand_over(self, pages: Any, now: jax.Array) -> None:
+        """So are the other columns of the page behind that; once what is multiplied next, or the
+        output, has made room."""
 
     def wait_for_warps(self) -> None:
         """All four warps have read what is there. Products are the whole warpgroup's: a warp that

@@ -20,9 +20,7 @@ from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_o
 from jaxattn.kernels.hopper.device import wgmma
 from jaxattn.kernels.hopper.reduce.online_softmax import rescaled, zero_empty_rows
 from jaxattn.kernels.hopper.store.row_store import store, store_first_rows
-from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import Fp8PageProducer
-from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
-from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES, QUARTER, MlaDecodeCta
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES, QUARTER
 
 
 class PvWorkTile(NamedTuple):
@@ -37,10 +35,10 @@ class PvWorkTile(NamedTuple):
 class PvWarpgroup:
     """What warpgroups 1 and 2 do, each with its half of the columns: all of the part's pages."""
 
-    def __init__(self, block: MlaDecodeCta):
+    def __init__(self, block: Any):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
-        self.pages = (Fp8PageProducer if block.cut.latents.quantized else PageProducer)(block)
+        self.pages = block.page_producer()
         self.is_right, self.columns = self.pages.is_right, self.pages.columns
         self.zero = plgpu.layout_cast(jnp.zeros((TILE, QUARTER), jnp.float32), LAYOUT)
 
@@ -77,6 +75,7 @@ class PvWarpgroup:
             self.pages.refill(1, pages, last)
             if self.cut.rope:
                 self.pages.refill_rope(pages, last)
+            self.pages.hand_over(pages, last)
             pages = self.pages.later(pages)
         if self.refs.partial_ref is not None:
 
@@ -99,6 +98,7 @@ class PvWarpgroup:
         slot = lax.rem(now, PAGES)
         values = [shared.kv.at[self.pages.slot_of(quarter, now)] for quarter in range(2)]
         plgpu.barrier_wait(shared.p_written.at[slot])
+        self.pages.hand_over_first(pages, now)
         rescale = plgpu.load(shared.rescale.at[slot], layout=LAYOUT.reduce(1))
         accs = tuple(rescaled(acc, rescale, interpret=cut.interpret) for acc in accs)
         left = piece.length - (piece.start + i) * PAGE
@@ -138,6 +138,8 @@ class PvWarpgroup:
                 plgpu.barrier_wait(shared.p_read.at[slot])
                 pl.when(free)(lambda: self.pages.refill_rope(pages, now))
 
+        if self.pages.hands_over:
+            pl.when(free)(lambda: self.pages.hand_over(pages, now))
         return accs, self.pages.later(pages, free)
 
     def _multiplied(

@@ -12,9 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.epilogue import with_sink
 from jaxattn.kernels.attention.softmax import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
-from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan, visible_keys
+from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan
 from jaxattn.kernels.hopper.device import fence_proxy_async
 from jaxattn.kernels.hopper.reduce.online_softmax import PARTIAL, partial_sums, reference
 from jaxattn.kernels.hopper.store.row_store import store
@@ -24,7 +25,6 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     QUARTER,
     RANK,
     ROPE,
-    MlaDecodeCta,
 )
 
 BY_ROW = LAYOUT.reduce(1)
@@ -38,14 +38,10 @@ def _before(slot: jax.Array) -> jax.Array:
     return jnp.where(slot == 0, PAGES - 1, slot - 1)
 
 
-def _iota(dimension: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (TILE, PAGE), dimension, layout=LAYOUT)
-
-
 class QkSoftmaxWarpgroup:
     """What the warpgroup does: a piece's queries, then page by page P and the rescaling."""
 
-    def __init__(self, block: MlaDecodeCta):
+    def __init__(self, block: Any):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
         self.factor = block.kv_scale * (block.cut.scale * LOG2E)
@@ -111,15 +107,29 @@ class QkSoftmaxWarpgroup:
         def _():
             plgpu.barrier_wait(self.shared.sums_read)
 
-        self.shared.sums[...] = total
+        whole = lambda: steps == self.part.pages_in(pages.length)  # noqa: E731
+        top, total, shown = self._with_sinks(top, total, whole)
+        self.shared.sums[...] = shown
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.sums_written)
         q = self._load_queries(following)
         lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
-        whole = steps == self.part.pages_in(pages.length)
         refs, packed = self.refs, self.block.packed
-        self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole, lse)
+        self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole(), lse)
         return pages_before + steps, pieces_before + 1, q
+
+    def _with_sinks(self, top: jax.Array, total: jax.Array, whole: Callable[[], jax.Array]) -> Any:
+        """Of a whole row (maximum, sum, what the output is divided by) with its sinks; those of a
+        row that was cut meet it when its pieces do. `total` is negative where it is empty."""
+        if self.refs.sinks_ref is None:
+            return top, total, total
+        sinks = self.refs.sinks_ref.at[self.block.packed]
+        sinks = plgpu.load(sinks, layout=BY_ROW, optimized=False)
+        both = with_sink(top, jnp.maximum(total, 0.0), sinks)
+        there = whole() & (total > 0)
+        divisor = total + jnp.exp2(sinks * LOG2E - top)  # relative to the maximum without it
+        new_top, joined = (jnp.where(there, x, y) for x, y in zip(both, (top, total), strict=True))
+        return new_top, joined, jnp.where(there, divisor, total)
 
     def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
         lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
@@ -139,15 +149,10 @@ class QkSoftmaxMainloop:
         others: Any,
     ):
         """`before`: pages of earlier pieces; `others`: the queries' second quarter and on."""
-        self.scores, self.start, self.before, self.others = scores, start, before, others
-        cut, refs = scores.cut, scores.refs
-        self.places = cut.places
-        self.length = refs.lens_ref[row]
-        self.queries = None if refs.query_lens_ref is None else refs.query_lens_ref[row]
-        self.visible = visible_keys(
-            scores.block.tile * TILE + _iota(0), self.length, self.queries,
-            q_len=cut.q_len, num_heads=cut.num_heads, layout=LAYOUT,
-        )  # fmt: skip
+        self.scores, self.before, self.others = scores, before, others
+        self.places = scores.cut.places
+        self.length = scores.refs.lens_ref[row]
+        self.mask = scores.block.mask(row, start, self.length)
 
     def run(self, steps: jax.Array) -> Any:
         """P and rescaling of all pages, for warpgroups 1 and 2. Returns the rows' maxima and sums.
@@ -165,7 +170,7 @@ class QkSoftmaxMainloop:
     def _step(self, i: jax.Array, carry: Any) -> Any:
         """Page i's P and rescaling stored, and the ones before handed over."""
         top, sums, slot = carry
-        shared = self.scores.shared
+        shared, page = self.scores.shared, self.mask.of_page(i)
         last = lambda: pl.when(i > 0)(lambda: self._hand_over(_before(slot)))  # noqa: E731
         scores = self._product(i, slot, last)
 
@@ -175,7 +180,7 @@ class QkSoftmaxMainloop:
             def _():
                 plgpu.barrier_arrive(shared.scores_done.at[slot])
 
-        new_top, p, added = self._softmax(scores, i, top)
+        new_top, p, added = self._softmax(scores, page, top)
         rescale = jnp.exp2(top - new_top)
         # Over the keys' rope columns: a warp that has waited for its products knows that the
         # warpgroup's are done.
@@ -217,10 +222,10 @@ class QkSoftmaxMainloop:
 
         return pl.run_scoped(run, plgpu.ACC((TILE, PAGE), jnp.float32))
 
-    def _softmax(self, scores: jax.Array, i: jax.Array, top: jax.Array) -> Any:
+    def _softmax(self, scores: jax.Array, page: Any, top: jax.Array) -> Any:
         """The new maxima, P, and its sums; a mask is applied to pages that not every row sees
         whole."""
-        cut, factor, start = self.scores.cut, self.scores.factor, self.start
+        cut, factor = self.scores.cut, self.scores.factor
         if cut.latents.quantized:  # a traced scale may have any sign
             scores, factor = scores * factor, 1.0
 
@@ -233,13 +238,9 @@ class QkSoftmaxMainloop:
             return finished(new_top, jnp.exp2(scores * factor - _over_keys(new_top)))
 
         def masked(scores: jax.Array) -> Any:
-            mask = _iota(1) + (start + i) * PAGE < self.visible
-            scores = jnp.where(mask, scores * factor, MASKED)
+            scores = jnp.where(self.mask.seen(page), scores * factor, MASKED)
             new_top = reference(top, scores.max(axis=1))
             return finished(new_top, jnp.exp2(scores - _over_keys(new_top)))
 
-        all_see_it = (start + i + 1) * PAGE <= self.length - (cut.q_len - 1)
-        if self.queries is not None:
-            all_see_it &= self.queries == cut.q_len
         growing = cut.scale > 0 or cut.latents.quantized
-        return lax.cond(all_see_it, plain if growing else masked, masked, scores)
+        return lax.cond(self.mask.all_seen(page), plain if growing else masked, masked, scores)

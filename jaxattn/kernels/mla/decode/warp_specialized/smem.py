@@ -78,16 +78,19 @@ class MlaDecodeSmem:
     raw_scales: Any  # bytes [RAW, 64, 16], its tokens' scales beside each tile; else None
 
 
-def shared_types(dtype: Any, latents: LatentFormat, page_size: int) -> MlaDecodeSmem:
+def shared_types(
+    dtype: Any, latents: LatentFormat, page_size: int, *, gathered: bool = False
+) -> MlaDecodeSmem:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), PageSlots.of(latents)
     kv_places = sum(places.slots)
-    arrivals = 1 if latents.quantized else copies  # of a warpgroup that has widened, or of copies
+    # Of a warpgroup that has widened or gathered, or of copies.
+    arrivals = 1 if latents.quantized or gathered else copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
     if latents.quantized:
         raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
         pieces = copies * (1 + latents.block_scaled)
         loaded = plgpu.Barrier(num_arrivals=pieces, num_barriers=RAW)
-        stored |= {"raw": raw, "raw_loaded": loaded}
+        stored |= {"raw": raw, "raw_loaded": None if gathered else loaded}
     if latents.block_scaled:
         stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
     return MlaDecodeSmem(
@@ -118,6 +121,7 @@ class MlaDecodeConfig:
         first_rows: `MlaDecodeOutputs.first_rows`.
         output_by_tma: whether a whole row's output leaves through its last page's slot, or by
             stores of four bytes from registers.
+        gathered: whether a row's keys are those of a list (kernels/mla/sparse), not all.
     """
 
     q_len: int
@@ -131,6 +135,7 @@ class MlaDecodeConfig:
     first_rows: Sequence[int]
     output_by_tma: bool
     interpret: bool
+    gathered: bool = False
 
     @property
     def places(self) -> PageSlots:
@@ -161,6 +166,11 @@ class MlaDecodeRefs:
     q_rope_smem: Any  # its rope columns
     q_loaded: Any
     shared: MlaDecodeSmem
+    # Of chosen keys alone: positions [rows, K], how many keys each row may see, and the layer's
+    # sinks [rows of the tiles], or None.
+    indices_ref: Any = None
+    visible_ref: Any = None
+    sinks_ref: Any = None
 
 
 def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
@@ -173,7 +183,7 @@ def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
         "q_smem": plgpu.SMEM((TILE, QUARTER), dtype, transforms=tiled),
         "q_rope_smem": plgpu.SMEM((TILE, ROPE), dtype, transforms=tiled),
         "q_loaded": plgpu.Barrier(num_arrivals=(3 if cut.interpret else 0) + 1 + cut.rope),
-        "shared": shared_types(dtype, cut.latents, page_size),
+        "shared": shared_types(dtype, cut.latents, page_size, gathered=cut.gathered),
     }
 
 
@@ -183,9 +193,12 @@ class MlaDecodeCta:
     def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = WorkPartition.of(refs, self.index)
+        self.part = self.partition()
         self.packed = pl.ds(self.tile * TILE, TILE)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
+
+    def partition(self) -> WorkPartition:
+        return WorkPartition.of(self.refs, self.index)
 
     def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
         """Calls write(row, known) for this block's share of the rows without tokens, and of those

@@ -1,0 +1,131 @@
+"""`python -m jaxattn.bench mla-sparse`: MLA attention to lists of positions, checked and timed.
+
+Each token attends to K positions of its row, drawn from all that it sees and ascending, as the
+indexer gives them. S of up to 8 are a decode step's, more a chunk of a prompt. Times are
+`timing`'s. GB/s counts each token's latents anew, as if tokens had none in common.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxattn import mla
+from jaxattn.bench.harness import numpy_reference
+from jaxattn.bench.harness.timing import TimedOp, columns, rotation
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.dispatch import Implementation
+
+PAGE, DIM, RANK = 64, 576, 512
+SCALE = 192**-0.5
+# B, S, H, T with the S new tokens, K and the cache.
+Shape = tuple[int, int, int, int, int, str]
+BF16, SCALED = "bfloat16", "uint8"
+SHAPES: tuple[Shape, ...] = (
+    (128, 2, 128, 32768, 2048, SCALED),
+    (128, 2, 128, 32768, 2048, BF16),
+    (1, 2, 128, 32768, 2048, SCALED),
+    (8, 2, 128, 32768, 2048, SCALED),
+    (1, 4096, 128, 32768, 2048, BF16),
+)
+MORE_SHAPES: tuple[Shape, ...] = (
+    (1, 4096, 128, 32768, 2048, SCALED),
+    (128, 2, 16, 32768, 2048, SCALED),
+    (128, 1, 64, 32768, 2048, SCALED),
+    (1, 1, 128, 999936, 2048, SCALED),
+)
+SMALL_SHAPES: tuple[Shape, ...] = ((2, 2, 4, 200, 64, SCALED), (1, 9, 4, 200, 64, BF16))
+
+
+def label(shape: Shape) -> dict[str, str]:
+    return {"B,S,H,T,K": ",".join(map(str, shape[:5])), "cache": shape[5]}
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def inputs(
+    batch: int, q_len: int, heads: int, tokens: int, top_k: int, cache: str
+) -> tuple[jax.Array, ...]:
+    """Normal data on shuffled pages, in as many layers as keep what is listed out of L2."""
+    latents, pages = LatentFormat(cache), -(-tokens // PAGE)
+    listed = min(q_len * top_k, tokens)
+    layers = rotation(batch * listed * latents.nbytes, most=16)
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
+    drawn = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
+    tables = jax.random.permutation(keys[2], batch * pages).reshape(batch, pages)
+    lens = jnp.full(batch, tokens, jnp.int32)
+
+    def chosen(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        key, visible = given
+        order = jnp.where(jnp.arange(tokens) < visible, jax.random.uniform(key, (tokens,)), 2.0)
+        return jnp.sort(jnp.argsort(order)[:top_k]).astype(jnp.int32)
+
+    visible = jnp.tile(tokens - q_len + 1 + jnp.arange(q_len), batch)
+    lists = lax.map(chosen, (jax.random.split(keys[3], len(visible)), visible), batch_size=64)
+    indices = lists.reshape(batch, q_len, top_k)
+    return q, latents.pack(drawn), tables.astype(jnp.int32), lens, indices
+
+
+def attend(arrays: tuple[jax.Array, ...], implementation: Implementation | None) -> TimedOp:
+    run = mla.mla_sparse_decode if arrays[0].shape[1] <= 8 else mla.mla_sparse_prefill
+
+    def call(operands: Any, state: Any, layer: Any) -> Any:
+        return run(*operands, scale=SCALE, layer=layer, implementation=implementation), state
+
+    return TimedOp(call, [arrays], layers=arrays[1].shape[0])
+
+
+def check(op: TimedOp, shape: Shape) -> float:
+    """Relative L2 error of up to 16 heads of the first and last token of the first and last row,
+    the greatest, against float64.
+
+    Raises:
+        AssertionError: it or the LSE is off by more than rounding.
+    """
+    q, cache, tables, _, indices = op.operands[0]
+    out, lse = op(0)
+    heads = np.unique(np.linspace(0, shape[2] - 1, 16).astype(int))
+    errors, lse_errors = [], []
+    for row in {0, shape[0] - 1}:
+        for token in {0, shape[1] - 1}:
+            listed = indices[row, token]
+            stored = cache[0, tables[row, listed // PAGE], listed % PAGE]
+            kv = numpy_reference.exact(LatentFormat(shape[5]).unpack(stored))
+            queries = numpy_reference.exact(q[row, token])[heads]
+            last = np.full(len(heads), len(kv) - 1)
+            expected, expected_lse = numpy_reference.attention(
+                queries, kv, kv[:, :RANK], last, SCALE
+            )
+            actual = np.asarray(out[row, token])[heads]
+            errors.append(numpy_reference.relative_l2(actual, expected))
+            actual_lse = numpy_reference.exact(lse[row, token])[heads]
+            lse_errors.append(np.abs(actual_lse - expected_lse).max())
+    return numpy_reference.accepted(
+        f"mla-sparse {shape}", errors, lse_errors, below=4e-3, lse_below=1e-4
+    )
+
+
+def measure(
+    shape: Shape, implementation: Implementation | None, *, xla: bool = False
+) -> dict[str, Any]:
+    """A row of the table; with `xla` also XLA's time."""
+    batch, q_len, heads, _, top_k, cache = shape
+    arrays = inputs(*shape)
+    op = attend(arrays, implementation)
+    error = check(op, shape)
+    time, _ = times = op.times()
+    beside = {"xla us": attend(arrays, "xla").time() * 1e6} if xla else {}
+    rows = batch * q_len
+    flops = 2 * rows * heads * top_k * (DIM + RANK)
+    moved = rows * (top_k * LatentFormat(cache).nbytes + heads * (DIM + RANK) * 2)
+    return {
+        **label(shape),
+        **columns("us", times),
+        **beside,
+        "TFLOP/s": flops / time / 1e12,
+        "GB/s": moved / time / 1e9,
+        "relative error": error,
+    }

@@ -1,0 +1,153 @@
+"""`mla_index` on a Hopper GPU: two launches, the tokens' scores and then each token's top k.
+
+scores.py has the first, top_k.py the second; work_tiles.py bounds the memory between them to
+`SCRATCH_BYTES`, 128 MiB: a call with more scores goes through groups of tokens.
+
+Limits: keys of 128 dims in pages of 16, 32, 64 or 128 tokens, bfloat16 or float16 as the queries,
+or float8_e4m3fn in pages of 64 or 128 with a float32 scale a token, which is not negative; 8 to 128
+heads, a multiple of 8; top_k 512, 1,024 or 2,048; any B and S.
+Reference: ops/mla/sparse/index.py. Tests: tests/kernels/mla/index/test_index.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.core.dispatch import Refusal, without_gradient
+from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns
+from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES
+from jaxattn.kernels.mla.index.scores import DIM, IndexScoreConfig, index_scores
+from jaxattn.kernels.mla.index.top_k import top_k_places
+from jaxattn.kernels.mla.index.work_tiles import IndexTiling, part_begins, visible_keys
+
+TOP_K = (512, 1024, 2048)
+MOST_HEADS = 128
+# Of so few items each block finds its part itself, and FP8 keys become what the queries are: a
+# kernel of XLA before ours takes more time than both. Else queries for FP8 keys become float16, in
+# the order in which a thread reads a key's bytes.
+FEW_ITEMS = 8
+FP8 = jnp.float8_e4m3fn
+
+
+def refuse_index(q: Any, index_cache: Any, top_k: int, *, interpret: bool = False) -> None:
+    """Raises `Refusal`, with the reason, where the kernels do not serve these shapes.
+
+    Args:
+        q: [B, S, Hi, 128], an array or its shape.
+        index_cache: [..., N, C, 128], likewise.
+        interpret: under the interpreter any multiple of 128 is a top_k, for small tests.
+    """
+    heads, dim = q.shape[2:]
+    page_size, width = index_cache.shape[-2:]
+    dtype, keys = jnp.dtype(q.dtype), jnp.dtype(index_cache.dtype)
+    halves = dtype in (jnp.bfloat16, jnp.float16)
+    if not halves or keys not in (dtype, FP8):
+        raise Refusal(
+            "mla_index: the kernel wants q of bfloat16 or float16 and an index_cache of the same "
+            f"dtype or float8_e4m3fn, and got q {dtype.name}, index_cache {keys.name}"
+        )
+    if dim != DIM or width != DIM:
+        raise Refusal(
+            f"mla_index: the kernel has keys of {DIM} dims, and got q {q.shape}, index_cache "
+            f"{index_cache.shape}"
+        )
+    if heads % 8 or not 0 < heads <= MOST_HEADS:
+        raise Refusal(
+            f"mla_index: the kernel has 8 to {MOST_HEADS} index heads, a multiple of 8, and q "
+            f"{q.shape} has {heads}"
+        )
+    sizes = tuple(size for size in PAGE_SIZES if keys != FP8 or size >= 64)
+    if page_size not in sizes:
+        raise Refusal(
+            f"mla_index: the kernel reads pages of {', '.join(map(str, sizes))} tokens of a "
+            f"{keys.name} cache, and index_cache {index_cache.shape} has {page_size}"
+        )
+    if top_k not in TOP_K and not (interpret and top_k % 128 == 0):
+        raise Refusal(f"mla_index: the kernel has top_k 512, 1024 and 2048, and got {top_k}")
+
+
+def mla_index_mosaic(
+    q: jax.Array,
+    weights: jax.Array,
+    index_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    top_k: int,
+    query_lens: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
+    k_scale: jax.Array | None = None,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> jax.Array:
+    """`jaxattn.mla.mla_index`, whose arguments these are, as the op has checked them."""
+    require_hopper("mla_index", interpret=interpret)
+    refuse_index(q, index_cache, top_k, interpret=interpret)
+    q, weights, index_cache, k_scale = without_gradient(
+        "mla_index", (q, weights, index_cache, k_scale), "q weights index_cache k_scale"
+    )
+    if layer is None:
+        index_cache, layer = index_cache[None], 0
+        k_scale = None if k_scale is None else k_scale[None]
+    batch, q_len, heads, _ = q.shape
+    most_keys = block_tables.shape[1] * index_cache.shape[-2]
+    tiling = IndexTiling.of(batch, q_len, heads, most_keys)
+    paired = index_cache.dtype == FP8 and tiling.items > FEW_ITEMS and not interpret
+    if paired:
+        if q.dtype == jnp.bfloat16:
+            q, weights = as_float16(q, weights)
+        q = deinterleave_columns(q)
+    config = IndexScoreConfig(
+        tiling=tiling, top_k=top_k, page_size=index_cache.shape[-2], dtype=q.dtype,
+        keys=index_cache.dtype, paired=paired, interpret=interpret,
+    )  # fmt: skip
+    options: Any = {"interpret": interpret, "detect_races": detect_races}
+    rows_of: Any = {"lens_ref": seq_lens, "query_lens_ref": query_lens}
+    grouped = [tiling.in_items(x) for x in (q, weights)]
+    if tiling.items > FEW_ITEMS:
+        new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
+        token = jnp.arange(q_len, dtype=jnp.int32)
+        visible = visible_keys(seq_lens[:, None], new[:, None], token, most_keys)
+        grouped.append(tiling.in_items(visible))
+
+    def group(number: Any, queries: Any, factors: Any, visible: Any = None) -> jax.Array:
+        first = None if tiling.groups == 1 else (number * tiling.group).reshape(1)
+        begins = None if visible is None else part_begins(visible, top_k, config.parts)
+        scores = index_scores(
+            config,
+            q_ref=queries.reshape(tiling.group, tiling.columns, DIM),
+            weights_ref=factors.reshape(tiling.group, tiling.columns),
+            keys_ref=index_cache,
+            scale_ref=k_scale,
+            layer_ref=jnp.asarray(layer, jnp.int32).reshape(1),
+            table_ref=block_tables,
+            begins_ref=begins,
+            first_ref=first,
+            **rows_of,
+            **options,
+        )
+        places = top_k_places(
+            tiling, top_k, scores_ref=scores, first_ref=first, **rows_of, **options
+        )
+        return places.reshape(tiling.group, tiling.tokens, top_k)
+
+    if tiling.groups == 1:
+        return tiling.of_tokens(group(0, *(x[0] for x in grouped))[None])
+    numbers = jnp.arange(tiling.groups, dtype=jnp.int32)
+    return tiling.of_tokens(lax.map(lambda some: group(*some), (numbers, *grouped)))
+
+
+def as_float16(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """bfloat16 queries for FP8 keys as float16, which keys become by one instruction: each head's
+    times a power of two that brings its largest number to between 1 and 2, and its weight times
+    the inverse."""
+    wide = q.astype(jnp.float32)
+    largest = jnp.abs(wide).max(axis=-1, keepdims=True)
+    _, exponent = jnp.frexp(jnp.maximum(largest, 2.0**-100))
+    return (
+        jnp.ldexp(wide, 1 - exponent).astype(jnp.float16),
+        jnp.ldexp(weights, exponent[..., 0] - 1),
+    )

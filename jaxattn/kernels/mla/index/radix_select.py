@@ -1,0 +1,386 @@
+"""The exact top k of a row of int32, by a radix select that a cluster's blocks share.
+
+A block is 512 threads, 16 warps. The cluster's warps have consecutive shares of the row, and read
+them from L2 in every pass, four numbers a lane:
+
+    two or three   histograms of 12, 12 and 8 bits of the numbers that match the bits so far; of
+                   all blocks' histograms together, the digit in which the k-th largest lies
+    another        how many numbers of each warp are above the threshold, and how many are equal
+    the last       the places of those above, and of the first equal ones, in ascending order
+
+If all numbers with the first 24 bits are wanted, the last 8 bits are not looked at: most rows of
+float32 have one such number.
+
+Histograms are in each block's shared memory. A warp of each block looks for the digit in the sums
+of all blocks' histograms: among 128 groups of digits first, then in a group. Other blocks' memory
+is slow to read: with whole histograms of 8 blocks it took two thirds of the time.
+"""
+
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
+from jaxattn.kernels.hopper.ptx import (
+    asm,
+    i32,
+    joined,
+    load,
+    plus,
+    pointer,
+    single,
+    store,
+    times,
+    word,
+)
+
+WARPGROUPS = 4
+THREADS = 128 * WARPGROUPS
+WARPS = THREADS // 32
+BINS = 4096
+OWN = BINS // THREADS  # digits of a thread
+STEP = 128  # numbers of a warp's load
+LOWEST = -(2**31)  # no score's number
+AHEAD = 4  # loads under way
+RESIDENT = 8  # loads whose numbers stay in registers from pass to pass
+GROUPS = 128  # of digits
+# Words of shared memory: three histograms, then what the block's threads tell each other.
+SUMS = 3 * BINS  # of each histogram's groups
+COUNTS = SUMS + 3 * GROUPS  # of each warp, above the threshold and equal
+FOUND = COUNTS + 2 * WARPS  # of each pass the digit, how many of it are wanted and how many it has
+WORDS = FOUND + 4 * 3
+# The bits of a pass: (by how much a number is shifted, mask of the digit).
+DIGITS = ((20, 4095), (8, 4095), (0, 255))
+
+COUNT = "{ .reg .pred some; setp.ne.u32 some, $1, 0; @some red.shared.add.u32 [$0], 1; }"
+WRITE = "{ .reg .pred some; setp.ne.u32 some, $2, 0; @some st.global.u32 [$0], $1; }"
+# The lanes' words added up from the lane on, and up to it.
+DOWN = (
+    "{{ .reg .pred there; .reg .b32 more; shfl.sync.down.b32 more|there, $1, {}, 0x1f, -1; "
+    "@!there mov.b32 more, 0; add.u32 $0, $1, more; }}"
+)
+UP = (
+    "{{ .reg .pred there; .reg .b32 more; shfl.sync.up.b32 more|there, $1, {}, 0, -1; "
+    "@!there mov.b32 more, 0; add.u32 $0, $1, more; }}"
+)
+# Words of a block's shared memory, by how many they are.
+OF_BLOCK = {
+    1: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $2; "
+    "ld.shared::cluster.u32 $0, [there]; }",
+    2: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $2, $3; "
+    "ld.shared::cluster.v2.u32 {$0, $1}, [there]; }",
+    4: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
+    "ld.shared::cluster.v4.u32 {$0, $1, $2, $3}, [there]; }",
+}
+SWAP = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, -1;"
+CLUSTER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+
+
+def select(
+    keys: Any, out: Any, smem: Any, row: jax.Array, visible: jax.Array, rank: Any, *,
+    top_k: int, blocks: int, interpret: bool,
+) -> None:  # fmt: skip
+    """Writes the places of the top k of a row's first numbers to out [rows, top_k], ascending.
+
+    Of equal numbers the first ones are taken. All threads of the cluster call it.
+
+    Args:
+        keys: int32 [rows, width] of global memory.
+        smem: int32 [WORDS] of shared memory.
+        visible: numbers of the row, more than `top_k`.
+        rank: the block's place in the cluster.
+        blocks: of the cluster.
+    """
+    assert not interpret
+    plain, split = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    run = plgpu.inline_mgpu(arg_types=(plain, plain, plain, split, split, split))
+
+    def body(_: Any, keys: Any, out: Any, smem: Any, row: Any, visible: Any, rank: Any) -> None:
+        given = (single(x) for x in (row, visible, rank))
+        RadixSelect(keys, out, smem, *given, top_k=top_k, blocks=blocks).run()
+
+    run(body)(keys, out, smem, row, visible, rank)
+
+
+class RadixSelect:
+    """What a thread does; all methods write instructions."""
+
+    def __init__(
+        self, keys: Any, out: Any, smem: Any, row: Any, visible: Any, rank: Any, *,
+        top_k: int, blocks: int,
+    ) -> None:  # fmt: skip
+        self.keys, self.out, self.smem = keys, out, smem
+        self.row, self.visible, self.rank = row, visible, rank
+        self.top_k, self.blocks = top_k, blocks
+        self.width = ir.MemRefType(keys.type).shape[1]
+        self.thread = utils.thread_idx()
+        self.lane = arith.andi(self.thread, word(31))
+        self.warp = arith.shrui(self.thread, word(5))
+        self.team = plus(times(rank, WARPS), self.warp)  # the warp's place in the cluster
+
+    def run(self) -> None:
+        self._share()
+        self._clear()
+        self._meet()
+        first, wanted, _ = self._digit(0, None, word(self.top_k))
+        prefix = arith.subi(first, word(BINS // 2))
+        second, wanted, count = self._digit(1, prefix, wanted)
+        prefix = arith.ori(arith.shli(prefix, word(12)), second)
+        # Below the least prefix there is no threshold.
+        least = self._equal(prefix, word(-(2**23)))
+        more = arith.ori(arith.cmpi(arith.CmpIPredicate.ne, count, wanted), least)
+        with utils.when(more):
+            self._digit(2, prefix, wanted)
+        bits, some, _ = self._found(2)
+        prefix = arith.shli(prefix, word(8))
+        below = arith.subi(prefix, word(1))  # all with the prefix are above
+        threshold = arith.select(more, arith.ori(prefix, bits), below)
+        self._write(threshold, arith.select(more, some, word(0)))
+
+    def _digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
+        """A pass: what it found, for all threads of the cluster."""
+        self._count_digits(number, prefix)
+        self._meet()
+        self._sum_groups(number)
+        self._sync()
+        with utils.when(self._equal(self.warp, word(0))):
+            self._find(number, wanted)
+        self._meet()
+        return self._found(number)
+
+    def _share(self) -> None:
+        """The warp's numbers: from `first` up to `limit`, in turns of AHEAD steps."""
+        steps = arith.divui(plus(self.visible, word(STEP - 1)), word(STEP))
+        teams = self.blocks * WARPS
+        each = arith.divui(plus(steps, word(teams - 1)), word(teams))
+        # Where a lane's share of the widest row is so few numbers, it reads them once.
+        self.resident = self.width <= teams * STEP * RESIDENT
+        self.ahead = -(-self.width // (teams * STEP)) if self.resident else AHEAD
+        self.turns = arith.divui(plus(each, word(self.ahead - 1)), word(self.ahead))
+        begin = times(arith.muli(self.team, each), STEP)
+        limit = arith.minui(plus(begin, times(each, STEP)), self.visible)
+        self.limits = [arith.subi(limit, word(j)) for j in range(4)]
+        self.first = plus(begin, times(self.lane, 4))
+        self.base = times(self.row, 4 * self.width)
+        self.loaded = self._load(word(0)) if self.resident else None
+
+    def _load(self, turn: Any) -> list[Any]:
+        """(place of the first, four numbers) of each step of a turn; what is not the warp's is
+        LOWEST."""
+        steps = []
+        for step in range(self.ahead):
+            place = plus(self.first, times(turn, STEP * self.ahead), word(STEP * step))
+            inside = arith.minui(place, word(self.width - 4))
+            steps.append((place, load(self.keys, plus(self.base, times(inside, 4)), 0, 4)))
+        lowest = word(LOWEST)
+        return [
+            (
+                place,
+                [
+                    arith.select(self._less(place, limit), key, lowest)
+                    for key, limit in zip(four, self.limits, strict=True)
+                ],
+            )
+            for place, four in steps
+        ]
+
+    def _sync(self) -> None:
+        """The cluster's threads wait for one another."""
+        if self.blocks == 1:
+            self._meet()
+        else:
+            asm(CLUSTER, [], [], "~{memory}", convergent=True)
+
+    def _meet(self) -> None:
+        """The block's threads wait for one another."""
+        asm("barrier.sync.aligned 0;", [], [], "~{memory}", convergent=True)
+
+    def _clear(self) -> None:
+        zeros = joined([word(0)] * 4)
+        for first in range(0, 3 * BINS, 4 * THREADS):
+            store(zeros, self.smem, times(self.thread, 16), 4 * first)
+
+    def _each(self, carry: list[Any], use: Any) -> list[Any]:
+        """`use(carry, place of the first, numbers)` of the lane's four numbers a step."""
+
+        def turn(steps: list[Any], carry: list[Any]) -> list[Any]:
+            for place, four in steps:
+                carry = use(carry, place, four)
+            return carry
+
+        if self.loaded is not None:
+            return turn(self.loaded, carry)
+        if carry:
+            looped = utils.fori(self.turns, carry)
+            return list(looped(lambda i, carry: turn(self._load(i), carry)).results)
+        utils.fori(self.turns, [word(0)])(lambda i, none: (turn(self._load(i), []), none)[1])
+        return []
+
+    def _count_digits(self, number: int, prefix: Any) -> None:
+        shift, mask = DIGITS[number]
+        histogram = self._shared(word(0), 4 * BINS * number)
+
+        def use(carry: list[Any], _: Any, four: list[Any]) -> list[Any]:
+            for key in four:
+                if prefix is None:
+                    counted = word(1)
+                    digit = plus(arith.shrsi(key, word(shift)), word(BINS // 2))
+                else:
+                    above = arith.shrsi(key, word(shift + mask.bit_length()))
+                    counted = arith.extui(i32(), self._equal(above, prefix))
+                    digit = arith.andi(arith.shrui(key, word(shift)), word(mask))
+                at = plus(histogram, times(digit, 4))
+                asm(COUNT, [], [at, counted], "r,r,~{memory}")
+            return carry
+
+        self._each([], use)
+
+    def _found(self, number: int) -> list[Any]:
+        """The digit of the k-th largest, how many of the numbers with it are wanted, and how many
+        there are."""
+        return load(self.smem, word(0), 4 * (FOUND + 4 * number), 4)[:3]
+
+    def _sum_groups(self, number: int) -> None:
+        """Four threads have a group, each some of its digits."""
+        own: list[Any] = []
+        for first in range(0, OWN, 4):
+            own += load(self.smem, times(self.thread, 4 * OWN), 4 * (BINS * number + first), 4)
+        total = plus(*own)
+        for distance in (1, 2):
+            total = plus(total, self._lanes(SWAP, total, distance))
+        with utils.when(self._equal(arith.andi(self.thread, word(3)), word(0))):
+            store(total, self.smem, self.thread, 4 * (SUMS + GROUPS * number))
+
+    def _find(self, number: int, wanted: Any) -> None:
+        """One warp: the group of the digit, of which a lane has four, then the digit."""
+        place = times(self.lane, 16), 4 * (SUMS + GROUPS * number)
+        four = self._over_blocks(*place, 4)
+        above = self._above(plus(*four))
+        group = before = word(0)
+        for j in reversed(range(4)):
+            here = self._is_in(above, four[j], wanted)
+            group = arith.select(here, plus(times(self.lane, 4), word(j)), group)
+            before = arith.select(here, above, before)
+            above = plus(above, four[j])
+        group, before = self._over_warp(group), self._over_warp(before)  # all but one lane have 0
+        digit = plus(times(group, BINS // GROUPS), self.lane)
+        [own] = self._over_blocks(times(digit, 4), 4 * BINS * number, 1)
+        above = plus(before, self._above(own))
+        with utils.when(self._is_in(above, own, wanted)):
+            found = joined([digit, arith.subi(wanted, above), own, word(0)])
+            store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
+
+    def _above(self, own: Any) -> Any:
+        """What the lanes after this one have together."""
+        from_here = own
+        for distance in (1, 2, 4, 8, 16):
+            from_here = self._lanes(DOWN, from_here, distance)
+        return arith.subi(from_here, own)
+
+    def _is_in(self, above: Any, count: Any, wanted: Any) -> Any:
+        """Whether the last wanted number is among `count` that have so many above them."""
+        reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, count), wanted)
+        return arith.andi(self._less(above, wanted), reached)
+
+    def _over_blocks(self, offset: Any, fixed: int, words: int) -> list[Any]:
+        """Words of shared memory, summed over the cluster's blocks."""
+        each = [self._of_block(word(i), offset, fixed, words) for i in range(self.blocks)]
+        return [plus(*some) for some in zip(*each, strict=True)]
+
+    def _of_block(self, block: Any, offset: Any, fixed: int, words: int) -> list[Any]:
+        """Words of a block's shared memory."""
+        if self.blocks == 1:
+            return load(self.smem, offset, fixed, words)
+        constraints = ",".join(["=r"] * words) + ",r,r,~{memory}"
+        return asm(
+            OF_BLOCK[words], [i32()] * words, [self._shared(offset, fixed), block], constraints
+        )
+
+    def _write(self, threshold: Any, wanted: Any) -> None:
+        """The places of numbers above the threshold, and of the first `wanted` equal ones."""
+
+        def kinds(four: list[Any]) -> list[Any]:
+            """1 for a number above the threshold, 2**16 for an equal one, else 0."""
+            kinds = []
+            for key in four:
+                above = arith.cmpi(arith.CmpIPredicate.sgt, key, threshold)
+                equal = arith.select(self._equal(key, threshold), word(2**16), word(0))
+                kinds.append(arith.select(above, word(1), equal))
+            return kinds
+
+        def parts(sums: Any) -> tuple[Any, Any]:
+            return arith.andi(sums, word(0xFFFF)), arith.shrui(sums, word(16))
+
+        count = self._each([word(0)], lambda carry, _, four: [plus(*carry, *kinds(four))])
+        counts = [self._over_warp(x) for x in parts(*count)]
+        with utils.when(self._equal(self.lane, word(0))):
+            for i, x in enumerate(counts):
+                store(x, self.smem, times(self.warp, 8), 4 * (COUNTS + i))
+        self._sync()
+        before = self._before()
+        if self.blocks > 1:  # the others may go on once this block has read their counts
+            asm("barrier.cluster.arrive.release.aligned;", [], [], "~{memory}", convergent=True)
+        places_out = llvm.ptrtoint(
+            ir.IntegerType.get_signless(64),
+            pointer(self.out, times(self.row, 4 * self.top_k)),
+        )
+
+        def write(carry: list[Any], first: Any, four: list[Any]) -> list[Any]:
+            each = kinds(four)
+            own = plus(*each)
+            up_to = own
+            for distance in (1, 2, 4, 8, 16):
+                up_to = self._lanes(UP, up_to, distance)
+            total = self._lanes("shfl.sync.idx.b32 $0, $1, {}, 0x1f, -1;", up_to, 31)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, own, word(0))):
+                before = arith.subi(up_to, own)
+                for j, one in enumerate(each):
+                    here = zip(carry, parts(before), strict=True)
+                    here_above, here_equal = (plus(x, y) for x, y in here)
+                    is_above, is_equal = parts(one)
+                    first_ones = arith.extui(i32(), self._less(here_equal, wanted))
+                    is_wanted = arith.ori(is_above, arith.andi(is_equal, first_ones))
+                    index = plus(here_above, arith.minui(here_equal, wanted))
+                    at = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
+                    given = [arith.addi(places_out, at), plus(first, word(j)), is_wanted]
+                    asm(WRITE, [], given, "l,r,r,~{memory}")
+                    before = plus(before, one)
+            return [plus(x, y) for x, y in zip(carry, parts(total), strict=True)]
+
+        self._each(list(before), write)
+        if self.blocks > 1:
+            asm("barrier.cluster.wait.acquire.aligned;", [], [], "~{memory}", convergent=True)
+
+    def _before(self) -> tuple[Any, Any]:
+        """Of all warps of the cluster before this one, the sums of their counts."""
+        above = equal = word(0)
+        for first in range(0, self.blocks * WARPS, 32):
+            other = plus(self.lane, word(first))
+            there = arith.minui(other, word(self.blocks * WARPS - 1))
+            place = times(arith.andi(there, word(WARPS - 1)), 8)
+            block = arith.shrui(there, word(WARPS.bit_length() - 1))
+            pair = self._of_block(block, place, 4 * COUNTS, 2)
+            earlier = self._less(other, self.team)
+            above, equal = (
+                plus(x, arith.select(earlier, y, word(0)))
+                for x, y in zip((above, equal), pair, strict=True)
+            )
+        return self._over_warp(above), self._over_warp(equal)
+
+    def _shared(self, offset: Any, fixed: int) -> Any:
+        """An address of shared memory, as a word."""
+        return llvm.ptrtoint(i32(), pointer(self.smem, offset, fixed))
+
+    def _lanes(self, code: str, x: Any, number: int) -> Any:
+        return asm(code.format(number), [i32()], [x], "=r,r", convergent=True)[0]
+
+    def _over_warp(self, x: Any) -> Any:
+        code = "redux.sync.add.u32 $0, $1, 0xffffffff;"
+        return asm(code, [i32()], [x], "=r,r", convergent=True)[0]
+
+    def _less(self, x: Any, y: Any) -> Any:
+        return arith.cmpi(arith.CmpIPredicate.ult, x, y)
+
+    def _equal(self, x: Any, y: Any) -> Any:
+        return arith.cmpi(arith.CmpIPredicate.eq, x, y)

@@ -1,0 +1,165 @@
+"""The indexer's work: items of a few query tokens of one row, each with its tiles of 64 keys.
+
+A token's scores are a row of scratch memory as wide as the block tables. `SCRATCH_BYTES` bounds it:
+a call with more tokens goes through groups of items, one group after another.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+
+# Of scores, float32's bits, at a time. A single item may take more: 8 tokens of 2**22 keys do.
+SCRATCH_BYTES = 2**27
+# Columns of a product, packed pairs (query token, head) of an item, and tokens that they are of.
+MOST_COLUMNS, MOST_TOKENS = 256, 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexTiling:
+    """How a call is cut, which shapes alone decide.
+
+    Attributes:
+        tokens: of an item; the last one of a row may have fewer.
+        most_keys: that a block table has room for.
+    """
+
+    batch: int
+    q_len: int
+    heads: int
+    tokens: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, batch: int, q_len: int, heads: int, most_keys: int) -> "IndexTiling":
+        most = max(1, min(MOST_COLUMNS // heads, MOST_TOKENS, q_len))
+        tokens = -(-q_len // -(-q_len // most))
+        return cls(batch=batch, q_len=q_len, heads=heads, tokens=tokens, most_keys=most_keys)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's scores, a multiple of the tile."""
+        return -(-self.most_keys // PAGE) * PAGE
+
+    @property
+    def row_items(self) -> int:
+        """Items of a row."""
+        return -(-self.q_len // self.tokens)
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.row_items
+
+    @property
+    def columns(self) -> int:
+        return self.tokens * self.heads
+
+    @property
+    def groups(self) -> int:
+        most = max(1, SCRATCH_BYTES // (self.tokens * self.width * 4))
+        return -(-self.items // most)
+
+    @property
+    def group(self) -> int:
+        """Items whose scores are in memory at a time."""
+        return -(-self.items // self.groups)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of the scores that are in memory at a time."""
+        return self.group * self.tokens * self.width * 4
+
+    def in_items(self, x: jax.Array) -> jax.Array:
+        """[B, S, ...] as [groups, items, tokens, ...]; what is behind the last is 0."""
+        more = self.row_items * self.tokens - self.q_len
+        x = jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
+        x = x.reshape(self.items, self.tokens, *x.shape[2:])
+        more = self.groups * self.group - self.items
+        x = jnp.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
+        return x.reshape(self.groups, self.group, *x.shape[1:])
+
+    def of_tokens(self, x: jax.Array) -> jax.Array:
+        """[groups, items, tokens, ...] as [B, S, ...]."""
+        x = x.reshape(-1, *x.shape[2:])[: self.items]
+        x = x.reshape(self.batch, self.row_items * self.tokens, *x.shape[2:])
+        return x[:, : self.q_len]
+
+
+def visible_keys(length: Any, new: Any, token: Any, most_keys: int) -> Any:
+    """The keys that a token sees, 0 of a padding row or token: of numbers, or of arrays.
+
+    Args:
+        length: of the row.
+        new: tokens of the row.
+        token: its number among them.
+        most_keys: that a block table has room for.
+    """
+    length = jnp.clip(length, 0, most_keys)
+    seen = jnp.clip(length - new + token + 1, 0, length)
+    return jnp.where(token < new, seen, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexRows:
+    """A group's items, to a block that reads them.
+
+    Attributes:
+        query_lens_ref: None: every row has all S tokens.
+        first_ref: the group's first item, if there are several groups.
+    """
+
+    tiling: IndexTiling
+    lens_ref: Any
+    query_lens_ref: Any
+    first_ref: Any
+
+    def row(self, item: jax.Array) -> jax.Array:
+        """The item's row; the last one of an item behind all."""
+        return jnp.minimum(self._item(item)[0], self.tiling.batch - 1)
+
+    def visible(self, item: jax.Array, token: Any) -> jax.Array:
+        """The keys that a token of an item sees."""
+        row, part = self._item(item)
+        here, q_len = self.row(item), self.tiling.q_len
+        new = q_len if self.query_lens_ref is None else self.query_lens_ref[here]
+        number = part * self.tiling.tokens + token
+        seen = visible_keys(self.lens_ref[here], new, number, self.tiling.most_keys)
+        return jnp.where(row < self.tiling.batch, seen, 0)
+
+    def most(self, item: jax.Array) -> jax.Array:
+        """The keys that some token of an item sees."""
+        seen = [self.visible(item, token) for token in range(self.tiling.tokens)]
+        return functools.reduce(jnp.maximum, seen)
+
+    def _item(self, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The number of its row, and its own in the row."""
+        item = item if self.first_ref is None else item + self.first_ref[0]
+        each = self.tiling.row_items
+        return (item, jnp.int32(0)) if each == 1 else (lax.div(item, each), lax.rem(item, each))
+
+
+def tiles_of(most: Any, top_k: int) -> Any:
+    """An item whose tokens see at most `top_k` keys has no tiles: all of them are chosen."""
+    return jnp.where(most > top_k, (most + (PAGE - 1)) // PAGE, 0)
+
+
+def part_begins(visible: jax.Array, top_k: int, parts: int) -> jax.Array:
+    """int32 [3, parts + 1]: of each part of a launch its first item, and the tiles before that; all
+    parts have equally many tiles, and the last column has the sum of them.
+
+    Args:
+        visible: int32 [items, tokens].
+    """
+    tiles = tiles_of(visible.max(axis=1), top_k)
+    behind = jnp.cumsum(tiles, dtype=jnp.int32)
+    total = behind[-1]
+    part = jnp.arange(parts + 1, dtype=jnp.int32)
+    begins = part * (total // parts) + jnp.minimum(part, total % parts)
+    first = (behind[None] <= begins[:, None]).sum(axis=1, dtype=jnp.int32)
+    first = jnp.minimum(first, len(tiles) - 1)
+    return jnp.stack([first, (behind - tiles)[first], jnp.full_like(first, total)])

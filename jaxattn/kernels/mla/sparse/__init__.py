@@ -1,0 +1,1 @@
+"""MLA attention over a list of positions for each token."""

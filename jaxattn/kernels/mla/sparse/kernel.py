@@ -1,0 +1,79 @@
+"""The body of MLA attention over lists of positions: `mla_decode`'s, which finds its keys there.
+
+Each token is a row of its own, whose keys are the K entries of its list, 64 a page. The three
+warpgroups, their shared memory and the order of their products are warp_specialized/kernel.py's;
+token_producer.py brings the keys, and list_mask.py says which count.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.work_partition import WorkPartition
+from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
+from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeConfig, MlaDecodeRefs
+from jaxattn.kernels.mla.sparse.list_mask import ListMask
+from jaxattn.kernels.mla.sparse.token_producer import (
+    Fp8TokenProducer,
+    TokenProducer,
+    WideTokenProducer,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListPartition(WorkPartition):
+    """A block's part of the tokens' lists.
+
+    Attributes:
+        most: pages of a list.
+        apart: 1, or where no list is cut how far the part's tokens are from each other.
+    """
+
+    most: int
+    apart: int
+
+    @property
+    def max_pages(self) -> int:
+        return self.most
+
+    @property
+    def stride(self) -> int:  # type: ignore[override]
+        return self.apart
+
+    @classmethod
+    def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListPartition":
+        rows, entries = refs.indices_ref.shape
+        part = WorkPartition.of(refs, index)
+        given = {x.name: getattr(part, x.name) for x in dataclasses.fields(part)}
+        if whole:
+            number = lax.div(rows + parts - 1 - index, parts)
+            given["begin"] = index, jnp.int32(0)
+            given["end"] = index + number * parts, jnp.int32(0)
+        return cls(**given, most=entries // PAGE, apart=parts if whole else 1)
+
+
+class MlaSparseKernel(MlaDecodeKernel):
+    """The three warpgroups of a block.
+
+    Attributes:
+        tokens_of_row: rows here that share a row of the block tables.
+        whole: whether no list is cut. Then a block has every so many-th token: blocks that run
+            beside each other have neighbours, whose lists have much in common, in L2.
+    """
+
+    def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs, tokens_of_row: int, whole: bool):
+        self.tokens_of_row, self.whole = tokens_of_row, whole
+        super().__init__(cut, refs)
+
+    def partition(self) -> WorkPartition:
+        return ListPartition.of_lists(self.refs, self.index, self.cut.parts, self.whole)
+
+    def page_producer(self) -> TokenProducer:
+        return (Fp8TokenProducer if self.cut.latents.quantized else WideTokenProducer)(self)
+
+    def mask(self, row: Any, start: Any, length: Any) -> ListMask:
+        del length  # of the list
+        return ListMask(self, row, start)

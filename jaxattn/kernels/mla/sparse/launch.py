@@ -1,0 +1,233 @@
+"""MLA attention over a list of positions for each token, of a paged latent cache.
+
+softmax(q K^T) K[:, :kv_lora_rank] with the K latents at a token's positions, each read once for 64
+heads. A block for each (part of the schedule, tile of 64 heads), as in `mla_decode`, whose body and
+outputs these are; kernel.py says what differs. Few tokens are cut over their lists, and their
+pieces merged by `mla_combine`; a chunk of a prompt is so many tokens that none is.
+
+Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, bfloat16 and float16 caches with
+queries alike, FP8 ones with bfloat16 queries; any H, S and K. Tiles have 64 heads: fewer take their
+time. Reference: float64 in tests/kernels/mla/sparse/test_launch.py.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.arena import ArenaSpec
+from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.attention.tile_scheduler import (
+    PAGE,
+    TILE,
+    Schedule,
+    SplitThresholds,
+    make_schedule,
+    merge_cost,
+    most_pieces,
+    num_parts,
+    num_tiles,
+    row_cost,
+)
+from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
+from jaxattn.kernels.mla.decode.warp_specialized.smem import (
+    RANK,
+    ROPE,
+    MlaDecodeConfig,
+    MlaDecodeRefs,
+    scratch_types,
+)
+from jaxattn.kernels.mla.decode.workspace import INTERPRETED_SMS, PAGE_SIZES, spec_of
+from jaxattn.kernels.mla.sparse.kernel import MlaSparseKernel
+
+OP = "mla_sparse"
+# Of a list that is cut: pages of a piece.
+THRESHOLDS = SplitThresholds(part=4, short=3)
+
+
+def refuse(call: MlaDecodeCall) -> None:
+    """Raises `Refusal`, with the reason, where the kernel does not serve these shapes."""
+    kv_cache, kv_lora_rank = call.kv_cache, call.kv_lora_rank
+    latents = call.format
+    if kv_lora_rank != RANK or call.head_dim != RANK + ROPE:
+        raise Refusal(
+            f"{OP}: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64, and got "
+            f"{kv_lora_rank=} with q of {call.head_dim} dims"
+        )
+    if kv_cache.shape[-1] != latents.width:
+        raise Refusal(
+            f"{OP}: a {kv_cache.dtype.name} cache has {latents.width} numbers a token, and "
+            f"kv_cache is {kv_cache.shape}"
+        )
+    fits = call.dtype in (jnp.bfloat16, jnp.float16) and call.dtype == kv_cache.dtype
+    if not (call.dtype == jnp.bfloat16 if latents.quantized else fits):
+        raise Refusal(
+            f"{OP}: the kernel wants q and kv_cache both bfloat16 or both float16, or q bfloat16 "
+            f"with an FP8 cache, and got q {call.dtype.name}, kv_cache {kv_cache.dtype.name}"
+        )
+    if call.page_size not in PAGE_SIZES:
+        raise Refusal(
+            f"{OP}: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
+            f"{kv_cache.shape} has {call.page_size}"
+        )
+    tokens = int(np.prod(kv_cache.shape[:-1]))
+    if tokens >= 2**31:
+        raise Refusal(
+            f"{OP}: the kernel counts a cache's tokens in 32 bits, and kv_cache {kv_cache.shape} "
+            f"has {tokens:,}; give it as several stacks of layers"
+        )
+
+
+def mla_sparse_mosaic(
+    call: MlaDecodeCall,
+    indices: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    batch_invariant: bool = False,
+    output_by_tma: bool = False,
+    interpret: bool = False,
+    detect_races: bool = False,
+) -> tuple[Any, ...]:
+    """`call`'s attention, each token to its list alone: (out [B, S, H, R], lse [B, S, H]), and the
+    arena if the call has one.
+
+    Args:
+        indices: int32 [B, S, K] positions in the row, in any order. Negative ones and those beyond
+            the token's own are left out; one that is there twice counts twice.
+        sinks: float32 [H], a logit of each head that has no value.
+        batch_invariant: lists are cut by B, S and K alone, all in as many equal pieces; of more
+            tokens than blocks none is. Otherwise the place of a token in the batch may decide.
+    """
+    require_hopper(OP, interpret=interpret)
+    refuse(call)
+    shape = call.shape
+    tokens_of_row, num_heads = shape[1], shape[2]
+    lists = _in_pages(indices.reshape(-1, indices.shape[-1]))
+    rows, entries = lists.shape
+    tiles = num_tiles(1, num_heads)
+    visible = _visible(call)
+    num_sms = INTERPRETED_SMS if interpret else NUM_SMS
+    schedule = _schedule(rows, entries // PAGE, tiles, num_sms, batch_invariant)
+    whole = not _splits(rows, entries // PAGE, schedule.parts, batch_invariant)
+    lengths = _lengths(lists, visible) if whole else jnp.where(visible > 0, entries, 0)
+    call = _of_tokens(call, lengths, schedule).stacked()
+    padded = None
+    if sinks is not None:
+        padded = jnp.pad(sinks.astype(jnp.float32), (0, tiles * TILE - num_heads))
+    results = MlaDecodeOutputs(call, tiles * TILE, padded, split=not whole)
+    cut = MlaDecodeConfig(
+        q_len=1, num_heads=num_heads, tiles=tiles, parts=results.parts, scale=call.scale,
+        dtype=call.dtype, latents=call.format, rope=True, first_rows=results.first_rows,
+        output_by_tma=output_by_tma and results.in_whole_tiles(), interpret=interpret,
+        gathered=True,
+    )  # fmt: skip
+    assert not isinstance(call.q, tuple)
+    packed = jnp.pad(call.q[:, 0], ((0, 0), (0, tiles * TILE - num_heads), (0, 0)))
+    given = call.inputs() | {
+        "q_ref": packed, "q_rope_ref": None, "made_of_ref": None, "query_lens_ref": None,
+        "indices_ref": lists, "visible_ref": visible, "sinks_ref": padded,
+    }  # fmt: skip
+    written = launch(
+        lambda **refs: MlaSparseKernel(cut, MlaDecodeRefs(**refs), tokens_of_row, whole).run(),
+        name=OP,
+        grid={"part": results.parts, "tile": tiles},
+        inputs={**given, **results.inputs},
+        outputs=results.outputs,
+        scratch=scratch_types(cut, call.page_size),
+        warpgroups=3,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # row reductions stay inside a warp
+            unsafe_no_auto_barriers=True,  # as in mla_decode
+        ),
+        interpret=interpret,
+        detect_races=detect_races,
+    )
+    out, lse, *arena = results.finish(written, interpret=interpret, detect_races=detect_races)
+    return out.reshape(*shape, RANK), lse.reshape(shape), *arena
+
+
+def scratch(
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    top_k: int,
+    dtype: Any = jnp.bfloat16,
+    batch_invariant: bool = False,
+) -> ArenaSpec:
+    """What the kernel keeps in the arena, as `jaxattn.mla.scratch` says for `mla_decode`."""
+    rows, tiles = batch * q_len, num_tiles(1, num_heads)
+    pages = -(-top_k // PAGE)
+    parts = _parts(rows, pages, tiles, NUM_SMS)
+    split = _splits(rows, pages, parts, batch_invariant)
+    return spec_of(rows, tiles * TILE, RANK, dtype, parts if split else 1)
+
+
+def _in_pages(lists: jax.Array) -> jax.Array:
+    more = -lists.shape[-1] % PAGE
+    return jnp.pad(lists, ((0, 0), (0, more)), constant_values=-1) if more else lists
+
+
+def _visible(call: MlaDecodeCall) -> jax.Array:
+    """int32 [B * S], how many of its row's positions each token may see; 0 for padding."""
+    lengths, token = call.seq_lens[:, None], jnp.arange(call.q_len, dtype=jnp.int32)
+    queries: Any = call.q_len if call.query_lens is None else call.query_lens[:, None]
+    within = (lengths > 0) & (lengths <= call.max_pages * call.page_size) & (token < queries)
+    return jnp.where(within, jnp.maximum(lengths - queries + token + 1, 0), 0).reshape(-1)
+
+
+def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:
+    """int32 [rows], each list's entries up to the last one that is attended to: what an indexer
+    chose of few tokens ends early. Where lists are cut their ends take no more time than others."""
+    attended = (lists >= 0) & (lists < visible[:, None])
+    entry = jnp.arange(1, lists.shape[1] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(attended, entry, 0), axis=1)
+
+
+def _of_tokens(call: MlaDecodeCall, lengths: jax.Array, schedule: Schedule) -> MlaDecodeCall:
+    """The call with each token as a row of its own, of so many keys."""
+    q = call.joined().q
+    assert not isinstance(q, tuple)
+    return dataclasses.replace(
+        call, q=q.reshape(-1, 1, *q.shape[2:]), seq_lens=lengths, query_lens=None,
+        schedule=schedule,
+    )  # fmt: skip
+
+
+def _parts(rows: int, pages: int, tiles: int, num_sms: int) -> int:
+    worth = rows * (pages + row_cost(1, TILE)) // THRESHOLDS.short
+    return max(1, min(num_parts(rows, tiles, TILE, pages, num_sms), worth))
+
+
+def _schedule(rows: int, pages: int, tiles: int, num_sms: int, batch_invariant: bool) -> Schedule:
+    """Lists are all as long, so the schedule is a constant of the program. It says of what lengths
+    it was made, so that padding's pieces, which nobody writes, are not merged."""
+    parts = _parts(rows, pages, tiles, num_sms)
+    cuts, slots = _cuts(rows, pages, parts, batch_invariant)
+    lengths = jnp.full(rows, pages * PAGE, jnp.int32)
+    return Schedule(jnp.asarray(cuts), jnp.asarray(slots), None, pages, lengths)
+
+
+def _splits(rows: int, pages: int, parts: int, batch_invariant: bool) -> bool:
+    """Whether any list is cut. Where none is, blocks share whole ones without a schedule."""
+    return bool(_cuts(rows, pages, parts, batch_invariant)[1][1].any())
+
+
+@functools.cache
+def _cuts(rows: int, pages: int, parts: int, batch_invariant: bool) -> tuple[Any, Any]:
+    make = functools.partial(
+        make_schedule, parts=parts, max_pages=pages, row_cost=row_cost(1, TILE),
+        merge_cost=merge_cost(1, TILE), least=THRESHOLDS,
+        pieces=most_pieces(rows, parts) if batch_invariant else 0,
+    )  # fmt: skip
+    with jax.ensure_compile_time_eval():
+        made = jax.jit(make)(np.full(rows, pages * PAGE, np.int32))
+        return np.asarray(made.cuts), np.asarray(made.slots)

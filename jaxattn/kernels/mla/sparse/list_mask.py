@@ -1,0 +1,45 @@
+"""The keys of a token's list that it attends to, for the scores of the MLA kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
+from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import tile_iota
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, MlaDecodeCta
+from jaxattn.kernels.mla.sparse.token_copies import seen_words
+
+
+class ListMask:
+    """Of 64 entries at a time, from page `start` of the list on: the same for all heads."""
+
+    def __init__(self, block: MlaDecodeCta, row: jax.Array, start: jax.Array):
+        self.refs, self.row, self.start = block.refs, row, start
+        self.interpret = block.cut.interpret
+        self.visible = self.refs.visible_ref[row]
+
+    def of_page(self, i: jax.Array) -> Any:
+        """Two words of a bit for each entry; in the interpreter bool [64]."""
+        page = self.start + i
+        if not self.interpret:
+            return seen_words(self.refs.indices_ref, self.row, page, self.visible)
+        positions = self.refs.indices_ref[self.row, pl.ds(page * PAGE, PAGE)]
+        return (positions >= 0) & (positions < self.visible)
+
+    def all_seen(self, seen: Any) -> jax.Array:
+        return seen.all() if self.interpret else (seen[0] & seen[1]) == -1
+
+    def seen(self, seen: Any) -> jax.Array:
+        """bool [64, 64]"""
+        if self.interpret:
+            return jnp.broadcast_to(seen, (TILE, PAGE))
+        key = tile_iota(1)
+        low, high = (
+            plgpu.layout_cast(lax.broadcast_in_dim(x, (TILE, PAGE), []), LAYOUT) for x in seen
+        )
+        words = jnp.where(key < 32, low, high)
+        return (lax.shift_right_logical(words, key & 31) & 1) == 1

@@ -1,0 +1,229 @@
+"""Scattered tokens of a paged cache to shared memory: where they are, and their copies.
+
+A warp of the warpgroup has 16 of a page's 64 tokens, and copies all of their columns: lane
+8 i + c has the 16 bytes at c of every 128, of the tokens 4 p + i. So eight lanes read a whole line
+of the cache, and write a whole line of shared memory, whose 16-byte chunks are swizzled: chunk c of
+token t is at c ^ (t % 8). TMA would want a copy for each token and 128 bytes, 576 of them a page.
+
+`cp.async` copies are a thread's own: it counts them in groups, and says itself when they are there.
+A token that is not attended to becomes zeros, and nothing is read for it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils
+from jaxattn.kernels.hopper.ptx import (
+    WarpgroupThread,
+    asm,
+    asm_word,
+    element,
+    i32,
+    plus,
+    pointer,
+    single,
+    times,
+    word,
+)
+
+SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
+CHUNK, LINE, TILE = 16, 128, 1024  # bytes: of a copy, of a token in a tile, of 8 tokens' lines
+# A word a thread: of token 16 w + l % 16 of the page, for lane l of warp w.
+BY_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+WORDS = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=BY_THREAD)
+WORD = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
+
+
+def _wide(x: Any, by: int, size: int) -> Any:
+    """A word times a number of elements, in bytes, of 64 bits."""
+    wide = ir.IntegerType.get_signless(64)
+    return arith.muli(arith.extui(wide, x), mgpu.c(by * size, wide))
+
+
+def _read(ref: Any, offset: Any) -> Any:
+    """A word of global memory that nobody writes; read here, and not where it is needed."""
+    source = pointer(ref, offset)
+    return asm("ld.global.nc.b32 $0, [$1];", [i32()], [source], "=r,l,~{memory}")[0]
+
+
+def _lane() -> Any:
+    return arith.andi(WarpgroupThread().index, word(31))
+
+
+def _by_thread(x: Any) -> Any:
+    layout = BY_THREAD.to_mgpu()
+    return mgpu.FragmentedArray.splat(x, (128,), layout, is_signed=True)
+
+
+def read_positions(indices_ref: Any, row: jax.Array, page: jax.Array) -> jax.Array:
+    """int32 [128] `BY_THREAD`, the row's entries 64 `page` and on."""
+
+    def run(ctx: Any, indices: Any, row: Any, page: Any) -> Any:
+        del ctx
+        thread = WarpgroupThread()
+        token = plus(times(thread.warp, 16), arith.andi(thread.index, word(15)))
+        entries = ir.MemRefType(indices.type).shape[1]
+        inside = plus(times(single(page), PAGE), token)
+        offset = arith.addi(_wide(single(row), entries, 4), _wide(inside, 1, 4))
+        return _by_thread(_read(indices, offset))
+
+    types = (PLAIN, SPLAT, SPLAT)
+    return plgpu.inline_mgpu(arg_types=types, return_type=WORDS)(run)(indices_ref, row, page)
+
+
+def token_numbers(
+    positions: jax.Array, table_ref: Any, row: jax.Array, visible: jax.Array, layer: jax.Array,
+    *, pages: int, page_size: int,
+) -> jax.Array:  # fmt: skip
+    """int32 [128] `BY_THREAD`: among all tokens of the cache, or -1 where none is attended to.
+
+    Args:
+        positions: `read_positions`.
+        table_ref: block tables [B, M]; `row` of them.
+        visible: positions from here on are not attended to.
+        pages: of a layer; what lies behind them is zeros, as TMA has it.
+    """
+
+    def run(ctx: Any, positions: Any, table: Any, row: Any, visible: Any, layer: Any) -> Any:
+        del ctx
+        position = element(positions.registers.flat[0], 0)
+        seen = arith.cmpi(arith.CmpIPredicate.ult, position, single(visible))
+        position = arith.select(seen, position, word(0))
+        shift = word(page_size.bit_length() - 1)
+        width = ir.MemRefType(table.type).shape[1]
+        offset = arith.addi(_wide(single(row), width, 4), _wide(arith.shrui(position, shift), 1, 4))
+        number = _read(table, offset)
+        exists = arith.cmpi(arith.CmpIPredicate.ult, number, word(pages))
+        first = arith.shli(plus(times(single(layer), pages), number), shift)
+        token = plus(first, arith.andi(position, word(page_size - 1)))
+        return _by_thread(arith.select(arith.andi(seen, exists), token, word(-1)))
+
+    types = (BY_THREAD, PLAIN, SPLAT, SPLAT, SPLAT)
+    make = plgpu.inline_mgpu(arg_types=types, return_type=WORDS)
+    return make(run)(positions, table_ref, row, visible, layer)
+
+
+def seen_words(
+    indices_ref: Any, row: jax.Array, page: jax.Array, visible: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Of the 64 entries a bit each, whether it is attended to."""
+
+    def run(ctx: Any, indices: Any, row: Any, page: Any, visible: Any) -> Any:
+        del ctx
+        entries = ir.MemRefType(indices.type).shape[1]
+        inside = plus(times(single(page), PAGE), _lane())
+        offset = arith.addi(_wide(single(row), entries, 4), _wide(inside, 1, 4))
+        found = [_read(indices, arith.addi(offset, _wide(word(32 * i), 1, 4))) for i in range(2)]
+        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+        words = [asm_word(code, x, single(visible)) for x in found]
+        return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in words)
+
+    types = (PLAIN, SPLAT, SPLAT, SPLAT)
+    make = plgpu.inline_mgpu(arg_types=types, return_type=(WORD, WORD))
+    return make(run)(indices_ref, row, page, visible)
+
+
+def copy_tokens(
+    kv_ref: Any, tokens: jax.Array, target: Any, transforms: Sequence[Any], first: Any
+) -> None:
+    """Begins the copies of some bytes of each token to a place of [64, n] numbers.
+
+    Args:
+        kv_ref: the whole cache [L, N, C, Ds].
+        tokens: `token_numbers`.
+        target: as many columns as there are whole lines of 128 bytes.
+        transforms: of it, tiles of 8 tokens and 128 bytes, swizzled.
+        first: of a token's numbers.
+    """
+
+    def run(ctx: Any, kv: Any, tokens: Any, target: Any, first: Any) -> None:
+        del ctx
+        element_type = ir.MemRefType(kv.type).element_type
+        size = utils.bitwidth(element_type) // 8
+        width = ir.MemRefType(kv.type).shape[3]
+        tiles = _bytes_of(target) // (PAGE * LINE)
+        thread, lane = WarpgroupThread(), _lane()
+        chunk, some = arith.andi(lane, word(7)), arith.shrui(lane, word(3))
+        mine = element(tokens.registers.flat[0], 0)
+        column = arith.addi(_wide(single(first), 1, size), _wide(chunk, 1, CHUNK))
+        for i in range(4):
+            in_tile = plus(some, word(4 * (i % 2)))
+            at = plus(
+                times(thread.warp, 2 * tiles * TILE),
+                times(in_tile, LINE),
+                times(arith.xori(chunk, in_tile), CHUNK),
+            )
+            place = llvm.ptrtoint(i32(), pointer(target, at, (i // 2) * tiles * TILE))
+            code = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+            token = asm_word(code, mine, plus(some, word(4 * i)))
+            there = arith.cmpi(arith.CmpIPredicate.sge, token, word(0))
+            token = arith.select(there, token, word(0))
+            source = pointer(kv, arith.addi(_wide(token, width, size), column))
+            read = arith.select(there, word(CHUNK), word(0))
+            copies = "".join(
+                f"cp.async.cg.shared.global [$0+{tile * TILE}], [$1+{tile * LINE}], 16, $2; "
+                for tile in range(tiles)
+            )
+            asm(copies, [], [place, source, read], "r,l,r,~{memory}")
+
+    types = (PLAIN, BY_THREAD, plgpu.RefType(tuple(transforms)), SPLAT)
+    copy = plgpu.inline_mgpu(arg_types=types)(run)
+    copy(kv_ref, tokens, target, jnp.asarray(first, jnp.int32))
+
+
+def copy_scales(kv_ref: Any, tokens: jax.Array, target: Any, first: int) -> None:
+    """Begins the copies of 16 bytes of each token, from its byte `first` on, to bytes [64, 16]."""
+
+    def run(ctx: Any, kv: Any, tokens: Any, target: Any) -> None:
+        del ctx
+        width = ir.MemRefType(kv.type).shape[3]
+        thread, lane = WarpgroupThread(), _lane()
+        token = element(tokens.registers.flat[0], 0)
+        there = arith.cmpi(arith.CmpIPredicate.sge, token, word(0))
+        token = arith.select(there, token, word(0))
+        source = pointer(kv, _wide(token, width, 1), first)
+        read = arith.select(there, word(CHUNK), word(0))
+        at = plus(times(thread.warp, 16 * CHUNK), times(lane, CHUNK))
+        place = llvm.ptrtoint(i32(), pointer(target, at))
+        code = (
+            "{ .reg .pred p; setp.lt.u32 p, $3, 16; "
+            "@p cp.async.cg.shared.global [$0], [$1], 16, $2; }"
+        )
+        asm(code, [], [place, source, read, lane], "r,l,r,r,~{memory}")
+
+    plgpu.inline_mgpu(arg_types=(PLAIN, BY_THREAD, PLAIN))(run)(kv_ref, tokens, target)
+
+
+def _bytes_of(ref: Any) -> int:
+    type = ir.MemRefType(ref.type)
+    count = 1
+    for n in type.shape:
+        count *= n
+    return count * utils.bitwidth(type.element_type) // 8
+
+
+def end_group() -> None:
+    """What the thread has begun to copy since the last group is a group."""
+
+    @plgpu.inline_mgpu()
+    def end(_: Any) -> None:
+        asm("cp.async.commit_group;", [], [], "~{memory}")
+
+    end()
+
+
+def wait_for_groups(pending: int, *, of_warp: bool) -> None:
+    """All groups of the thread but the last `pending` are there; or those of its warp."""
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        asm(f"cp.async.wait_group {pending};", [], [], "~{memory}")
+        if of_warp:
+            asm("bar.warp.sync 0xffffffff;", [], [], "~{memory}", convergent=True)
+
+    wait()

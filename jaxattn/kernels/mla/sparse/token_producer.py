@@ -1,0 +1,259 @@
+"""The producers of a list's tokens, in warpgroups 1 and 2: they stand in for those of pages.
+
+What is called a page is 64 entries of a token's list. Warpgroups 1 and 2 copy the tokens' columns
+to where a page's would be, by `token_copies`. Where a token is takes two reads, one after another:
+of the list, then of the block table. They are a step apart, two and three pages ahead of the
+copies, so that no step waits for them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled, warpgroup_barrier
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import AHEAD, Fp8PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.smem import (
+    PAGES,
+    QUARTER,
+    RANK,
+    RAW,
+    ROPE,
+    SCALE_BYTES,
+    SWIZZLED,
+)
+from jaxattn.kernels.mla.sparse.token_copies import (
+    copy_scales,
+    copy_tokens,
+    end_group,
+    read_positions,
+    token_numbers,
+    wait_for_groups,
+)
+
+
+class TokenProducer(PageProducer):
+    """Where a part's tokens are.
+
+    `pages`, which the caller carries: the page before the next (of 16 bits, to load of columns
+    0:128; of FP8, which is stored in shared memory), the next, and the positions of the one after
+    it. A page's numbers are its tokens' (`token_numbers`) and 64, all that count; in the
+    interpreter its row instead.
+    """
+
+    block: Any
+
+    def _positions(self, at: Any) -> Any:
+        place, page, stop = at
+        row = self.part.some_row(place.row)
+        if self.cut.interpret:
+            return row
+        page = jnp.clip(page, 0, jnp.maximum(stop - 1, 0))
+        return read_positions(self.block.refs.indices_ref, row, page)
+
+    def _numbers(self, at: Any, positions: Any) -> Any:
+        if self.cut.interpret:
+            return positions, jnp.int32(PAGE)
+        refs, (_, pages, page_size, _) = self.block.refs, self.part.kv_ref.shape
+        row = self.part.some_row(at[0].row)
+        table_row = lax.div(row, jnp.int32(self.block.tokens_of_row))
+        numbers = token_numbers(
+            positions, refs.table_ref, table_row, refs.visible_ref[row], self.part.layer,
+            pages=pages, page_size=page_size,
+        )  # fmt: skip
+        return numbers, jnp.int32(PAGE)
+
+    def _after(self, at: Any) -> Any:
+        place, page, stop = at
+        following = self.part.settle((place, page + 1, stop))
+        return following, self._positions(following)
+
+    def _start(self) -> Any:
+        at = self.part.first()
+        ahead = at, self._numbers(at, self._positions(at))
+        return self._page_of(ahead), ahead, self._after(at)
+
+    def later(self, pages: Any, goes_on: Any = True) -> Any:
+        """The same once the next page's copies have begun, or as they are where none have."""
+        if goes_on is True:
+            return self._moved_on(pages)
+        return lax.cond(goes_on, self._moved_on, lambda pages: pages, pages)
+
+    def _moved_on(self, pages: Any) -> Any:
+        ahead, (at, positions) = pages[1:3]
+        return self._page_of(ahead), (at, self._numbers(at, positions)), self._after(at)
+
+    def clear_tail(self, values: list[Any], left: jax.Array) -> None:
+        """What is not attended to is zeros."""
+
+    def wait_for_warps(self) -> None:
+        warpgroup_barrier(interpret=self.cut.interpret)
+
+    def _gather(self, page: Any, target: Any, transforms: Any, first: Any) -> None:
+        """Columns of a page's tokens, whose copies begin."""
+        number, _, (tokens, _) = page
+        if not self.cut.interpret:
+            copy_tokens(self.part.kv_ref, tokens, target, transforms, first)
+            return
+        refs, layer = self.block.refs, self.part.layer
+        positions = refs.indices_ref[tokens, pl.ds(number * PAGE, PAGE)]
+        seen = (positions >= 0) & (positions < refs.visible_ref[tokens])
+        positions = jnp.where(seen, positions, 0)
+        table = refs.table_ref.at[lax.div(tokens, jnp.int32(self.block.tokens_of_row))][...]
+        pages = jnp.where(seen, table[positions // self.part.page_size], 0)
+        columns = self.part.kv_ref.at[layer, :, :, pl.ds(first, target.shape[-1])][...]
+        found = columns[pages, positions % self.part.page_size]
+        target[...] = jnp.where(seen[:, None], found, jnp.zeros((), target.dtype))
+
+    def _end_group(self) -> None:
+        if not self.cut.interpret:
+            end_group()
+
+
+class WideTokenProducer(TokenProducer):
+    """Of 16 bits: copies go to where the products read.
+
+    A step begins two groups of copies: the first quarter's, once it was multiplied, and the
+    others'. They are handed over a step later, all of the page before the next one's scores begin,
+    but columns 0:128, which come last in them. `pages` ends with whether the page behind the one
+    that is multiplied exists.
+    """
+
+    hands_over = True
+
+    def begin(self) -> Any:
+        pages = self._start()
+        there = pages[0][1]
+        pages = lax.fori_loop(0, PAGES, self._begin, (*pages, jnp.bool_(False)))
+        first, second = jnp.int32(0), jnp.int32(1)
+        self._arrive(2, there, [self._quarter(0, first), *self._others(first, twice=False)])
+        self._arrive(1, pages[3], self._others(second))
+        return pages
+
+    def _begin(self, i: jax.Array, pages: Any) -> Any:
+        page, there, numbers = at = self._page_of(pages[1])
+        self._load(1, at, i)
+        if self.cut.rope:
+            self._load_rope(at, i)
+        slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
+        self._load(0, (page, there & (i < slots), numbers), i)
+        self._end_group()
+        return self.later(pages)
+
+    def _moved_on(self, pages: Any) -> Any:
+        return *super()._moved_on(pages), pages[0][1]
+
+    def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
+        before, ahead = pages[:2]
+        at = self._page_of(ahead)
+        if quarter == 0:
+            pl.when(self.is_right)(lambda: self._load(0, at, into))
+            pl.when(jnp.logical_not(self.is_right))(lambda: self._load(0, before, into))
+            self._end_group()
+            return
+        self._load(quarter, at, into)
+        if not self.cut.interpret:
+            self._ask_for_queries(*ahead[0])
+
+    def hand_over_first(self, pages: Any, now: jax.Array) -> None:
+        left = pages[3] & jnp.logical_not(self.is_right)
+        self._arrive(1, left, [self._quarter(0, now + 1)])
+
+    def hand_over(self, pages: Any, now: jax.Array) -> None:
+        self._end_group()
+        self._arrive(2, pages[0][1], self._others(now + 2))
+
+    def _quarter(self, quarter: int, page: jax.Array) -> Callable[[], None]:
+        at = self.shared.kv_loaded.at[self.slot_of(quarter, page)]
+        return lambda: plgpu.barrier_arrive(at)
+
+    def _others(self, page: jax.Array, *, twice: bool = True) -> list[Callable[[], None]]:
+        """All but the left warpgroup's first quarter; `twice`: but the right one's as well."""
+
+        def right() -> None:
+            if twice:
+                self._quarter(0, page)()
+            if self.cut.rope:
+                plgpu.barrier_arrive(self.shared.rope_loaded.at[lax.rem(page, PAGES)])
+
+        return [self._quarter(1, page), lambda: pl.when(self.is_right)(right)]
+
+    def _arrive(self, pending: int, there: jax.Array, each: list[Callable[[], None]]) -> None:
+        """The copies of all groups but the last `pending` are there, for all who read them."""
+        interpret = self.cut.interpret
+
+        @pl.when(there)
+        def _():
+            if not interpret:
+                wait_for_groups(pending, of_warp=False)
+            fence_proxy_async(interpret=interpret)
+            for arrive in each:
+                arrive()
+
+    def _load(self, quarter: int, at: Any, into: jax.Array) -> None:
+        target = self.shared.kv.at[self.slot_of(quarter, into)]
+        first = (2 * self.half + quarter) * QUARTER
+        pl.when(at[1])(lambda: self._gather(at, target, swizzled(self.cut.dtype), first))
+
+    def _load_rope(self, at: Any, into: jax.Array) -> None:
+        target = self.shared.rope.at[lax.rem(into, PAGES)]
+        gather = functools.partial(self._gather, at, target, swizzled(self.cut.dtype), RANK)
+        pl.when(at[1] & self.is_right)(gather)
+
+
+class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
+    """Of FP8: a warp copies the tokens that it widens, as they are stored, and waits for them.
+
+    A step begins three groups of copies: rope columns, and two quarters.
+    """
+
+    def begin(self) -> Any:
+        pages = self._start()
+        self._store_rope(pages[0])
+        for quarter in range(2):
+            self._store(2 * self.half + quarter, pages[0])
+        return lax.fori_loop(0, AHEAD, self._begin, self.later(pages))
+
+    def _begin(self, i: jax.Array, pages: Any) -> Any:
+        self._next_rope(pages, i)
+        for quarter in range(2):
+            self.refill(quarter, pages, i)
+        return self.later(pages)
+
+    def _wait_for_raw(self, tile: Any) -> None:
+        del tile
+        if not self.cut.interpret:
+            wait_for_groups(2, of_warp=True)
+
+    def _store(self, tile: Any, page: Any) -> None:
+        super()._store(tile, page)
+        self._end_group()
+
+    def _store_rope(self, page: Any) -> None:
+        super()._store_rope(page)
+        self._end_group()
+
+    def _copy(self, tile: Any, page: Any, first: Any) -> None:
+        numbers = page[2][0]
+
+        def load() -> None:
+            self._gather(page, self.raw.at[tile], SWIZZLED, first)
+            if not self.cut.latents.block_scaled:
+                return
+            scales = self.shared.raw_scales.at[tile]
+            if self.cut.interpret:
+                self._gather(page, scales, (), RANK)
+            else:
+                copy_scales(self.part.kv_ref, numbers, scales, RANK)
+
+        pl.when(page[1])(load)
+
+
+assert SCALE_BYTES == 16 and ROPE * 2 == 128 and RAW == 5, "token_copies copies such"

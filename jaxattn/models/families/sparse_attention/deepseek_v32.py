@@ -1,0 +1,62 @@
+"""DeepSeek-V3.2 (`model_type` deepseek_v32): DeepSeek-V3 whose queries attend to 2,048 tokens each.
+
+An indexer in every layer chooses them (DeepSeek Sparse Attention). Its keys lie in pages of their
+own beside the latents. The choice is by float32 scores of keys in the cache's dtype; the rotation
+by a Hadamard matrix that DeepSeek's code has before FP8 changes no score, and is left out.
+
+Refused: what DeepSeek-V3 is refused for, and layers without low-rank queries.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxattn.models.blocks import Block
+from jaxattn.models.families import deepseek
+from jaxattn.models.families.components import decoder, mla
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.network.decoder_model import DecoderModel
+from jaxattn.models.network.decoder_spec import DraftHead
+
+MODEL_TYPES = ("deepseek_v32",)
+
+placed, skipped = deepseek.placed, deepseek.skipped
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    layers = fields.integer("num_hidden_layers")
+    fields.require("moe_layer_freq", 1)
+    return decoder.read_decoder(fields, read_blocks(fields, [True] * layers, interleaved=False))
+
+
+def read_blocks(
+    fields: ConfigFields, indexed: Sequence[bool], *, interleaved: bool
+) -> tuple[Block, ...]:
+    """The blocks of a model.
+
+    Args:
+        indexed: whether each layer has an indexer, or takes the choice of the one before.
+        interleaved: the layout of the indexer's rotated dims, where the file does not say it.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    own = mla.read_sparse_attention(fields, interleaved=interleaved, hands_on=not all(indexed))
+    without = dataclasses.replace(own, index_heads=0)
+    dense = deepseek.read_blocks(fields, deepseek.dense_layers(fields))
+    return tuple(
+        dataclasses.replace(block, mixer=own if full else without)
+        for block, full in zip(dense, indexed, strict=True)
+    )
+
+
+def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
+    """The model with its first prediction layer, which has an indexer of its own."""
+    first, *_, last = model.spec.blocks
+    block = dataclasses.replace(last, mixer=first.mixer)
+    layers = deepseek.prediction_layers(fields)
+    return decoder.with_draft_head(model, fields, block, DraftHead(), layers)

@@ -1,0 +1,51 @@
+"""GLM-5 to GLM-5.3 (`model_type` glm_moe_dsa): DeepSeek Sparse Attention with shared choices.
+
+Heads have keys of 192 + 64 dims and values of 256, as GLM-4.7-Flash's. A layer may have no indexer:
+it attends to the tokens that the last layer with one has chosen. `indexer_types` names each layer
+"full" or "shared". Without it `index_topk_pattern` does, of letters F and S, or every
+`index_topk_freq`-th layer is full, counted from `index_skip_topk_offset` on.
+
+Refused: what DeepSeek-V3.2 is refused for, and a first layer without an indexer.
+"""
+
+from jaxattn.models.families import deepseek
+from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.decoder import read_decoder
+from jaxattn.models.families.sparse_attention import deepseek_v32
+from jaxattn.models.network.decoder_model import DecoderModel
+
+MODEL_TYPES = ("glm_moe_dsa",)
+LETTERS = {"F": "full", "S": "shared"}
+
+placed, skipped = deepseek.placed, deepseek.skipped
+with_draft_head = deepseek_v32.with_draft_head
+
+
+def read_model(fields: ConfigFields) -> DecoderModel:
+    """The decoder of a config.json.
+
+    Raises:
+        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+    """
+    blocks = deepseek_v32.read_blocks(fields, indexed_layers(fields), interleaved=True)
+    return read_decoder(fields, blocks)
+
+
+def indexed_layers(fields: ConfigFields) -> list[bool]:
+    """Whether each layer has an indexer."""
+    layers, name = fields.integer("num_hidden_layers"), "indexer_types"
+    if fields.values.get(name) is None:
+        name = "index_topk_pattern"
+    given = fields.values.get(name)
+    if given is None:
+        every = fields.integer("index_topk_freq", 1, least=0) or 1
+        first = fields.integer("index_skip_topk_offset", 2, least=0)
+        found = [max(layer - first + 1, 0) % every == 0 for layer in range(layers)]
+    else:
+        letters = isinstance(given, str)
+        spelled = [LETTERS.get(letter, letter) for letter in given] if letters else given
+        read = ConfigFields({name: spelled}, fields.where)
+        found = [word == "full" for word in read.words(name, layers, "full", "shared")]
+    if not found[0]:
+        raise fields.refused(name, "must begin with a layer that has an indexer")
+    return found

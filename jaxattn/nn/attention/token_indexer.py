@@ -1,0 +1,142 @@
+"""The indexer of DeepSeek Sparse Attention: which cached tokens a query attends to."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxattn import mla
+from jaxattn.core.dispatch import Implementation
+from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
+from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.nn.fp8_linear import new_linear
+from jaxattn.nn.linear import Linear
+from jaxattn.nn.norm import LayerNorm
+
+
+class IndexPages(NamedTuple):
+    """The pages of an indexer's keys; `mla_index` documents the arrays.
+
+    Attributes:
+        cache: [L, N, C, D], or [N, C, D] of one layer.
+        scale: of a float8_e4m3fn cache.
+    """
+
+    cache: Array
+    scale: Array | None = None
+
+
+class IndexQueries(NamedTuple):
+    """What tokens ask the indexer with, and their own keys.
+
+    Attributes:
+        q: [B, S, Hi, D], rotated.
+        weights: float32 [B, S, Hi], all factors included.
+        keys: [B, S, D], normed and rotated.
+    """
+
+    q: Array
+    weights: Array
+    keys: Array
+
+
+class TokenIndexer(nnx.Module):
+    """Scores of cached tokens by a few narrow heads that share one key for each token.
+
+    Parameters, in DeepSeek's names:
+        wq_b [q_lora_rank, Hi * D]   wk [hidden, D]   k_norm [D]   weights_proj [hidden, Hi]
+
+    Args:
+        heads, head_dim: Hi and D.
+        rope: of the first dims of queries and keys. Its angles are those of the attention; the
+            layout of pairs may be another.
+        fp8: the names of those linears whose weights are FP8, behind "indexer.".
+
+    Raises:
+        ValueError: a size is not a positive integer, or `rope` turns more than D dims.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        q_lora_rank: int,
+        *,
+        heads: int,
+        head_dim: int,
+        rope: RopeConfig,
+        fp8: Collection[str] = (),
+        dtype: DTypeLike = jnp.bfloat16,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        check_sizes("TokenIndexer", heads=heads, head_dim=head_dim, q_lora_rank=q_lora_rank)
+        if rope.dim > head_dim:
+            raise ValueError(
+                f"TokenIndexer: rope.dim must be at most head_dim={head_dim}; got {rope.dim}"
+            )
+        self.heads, self.head_dim, self.rope = heads, head_dim, rope
+        self.dtype = jnp.dtype(dtype)
+        given: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        own = [name.removeprefix("indexer.") for name in fp8]
+        self.wq_b = new_linear(own, "wq_b", q_lora_rank, heads * head_dim, **given)
+        self.wk = new_linear(own, "wk", hidden_size, head_dim, **given)
+        self.k_norm = LayerNorm(head_dim, param_dtype=param_dtype)
+        self.weights_proj = Linear(hidden_size, heads, **given)
+
+    def __call__(
+        self, x: Float[Array, "B S hidden"], compressed: Float[Array, "B S Q"]
+    ) -> tuple[Array, Array, Array]:
+        """(queries [B, S, Hi, D], keys [B, S, D]) before rotation, and the heads' weights.
+
+        Args:
+            compressed: the normed output of the attention's q_a_proj.
+        """
+        with jax.named_scope("mla_indexer_proj"):
+            q = self.wq_b(compressed).reshape(*x.shape[:2], self.heads, self.head_dim)
+            keys = self.k_norm(self.wk(x))
+            weights = self.weights_proj(x).astype(jnp.float32)
+            return q, keys, weights * (self.heads * self.head_dim) ** -0.5
+
+    def turned(self, projected: Sequence[Array], positions: Array | Rotation) -> IndexQueries:
+        """What `__call__` gives, rotated, in the compute dtype."""
+        q, keys, weights = projected
+        with jax.named_scope("mla_indexer_proj"):
+            q, keys = (self._rotated(x, positions).astype(self.dtype) for x in (q, keys))
+            return IndexQueries(q, weights, keys)
+
+    def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
+        first, rest = jnp.split(x, [self.rope.dim], axis=-1)
+        return jnp.concatenate([rope(first, positions, self.rope), rest], axis=-1)
+
+
+def written(pages: IndexPages, keys: Array, rows: tuple[Any, Any, Any], layer: Any) -> IndexPages:
+    """The pages with the keys of new tokens; `rows` are block tables, lengths and new tokens."""
+    block_tables, seq_lens, query_lens = rows
+    keys = keys if pages.scale is not None else keys.astype(pages.cache.dtype)
+    found = mla.mla_index_write(
+        pages.cache, keys, block_tables, seq_lens,
+        query_lens=query_lens, layer=layer, k_scale=pages.scale,
+    )  # fmt: skip
+    return IndexPages(found) if pages.scale is None else IndexPages(*found)
+
+
+def chosen(
+    pages: IndexPages,
+    asked: IndexQueries,
+    rows: tuple[Any, Any, Any],
+    top_k: int,
+    layer: Any,
+    implementation: Implementation | None,
+) -> Int[Array, "B S K"]:
+    """The positions that tokens attend to; K is `top_k`, or a table's places where it has fewer."""
+    block_tables, seq_lens, query_lens = rows
+    places = block_tables.shape[1] * pages.cache.shape[-2]
+    return mla.mla_index(
+        asked.q, asked.weights, pages.cache, block_tables, seq_lens,
+        top_k=min(top_k, places), query_lens=query_lens, layer=layer, k_scale=pages.scale,
+        implementation=implementation,
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""The indexer of DeepSeek Sparse Attention: scores of cached keys, and an exact top-k of them.
+
+The plain-JAX path reads the keys in blocks and keeps the best of those before. It holds the scores
+of one block for some of the queries at a time, whatever the rows' lengths are.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
+
+from jaxattn.core.cache.pages import page_blocks, seen_lengths
+from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.numerics.matmul import dot
+from jaxattn.core.validation.arguments import OpArguments
+from jaxattn.core.validation.array_checks import is_integer
+from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.kernels.mla.index.launch import mla_index_mosaic
+from jaxattn.ops.mla.sparse.index_cache import check_index_cache
+
+# Of the plain-JAX path: keys of a block, and the most numbers of one block's scores of all heads.
+KEY_BLOCK, MOST_SCORES = 1024, 2**24
+
+
+@jax.named_scope("mla_index")
+def mla_index(
+    q: Float[Array, "B S Hi D"],
+    weights: Float[Array, "B S Hi"],
+    index_cache: Num[Array, "L N C D"] | Num[Array, "N C D"],
+    block_tables: Int[Array, "B M"],
+    seq_lens: Int[Array, "B"],
+    *,
+    top_k: int,
+    query_lens: Int[Array, "B"] | None = None,
+    layer: Array | int | None = None,
+    k_scale: Float[Array, "L N C"] | Float[Array, "N C"] | None = None,
+    implementation: Implementation | None = None,
+) -> Int[Array, "B S K"]:
+    """The `top_k` positions of its row that each new token attends to.
+
+    The score of position t is the sum over index heads of weights_h * relu(q_h . k_t), in float32.
+    Token s of a row sees the positions up to its own, seq_lens - query_lens + s, as in
+    `mla_decode`; their keys are in the cache already (`mla_index_write`). S may be a few tokens of
+    decoding or a chunk of a prompt. The choice has no gradient.
+
+    Of equal scores the lower position wins. A token that sees at most `top_k` positions has all of
+    them. Padding (a row with seq_lens 0, a token s >= query_lens) has none. Entries of
+    `block_tables` past a row's length may hold anything and so may the cache outside of the tokens
+    that a row owns, NaN included. NaN that a row does own counts as the highest score.
+
+    Args:
+        q: the index heads' queries, rotated.
+        weights: float32, of each index head, all factors included: the scale of the scores and
+            that of the number of heads.
+        index_cache: normed and rotated keys by page, one for all heads; a stack of layers with
+            `layer`, or one layer's. A dtype of floats, or float8_e4m3fn with `k_scale`.
+        block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
+        seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
+        top_k: positions of each token, K, at most M * C.
+        query_lens: int32 new tokens of each row, at most S; S, if None.
+        layer: index into the stack, a Python int or a traced scalar.
+        k_scale: float32, of each token of a float8_e4m3fn cache, and needed there.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best.
+
+    Returns:
+        int32 positions in the row, ascending; -1 behind them where there are fewer than K.
+
+    Raises:
+        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
+            that is concrete; it is named.
+        Refusal: the named implementation refuses, and says why.
+    """
+    op = "mla_index"
+    arguments = OpArguments(op)
+    q = arguments.check("q", q, "B S Hi D")
+    weights = arguments.check("weights", weights, "B S Hi", ("float32",))
+    index_cache, k_scale, block_tables, seq_lens = check_index_cache(
+        arguments, index_cache, k_scale, block_tables, seq_lens, layer
+    )
+    most = block_tables.shape[1] * index_cache.shape[-2]
+    if not is_integer(top_k):
+        raise TypeError(f"{op}: top_k must be a Python integer, got {type(top_k).__name__}")
+    if not 1 <= top_k <= most:
+        raise ValueError(
+            f"{op}: top_k must be from 1 to {most:,}, the tokens that block_tables "
+            f"{block_tables.shape} with pages of {index_cache.shape[-2]} reach, got {top_k}"
+        )
+    if query_lens is not None:
+        query_lens = arguments.check_query_lens(query_lens, "q", q)
+    arrays = q, weights, index_cache, block_tables, seq_lens
+    given: Any = dict(query_lens=query_lens, layer=layer, k_scale=k_scale, top_k=int(top_k))
+    refuse_explicit_axes(op, *arrays, query_lens, k_scale)
+
+    def mosaic(interpret: bool) -> jax.Array:
+        return mla_index_mosaic(*lax.stop_gradient(arrays), **given, interpret=interpret)
+
+    return dispatch_kernel(op, implementation, mosaic, lambda: index_xla(*arrays, **given))
+
+
+@functools.partial(jax.jit, static_argnames="top_k")
+def index_xla(
+    q: jax.Array,
+    weights: jax.Array,
+    index_cache: jax.Array,
+    block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    top_k: int,
+    query_lens: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
+    k_scale: jax.Array | None = None,
+    begins: jax.Array | None = None,
+) -> jax.Array:
+    """`mla_index` of checked arguments; a token sees positions from `begins` [B, S] on."""
+    q, weights, index_cache, k_scale = lax.stop_gradient((q, weights, index_cache, k_scale))
+    q, weights, index_cache, k_scale = match_varying_axes(
+        (q, weights, index_cache, k_scale), block_tables, seq_lens, query_lens, layer, begins
+    )
+    batch, tokens, heads, _ = q.shape
+    most = block_tables.shape[1] * index_cache.shape[-2]
+    limits = seen_lengths(seq_lens, query_lens, tokens=tokens, most=most)
+    begins = jnp.zeros_like(limits) if begins is None else begins
+    q = jnp.where((limits > 0)[..., None, None], q, 0)
+    weights = jnp.where((limits > 0)[..., None], weights, 0)
+    blocks = functools.partial(page_blocks, layer=layer, block=KEY_BLOCK)
+    pages, firsts, read = blocks(index_cache, block_tables, seq_lens)
+    if k_scale is not None:
+        read_scales = blocks(k_scale[..., None], block_tables, seq_lens)[2]
+    size = pages.shape[-1] * index_cache.shape[-2]
+
+    def of_queries(
+        xs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    ) -> jax.Array:
+        """The positions of some tokens of every row."""
+        q, weights, limits, begins = xs
+
+        def add(best: tuple[jax.Array, jax.Array], pages: jax.Array, first: jax.Array):
+            keys, positions = read(pages, first)
+            wide = jnp.promote_types(q.dtype, jnp.float32)
+            keys = keys.astype(wide if k_scale is not None else keys.dtype)
+            scores = jax.nn.relu(dot("bshd,bkd->bshk", q.astype(wide), keys.astype(wide)))
+            scores = dot("bsh,bshk->bsk", weights.astype(wide), scores)
+            if k_scale is not None:  # above 0: relu and the sum leave it out
+                scores = scores * read_scales(pages, first)[0][:, None, :, 0]
+            visible = (positions < limits[..., None]) & (positions >= begins[..., None])
+            # 0 and -0 are equal, which a sort does not know.
+            scores = jnp.where(scores == 0, 0, scores).astype(jnp.float32)
+            scores = jnp.where(visible, scores, -jnp.inf)
+            positions = jnp.where(visible, positions, -1)
+            # Equal ones stay in their order, and those before are of lower positions.
+            joined = [jnp.concatenate(x, -1) for x in zip(best, (scores, positions), strict=True)]
+            scores, chosen = lax.top_k(joined[0], top_k)
+            return scores, jnp.take_along_axis(joined[1], chosen, axis=-1)
+
+        def step(best: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, jax.Array]):
+            reached = jnp.any((xs[1] < limits) & (xs[1] + size > begins))
+            return lax.cond(reached, add, lambda best, *_: best, best, *xs), None
+
+        shape = (*limits.shape, top_k)
+        empty = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32)
+        empty = match_varying_axes(empty, q)
+        (_, found), _ = lax.scan(step, empty, (pages, firsts))
+        # All that a token sees, where that is no more: whatever their scores are.
+        every = begins[..., None] + jnp.arange(top_k)
+        few = (limits - begins <= top_k)[..., None]
+        found = jnp.where(few, jnp.where(every < limits[..., None], every, -1), found)
+        found = jnp.sort(jnp.where(found < 0, most, found), axis=-1)
+        return jnp.where(found == most, -1, found)
+
+    of_token = batch * (heads * size + 3 * (top_k + size))
+    together = max(1, min(tokens, MOST_SCORES // of_token))
+    steps = -(-tokens // together)
+
+    def cut(x: jax.Array) -> jax.Array:
+        """In steps of some tokens, [steps, B, n, ...]; what is added is padding."""
+        x = jnp.pad(x, ((0, 0), (0, steps * together - tokens), *[(0, 0)] * (x.ndim - 2)))
+        return x.reshape(batch, steps, together, *x.shape[2:]).swapaxes(0, 1)
+
+    found = lax.map(of_queries, tuple(map(cut, (q, weights, limits, begins))))
+    return found.swapaxes(0, 1).reshape(batch, steps * together, top_k)[:, :tokens]

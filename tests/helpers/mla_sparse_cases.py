@@ -1,0 +1,159 @@
+"""Cases of MLA attention over lists of positions, and their float64 reference in NumPy."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic
+
+RANK, ROPE = 512, 64
+SCALE = 192**-0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseCase:
+    """`latents` are what is stored, as float64 [B, tokens, 576]; NaN where no list has a token."""
+
+    q: Any
+    kv_cache: Any
+    block_tables: Any
+    seq_lens: Any
+    indices: Any
+    latents: np.ndarray
+    query_lens: Any = None
+    sinks: Any = None
+    kv_scale: Any = None
+    layer: int = 1
+
+    def visible(self) -> np.ndarray:
+        """[B, S], positions that each token may see."""
+        lens, tokens = np.asarray(self.seq_lens)[:, None], self.q.shape[1]
+        queries = tokens if self.query_lens is None else np.asarray(self.query_lens)[:, None]
+        at = np.arange(tokens)
+        return np.where((lens > 0) & (at < queries), np.maximum(lens - queries + at + 1, 0), 0)
+
+
+def sparse_case(
+    lens: list[int],
+    *,
+    q_len: int = 1,
+    heads: int = 64,
+    top_k: int = 128,
+    cache: str = "bfloat16",
+    page: int = 64,
+    width: int | None = None,
+    holes: float = 0.2,
+    ascending: bool = False,
+    query_lens: list[int] | None = None,
+    sinks: bool = False,
+    first_page: int = 0,
+    seed: int = 0,
+) -> SparseCase:
+    """Random lists of each token's positions with holes and positions beyond its own, of a cache
+    that is NaN where no list has a token.
+
+    Args:
+        holes: the share of entries that are negative or too far.
+        ascending: lists are of as many positions as the token sees, ascending, and then -1.
+    """
+    rng = np.random.default_rng(seed)
+    format = LatentFormat(cache)
+    scale = 2.0**-6 if format.per_tensor else None
+    batch, tokens = len(lens), max(max(lens), 1)
+    needed = [-(-n // page) for n in lens]
+    pages = first_page + sum(needed) + 3
+    shuffled = iter(first_page + rng.permutation(pages - first_page))
+    tables = np.full((batch, width or max(needed) + 1), 2**30, np.int32)
+    for row in range(batch):
+        for j in range(needed[row]):
+            tables[row, j] = next(shuffled)
+    dtype = jnp.dtype(jnp.bfloat16) if format.quantized else format.dtype
+    q = jnp.asarray(rng.normal(size=(batch, q_len, heads, RANK + ROPE)).astype(dtype))
+    empty = SparseCase(q, None, tables, np.array(lens, np.int32), None, np.zeros(0))
+    given = None if query_lens is None else jnp.asarray(query_lens, jnp.int32)
+    visible = dataclasses.replace(empty, query_lens=given).visible()
+    indices = np.full((batch, q_len, top_k), -1, np.int32)
+    listed = np.zeros((batch, tokens), bool)
+    for b, s in np.ndindex(batch, q_len):
+        sees = visible[b, s]
+        number = min(sees, top_k)
+        if ascending:
+            indices[b, s, :number] = np.sort(rng.permutation(sees)[:number])
+        elif sees:
+            chosen = rng.integers(sees, size=top_k)
+            gone = rng.choice([-1, -7, sees, sees + 5, 2**31 - 1], size=top_k)
+            indices[b, s] = np.where(rng.random(top_k) < holes, gone, chosen)
+        else:
+            indices[b, s] = rng.integers(tokens, size=top_k)
+        valid = indices[b, s][(indices[b, s] >= 0) & (indices[b, s] < sees)]
+        listed[b, valid] = True
+    numbers = rng.normal(size=(batch, tokens, RANK + ROPE)).astype(np.float32)
+    numbers = np.where(listed[..., None], numbers, np.nan)
+    stored = np.asarray(format.pack(jnp.asarray(numbers), scale))
+    latents = np.asarray(format.unpack(jnp.asarray(stored), scale), np.float64)
+    nothing = np.asarray(format.pack(jnp.full((1, RANK + ROPE), jnp.nan), scale))[0]
+    kv_cache = np.broadcast_to(nothing, (2, pages, page, format.width)).copy()
+    for b in range(batch):
+        for j in range(needed[b]):
+            some = stored[b, j * page : min((j + 1) * page, lens[b])]
+            kv_cache[1, tables[b, j], : len(some)] = some
+    return SparseCase(
+        q, jnp.asarray(kv_cache), jnp.asarray(tables), jnp.asarray(lens, jnp.int32),
+        jnp.asarray(indices), latents, given,
+        jnp.asarray(rng.normal(size=heads) * 2, jnp.float32) if sinks else None, scale,
+    )  # fmt: skip
+
+
+def sparse_reference(case: SparseCase) -> tuple[np.ndarray, np.ndarray]:
+    """(out [B, S, H, 512], lse [B, S, H]) in float64."""
+    q = np.asarray(case.q, np.float64)
+    (batch, tokens, heads, _), visible = q.shape, case.visible()
+    out, lse = np.zeros((batch, tokens, heads, RANK)), np.full((batch, tokens, heads), -np.inf)
+    for b, s in np.ndindex(batch, tokens):
+        some = np.asarray(case.indices)[b, s].astype(np.int64)
+        some = some[(some >= 0) & (some < visible[b, s])]
+        if not some.size:
+            continue
+        keys = case.latents[b, some]
+        scores = q[b, s] @ keys.T * SCALE
+        logits = scores
+        if case.sinks is not None:
+            logits = np.concatenate([scores, np.asarray(case.sinks, np.float64)[:, None]], 1)
+        top = logits.max(1)
+        total = np.exp(logits - top[:, None]).sum(1)
+        lse[b, s] = top + np.log(total)
+        out[b, s] = np.exp(scores - lse[b, s][:, None]) @ keys[:, :RANK]
+    return out, lse
+
+
+def launch_mla_sparse(case: SparseCase, **options: Any) -> tuple[Any, ...]:
+    """The kernel's launch, of a call which nobody has checked."""
+    call = MlaDecodeCall(
+        q=case.q, kv_cache=case.kv_cache, block_tables=case.block_tables, seq_lens=case.seq_lens,
+        scale=SCALE, query_lens=case.query_lens, layer=case.layer, kv_scale=case.kv_scale,
+    )  # fmt: skip
+
+    @jax.jit
+    def run(call: MlaDecodeCall, indices: Any, sinks: Any) -> tuple[Any, ...]:
+        return mla_sparse_mosaic(call, indices, sinks, **options)
+
+    return run(call, case.indices, case.sinks)
+
+
+def assert_sparse_close(case: SparseCase, found: tuple[Any, ...]) -> tuple[float, float]:
+    """(relative L2 error, greatest difference of the LSE); exact where nothing is attended to."""
+    out, lse = (np.asarray(x, np.float64) for x in found[:2])
+    wanted, wanted_lse = sparse_reference(case)
+    nothing = np.isneginf(wanted_lse)
+    np.testing.assert_array_equal(np.isneginf(lse), nothing)
+    assert (out[nothing] == 0).all(), "a token that attends to nothing is not 0"
+    error = np.linalg.norm(out - wanted) / max(np.linalg.norm(wanted), 1e-30)
+    lse, wanted_lse = (np.where(nothing, 0, x) for x in (lse, wanted_lse))
+    lse_error = np.abs(lse - wanted_lse).max()
+    assert error < 5e-3 and lse_error < 1e-2, (error, lse_error)
+    return float(error), float(lse_error)
