@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
@@ -50,6 +50,16 @@ class PagedAttention(nnx.Module):
             TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
                 fit; it is named.
         """
+        x, spoiled, positions = self._isolated(x, segment_ids, cu_seqlens, positions)
+        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        y = self._attend_whole(x, positions, packed)
+        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
+
+    def _isolated(
+        self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any
+    ) -> tuple[Array, Bool[Array, "B T"] | None, Int[Array, "B T"]]:
+        """(x without what would reach other sequences, the tokens whose outputs are NaN for it, all
+        positions), after the checks of `__call__`."""
         arguments = self._check_tokens(type(self).__name__, x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, cu_seqlens)
         if positions is not None:
@@ -57,10 +67,7 @@ class PagedAttention(nnx.Module):
         else:
             first = 0 if bounds.first is None else bounds.first
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]) - first, x.shape[:2])
-        x, spoiled = bounds.isolated(x)
-        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        y = self._attend_whole(x, positions, packed)
-        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
+        return *bounds.isolated(x), positions
 
     def _attend_whole(
         self, x: Array, positions: Array, packed: dict[str, Any]

@@ -95,11 +95,12 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             indices: places in the row that each token attends to (`choose`). A layer without an
                 indexer needs them; another has its own.
         """
+        x, spoiled, positions = self._isolated(x, segment_ids, cu_seqlens, positions)
         packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        positions = self._positions(x, segment_ids, cu_seqlens, positions)
         if indices is not None:
             packed["indices"] = indices
-        return self._attend_whole(x, positions, packed)
+        y = self._attend_whole(x, positions, packed)
+        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
 
     def choose(
         self,
@@ -110,7 +111,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         positions: Int[Array, "B T"] | None = None,
     ) -> Int[Array, "B T K"]:
         """The places in the row that each token of whole sequences attends to."""
-        positions = self._positions(x, segment_ids, cu_seqlens, positions)
+        x, _, positions = self._isolated(x, segment_ids, cu_seqlens, positions)
         compressed = self.q_a_norm(self.q_a_proj(x)).astype(self.dtype)
         bounds = self._bounds(x, {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens})
         return self._choose_whole(x, compressed, positions, bounds)
