@@ -34,6 +34,7 @@ def engine_of(family: str) -> Engine:
     return exact_engine(family, TINY, batch=4, num_pages=9)
 
 
+@pytest.mark.usefixtures("no_forecast")
 @pytest.mark.parametrize(
     "family",
     [
@@ -58,6 +59,7 @@ def test_one_executable_decodes_whatever_rows_ask_for():
     assert choose_decode_steps(Limits(reproducible=True), small, gpu=True).round_steps == 1
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_a_row_that_lost_its_pages_says_each_token_once():
     engine, seen = engine_of("gdn"), {}
     requests = [Request([7] * 60, max_tokens=150, seed=n, temperature=1.0) for n in range(4)]
@@ -166,6 +168,7 @@ def test_a_trainer_has_the_bits_of_fresh_rows_and_the_gradient_of_its_forward(fa
         assert np.abs(np.asarray(own) - engines)[there].mean() < 0.03
 
 
+@pytest.mark.usefixtures("no_forecast")
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("family", FEW)
