@@ -150,9 +150,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _missing_hopper() if marked else None
-    if reason:
+    if reason and _asks_for_all(config):
+        # A skip is reported three times to pytest-xdist's controller: four milliseconds each.
+        config.hook.pytest_deselected(items=marked)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    elif reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _asks_for_all(config: pytest.Config) -> bool:
+    """Whether the command names no test, folder or marker."""
+    options = config.option
+    return not (options.file_or_dir or options.keyword or options.markexpr or options.slow)
 
 
 def pytest_collection_finish() -> None:
@@ -222,12 +232,12 @@ def pytest_terminal_summary(
     own = os.times()[:2] if _WORKERS_SECONDS else os.times()[:4]
     seconds = sum(own) + sum(_WORKERS_SECONDS)
     line = f"CPU time: {seconds:,.0f} s"
-    options = config.option
-    some = options.file_or_dir or options.keyword or options.markexpr or options.slow
-    if not some:
+    if _asks_for_all(config):
         line += f"; the target is {MOST_CPU_SECONDS:,} s"
-    if seconds > MOST_CPU_SECONDS and not some:
-        line += ": docs/testing.md says what to leave to --slow"
+        if seconds > MOST_CPU_SECONDS:
+            line += ": docs/testing.md says what to leave to --slow"
+        if reason := _missing_hopper():
+            line += f"\nleft out what is marked `gpu`: {reason}"
     terminalreporter.write_line(line)
 
 
@@ -247,12 +257,19 @@ def _little_garbage_to_look_through(request: pytest.FixtureRequest) -> None:
 # twelve, and XLA ends the process where one more is refused.
 MOST_MAPPINGS = 40_000
 MAPPINGS = Path("/proc/self/maps")
+# To count them takes some ten milliseconds. In so many seconds of CPU time a thousand programs are
+# compiled.
+BETWEEN_COUNTS = 15
+_COUNTED = [0.0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _mappings_for_more_programs() -> None:
     """Lets JAX forget its programs before there are too many. What is used again is traced."""
     global MOST_MAPPINGS
+    if time.process_time() < _COUNTED[0] + BETWEEN_COUNTS:
+        return
+    _COUNTED[0] = time.process_time()
     if jax.default_backend() == "cpu" and MAPPINGS.exists():
         if _mappings() > MOST_MAPPINGS:
             jax.clear_caches()
