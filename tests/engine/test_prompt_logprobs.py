@@ -11,7 +11,7 @@ from jaxattn import Engine, Request
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason, PromptEvent, TokenEvent
 from jaxattn.engine.startup.executable_memory import bound_of
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.score_step import LOGITS_BYTES, ScoreStep, score_slice
+from jaxattn.engine.steps.score_step import LOGITS_BYTES, ScoreStep
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, ONE_BY_ONE, kept_steps, params_of, with_steps
 
@@ -184,8 +184,8 @@ def test_a_prompt_of_nan_ends_and_others_go_on(engine):
     spoiled = dict(real)
 
     def score(hidden, weights, wanted):
-        hidden, told = real["score of 64 tokens"](hidden, weights, wanted)
-        return hidden, jnp.asarray(told).at[:, 1].set(np.float32(np.nan).view(np.int32))
+        hidden, told, rows = real["score of 64 tokens"](hidden, weights, wanted)
+        return hidden, jnp.asarray(told).at[:, 1].set(np.float32(np.nan).view(np.int32)), rows
 
     spoiled["score of 64 tokens"] = score
     with_steps(engine, spoiled)
@@ -218,6 +218,6 @@ def test_logits_of_a_chunk_never_exist_at_once():
     temps = [
         bound_of(model, ScoreStep(tokens), ONE_BY_ONE, params, None).temp for tokens in (1024, 8192)
     ]
-    size = score_slice(8192, 50_000)
-    assert score_slice(1024, 50_000) == size and 4 * size * 50_000 <= LOGITS_BYTES
+    sizes = [ScoreStep(tokens).size(50_000) for tokens in (1024, 8192)]
+    assert sizes == [1024, 1024] and 4 * sizes[0] * 50_000 <= LOGITS_BYTES
     assert temps[0] == temps[1] < 36 * 2**20 + 4 * LOGITS_BYTES
