@@ -263,7 +263,7 @@ def test_bad_input_is_refused_by_name(rollout, policy, theirs):
         TokenIds(ByteTokenizer(), 256)
 
 
-@pytest.mark.slow("a run of Tunix's own GRPO; the rollout and the policy are tested above")
+@pytest.mark.slow(reason="a run of GRPO; its rollout and its policy are tested above")
 def test_grpo_of_tunix_trains_through_the_engine(folder):
     import optax
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
