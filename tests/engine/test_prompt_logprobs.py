@@ -11,7 +11,7 @@ from jaxattn import Engine, Limits, Request
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason, PromptEvent, TokenEvent
 from jaxattn.engine.startup.executable_memory import bound_of
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.score_step import LOGITS_BYTES, ScoreStep, score_slice
+from jaxattn.engine.steps.score_step import LOGITS_BYTES, ScoreStep
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, params_of, with_steps
 
@@ -219,6 +219,6 @@ def test_logits_of_a_chunk_never_exist_at_once():
     temps = [
         bound_of(model, ScoreStep(tokens), LIMITS, params, None).temp for tokens in (1024, 8192)
     ]
-    size = score_slice(8192, 50_000)
-    assert score_slice(1024, 50_000) == size and 4 * size * 50_000 <= LOGITS_BYTES
+    sizes = [ScoreStep(tokens).size(50_000) for tokens in (1024, 8192)]
+    assert sizes == [1024, 1024] and 4 * sizes[0] * 50_000 <= LOGITS_BYTES
     assert temps[0] == temps[1] < 36 * 2**20 + 4 * LOGITS_BYTES

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError, ArenaSpec
+from jaxattn.engine import lifecycle
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.startup import warmup as start_module
 from jaxattn.engine.startup.executable_memory import from_shapes
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.engine_state import arena_spec, new_state, op_specs
+from jaxattn.engine.steps.engine_state import arena_spec, new_rows, new_state, op_specs
 from jaxattn.engine.steps.prefill_batch import PromptLayout
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.device_memory import DeviceMemory
@@ -267,8 +267,8 @@ def test_what_is_allocated_is_not_counted_by_a_second_formula(monkeypatch):
 
     drifted = Engine(Hybrid(SMALLEST), params, BUCKETS)
     more = dataclasses.replace(BUCKETS, num_pages=BUCKETS.pages + 1)
-    new_state = start_module.new_state
-    monkeypatch.setattr(start_module, "new_state", lambda model, limits: new_state(model, more))
+    too_much = lambda: (new_state(drifted.model, more), new_rows(more))  # noqa: E731
+    monkeypatch.setattr(lifecycle, "allocator", lambda prepared: too_much)
     with pytest.raises(PlanError, match="kv cache: the plan says 163,840 bytes and 174,080 were"):
         drifted.start()
 

@@ -23,7 +23,7 @@ from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
 from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
 from jaxattn.engine.steps.pooling_step import PoolingStep
-from jaxattn.engine.steps.score_step import ScoreStep
+from jaxattn.engine.steps.score_step import score_of
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.parallel import DeviceGroup
@@ -101,10 +101,9 @@ class ModelRunner:
         with self.seal.allowed():
             batch: Any = RowIndices(self.rows, packed)  # type: ignore[arg-type]
             logits, self.state, hidden = self._step(entry)(self.weights, self.state, batch)
-            score, pooling = (
-                step.of(self.limits, entry.tokens) for step in (ScoreStep, PoolingStep)
-            )
-            for step, each in [(score, x) for x in wanted] + [(pooling, x) for x in pooled]:
+            pooling = PoolingStep.of(self.limits, entry.tokens)
+            scored = [(score_of(self.limits, entry.tokens, each), each) for each in wanted]
+            for step, each in [*scored, *((pooling, each) for each in pooled)]:
                 hidden, found = self._step(step)(hidden, self.weights, each)
                 found.copy_to_host_async()
                 told.append(found)

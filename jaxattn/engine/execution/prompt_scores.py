@@ -12,7 +12,14 @@ from jaxattn.engine.sampling.logprobs import unpack_prompt_logprobs
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.steps.pooling_step import wanted_ranges
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
-from jaxattn.engine.steps.score_step import ScoreControls, score_slice, wanted_tokens
+from jaxattn.engine.steps.score_step import (
+    FilteredScoreStep,
+    ScoreControls,
+    ScoreStep,
+    wanted_tokens,
+)
+
+type _Places = tuple[RunningRequest, list[tuple[int, int]]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,9 +37,7 @@ class PromptScores:
 
     layout: PromptLayout
     vocab_size: int
-    rows: dict[ScoreControls, list[tuple[RunningRequest, list[tuple[int, int]]]]] = (
-        dataclasses.field(default_factory=dict)
-    )
+    rows: dict[ScoreControls, list[_Places]] = dataclasses.field(default_factory=dict)
     pooled: list[tuple[RunningRequest, tuple[int, int]]] = dataclasses.field(default_factory=list)
     told: list[jax.Array] = dataclasses.field(default_factory=list)
 
@@ -56,19 +61,23 @@ class PromptScores:
         self.rows.setdefault(ScoreControls.of(row.request), []).append((row, places))
 
     @property
-    def size(self) -> int:
-        """Tokens of a call of `ScoreStep`."""
-        return score_slice(self.layout.tokens, self.vocab_size)
+    def calls(self) -> list[tuple[ScoreControls, int, list[_Places]]]:
+        """How `ScoreStep` is called: of each way, so many tokens at a time."""
+        found = []
+        for controls, rows in self.rows.items():
+            most = max(row.request.prompt_logprobs or 0 for row, _ in rows)
+            asked = dataclasses.replace(controls, most=most)
+            step = (FilteredScoreStep if asked.filtered else ScoreStep)(self.layout.tokens)
+            found.append((asked, step.size(self.vocab_size), rows))
+        return found
 
     @property
     def wanted(self) -> list[np.ndarray]:
         """What the calls of `ScoreStep` are given."""
         found = []
-        for controls, rows in self.rows.items():
-            most = max(row.request.prompt_logprobs or 0 for row, _ in rows)
-            asked = dataclasses.replace(controls, most=most)
+        for controls, size, rows in self.calls:
             places = [place for _, own in rows for place in own]
-            found += wanted_tokens(self.size, places, asked)
+            found += wanted_tokens(size, places, controls)
         return found
 
     @property
@@ -88,9 +97,9 @@ class PromptScores:
         if not self.rows:
             return []
         scored, found = iter(self.told[: len(self.told) - len(self.ranges)]), []
-        for rows in self.rows.values():
+        for _, size, rows in self.calls:
             count = sum(len(places) for _, places in rows)
-            calls = itertools.islice(scored, -(-count // self.size))
+            calls = itertools.islice(scored, -(-count // size))
             lines, first = np.concatenate([np.asarray(each) for each in calls]), 0
             for row, places in rows:
                 most = row.request.prompt_logprobs

@@ -7,7 +7,7 @@ that exists at a time, whatever the chunk, and a step without such prompts pays 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,7 @@ from jaxattn.models.interface import Model
 # The head's matrix is read once for the tokens of a call: they are as many as have float32 logits
 # of so many bytes, within these bounds.
 LOGITS_BYTES, FEWEST, MOST = 2**28, 128, 1024
-# Of them so many are filtered, or asked for their likeliest tokens, at a time.
-BLOCK = 128
 Head = Callable[[Any, Float[Array, "S hidden"]], Float[Array, "S vocab"]]
-
-
-def score_slice(tokens: int, vocab_size: int) -> int:
-    """How many of a step's tokens are scored in a call."""
-    fit = LOGITS_BYTES // (4 * vocab_size)
-    return min(tokens, max(FEWEST, min(2 ** (fit.bit_length() - 1) if fit else 0, MOST)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +59,13 @@ class ScoreControls:
     @property
     def lines(self) -> Int[np.ndarray, "3 2"]:
         numbers = np.array([self.temperature, self.top_p, self.min_p], np.float32).view(np.int32)
-        return np.array([self.most, self.top_k, *numbers, 0], np.int32).reshape(self.LINES, 2)
+        last = *numbers, int(self.filtered)
+        return np.array([self.most, self.top_k, *last], np.int32).reshape(self.LINES, 2)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether the vocabulary is searched, for which there is a step of its own."""
+        return self.most > 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +89,14 @@ class ScoreStep(EngineStep):
     def __str__(self) -> str:
         return f"score of {self.tokens} tokens"
 
+    def size(self, vocab_size: int) -> int:
+        """Tokens of a call."""
+        fit = max(LOGITS_BYTES // (4 * vocab_size), 1)
+        return min(self.tokens, max(FEWEST, min(2 ** (fit.bit_length() - 1), MOST)))
+
     def lines(self, model: Model) -> int:
         """Of `wanted`."""
-        return score_slice(self.tokens, model.vocab_size) + ScoreControls.LINES
+        return self.size(model.vocab_size) + ScoreControls.LINES
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         return self.with_head(head_of(model, tree))
@@ -125,6 +128,26 @@ class ScoreStep(EngineStep):
         return state, rows, told
 
 
+@dataclasses.dataclass(frozen=True)
+class FilteredScoreStep(ScoreStep):
+    """A `ScoreStep` that filters the vocabulary, or looks for the likeliest tokens, of fewer tokens
+    in a call. XLA has the host wait for such searches."""
+
+    def __str__(self) -> str:
+        return f"filtered score of {self.tokens} tokens"
+
+    def size(self, vocab_size: int) -> int:
+        return min(self.tokens, FEWEST)
+
+    def with_head(self, head: Head) -> Callable:
+        return partial(_filtered_score, head)
+
+
+def score_of(limits: Limits, tokens: int, wanted: Int[np.ndarray, "S+3 2"]) -> ScoreStep:
+    """The step behind a prefill step of so many tokens that takes these lines."""
+    return (FilteredScoreStep if wanted[-1, 1] else ScoreStep).of(limits, tokens)
+
+
 def head_of(model: Model, tree: Any) -> Head:
     """The model's head, of the leaves of the packed parameters."""
 
@@ -140,7 +163,7 @@ def wanted_tokens(
     """`wanted` of as many calls as these places need; what is left of the last one is padding.
 
     Args:
-        size: `score_slice` of the step.
+        size: of a call.
         places: (place among the tokens of the step, the token behind it).
     """
     found = []
@@ -153,47 +176,64 @@ def wanted_tokens(
     return found
 
 
+class _Scored(NamedTuple):
+    """The logits of the tokens of a call, and what each way to score needs of them."""
+
+    logits: Float[Array, "S vocab"]
+    most: Float[Array, "S 1"]
+    tokens: Int[Array, "S"]
+    own: Float[Array, "S 1"]
+    heat: Float[Array, ""]
+
+    @classmethod
+    def of(cls, head: Head, hidden: Array, weights: Any, wanted: Array) -> Self:
+        at, tokens = wanted[: -ScoreControls.LINES].T
+        logits = head(weights, hidden[at])
+        own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+        temperature = lax.bitcast_convert_type(wanted[-2, 0], jnp.float32)
+        heat = jnp.where(temperature > 0, temperature, 1.0)  # of the warm-up's padding it is 0
+        return cls(logits, logits.max(axis=1, keepdims=True), tokens, own, heat)
+
+    def told(self, found: Int[Array, "S n"]) -> Int[Array, "S 1+n"]:
+        """The rank of each token among all and what was found, which begins with the bits of its
+        log-probability: NaN where logits are not finite, as a token that is filtered has -inf."""
+        rank = 1 + (self.logits > self.own).sum(axis=1, keepdims=True, dtype=jnp.int32)
+        finite = jnp.isfinite(self.most) & jnp.isfinite(self.own)
+        nan = lax.bitcast_convert_type(jnp.float32(jnp.nan), jnp.int32)
+        return jnp.concatenate([rank, jnp.where(finite, found[:, :1], nan), found[:, 1:]], axis=1)
+
+
 @jax.named_scope("score")
 def _score(
     head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
+) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2"]]:
+    """(`hidden` as it was, the rank of each token among all and the bits of its log-probability).
+
+    The logits are read twice: for the largest, then for all sums.
+    """
+    scored = _Scored.of(head, hidden, weights, wanted)
+    sums = jnp.exp((scored.logits - scored.most) / scored.heat).sum(axis=1, keepdims=True)
+    whole = jnp.log(sums) + scored.most / scored.heat
+    chance = lax.bitcast_convert_type(scored.own / scored.heat - whole, jnp.int32)
+    return hidden, scored.told(chance)
+
+
+@jax.named_scope("filtered score")
+def _filtered_score(
+    head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
 ) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2+2*20"]]:
     """(`hidden` as it was, the rank of each token among all and `logprobs`)."""
-    size = len(wanted) - ScoreControls.LINES
-    at, tokens = wanted[:size, 0], wanted[:size, 1]
-    (most, top_k), (temperature, top_p), (min_p, _) = wanted[size:]
-    temperature, top_p, min_p = (
-        lax.bitcast_convert_type(x, jnp.float32) for x in (temperature, top_p, min_p)
-    )
-    logits = head(weights, hidden[at])
-    own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-    rank = 1 + (logits > own).sum(axis=1, keepdims=True, dtype=jnp.int32)
-    # Padding has a temperature of 0.
-    heat = jnp.where(temperature > 0, temperature, 1.0)
+    scored = _Scored.of(head, hidden, weights, wanted)
+    (most, top_k), (_, top_p), (min_p, _) = wanted[-ScoreControls.LINES :]
+    top_p, min_p = (lax.bitcast_convert_type(x, jnp.float32) for x in (top_p, min_p))
+    each_of = partial(jnp.full, len(scored.tokens))
+    filtered = each_of(scored.heat), each_of(top_k), each_of(top_p), each_of(min_p)
+    sampling = SamplingBatch(*filtered, jnp.zeros(len(scored.tokens), jnp.uint32))
     filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
-
-    def plain(logits: Array) -> Array:
-        return logprobs(logits / heat, tokens, 0)
-
-    def whole(logits: Array) -> Array:
-        def block(each: tuple[Array, Array]) -> Array:
-            logits, tokens = each
-            each_of = partial(jnp.full, len(tokens))
-            filtered = each_of(heat), each_of(top_k), each_of(top_p), each_of(min_p)
-            sampling = SamplingBatch(*filtered, jnp.zeros(len(tokens), jnp.uint32))
-            scaled = logits / heat
-            masked = lax.cond(filters, lambda: masked_logits(logits, sampling), lambda: scaled)
-            return logprobs(masked, tokens, most)
-
-        blocks = -(-size // BLOCK)
-        rest = blocks * BLOCK - size if blocks > 1 else 0
-        padded = jnp.pad(logits, ((0, rest), (0, 0))), jnp.pad(tokens, (0, rest))
-        cut = jax.tree.map(lambda x: x.reshape(blocks, -1, *x.shape[1:]), padded)
-        told = lax.map(block, cut)
-        return told.reshape(-1, told.shape[-1])[:size]
-
-    told = lax.cond(filters | (most > 0), whole, plain, logits)
-    # A token that the filters leave out has -inf, and NaN says that logits are not finite.
-    finite = jnp.isfinite(logits.max(axis=1)) & jnp.isfinite(own[:, 0])
-    nan = lax.bitcast_convert_type(jnp.float32(jnp.nan), jnp.int32)
-    told = told.at[:, 0].set(jnp.where(finite, told[:, 0], nan))
-    return hidden, jnp.concatenate([rank, told], axis=1)
+    drawn_from = lax.cond(
+        filters,
+        lambda logits: masked_logits(logits, sampling, scored.most),
+        lambda logits: logits / scored.heat,
+        scored.logits,
+    )
+    return hidden, scored.told(logprobs(drawn_from, scored.tokens, most))
