@@ -259,6 +259,9 @@ def test_bad_input_is_refused_by_name(rollout, policy, theirs):
         policy(jnp.zeros((1, 2), jnp.int32), cache={"layer_0": None})
     with pytest.raises(TypeError, match="model must be a jaxattn.models.DecoderModel, got Qwen2"):
         Policy(theirs, None)
+    fp8 = with_fp8_linears(DecoderModel(Hybrid(read_config(EMBEDDED)).spec))
+    with pytest.raises(ValueError, match="in_proj_qkvz.weight' is float8_e4m3fn"):
+        Policy(fp8, None)
     with pytest.raises(ValueError, match="pad_id must be from 0 to 255; got 256"):
         TokenIds(ByteTokenizer(), 256)
 
