@@ -101,6 +101,8 @@ def test_every_entry_point_is_an_executable(bucketed):
         "mask of 4 rows",
         "score of 16 tokens",
         "score of 32 tokens",
+        "filtered score of 16 tokens",
+        "filtered score of 32 tokens",
         "pooling of 16 tokens",
         "pooling of 32 tokens",
         "history of 16 tokens",

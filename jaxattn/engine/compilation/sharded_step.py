@@ -19,7 +19,7 @@ from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
-from jaxattn.engine.steps.score_step import ScoreStep, head_of
+from jaxattn.engine.steps.score_step import FilteredScoreStep, ScoreStep, head_of
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model, compiler_options, jit_step
@@ -48,6 +48,11 @@ def hidden_spec(model: Model) -> PartitionSpec:
     return PartitionSpec(model.parallel.axes("data") or None)
 
 
+def _read_spec(step: ScoreStep, model: Model) -> PartitionSpec:
+    """Of what a step reads of tokens."""
+    return REPLICATED if isinstance(step, FilteredScoreStep) else hidden_spec(model)
+
+
 def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceGroup | None) -> Any:
     """What comes with a call of a step, on the devices."""
     if group is None:
@@ -57,7 +62,7 @@ def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceG
         return group.put(logits, logits_spec(model)), group.put(rest, REPLICATED)
     if isinstance(step, ScoreStep):
         hidden, wanted = given
-        return group.put(hidden, hidden_spec(model)), group.put(wanted, REPLICATED)
+        return group.put(hidden, _read_spec(step, model)), group.put(wanted, REPLICATED)
     return jax.tree.map(lambda x: group.put(x, REPLICATED), given)
 
 
@@ -102,7 +107,7 @@ def arguments(
     if isinstance(step, ScoreStep):  # whose tokens are counted of all data groups together
         hidden, weights, wanted = shapes
         [weights] = group.shapes((weights,), (_specs(model)[0],))
-        where = group.sharding(hidden_spec(model))
+        where = group.sharding(_read_spec(step, model))
         hidden = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=where)
         return hidden, weights, *group.shapes((wanted,), (REPLICATED,))
     specs: Any = REPLICATED
@@ -156,7 +161,8 @@ def jitted_step(
         # Each device has logits of its own tokens; XLA divides what comes after them.
         whole, columns = _specs(model)[0], PartitionSpec(None, *logits_spec(model)[1:])
         function = step.with_head(group.step(head_of(model, tree), (whole, REPLICATED), columns))
-        out = group.shardings((hidden_spec(model), REPLICATED))
+        told = (REPLICATED,) * (2 if type(step) is ScoreStep else 1)
+        out = group.shardings((_read_spec(step, model), *told))
     elif group is not None and isinstance(step, StateCopyStep):
         states = model.state_specs()
         function, out = group.step(function, (states, REPLICATED), states), group.shardings(states)

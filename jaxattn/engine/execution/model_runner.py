@@ -23,7 +23,7 @@ from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
 from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
 from jaxattn.engine.steps.pooling_step import PoolingStep
-from jaxattn.engine.steps.score_step import score_of
+from jaxattn.engine.steps.score_step import FilteredScoreStep, ScoreControls, ScoreStep
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.parallel import DeviceGroup
@@ -101,15 +101,29 @@ class ModelRunner:
         with self.seal.allowed():
             batch: Any = RowIndices(self.rows, packed)  # type: ignore[arg-type]
             logits, self.state, hidden = self._step(entry)(self.weights, self.state, batch)
-            pooling = PoolingStep.of(self.limits, entry.tokens)
-            scored = [(score_of(self.limits, entry.tokens, each), each) for each in wanted]
-            for step, each in [*scored, *((pooling, each) for each in pooled)]:
-                hidden, found = self._step(step)(hidden, self.weights, each)
-                found.copy_to_host_async()
+            for each in wanted:
+                hidden, found = self._scored(entry.tokens, hidden, each)
                 told.append(found)
+            for each in pooled:
+                pooling = self._step(PoolingStep.of(self.limits, entry.tokens))
+                hidden, found = pooling(hidden, self.weights, each)
+                told.append(found)
+            for found in told:
+                found.copy_to_host_async()
         if remember:
             self.remember(entry.tokens, packed)
         return logits, told
+
+    def _scored(
+        self, tokens: int, hidden: jax.Array, wanted: np.ndarray
+    ) -> tuple[jax.Array, jax.Array]:
+        """(`hidden`, what is told of tokens behind a prefill step of so many)."""
+        score = self._step(ScoreStep.of(self.limits, tokens))
+        hidden, told, rows = score(hidden, self.weights, wanted)
+        if ScoreControls.filters(wanted):
+            step = FilteredScoreStep.of(self.limits, tokens)
+            _, told = self._step(step)(rows, self.weights, step.wanted(wanted))
+        return hidden, told
 
     def remember(self, tokens: int, packed: np.ndarray) -> None:
         """Writes tokens into the histories of their rows, without reading them.

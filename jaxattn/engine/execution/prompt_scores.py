@@ -12,12 +12,7 @@ from jaxattn.engine.sampling.logprobs import unpack_prompt_logprobs
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.steps.pooling_step import wanted_ranges
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
-from jaxattn.engine.steps.score_step import (
-    FilteredScoreStep,
-    ScoreControls,
-    ScoreStep,
-    wanted_tokens,
-)
+from jaxattn.engine.steps.score_step import FEWEST, ScoreControls, ScoreStep, wanted_tokens
 
 type _Places = tuple[RunningRequest, list[tuple[int, int]]]
 
@@ -63,21 +58,24 @@ class PromptScores:
     @property
     def calls(self) -> list[tuple[ScoreControls, int, list[_Places]]]:
         """How `ScoreStep` is called: of each way, so many tokens at a time."""
-        found = []
+        found, size = [], self._size
         for controls, rows in self.rows.items():
             most = max(row.request.prompt_logprobs or 0 for row, _ in rows)
             asked = dataclasses.replace(controls, most=most)
-            step = (FilteredScoreStep if asked.filtered else ScoreStep)(self.layout.tokens)
-            found.append((asked, step.size(self.vocab_size), rows))
+            found.append((asked, min(size, FEWEST) if asked.filtered else size, rows))
         return found
+
+    @property
+    def _size(self) -> int:
+        return ScoreStep(self.layout.tokens).size(self.vocab_size)
 
     @property
     def wanted(self) -> list[np.ndarray]:
         """What the calls of `ScoreStep` are given."""
         found = []
-        for controls, size, rows in self.calls:
+        for controls, count, rows in self.calls:
             places = [place for _, own in rows for place in own]
-            found += wanted_tokens(size, places, controls)
+            found += wanted_tokens(self._size, places, controls, count)
         return found
 
     @property

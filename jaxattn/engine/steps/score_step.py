@@ -62,6 +62,11 @@ class ScoreControls:
         last = *numbers, int(self.filtered)
         return np.array([self.most, self.top_k, *last], np.int32).reshape(self.LINES, 2)
 
+    @staticmethod
+    def filters(wanted: Int[np.ndarray, "S+3 2"]) -> bool:
+        """Whether these lines are `filtered`."""
+        return bool(wanted[-1, 1])
+
     @property
     def filtered(self) -> bool:
         """Whether the vocabulary is searched, for which there is a step of its own."""
@@ -70,7 +75,8 @@ class ScoreControls:
 
 @dataclasses.dataclass(frozen=True)
 class ScoreStep(EngineStep):
-    """Scores tokens behind a prefill step of so many: (hidden, weights, wanted) -> (hidden, told).
+    """Scores tokens behind a prefill step of so many: (hidden, weights, wanted) -> (hidden, told,
+    what the head reads of the first R tokens, for a `FilteredScoreStep`).
 
     `wanted` is int32 [S + 3, 2]: (place among the step's tokens, the token behind it), and in the
     last lines `ScoreControls`.
@@ -124,28 +130,31 @@ class ScoreStep(EngineStep):
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
         hidden, wanted = given
-        _, told = executable(on_device(hidden), weights, wanted)
+        _, told, *_ = executable(on_device(hidden), weights, wanted)
         return state, rows, told
 
 
 @dataclasses.dataclass(frozen=True)
 class FilteredScoreStep(ScoreStep):
-    """A `ScoreStep` that filters the vocabulary, or looks for the likeliest tokens, of fewer tokens
-    in a call. XLA has the host wait for such searches."""
+    """Filters the vocabulary, or looks for the likeliest tokens, behind a `ScoreStep` that gives
+    what the head reads of these tokens. XLA has the host wait for such searches.
+
+    `wanted` is int32 [R + 3, 2], as of a `ScoreStep`.
+    """
+
+    @classmethod
+    def of(cls, limits: Limits, tokens: int) -> Self:
+        return cls(min(limits.groups * tokens, FEWEST))
 
     def __str__(self) -> str:
         return f"filtered score of {self.tokens} tokens"
 
-    def size(self, vocab_size: int) -> int:
-        return min(self.tokens, FEWEST)
+    def wanted(self, lines: Int[np.ndarray, "S+3 2"]) -> Int[np.ndarray, "R+3 2"]:
+        """Of the lines of the `ScoreStep` before it."""
+        return np.concatenate([lines[: self.tokens], lines[-ScoreControls.LINES :]])
 
     def with_head(self, head: Head) -> Callable:
         return partial(_filtered_score, head)
-
-
-def score_of(limits: Limits, tokens: int, wanted: Int[np.ndarray, "S+3 2"]) -> ScoreStep:
-    """The step behind a prefill step of so many tokens that takes these lines."""
-    return (FilteredScoreStep if wanted[-1, 1] else ScoreStep).of(limits, tokens)
 
 
 def head_of(model: Model, tree: Any) -> Head:
@@ -158,17 +167,18 @@ def head_of(model: Model, tree: Any) -> Head:
 
 
 def wanted_tokens(
-    size: int, places: Sequence[tuple[int, int]], controls: ScoreControls
+    size: int, places: Sequence[tuple[int, int]], controls: ScoreControls, count: int
 ) -> list[Int[np.ndarray, "S+3 2"]]:
     """`wanted` of as many calls as these places need; what is left of the last one is padding.
 
     Args:
-        size: of a call.
+        size: S.
         places: (place among the tokens of the step, the token behind it).
+        count: of a call, at most `size`.
     """
     found = []
-    for first in range(0, len(places), size):
-        own = places[first : first + size]
+    for first in range(0, len(places), count):
+        own = places[first : first + count]
         lines = np.zeros((size + ScoreControls.LINES, 2), np.int32)
         lines[: len(own)] = own
         lines[size:] = controls.lines
@@ -187,8 +197,7 @@ class _Scored(NamedTuple):
 
     @classmethod
     def of(cls, head: Head, hidden: Array, weights: Any, wanted: Array) -> Self:
-        at, tokens = wanted[: -ScoreControls.LINES].T
-        logits = head(weights, hidden[at])
+        tokens, logits = wanted[: -ScoreControls.LINES, 1], head(weights, hidden)
         own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
         temperature = lax.bitcast_convert_type(wanted[-2, 0], jnp.float32)
         heat = jnp.where(temperature > 0, temperature, 1.0)  # of the warm-up's padding it is 0
@@ -206,22 +215,24 @@ class _Scored(NamedTuple):
 @jax.named_scope("score")
 def _score(
     head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
-) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2"]]:
-    """(`hidden` as it was, the rank of each token among all and the bits of its log-probability).
+) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2"], Float[Array, "R hidden"]]:
+    """(`hidden` as it was, the rank of each token among all and the bits of its log-probability,
+    what a `FilteredScoreStep` reads).
 
     The logits are read twice: for the largest, then for all sums.
     """
-    scored = _Scored.of(head, hidden, weights, wanted)
+    rows = hidden[wanted[: -ScoreControls.LINES, 0]]
+    scored = _Scored.of(head, rows, weights, wanted)
     sums = jnp.exp((scored.logits - scored.most) / scored.heat).sum(axis=1, keepdims=True)
     whole = jnp.log(sums) + scored.most / scored.heat
     chance = lax.bitcast_convert_type(scored.own / scored.heat - whole, jnp.int32)
-    return hidden, scored.told(chance)
+    return hidden, scored.told(chance), rows[:FEWEST]
 
 
 @jax.named_scope("filtered score")
 def _filtered_score(
-    head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
-) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2+2*20"]]:
+    head: Head, hidden: Float[Array, "R hidden"], weights: Any, wanted: Int[Array, "R+3 2"]
+) -> tuple[Float[Array, "R hidden"], Int[Array, "R 2+2*20"]]:
     """(`hidden` as it was, the rank of each token among all and `logprobs`)."""
     scored = _Scored.of(head, hidden, weights, wanted)
     (most, top_k), (_, top_p), (min_p, _) = wanted[-ScoreControls.LINES :]

@@ -5,7 +5,8 @@
     prefill of N tokens beside B rows   the same, while all rows that decode get a token; of up to
                                `mixed_tokens`
     score of N tokens          log-probabilities of prompts, behind their prefill (score_step.py)
-    filtered score of N tokens with alternatives, or of what top-k, top-p and min-p leave
+    filtered score of N tokens with alternatives, or of what top-k, top-p and min-p leave; behind a
+                               score
     pooling of N tokens        embeddings of prompts, likewise (pooling_step.py)
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
@@ -65,7 +66,8 @@ def all_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """Every step that an engine of these limits can run."""
     entries, sizes = entry_points(limits), limits.prefill_sizes
     kinds = ScoreStep, FilteredScoreStep, PoolingStep
-    scores = (step.of(limits, tokens) for step in kinds for tokens in sizes)
+    # Prefill steps of several sizes share what filters.
+    scores = dict.fromkeys(step.of(limits, tokens) for step in kinds for tokens in sizes)
     histories = (HistoryAppendStep(tokens) for tokens in sizes)
     samples = (
         SampleStep(rows, level) for rows in limits.batches for level in sampled_levels(limits)
