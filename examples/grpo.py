@@ -116,7 +116,7 @@ def cluster_of(args: argparse.Namespace) -> RLCluster:
     rows = args.rows * args.samples
     limits = Limits(
         batch=rows, max_model_len=config.max_prompt_length + args.tokens, prefill_chunk=32,
-        prefill_rows=min(rows, 8),
+        prefill_rows=min(rows, 8), steps_per_round=8,
     )  # fmt: skip
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     return RLCluster(

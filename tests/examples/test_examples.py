@@ -62,7 +62,7 @@ def test_finetuning_lowers_the_loss(capsys):
     assert float(last) < 0.4 * float(first)
 
 
-@pytest.mark.slow("the parts of the example are tested in tests/integrations/test_tunix.py")
+@pytest.mark.slow(reason="its parts are tested in tests/integrations/test_tunix.py")
 @pytest.mark.filterwarnings("ignore")  # of Tunix and what it imports
 def test_grpo_gives_each_step_a_reward_and_a_plot(tmp_path, capsys):
     pytest.importorskip("tunix")

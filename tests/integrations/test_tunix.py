@@ -14,7 +14,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxattn import Limits
-from jaxattn.models import load
+from jaxattn.models import DecoderModel, load
+from jaxattn.models.checkpoint import EMBEDDED
+from jaxattn.models.weight_map.fp8_linears import with_fp8_linears
 from jaxattn.text.tokenizer import ByteTokenizer
 
 pytest.importorskip("tunix")
@@ -259,11 +261,14 @@ def test_bad_input_is_refused_by_name(rollout, policy, theirs):
         policy(jnp.zeros((1, 2), jnp.int32), cache={"layer_0": None})
     with pytest.raises(TypeError, match="model must be a jaxattn.models.DecoderModel, got Qwen2"):
         Policy(theirs, None)
+    fp8 = with_fp8_linears(DecoderModel(load(EMBEDDED)[0].spec))
+    with pytest.raises(ValueError, match="in_proj_qkvz.weight' is float8_e4m3fn"):
+        Policy(fp8, None)
     with pytest.raises(ValueError, match="pad_id must be from 0 to 255; got 256"):
         TokenIds(ByteTokenizer(), 256)
 
 
-@pytest.mark.slow("a run of Tunix's own GRPO; the rollout and the policy are tested above")
+@pytest.mark.slow(reason="a run of GRPO; its rollout and its policy are tested above")
 def test_grpo_of_tunix_trains_through_the_engine(folder):
     import optax
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner

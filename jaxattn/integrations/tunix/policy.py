@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.models import DecoderModel
+from jaxattn.models.interface import named_params
 
 
 class Policy(nnx.Module):
@@ -31,6 +32,12 @@ class Policy(nnx.Module):
             raise TypeError(
                 f"Policy: model must be a jaxattn.models.DecoderModel, got {type(model).__name__}"
             )
+        for name, each in named_params(model.param_shapes()).items():
+            if not jnp.issubdtype(each.dtype, jnp.floating) or each.dtype.itemsize < 2:
+                raise ValueError(
+                    f"Policy: parameter {name!r} is {each.dtype}, in which nothing trains; load "
+                    "the model with dense='bfloat16' and experts='bfloat16'"
+                )
         self.model, self.saved = model, saved
         self.decoder = model.bind(params)
 

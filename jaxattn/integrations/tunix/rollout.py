@@ -21,6 +21,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.integrations.tunix.policy import Policy
+from jaxattn.memory.limits import MOST_STEPS
 
 MOST_BATCH = 256  # rows of an engine whose limits nobody gives
 
@@ -35,7 +36,7 @@ class EngineRollout(BaseRollout):
         rollout_config: of training. Its `data_type` is that of the engine's weights, and None the
             policy's. Fields that begin with `rollout_vllm` and `rollout_sglang_jax` are not read.
         limits: of the engine. None: rows for `max_prompt_length` and `max_tokens_to_generate`, at
-            most 256 together.
+            most 256 together, and 8 decode steps of a round, as nobody waits for a token.
         keep_eos: the token that ends a completion is part of it, as with Tunix's vLLM rollout, so
             that the policy learns when to end. The vanilla rollout leaves it out.
 
@@ -78,7 +79,9 @@ class EngineRollout(BaseRollout):
             model = model.with_dtype(jnp.dtype(rollout_config.data_type).name)
         self._shapes = model.param_shapes()
         longest = rollout_config.max_prompt_length + rollout_config.max_tokens_to_generate
-        limits = limits or Limits(batch=MOST_BATCH, max_model_len=longest)
+        limits = limits or Limits(
+            batch=MOST_BATCH, max_model_len=longest, steps_per_round=MOST_STEPS
+        )
         self.engine = Engine(model, self._as_served(rollout_actor.params), limits, self._device)
 
     # --- the interface of Tunix
