@@ -12,8 +12,8 @@ If all numbers with the first 24 bits are wanted, the last 8 bits are not looked
 float32 have one such number.
 
 Histograms are in each block's shared memory. A warp of each block looks for the digit in the sums
-of all blocks' histograms: among 128 groups of digits first, then in a group. Other blocks' memory is
-slow to read: with whole histograms of 8 blocks it took two thirds of the time.
+of all blocks' histograms: among 128 groups of digits first, then in a group. Other blocks' memory
+is slow to read: with whole histograms of 8 blocks it took two thirds of the time.
 """
 
 from typing import Any

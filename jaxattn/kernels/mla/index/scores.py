@@ -45,7 +45,7 @@ DIM = 128  # of a key
 BY_KEY = plgpu.Layout.WGMMA.reduce(1)
 # Bytes of shared memory for queries and keys; barriers take some of the rest.
 ROOM = 216 * 1024
-MOST_WARPGROUPS = 3
+MOST_WARPGROUPS = 3  # of a block; two where a product has more than 128 columns
 
 
 def ordered(scores: jax.Array) -> jax.Array:
