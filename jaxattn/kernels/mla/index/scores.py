@@ -45,33 +45,27 @@ DIM = 128  # of a key
 BY_KEY = plgpu.Layout.WGMMA.reduce(1)
 # Bytes of shared memory for queries and keys; barriers take some of the rest.
 ROOM = 216 * 1024
-MOST_WARPGROUPS = 3
+MOST_WARPGROUPS = 3  # of a block; two where a product has more than 128 columns
 
 
 def ordered(scores: jax.Array) -> jax.Array:
-    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST."""
+    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST. NaN is above all: a GPU's
+    arithmetic makes one kind of it, of these bits."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
+    bits = jnp.where(scores == scores, bits, 0x7FFFFFFF)
     bits = jnp.where(bits == LOWEST, 0, bits)
     return jnp.maximum(bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF), LOWEST + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexScoreConfig:
-    """What is known of a launch when it is traced.
-
-    Attributes:
-        dtype: of the queries.
-        keys: the keys' dtype.
-        paired: whether queries for FP8 keys have columns in the order of `deinterleave_columns`:
-            four bytes of a key are one load then.
-    """
+    """What is known of a launch when it is traced."""
 
     tiling: IndexTiling
     top_k: int
     page_size: int
-    dtype: Any
-    keys: Any
-    paired: bool
+    dtype: Any  # of the queries
+    keys: Any  # the keys' dtype
     interpret: bool
 
     @property
@@ -263,7 +257,7 @@ class IndexScoreWarpgroup:
         shape = PAGE, config.tiling.columns
         if config.fp8 and config.interpret:
             return plain_product(keys[...], queries[...])
-        left = widened(keys, config.dtype, paired=config.paired) if config.fp8 else keys
+        left = widened(keys, config.dtype) if config.fp8 else keys
 
         def product(ref: Any) -> Any:
             plgpu.wgmma(ref, left, queries.transpose((1, 0)))
