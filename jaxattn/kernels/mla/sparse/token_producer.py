@@ -34,9 +34,21 @@ from jaxattn.kernels.mla.sparse.token_copies import (
     copy_tokens,
     end_group,
     read_positions,
-    token_numbers,
+    read_tables,
+    select_words,
     wait_for_groups,
 )
+
+
+def _chosen(condition: Any, there: Any, other: Any) -> Any:
+    """`there` or `other`, of scalars and of words `BY_THREAD`."""
+    if condition is True:
+        return there
+
+    def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+        return select_words(condition, x, y) if x.ndim else jnp.where(condition, x, y)
+
+    return jax.tree.map(choose, there, other)
 
 
 class TokenProducer(PageProducer):
@@ -44,7 +56,7 @@ class TokenProducer(PageProducer):
 
     `pages`, which the caller carries: the page before the next (of 16 bits, to load of columns
     0:128; of FP8, which is stored in shared memory), the next, and the positions of the one after
-    it. A page's numbers are its tokens' (`token_numbers`) and 64, all that count; in the
+    it. A page's numbers are its tokens' (`read_tables`) and 64, all that count; in the
     interpreter its row instead.
     """
 
@@ -61,34 +73,44 @@ class TokenProducer(PageProducer):
     def _numbers(self, at: Any, positions: Any) -> Any:
         if self.cut.interpret:
             return positions, jnp.int32(PAGE)
-        refs, (_, pages, page_size, _) = self.block.refs, self.part.kv_ref.shape
+        refs = self.block.refs
         row = self.part.some_row(at[0].row)
         table_row = lax.div(row, jnp.int32(self.block.tokens_of_row))
-        numbers = token_numbers(
-            positions, refs.table_ref, table_row, refs.visible_ref[row], self.part.layer,
-            pages=pages, page_size=page_size,
-        )  # fmt: skip
-        return numbers, jnp.int32(PAGE)
+        visible, page_size = refs.visible_ref[row], self.part.page_size
+        tokens = read_tables(positions, refs.table_ref, table_row, visible, page_size=page_size)
+        return tokens, jnp.int32(PAGE)
+
+    def _next(self, at: Any) -> Any:
+        place, page, stop = at
+        return self.part.settle((place, page + 1, stop))
 
     def _after(self, at: Any) -> Any:
-        place, page, stop = at
-        following = self.part.settle((place, page + 1, stop))
+        following = self._next(at)
         return following, self._positions(following)
 
-    def _start(self) -> Any:
-        at = self.part.first()
-        ahead = at, self._numbers(at, self._positions(at))
-        return self._page_of(ahead), ahead, self._after(at)
+    def _first(self, count: int) -> tuple[list[Any], Any]:
+        """The part's first pages, and the positions of the one behind them. All of their lists are
+        read before any of their block tables: a block begins with the two reads, one after the
+        other, and not with two for each page."""
+        places = [self.part.first()]
+        for _ in range(count):
+            places.append(self._next(places[-1]))
+        positions = [self._positions(at) for at in places]
+        found = zip(places[:count], positions, strict=False)
+        return [(at, self._numbers(at, some)) for at, some in found], (places[-1], positions[-1])
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
         """The same once the next page's copies have begun, or as they are where none have."""
-        if goes_on is True:
-            return self._moved_on(pages)
-        return lax.cond(goes_on, self._moved_on, lambda pages: pages, pages)
-
-    def _moved_on(self, pages: Any) -> Any:
-        ahead, (at, positions) = pages[1:3]
-        return self._page_of(ahead), (at, self._numbers(at, positions)), self._after(at)
+        before, ahead, (at, positions) = pages[:3]
+        # No select and no branch over what is read here: they would wait for it. Where nothing goes
+        # on the same is read again.
+        held = ahead[1][0] if self.cut.interpret else ahead[1][0][1]
+        before = _chosen(goes_on, self._page_of(ahead), before)
+        next_at = _chosen(goes_on, at, ahead[0])
+        ahead = next_at, self._numbers(next_at, _chosen(goes_on, positions, held))
+        place, page, stop = at
+        following = self.part.settle((place, page + jnp.int32(goes_on), stop))
+        return before, ahead, (following, self._positions(following))
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
         """What is not attended to is zeros."""
@@ -100,7 +122,7 @@ class TokenProducer(PageProducer):
         """Columns of a page's tokens, whose copies begin."""
         number, _, (tokens, _) = page
         if not self.cut.interpret:
-            copy_tokens(self.part.kv_ref, tokens, target, transforms, first)
+            copy_tokens(self.part.kv_ref, tokens, self.part.layer, target, transforms, first)
             return
         refs, layer = self.block.refs, self.part.layer
         positions = refs.indices_ref[tokens, pl.ds(number * PAGE, PAGE)]
@@ -129,26 +151,28 @@ class WideTokenProducer(TokenProducer):
     hands_over = True
 
     def begin(self) -> Any:
-        pages = self._start()
-        there = pages[0][1]
-        pages = lax.fori_loop(0, PAGES, self._begin, (*pages, jnp.bool_(False)))
-        first, second = jnp.int32(0), jnp.int32(1)
+        found, (at, positions) = self._first(PAGES)
+        pages = [self._page_of(each) for each in found]
+        for i, page in enumerate(pages):
+            self._begin(jnp.int32(i), page)
+        ahead = at, self._numbers(at, positions)
+        there, second = pages[0][1], pages[1][1]
+        first, after = jnp.int32(0), jnp.int32(1)
         self._arrive(2, there, [self._quarter(0, first), *self._others(first, twice=False)])
-        self._arrive(1, pages[3], self._others(second))
-        return pages
+        self._arrive(1, second, self._others(after))
+        return pages[-1], ahead, self._after(at), second
 
-    def _begin(self, i: jax.Array, pages: Any) -> Any:
-        page, there, numbers = at = self._page_of(pages[1])
+    def _begin(self, i: jax.Array, at: Any) -> None:
+        page, there, numbers = at
         self._load(1, at, i)
         if self.cut.rope:
             self._load_rope(at, i)
         slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
         self._load(0, (page, there & (i < slots), numbers), i)
         self._end_group()
-        return self.later(pages)
 
-    def _moved_on(self, pages: Any) -> Any:
-        return *super()._moved_on(pages), pages[0][1]
+    def later(self, pages: Any, goes_on: Any = True) -> Any:
+        return *super().later(pages, goes_on), jnp.where(goes_on, pages[0][1], pages[3])
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         before, ahead = pages[:2]
@@ -215,11 +239,12 @@ class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
     """
 
     def begin(self) -> Any:
-        pages = self._start()
-        self._store_rope(pages[0])
+        (first, ahead), further = self._first(2)
+        page = self._page_of(first)
+        self._store_rope(page)
         for quarter in range(2):
-            self._store(2 * self.half + quarter, pages[0])
-        return lax.fori_loop(0, AHEAD, self._begin, self.later(pages))
+            self._store(2 * self.half + quarter, page)
+        return lax.fori_loop(0, AHEAD, self._begin, (page, ahead, further))
 
     def _begin(self, i: jax.Array, pages: Any) -> Any:
         self._next_rope(pages, i)
@@ -251,7 +276,7 @@ class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
             if self.cut.interpret:
                 self._gather(page, scales, (), RANK)
             else:
-                copy_scales(self.part.kv_ref, numbers, scales, RANK)
+                copy_scales(self.part.kv_ref, numbers, self.part.layer, scales, RANK)
 
         pl.when(page[1])(load)
 
