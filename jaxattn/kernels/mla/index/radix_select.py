@@ -42,8 +42,9 @@ BINS = 4096
 OWN = BINS // THREADS  # digits of a thread
 STEP = 128  # numbers of a warp's load
 LOWEST = -(2**31)  # no score's number
-AHEAD = 4  # loads under way
-RESIDENT = 8  # loads whose numbers stay in registers from pass to pass
+# Loads under way: more of them where few rows leave a multiprocessor one block.
+AHEAD, MORE_AHEAD = 4, 8
+RESIDENT = 16  # loads whose numbers stay in registers from pass to pass
 GROUPS = 128  # of digits
 # Words of shared memory: three histograms, then what the block's threads tell each other.
 SUMS = 3 * BINS  # of each histogram's groups
@@ -156,7 +157,9 @@ class RadixSelect:
         each = arith.divui(plus(steps, word(teams - 1)), word(teams))
         # Where a lane's share of the widest row is so few numbers, it reads them once.
         self.resident = self.width <= teams * STEP * RESIDENT
-        self.ahead = -(-self.width // (teams * STEP)) if self.resident else AHEAD
+        self.ahead = AHEAD if self.blocks == 1 else MORE_AHEAD
+        if self.resident:
+            self.ahead = -(-self.width // (teams * STEP))
         self.turns = arith.divui(plus(each, word(self.ahead - 1)), word(self.ahead))
         begin = times(arith.muli(self.team, each), STEP)
         limit = arith.minui(plus(begin, times(each, STEP)), self.visible)

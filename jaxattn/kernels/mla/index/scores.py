@@ -49,8 +49,10 @@ MOST_WARPGROUPS = 3
 
 
 def ordered(scores: jax.Array) -> jax.Array:
-    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST."""
+    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST. NaN is above all: a GPU's
+    arithmetic makes one kind of it, of these bits."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
+    bits = jnp.where(scores == scores, bits, 0x7FFFFFFF)
     bits = jnp.where(bits == LOWEST, 0, bits)
     return jnp.maximum(bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF), LOWEST + 1)
 

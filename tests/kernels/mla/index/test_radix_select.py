@@ -141,7 +141,7 @@ class SimulatedCluster:
 
 @pytest.mark.parametrize(
     ("width", "blocks", "visible", "count"),
-    [(4096, 1, 513, 512), (20480, 1, 20001, 2048), (8192, 2, 8000, 1024), (131072, 4, 9999, 512)],
+    [(4096, 1, 513, 512), (36864, 1, 36001, 2048), (8192, 2, 8000, 1024), (131072, 4, 9999, 512)],
     ids=["in-registers", "in-turns", "two-blocks", "four-blocks"],
 )
 def test_the_first_of_equal_numbers_are_taken(width, blocks, visible, count, monkeypatch):
