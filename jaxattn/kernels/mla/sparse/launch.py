@@ -91,7 +91,7 @@ def mla_sparse_mosaic(
     sinks: jax.Array | None = None,
     *,
     batch_invariant: bool = False,
-    output_by_tma: bool = False,
+    output_by_tma: bool | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
@@ -102,6 +102,8 @@ def mla_sparse_mosaic(
         indices: int32 [B, S, K] positions in the row, in any order. Negative ones and those beyond
             the token's own are left out; one that is there twice counts twice.
         sinks: float32 [H], a logit of each head that has no value.
+        output_by_tma: as in `mla_decode_mosaic`; None: where no list is cut. There it takes 417 us
+            instead of 428 (block-scaled), 302 instead of 323 (bfloat16).
         batch_invariant: lists are cut by B, S and K alone, all in as many equal pieces; of more
             tokens than blocks none is. Otherwise the place of a token in the batch may decide.
     """
@@ -116,22 +118,24 @@ def mla_sparse_mosaic(
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     schedule = _schedule(rows, entries // PAGE, tiles, num_sms, batch_invariant)
     whole = not _splits(rows, entries // PAGE, schedule.parts, batch_invariant)
-    lengths = _lengths(lists, visible) if whole else jnp.where(visible > 0, entries, 0)
+    lengths = _lengths(lists, visible) if whole else jnp.full(rows, entries, jnp.int32)
     call = _of_tokens(call, lengths, schedule).stacked()
     padded = None
     if sinks is not None:
         padded = jnp.pad(sinks.astype(jnp.float32), (0, tiles * TILE - num_heads))
     results = MlaDecodeOutputs(call, tiles * TILE, padded, split=not whole)
+    if output_by_tma is None:
+        output_by_tma = whole
+    output_by_tma &= results.in_whole_tiles()
     cut = MlaDecodeConfig(
         q_len=1, num_heads=num_heads, tiles=tiles, parts=results.parts, scale=call.scale,
         dtype=call.dtype, latents=call.format, rope=True, first_rows=results.first_rows,
-        output_by_tma=output_by_tma and results.in_whole_tiles(), interpret=interpret,
-        gathered=True,
+        output_by_tma=output_by_tma, interpret=interpret, gathered=True,
     )  # fmt: skip
     assert not isinstance(call.q, tuple)
     packed = jnp.pad(call.q[:, 0], ((0, 0), (0, tiles * TILE - num_heads), (0, 0)))
     given = call.inputs() | {
-        "q_ref": packed, "q_rope_ref": None, "made_of_ref": None, "query_lens_ref": None,
+        "q_ref": packed, "q_rope_ref": None,
         "indices_ref": lists, "visible_ref": visible, "sinks_ref": padded,
     }  # fmt: skip
     written = launch(
@@ -186,8 +190,9 @@ def _visible(call: MlaDecodeCall) -> jax.Array:
 
 def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:
     """int32 [rows], each list's entries up to the last one that is attended to: what an indexer
-    chose of few tokens ends early. Where lists are cut their ends take no more time than others."""
-    attended = (lists >= 0) & (lists < visible[:, None])
+    chose of few tokens ends early. Where lists are cut their ends take no more time than others, so
+    all count as whole, padding's as well: what is not attended to is not read."""
+    attended = lists.astype(jnp.uint32) < visible.astype(jnp.uint32)[:, None]
     entry = jnp.arange(1, lists.shape[1] + 1, dtype=jnp.int32)
     return jnp.max(jnp.where(attended, entry, 0), axis=1)
 
@@ -208,12 +213,10 @@ def _parts(rows: int, pages: int, tiles: int, num_sms: int) -> int:
 
 
 def _schedule(rows: int, pages: int, tiles: int, num_sms: int, batch_invariant: bool) -> Schedule:
-    """Lists are all as long, so the schedule is a constant of the program. It says of what lengths
-    it was made, so that padding's pieces, which nobody writes, are not merged."""
+    """Lists are all as long, so the schedule is a constant of the program."""
     parts = _parts(rows, pages, tiles, num_sms)
     cuts, slots = _cuts(rows, pages, parts, batch_invariant)
-    lengths = jnp.full(rows, pages * PAGE, jnp.int32)
-    return Schedule(jnp.asarray(cuts), jnp.asarray(slots), None, pages, lengths)
+    return Schedule(jnp.asarray(cuts), jnp.asarray(slots), None, pages)
 
 
 def _splits(rows: int, pages: int, parts: int, batch_invariant: bool) -> bool:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import tile_iota
 from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, MlaDecodeCta
-from jaxattn.kernels.mla.sparse.token_copies import seen_words
+from jaxattn.kernels.mla.sparse.token_copies import read_page, seen_words
 
 
 class ListMask:
@@ -23,12 +23,16 @@ class ListMask:
         self.visible = self.refs.visible_ref[row]
 
     def of_page(self, i: jax.Array) -> Any:
-        """Two words of a bit for each entry; in the interpreter bool [64]."""
+        """Its entries, which are on their way; in the interpreter bool [64]."""
         page = self.start + i
         if not self.interpret:
-            return seen_words(self.refs.indices_ref, self.row, page, self.visible)
+            return read_page(self.refs.indices_ref, self.row, page)
         positions = self.refs.indices_ref[self.row, pl.ds(page * PAGE, PAGE)]
         return (positions >= 0) & (positions < self.visible)
+
+    def told(self, page: Any) -> Any:
+        """Two words of a bit for each entry."""
+        return page if self.interpret else seen_words(page, self.visible)
 
     def all_seen(self, seen: Any) -> jax.Array:
         return seen.all() if self.interpret else (seen[0] & seen[1]) == -1

@@ -108,24 +108,34 @@ def token_numbers(
     return make(run)(positions, table_ref, row, visible, layer)
 
 
-def seen_words(
-    indices_ref: Any, row: jax.Array, page: jax.Array, visible: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Of the 64 entries a bit each, whether it is attended to."""
+def read_page(indices_ref: Any, row: jax.Array, page: jax.Array) -> list[jax.Array]:
+    """The row's 64 entries of a page, in each warp: lane l has l and 32 + l."""
 
-    def run(ctx: Any, indices: Any, row: Any, page: Any, visible: Any) -> Any:
+    def run(ctx: Any, indices: Any, row: Any, page: Any) -> Any:
         del ctx
         entries = ir.MemRefType(indices.type).shape[1]
         inside = plus(times(single(page), PAGE), _lane())
         offset = arith.addi(_wide(single(row), entries, 4), _wide(inside, 1, 4))
         found = [_read(indices, arith.addi(offset, _wide(word(32 * i), 1, 4))) for i in range(2)]
-        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
-        words = [asm_word(code, x, single(visible)) for x in found]
-        return tuple(mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in words)
+        return [_by_thread(x) for x in found]
 
-    types = (PLAIN, SPLAT, SPLAT, SPLAT)
-    make = plgpu.inline_mgpu(arg_types=types, return_type=(WORD, WORD))
-    return make(run)(indices_ref, row, page, visible)
+    make = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT), return_type=[WORDS, WORDS])
+    return make(run)(indices_ref, row, page)
+
+
+def seen_words(entries: list[jax.Array], visible: jax.Array) -> list[jax.Array]:
+    """Of the 64 entries of `read_page` a bit each, whether it is attended to."""
+
+    def run(ctx: Any, low: Any, high: Any, visible: Any) -> Any:
+        del ctx
+        code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+        found = [element(x.registers.flat[0], 0) for x in (low, high)]
+        words = [asm_word(code, x, single(visible)) for x in found]
+        return [mgpu.FragmentedArray.splat(x, (), is_signed=True) for x in words]
+
+    types = (BY_THREAD, BY_THREAD, SPLAT)
+    make = plgpu.inline_mgpu(arg_types=types, return_type=[WORD, WORD])
+    return make(run)(*entries, visible)
 
 
 def copy_tokens(

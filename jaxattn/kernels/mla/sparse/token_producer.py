@@ -70,15 +70,24 @@ class TokenProducer(PageProducer):
         )  # fmt: skip
         return numbers, jnp.int32(PAGE)
 
-    def _after(self, at: Any) -> Any:
+    def _next(self, at: Any) -> Any:
         place, page, stop = at
-        following = self.part.settle((place, page + 1, stop))
+        return self.part.settle((place, page + 1, stop))
+
+    def _after(self, at: Any) -> Any:
+        following = self._next(at)
         return following, self._positions(following)
 
-    def _start(self) -> Any:
-        at = self.part.first()
-        ahead = at, self._numbers(at, self._positions(at))
-        return self._page_of(ahead), ahead, self._after(at)
+    def _first(self, count: int) -> tuple[list[Any], Any]:
+        """The part's first pages, and the positions of the one behind them. All of their lists are
+        read before any of their block tables: a block begins with the two reads, one after the
+        other, and not with two for each page."""
+        places = [self.part.first()]
+        for _ in range(count):
+            places.append(self._next(places[-1]))
+        positions = [self._positions(at) for at in places]
+        found = zip(places[:count], positions, strict=False)
+        return [(at, self._numbers(at, some)) for at, some in found], (places[-1], positions[-1])
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
         """The same once the next page's copies have begun, or as they are where none have."""
@@ -129,23 +138,25 @@ class WideTokenProducer(TokenProducer):
     hands_over = True
 
     def begin(self) -> Any:
-        pages = self._start()
-        there = pages[0][1]
-        pages = lax.fori_loop(0, PAGES, self._begin, (*pages, jnp.bool_(False)))
-        first, second = jnp.int32(0), jnp.int32(1)
+        found, (at, positions) = self._first(PAGES)
+        pages = [self._page_of(each) for each in found]
+        for i, page in enumerate(pages):
+            self._begin(jnp.int32(i), page)
+        ahead = at, self._numbers(at, positions)
+        there, second = pages[0][1], pages[1][1]
+        first, after = jnp.int32(0), jnp.int32(1)
         self._arrive(2, there, [self._quarter(0, first), *self._others(first, twice=False)])
-        self._arrive(1, pages[3], self._others(second))
-        return pages
+        self._arrive(1, second, self._others(after))
+        return pages[-1], ahead, self._after(at), second
 
-    def _begin(self, i: jax.Array, pages: Any) -> Any:
-        page, there, numbers = at = self._page_of(pages[1])
+    def _begin(self, i: jax.Array, at: Any) -> None:
+        page, there, numbers = at
         self._load(1, at, i)
         if self.cut.rope:
             self._load_rope(at, i)
         slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
         self._load(0, (page, there & (i < slots), numbers), i)
         self._end_group()
-        return self.later(pages)
 
     def _moved_on(self, pages: Any) -> Any:
         return *super()._moved_on(pages), pages[0][1]
@@ -215,11 +226,12 @@ class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
     """
 
     def begin(self) -> Any:
-        pages = self._start()
-        self._store_rope(pages[0])
+        (first, ahead), further = self._first(2)
+        page = self._page_of(first)
+        self._store_rope(page)
         for quarter in range(2):
-            self._store(2 * self.half + quarter, pages[0])
-        return lax.fori_loop(0, AHEAD, self._begin, self.later(pages))
+            self._store(2 * self.half + quarter, page)
+        return lax.fori_loop(0, AHEAD, self._begin, (page, ahead, further))
 
     def _begin(self, i: jax.Array, pages: Any) -> Any:
         self._next_rope(pages, i)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
-from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic, scratch
+from jaxattn.kernels.mla.sparse.launch import _splits, mla_sparse_mosaic, scratch
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.mla_sparse_cases import (
     SCALE,
@@ -19,8 +19,10 @@ from tests.helpers.mla_sparse_cases import (
     sparse_case,
 )
 
+# Tokens, pages of their lists, blocks and whether the cut is batch invariant: the second is CUT's.
+CUTS = [(1, 32, 16, False), (2, 7, 4, True), (256, 32, 66, False), (100, 32, 66, True)]
 FEW = {"lens": [70, 0], "top_k": 128}
-CUT = {"lens": [400], "top_k": 448, "heads": 128, "sinks": True}
+CUT = {"lens": [300, 0], "top_k": 448, "sinks": True}
 RAGGED = {
     "lens": [70, 150], "top_k": 70, "q_len": 2, "heads": 16, "page": 16, "cache": "uint8",
     "query_lens": [1, 2], "sinks": True,
@@ -49,7 +51,8 @@ def attend(case, implementation, **options):
     ],
 )
 def test_a_token_attends_to_its_list_alone(given, implementation):
-    assert_sparse_close(sparse_case(**given), attend(sparse_case(**given), implementation))
+    case = sparse_case(**given)
+    assert_sparse_close(case, attend(case, implementation, batch_invariant=given is CUT))
 
 
 test_a_token_attends_to_its_list_alone.slow_cases = (
@@ -95,6 +98,11 @@ def test_what_the_kernel_does_not_take_is_refused_by_name(call, said):
     indices = jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     with pytest.raises(Refusal, match=said):
         mla_sparse_mosaic(call, indices, interpret=True)
+
+
+def test_a_list_is_cut_where_tokens_are_fewer_than_blocks():
+    cut = [_splits(rows, pages, parts, invariant) for rows, pages, parts, invariant in CUTS]
+    assert cut == [True, True, False, False]
 
 
 def test_few_tokens_have_room_for_partial_results_and_a_chunk_has_none():

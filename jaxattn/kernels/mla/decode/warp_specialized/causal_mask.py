@@ -29,8 +29,12 @@ class CausalMask:
         )  # fmt: skip
 
     def of_page(self, i: jax.Array) -> Any:
-        """What is read of the piece's page i before its scores are there."""
+        """What is read of the piece's page i before its scores are begun."""
         return i
+
+    def told(self, page: Any) -> Any:
+        """What that says, once the scores are there."""
+        return page
 
     def all_seen(self, i: Any) -> jax.Array:
         """Whether every row sees the whole page."""

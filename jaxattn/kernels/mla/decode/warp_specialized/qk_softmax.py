@@ -180,7 +180,7 @@ class QkSoftmaxMainloop:
             def _():
                 plgpu.barrier_arrive(shared.scores_done.at[slot])
 
-        new_top, p, added = self._softmax(scores, page, top)
+        new_top, p, added = self._softmax(scores, self.mask.told(page), top)
         rescale = jnp.exp2(top - new_top)
         # Over the keys' rope columns: a warp that has waited for its products knows that the
         # warpgroup's are done.
