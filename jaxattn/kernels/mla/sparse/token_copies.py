@@ -76,36 +76,46 @@ def read_positions(indices_ref: Any, row: jax.Array, page: jax.Array) -> jax.Arr
     return plgpu.inline_mgpu(arg_types=types, return_type=WORDS)(run)(indices_ref, row, page)
 
 
-def token_numbers(
-    positions: jax.Array, table_ref: Any, row: jax.Array, visible: jax.Array, layer: jax.Array,
-    *, pages: int, page_size: int,
-) -> jax.Array:  # fmt: skip
-    """int32 [128] `BY_THREAD`: among all tokens of the cache, or -1 where none is attended to.
+def read_tables(
+    positions: jax.Array, table_ref: Any, row: jax.Array, visible: jax.Array, *, page_size: int
+) -> list[jax.Array]:
+    """Two int32 [128] `BY_THREAD`: the page of the cache that each position lies in, on its way,
+    and the position, or -1 where it is not attended to.
 
     Args:
         positions: `read_positions`.
         table_ref: block tables [B, M]; `row` of them.
         visible: positions from here on are not attended to.
-        pages: of a layer; what lies behind them is zeros, as TMA has it.
     """
 
-    def run(ctx: Any, positions: Any, table: Any, row: Any, visible: Any, layer: Any) -> Any:
+    def run(ctx: Any, positions: Any, table: Any, row: Any, visible: Any) -> Any:
         del ctx
         position = element(positions.registers.flat[0], 0)
         seen = arith.cmpi(arith.CmpIPredicate.ult, position, single(visible))
-        position = arith.select(seen, position, word(0))
-        shift = word(page_size.bit_length() - 1)
+        entry = arith.shrui(arith.select(seen, position, word(0)), _shift(page_size))
         width = ir.MemRefType(table.type).shape[1]
-        offset = arith.addi(_wide(single(row), width, 4), _wide(arith.shrui(position, shift), 1, 4))
-        number = _read(table, offset)
-        exists = arith.cmpi(arith.CmpIPredicate.ult, number, word(pages))
-        first = arith.shli(plus(times(single(layer), pages), number), shift)
-        token = plus(first, arith.andi(position, word(page_size - 1)))
-        return _by_thread(arith.select(arith.andi(seen, exists), token, word(-1)))
+        page = _read(table, arith.addi(_wide(single(row), width, 4), _wide(entry, 1, 4)))
+        return [_by_thread(page), _by_thread(arith.select(seen, position, word(-1)))]
 
-    types = (BY_THREAD, PLAIN, SPLAT, SPLAT, SPLAT)
-    make = plgpu.inline_mgpu(arg_types=types, return_type=WORDS)
-    return make(run)(positions, table_ref, row, visible, layer)
+    types = (BY_THREAD, PLAIN, SPLAT, SPLAT)
+    make = plgpu.inline_mgpu(arg_types=types, return_type=[WORDS, WORDS])
+    return make(run)(positions, table_ref, row, visible)
+
+
+def _shift(page_size: int) -> Any:
+    return word(page_size.bit_length() - 1)
+
+
+def _number(kv: Any, page: Any, position: Any, layer: Any) -> Any:
+    """Of a token among all of the cache, of the thread's page and position; negative where it is
+    not attended to. Pages that the cache has not are zeros, as TMA has it."""
+    _, pages, page_size, _ = ir.MemRefType(kv.type).shape
+    page, position = (element(x.registers.flat[0], 0) for x in (page, position))
+    first = arith.shli(plus(times(single(layer), pages), page), _shift(page_size))
+    token = plus(first, arith.andi(position, word(page_size - 1)))
+    exists = arith.cmpi(arith.CmpIPredicate.ult, page, word(pages))
+    seen = arith.cmpi(arith.CmpIPredicate.sge, position, word(0))
+    return arith.select(arith.andi(seen, exists), token, word(-1))
 
 
 def read_page(indices_ref: Any, row: jax.Array, page: jax.Array) -> list[jax.Array]:
@@ -139,19 +149,26 @@ def seen_words(entries: list[jax.Array], visible: jax.Array) -> list[jax.Array]:
 
 
 def copy_tokens(
-    kv_ref: Any, tokens: jax.Array, target: Any, transforms: Sequence[Any], first: Any
+    kv_ref: Any,
+    tokens: list[jax.Array],
+    layer: jax.Array,
+    target: Any,
+    transforms: Sequence[Any],
+    first: Any,
 ) -> None:
     """Begins the copies of some bytes of each token to a place of [64, n] numbers.
 
     Args:
         kv_ref: the whole cache [L, N, C, Ds].
-        tokens: `token_numbers`.
+        tokens: `read_tables`.
         target: as many columns as there are whole lines of 128 bytes.
         transforms: of it, tiles of 8 tokens and 128 bytes, swizzled.
         first: of a token's numbers.
     """
 
-    def run(ctx: Any, kv: Any, tokens: Any, target: Any, first: Any) -> None:
+    def run(
+        ctx: Any, kv: Any, page: Any, position: Any, layer: Any, target: Any, first: Any
+    ) -> None:
         del ctx
         element_type = ir.MemRefType(kv.type).element_type
         size = utils.bitwidth(element_type) // 8
@@ -159,7 +176,7 @@ def copy_tokens(
         tiles = _bytes_of(target) // (PAGE * LINE)
         thread, lane = WarpgroupThread(), _lane()
         chunk, some = arith.andi(lane, word(7)), arith.shrui(lane, word(3))
-        mine = element(tokens.registers.flat[0], 0)
+        mine = _number(kv, page, position, layer)
         column = arith.addi(_wide(single(first), 1, size), _wide(chunk, 1, CHUNK))
         for i in range(4):
             in_tile = plus(some, word(4 * (i % 2)))
@@ -181,19 +198,21 @@ def copy_tokens(
             )
             asm(copies, [], [place, source, read], "r,l,r,~{memory}")
 
-    types = (PLAIN, BY_THREAD, plgpu.RefType(tuple(transforms)), SPLAT)
+    types = (PLAIN, BY_THREAD, BY_THREAD, SPLAT, plgpu.RefType(tuple(transforms)), SPLAT)
     copy = plgpu.inline_mgpu(arg_types=types)(run)
-    copy(kv_ref, tokens, target, jnp.asarray(first, jnp.int32))
+    copy(kv_ref, *tokens, layer, target, jnp.asarray(first, jnp.int32))
 
 
-def copy_scales(kv_ref: Any, tokens: jax.Array, target: Any, first: int) -> None:
+def copy_scales(
+    kv_ref: Any, tokens: list[jax.Array], layer: jax.Array, target: Any, first: int
+) -> None:
     """Begins the copies of 16 bytes of each token, from its byte `first` on, to bytes [64, 16]."""
 
-    def run(ctx: Any, kv: Any, tokens: Any, target: Any) -> None:
+    def run(ctx: Any, kv: Any, page: Any, position: Any, layer: Any, target: Any) -> None:
         del ctx
         width = ir.MemRefType(kv.type).shape[3]
         thread, lane = WarpgroupThread(), _lane()
-        token = element(tokens.registers.flat[0], 0)
+        token = _number(kv, page, position, layer)
         there = arith.cmpi(arith.CmpIPredicate.sge, token, word(0))
         token = arith.select(there, token, word(0))
         source = pointer(kv, _wide(token, width, 1), first)
@@ -206,7 +225,8 @@ def copy_scales(kv_ref: Any, tokens: jax.Array, target: Any, first: int) -> None
         )
         asm(code, [], [place, source, read, lane], "r,l,r,r,~{memory}")
 
-    plgpu.inline_mgpu(arg_types=(PLAIN, BY_THREAD, PLAIN))(run)(kv_ref, tokens, target)
+    types = (PLAIN, BY_THREAD, BY_THREAD, SPLAT, PLAIN)
+    plgpu.inline_mgpu(arg_types=types)(run)(kv_ref, *tokens, layer, target)
 
 
 def _bytes_of(ref: Any) -> int:

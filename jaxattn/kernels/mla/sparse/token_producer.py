@@ -34,7 +34,7 @@ from jaxattn.kernels.mla.sparse.token_copies import (
     copy_tokens,
     end_group,
     read_positions,
-    token_numbers,
+    read_tables,
     wait_for_groups,
 )
 
@@ -44,7 +44,7 @@ class TokenProducer(PageProducer):
 
     `pages`, which the caller carries: the page before the next (of 16 bits, to load of columns
     0:128; of FP8, which is stored in shared memory), the next, and the positions of the one after
-    it. A page's numbers are its tokens' (`token_numbers`) and 64, all that count; in the
+    it. A page's numbers are its tokens' (`read_tables`) and 64, all that count; in the
     interpreter its row instead.
     """
 
@@ -61,14 +61,12 @@ class TokenProducer(PageProducer):
     def _numbers(self, at: Any, positions: Any) -> Any:
         if self.cut.interpret:
             return positions, jnp.int32(PAGE)
-        refs, (_, pages, page_size, _) = self.block.refs, self.part.kv_ref.shape
+        refs = self.block.refs
         row = self.part.some_row(at[0].row)
         table_row = lax.div(row, jnp.int32(self.block.tokens_of_row))
-        numbers = token_numbers(
-            positions, refs.table_ref, table_row, refs.visible_ref[row], self.part.layer,
-            pages=pages, page_size=page_size,
-        )  # fmt: skip
-        return numbers, jnp.int32(PAGE)
+        visible, page_size = refs.visible_ref[row], self.part.page_size
+        tokens = read_tables(positions, refs.table_ref, table_row, visible, page_size=page_size)
+        return tokens, jnp.int32(PAGE)
 
     def _next(self, at: Any) -> Any:
         place, page, stop = at
@@ -109,7 +107,7 @@ class TokenProducer(PageProducer):
         """Columns of a page's tokens, whose copies begin."""
         number, _, (tokens, _) = page
         if not self.cut.interpret:
-            copy_tokens(self.part.kv_ref, tokens, target, transforms, first)
+            copy_tokens(self.part.kv_ref, tokens, self.part.layer, target, transforms, first)
             return
         refs, layer = self.block.refs, self.part.layer
         positions = refs.indices_ref[tokens, pl.ds(number * PAGE, PAGE)]
@@ -263,7 +261,7 @@ class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
             if self.cut.interpret:
                 self._gather(page, scales, (), RANK)
             else:
-                copy_scales(self.part.kv_ref, numbers, scales, RANK)
+                copy_scales(self.part.kv_ref, numbers, self.part.layer, scales, RANK)
 
         pl.when(page[1])(load)
 
