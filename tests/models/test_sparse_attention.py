@@ -147,8 +147,8 @@ def test_a_cache_in_fp8_has_index_keys_in_fp8_with_a_scale_for_each_token():
 def layer(**options):
     return SparseMultiHeadLatentAttention(
         32, 2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-        v_head_dim=8, index_head_dim=12, top_k=5, dtype="float32", rngs=nnx.Rngs(0),
-        **({"index_heads": 8} | options),
+        v_head_dim=8, index_head_dim=12, dtype="float32", rngs=nnx.Rngs(0),
+        **({"index_heads": 8, "top_k": 5} | options),
     )  # fmt: skip
 
 
@@ -176,8 +176,12 @@ def test_a_layer_without_an_indexer_takes_the_choice_of_another():
     first, second = layer(), layer(index_heads=0)
     x = jax.random.normal(jax.random.key(0), (1, 12, 32))
     nnx.update(second, nnx.state(first, lambda path, _: path[0] != "indexer"))
-    given = second(x, indices=first.choose(x))
-    np.testing.assert_allclose(given, first(x), atol=1e-6)
+
+    @jax.jit
+    def run(x):
+        return second(x, indices=first.choose(x)), first(x)
+
+    np.testing.assert_allclose(*run(x), atol=1e-6)
     with pytest.raises(ValueError, match=r"without an indexer \(index_heads=0\) needs indices="):
         second(x)
     pages = jnp.zeros((4, 16, 24)), IndexPages(jnp.zeros((4, 8, 12)))
@@ -186,3 +190,27 @@ def test_a_layer_without_an_indexer_takes_the_choice_of_another():
         first.decode(x[:, :1], pages[0], index=pages[1], **given)
     with pytest.raises(ValueError, match="a layer with an indexer needs index="):
         first.decode(x[:, :1], pages[0], **given)
+
+
+def test_of_a_table_with_few_places_a_token_attends_to_all_that_it_sees():
+    """A chunk, and then two tokens of each row, are those of whole sequences; caches are NaN."""
+    own = layer(top_k=64)
+    x = jax.random.normal(jax.random.key(0), (2, 11, 32))
+    tables, new = np.array([[1, 3], [2, 0]], np.int32), np.array([9, 7], np.int32)
+
+    @jax.jit
+    def run(x):
+        pages = jnp.full((5, 8, 24), jnp.nan), IndexPages(jnp.full((5, 8, 12), jnp.nan))
+        rows = dict(block_tables=tables, query_lens=new, seq_lens=new)
+        first, kv_cache, index, _ = own.prefill(x[:, :9], pages[0], index=pages[1], **rows)
+        later = jnp.stack([x[0, 9:11], x[1, 7:9]])
+        rows = dict(block_tables=tables, seq_lens=new + 2)
+        last, _, _, indices, _ = own.decode(later, kv_cache, index=index, **rows)
+        return first, last, indices, own(x)
+
+    first, last, indices, whole = run(x)
+    np.testing.assert_array_equal(indices[1, 0], np.where(np.arange(16) < 8, np.arange(16), -1))
+    for row, n in enumerate(new):
+        np.testing.assert_allclose(first[row, :n], whole[row, :n], atol=1e-6)
+        np.testing.assert_allclose(last[row], whole[row, n : n + 2], atol=1e-6)
+    assert not np.asarray(first[1, 7:]).any()
