@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
+from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import tile_iota
 from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, MlaDecodeCta
 from jaxattn.kernels.mla.sparse.token_copies import read_page, seen_words
@@ -26,7 +27,9 @@ class ListMask:
         """Its entries, which are on their way; in the interpreter bool [64]."""
         page = self.start + i
         if not self.interpret:
-            return read_page(self.refs.indices_ref, self.row, page)
+            entries = read_page(self.refs.indices_ref, self.row, page)
+            issue_loads(interpret=False)  # before the scores, and not behind them
+            return entries
         positions = self.refs.indices_ref[self.row, pl.ds(page * PAGE, PAGE)]
         return (positions >= 0) & (positions < self.visible)
 

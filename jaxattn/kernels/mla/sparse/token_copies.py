@@ -118,6 +118,18 @@ def _number(kv: Any, page: Any, position: Any, layer: Any) -> Any:
     return arith.select(arith.andi(seen, exists), token, word(-1))
 
 
+def select_words(condition: jax.Array, there: jax.Array, other: jax.Array) -> jax.Array:
+    """One of two int32 [128] `BY_THREAD`."""
+
+    def run(ctx: Any, condition: Any, *words: Any) -> Any:
+        del ctx
+        values = [element(x.registers.flat[0], 0) for x in words]
+        return _by_thread(arith.select(single(condition), *values))
+
+    make = plgpu.inline_mgpu(arg_types=(SPLAT, BY_THREAD, BY_THREAD), return_type=WORDS)
+    return make(run)(condition, there, other)
+
+
 def read_page(indices_ref: Any, row: jax.Array, page: jax.Array) -> list[jax.Array]:
     """The row's 64 entries of a page, in each warp: lane l has l and 32 + l."""
 

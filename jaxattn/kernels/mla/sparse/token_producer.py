@@ -35,8 +35,20 @@ from jaxattn.kernels.mla.sparse.token_copies import (
     end_group,
     read_positions,
     read_tables,
+    select_words,
     wait_for_groups,
 )
+
+
+def _chosen(condition: Any, there: Any, other: Any) -> Any:
+    """`there` or `other`, of scalars and of words `BY_THREAD`."""
+    if condition is True:
+        return there
+
+    def choose(x: jax.Array, y: jax.Array) -> jax.Array:
+        return select_words(condition, x, y) if x.ndim else jnp.where(condition, x, y)
+
+    return jax.tree.map(choose, there, other)
 
 
 class TokenProducer(PageProducer):
@@ -89,13 +101,16 @@ class TokenProducer(PageProducer):
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
         """The same once the next page's copies have begun, or as they are where none have."""
-        if goes_on is True:
-            return self._moved_on(pages)
-        return lax.cond(goes_on, self._moved_on, lambda pages: pages, pages)
-
-    def _moved_on(self, pages: Any) -> Any:
-        ahead, (at, positions) = pages[1:3]
-        return self._page_of(ahead), (at, self._numbers(at, positions)), self._after(at)
+        before, ahead, (at, positions) = pages[:3]
+        # No select and no branch over what is read here: they would wait for it. Where nothing goes
+        # on the same is read again.
+        held = ahead[1][0] if self.cut.interpret else ahead[1][0][1]
+        before = _chosen(goes_on, self._page_of(ahead), before)
+        next_at = _chosen(goes_on, at, ahead[0])
+        ahead = next_at, self._numbers(next_at, _chosen(goes_on, positions, held))
+        place, page, stop = at
+        following = self.part.settle((place, page + jnp.int32(goes_on), stop))
+        return before, ahead, (following, self._positions(following))
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
         """What is not attended to is zeros."""
@@ -156,8 +171,8 @@ class WideTokenProducer(TokenProducer):
         self._load(0, (page, there & (i < slots), numbers), i)
         self._end_group()
 
-    def _moved_on(self, pages: Any) -> Any:
-        return *super()._moved_on(pages), pages[0][1]
+    def later(self, pages: Any, goes_on: Any = True) -> Any:
+        return *super().later(pages, goes_on), jnp.where(goes_on, pages[0][1], pages[3])
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         before, ahead = pages[:2]
