@@ -9,9 +9,6 @@ from jaxtyping import Array, Float, Int
 from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 
-# Widths of blocks of the vocabulary, best first: one that divides it needs no copy.
-BLOCKS = (256, 512, 128, 64)
-
 
 @jax.named_scope("logprobs")
 def logprobs(
@@ -21,9 +18,8 @@ def logprobs(
 ) -> Int[Array, "B 1+2*20"]:
     """The bits of each token's log-probability, then the likeliest tokens, then the bits of theirs.
 
-    The likeliest are found one by one: XLA has the host wait for a sort. The largest logit of each
-    block of the vocabulary is found first, so that each of them looks at one block. Of equal ones
-    the lowest id is first.
+    The likeliest are found one by one: XLA has the host wait for a sort. Of equal ones the lowest
+    id is first.
 
     Args:
         most: of the likeliest that are looked for; -1 stands behind them.
@@ -33,25 +29,16 @@ def logprobs(
     most = min(most, vocab) if isinstance(most, int) else jnp.minimum(most, vocab)
     whole = jax.nn.logsumexp(logits, axis=-1)
     own = logits[row, jnp.maximum(tokens, 0)] - whole
-    width = next((width for width in BLOCKS if vocab % width == 0), BLOCKS[0])
-    padded = jnp.pad(logits, ((0, 0), (0, -vocab % width)), constant_values=-jnp.inf)
-    blocks = padded.reshape(rows, -1, width)
 
     def next_best(rank: Array, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        largest, ids, values = found
-        block = jnp.argmax(largest, axis=-1)
-        here = block[:, None] * width + jnp.arange(width)
-        taken = (here[:, :, None] == ids[:, None]).any(-1)
-        left = jnp.where(taken, -jnp.inf, blocks[row, block])
-        place = jnp.argmax(left, axis=-1)
-        values = values.at[:, rank].set(left[row, place] - whole)
-        ids = ids.at[:, rank].set((block * width + place).astype(jnp.int32))
-        rest = jnp.where(jnp.arange(width) == place[:, None], -jnp.inf, left).max(-1)
-        return largest.at[row, block].set(rest), ids, values
+        rest, ids, values = found
+        best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
+        values = values.at[:, rank].set(rest[row, best] - whole)
+        return rest.at[row, best].set(-jnp.inf), ids.at[:, rank].set(best), values
 
     ids = jnp.full((rows, MOST_LOGPROBS), -1, jnp.int32)
     values = jnp.full((rows, MOST_LOGPROBS), -jnp.inf)
-    _, ids, values = lax.fori_loop(0, most, next_best, (blocks.max(-1), ids, values))
+    _, ids, values = lax.fori_loop(0, most, next_best, (logits, ids, values))
     bits = lax.bitcast_convert_type(jnp.concatenate([own[:, None], values], axis=1), jnp.int32)
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
 
