@@ -175,7 +175,7 @@ def compare(engine: Engine, requests: list[Request], draw: random.Random) -> Com
 
 def on_gpu(family: str) -> Engine:
     """An engine of the least layers that the kernels take."""
-    engine = exact_engine(family, LEAST, batch=64, num_pages=280, checkpoints=8)
+    engine = exact_engine(family, LEAST, batch=64, num_pages=130, checkpoints=8)
     assert set(engine.implementations.values()) == {"mosaic_gpu"}, engine.implementations
     return engine
 

@@ -32,7 +32,6 @@ XLA's own kernel does not take.
 """
 
 import argparse
-import dataclasses
 import gc
 import itertools
 import os
@@ -69,9 +68,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
     )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each row")
-    for field in dataclasses.fields(Parallel):
-        name = field.name
-        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=LAYOUT[name])
+    for name, text in LAYOUT.items():
+        parser.add_argument(f"--{name}", type=int, default=1, metavar="N", help=text)
     parser.add_argument(
         "--also",
         nargs="+",
@@ -103,8 +101,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)
     try:
-        names = [field.name for field in dataclasses.fields(Parallel)]
-        first = Parallel(**{name: getattr(args, name) for name in names})
+        first = Parallel(**{name: getattr(args, name) for name in LAYOUT})
         args.layouts = [first, *(read_layout(text) for text in args.also)]
         args.xla_options = [read_options(texts) for texts in args.xla_options]
         args.name, _, args.model = find(args.name)
@@ -125,13 +122,12 @@ def read_layout(text: str) -> Parallel:
     Raises:
         ValueError: it is written in another way, or its numbers do not fit each other.
     """
-    known = [field.name for field in dataclasses.fields(Parallel) if field.type is int]
     found: dict[str, Any] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
-        if name not in known or not number.isdigit():
+        if name not in LAYOUT or not number.isdigit():
             raise ValueError(
-                f"{text!r} is no layout: write {', '.join(known)} with numbers, as in "
+                f"{text!r} is no layout: write {', '.join(LAYOUT)} with numbers, as in "
                 "tensor=2,context=2"
             )
         found[name] = int(number)
