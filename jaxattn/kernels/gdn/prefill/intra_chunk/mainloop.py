@@ -133,10 +133,11 @@ def scratch_types(share: int, vectors: int, dtype: Any, *, interpret: bool) -> d
     }
 
 
-def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
-    """`x` [64, 64] with `fill` above the diagonal."""
+def fill_above(x: jax.Array, fill: float, *, diagonal: bool = False, interpret: bool) -> jax.Array:
+    """`x` [64, 64] with `fill` above the diagonal, or from the diagonal on."""
     if interpret:
-        return jnp.where(iota((CHUNK, CHUNK), 1) <= iota((CHUNK, CHUNK), 0), x, fill)
+        row, column = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
+        return jnp.where(column + int(diagonal) <= row, x, fill)
 
     # One register tells every comparison, where the compiler keeps one for each column otherwise.
     @plgpu.inline_mgpu(
@@ -152,7 +153,7 @@ def fill_above(x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
         for i, pair in enumerate(x.registers.flat):  # columns 8 (i // 2) on, rows 8 (i % 2) on
             values = []
             for j in range(2):
-                reach = word(8 * (i // 2) - 8 * (i % 2) + j)
+                reach = word(8 * (i // 2) - 8 * (i % 2) + j + int(diagonal))
                 inside = arith.cmpi(arith.CmpIPredicate.sge, lead, reach)
                 values.append(arith.select(inside, element(pair, j), number(fill)))
             registers.append(joined(values))
