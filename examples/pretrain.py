@@ -155,6 +155,13 @@ class Model(nnx.Module):
         self.attentions = split()(nnx.vmap(make.attention_layer))(rngs)
 
 
+def embedded(model: Model, tokens: jax.Array) -> jax.Array:
+    """The stream of the first layer. It is a product, as the gradient of a gather on a GPU adds in
+    the order in which threads come: a run that resumes would not have the losses it had."""
+    chosen = jax.nn.one_hot(tokens, BYTES)
+    return jnp.matmul(chosen, model.embed.embedding[...], precision="highest")
+
+
 def forward(model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any]) -> jax.Array:
     """The logits; `gather` makes whole parameters of a device's parts."""
 
@@ -174,7 +181,7 @@ def forward(model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any]) 
         x, _ = jax.lax.scan(delta, x, params[0])
         return attention(x, params[1])
 
-    x, _ = jax.lax.scan(group, model.embed(tokens), (deltas, attentions))
+    x, _ = jax.lax.scan(group, embedded(model, tokens), (deltas, attentions))
     return model.embed.attend(model.norm(x).astype(jnp.float32))
 
 

@@ -62,6 +62,19 @@ def faster(ours: str, theirs: str, who: str) -> Cell:
     return cell
 
 
+def faster_than_all(ours: str, others: dict[str, str]) -> Cell:
+    """`faster` beside the fastest of others, whose names have the keys of their times."""
+
+    def cell(row: Row) -> str:
+        times = {who: row[key] for who, key in others.items() if row.get(key, "") != ""}
+        if not times:
+            return ""
+        who = min(times, key=times.__getitem__)
+        return faster(ours, others[who], who)(row)
+
+    return cell
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
     """A Markdown table of one run's rows.

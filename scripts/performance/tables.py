@@ -4,7 +4,15 @@ import functools
 from collections.abc import Callable
 
 from scripts.performance import serving
-from scripts.performance.cells import Claim, Table, faster, markdown, number, text
+from scripts.performance.cells import (
+    Claim,
+    Table,
+    faster,
+    faster_than_all,
+    markdown,
+    number,
+    text,
+)
 from scripts.performance.several_gpus import SEVERAL_GPUS
 from scripts.performance.whole_models import WHOLE_MODELS
 
@@ -73,6 +81,13 @@ def claims() -> str:
 
 
 US = number("us")
+TRAINED_BY_OTHERS = {
+    "cuDNN": "cudnn ms",
+    "tokamax": "tokamax ms",
+    "FlashQLA": "flashqla ms",
+    "FLA": "fla ms",
+    "PyTorch": "torch ms",
+}
 RATES = {"TFLOP/s": number("TFLOP/s", 0), "GB/s": number("GB/s", 0)}
 SEQUENCES = {"Hk/Hv": text("Hk/Hv"), "sequences": text("sequences")}
 
@@ -261,6 +276,19 @@ TABLES: dict[str, Callable[[], str]] = {
             "call us": number("call us"),
             "MB": number("MB", 0),
             **RATES,
+        },
+    ),
+    "train": Table(
+        run="train",
+        columns={
+            "op": text("op"),
+            "rows x tokens": text("sequences"),
+            "forward ms": number("forward ms", 2),
+            "backward ms": number("backward ms", 2),
+            "both ms": number("ms", 2),
+            **{f"{who} ms": number(key, 2) for who, key in TRAINED_BY_OTHERS.items()},
+            "faster, by": faster_than_all("ms", TRAINED_BY_OTHERS),
+            "temporary MiB": number("MiB", 0),
         },
     ),
     "gradients": Table(

@@ -126,7 +126,8 @@ class DeltaLayer(nnx.Module):
         op, ends = type(self).__name__, keep_concrete(cu_seqlens)
         self._check_tokens(op, x)
         arguments = OpArguments(op)
-        arguments.check_shape("x", x, "B T hidden")
+        if segment_ids is not None:
+            arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
         x, spoiled = bounds.isolated(x)
         made, taps = self._made(self._projected(x)), self.conv1d[...]

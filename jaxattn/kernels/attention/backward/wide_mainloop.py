@@ -68,6 +68,7 @@ class WideBackwardConsumer(BackwardConsumer):
             read = memory.queries_read.at[self.slot(before)]
             pl.when(i > 0)(lambda: plgpu.barrier_arrive(read))
             ds = self.gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=count))
+            warpgroup_barrier(interpret=False)  # all its warps' products have read the last dS
             self.write_scores(ds, i)
             plgpu.barrier_wait(memory.scores_written.at[0])
             self.query_gradient.multiply(dq_acc, number, first[0])

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
 from jaxattn.kernels.gdn.backward.half_masks import across_halves, up_to_each
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
@@ -48,39 +49,18 @@ LEVELS = 6  # of halves, down to single tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChannelGradientRefs:
-    """What a block works on: operands and results, then its shared memory and barriers."""
+class ChannelGradientRefs(ChunkGradientRefs):
+    """With a decay of each channel. V's place has beta * W and then U, S's has keys and queries
+    times decays, and that of dS has F, E and H."""
 
-    q_ref: Any
-    k_ref: Any
     read_ref: Any
     g_ref: Any
-    v_ref: Any
-    do_ref: Any
-    m_ref: Any
-    vectors_ref: Any
-    states_ref: Any
-    dstates_ref: Any
-    y_ref: Any  # Y, then dV
-    dq_ref: Any
-    dk_ref: Any
     dg_ref: Any
     dbeta_ref: Any
-    q_smem: Any
-    k_smem: Any
     read_smem: Any  # keys that read the state, then scratch
     g_smem: Any  # log2 decays, rounded and the rest
-    v_smem: Any  # V, then beta * W, then U
-    do_smem: Any
-    y_smem: Any
-    state_smem: Any  # S, then keys and queries times decays
-    dstate_smem: Any  # dS, then F, E and H
-    m_smem: Any
     beta_smem: Any
     dbeta_smem: Any
-    first: Any
-    rest: Any
-    met: Any
 
 
 def channel_gradients(
@@ -116,9 +96,9 @@ def channel_gradients(
     chunks, _, value_heads, _ = v.shape
     dtype = q.dtype
     of_keys = jax.ShapeDtypeStruct(v.shape, dtype if q.shape == v.shape else jnp.float32)
-    tile = swizzled(dtype)
-    tokens = plgpu.SMEM((2, CHUNK, 64), dtype, transforms=tile)
-    state = plgpu.SMEM((2, DIM, 64), dtype, transforms=tile)
+    swizzle = swizzled(dtype)
+    tokens = plgpu.SMEM((2, CHUNK, 64), dtype, transforms=swizzle)
+    state = plgpu.SMEM((2, DIM, 64), dtype, transforms=swizzle)
     of_v = jax.new_ref(y)
     out = launch(
         lambda **refs: ChannelGradientCta(
@@ -151,7 +131,7 @@ def channel_gradients(
             "q_smem": tokens,
             "k_smem": tokens,
             "read_smem": tokens,
-            "g_smem": plgpu.SMEM((2, 2, CHUNK, 64), dtype, transforms=tile),
+            "g_smem": plgpu.SMEM((2, 2, CHUNK, 64), dtype, transforms=swizzle),
             "v_smem": tokens,
             "do_smem": tokens,
             "y_smem": tokens,
@@ -193,7 +173,7 @@ class ChannelGradientCta:
         values = self._values()
         self._meet()
         plgpu.barrier_wait(refs.rest)
-        y = _tile(refs.y_smem.at[wg])
+        y = tile(refs.y_smem.at[wg])
         dbeta = (y * values).sum(axis=1)
         sums = self._with_states()
         self._meet()  # the states' places are free
@@ -272,7 +252,7 @@ class ChannelGradientCta:
         refs, values = self.refs, self.refs.v_smem.at[self.wg]
         state = [refs.state_smem.at[half, self.own].transpose((1, 0)) for half in range(2)]
         seen = self._product(*((refs.read_smem.at[half], state[half]) for half in range(2)))
-        rows = _tile(values)
+        rows = tile(values)
         values[...] = (self._beta() * (rows + seen)).astype(self.dtype)
         plgpu.commit_smem()
         m = [plgpu.load(refs.m_smem.at[0, half], layout=TILE) for half in range(2)]
@@ -293,7 +273,7 @@ class ChannelGradientCta:
         written = with_state(refs.v_smem, refs.dstate_smem)
         written = written * self._decays(self._chosen(self.column > self.row))
         # The last token's sum has all of them.
-        total = self._summed(self.row == CHUNK - 1, written * _tile(refs.k_smem.at[wg]))
+        total = self._summed(self.row == CHUNK - 1, written * tile(refs.k_smem.at[wg]))
         store(self._of_gates(), total, interpret=self.interpret)
         read = self._decays(self._chosen(self.column <= self.row))
         of_q = self.scale * read * with_state(refs.do_smem, refs.state_smem)
@@ -355,12 +335,12 @@ class ChannelGradientCta:
         decays = self._decays(up_to_each(level, self.zero))
         keys, queries = self._times_decays()
         for smem, rows in ((keys, self.refs.k_smem), (queries, self.refs.q_smem)):
-            smem[...] = (decays * _tile(rows.at[self.wg])).astype(self.dtype)
+            smem[...] = (decays * tile(rows.at[self.wg])).astype(self.dtype)
         plgpu.commit_smem()
 
         def met(scores: Any, *, second: bool) -> jax.Array:
-            tile = plgpu.load(scores, layout=TILE)
-            return across_halves(tile, level, self.zero, second=second)
+            loaded = plgpu.load(scores, layout=TILE)
+            return across_halves(loaded, level, self.zero, second=second)
 
         of_q = of_q + decays * self._product((met(self._f, second=True), keys))
         of_row = of_row + decays * self._product((met(self._e, second=True), keys))
@@ -378,7 +358,7 @@ class ChannelGradientCta:
         of_column: jax.Array,
     ) -> None:
         refs, wg = self.refs, self.wg
-        keys, queries = (_tile(rows.at[wg]) for rows in (refs.k_smem, refs.q_smem))
+        keys, queries = (tile(rows.at[wg]) for rows in (refs.k_smem, refs.q_smem))
         refs.dbeta_smem.at[wg][...] = dbeta + (keys * of_row).sum(axis=1)
         of_row = self._beta() * of_row
         target = self._of_gates()
@@ -389,8 +369,8 @@ class ChannelGradientCta:
         store(target, of_gates, interpret=self.interpret)
         staged = (*self._times_decays(), refs.y_smem.at[wg])
         results = [
-            (smem, ref.at[self.chunk, :, self.head, self.own], tile)
-            for smem, ref, tile in zip(
+            (smem, ref.at[self.chunk, :, self.head, self.own], x)
+            for smem, ref, x in zip(
                 staged,
                 (refs.dq_ref, refs.dk_ref, refs.y_ref),
                 (of_q, of_row + of_column, self._beta() * y),
@@ -398,18 +378,14 @@ class ChannelGradientCta:
             )
         ]
         if refs.dq_ref.dtype != self.dtype:
-            for _, target, tile in results[:2]:
-                store(target, tile, interpret=self.interpret)
+            for _, target, x in results[:2]:
+                store(target, x, interpret=self.interpret)
             del results[:2]
-        for smem, _, tile in results:
-            smem[...] = tile.astype(self.dtype)
+        for smem, _, x in results:
+            smem[...] = x.astype(self.dtype)
         plgpu.commit_smem()
         for smem, target, _ in results:
             plgpu.copy_smem_to_gmem(smem, target)
         dbeta_ref = refs.dbeta_ref.at[self.chunk, self.head, wg]
         plgpu.copy_smem_to_gmem(refs.dbeta_smem.at[wg], dbeta_ref)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _tile(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=TILE).astype(jnp.float32)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile
 from jaxattn.kernels.gdn.backward.gate_gradients import OF_DECAY, OF_SUM, OF_WRITE
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import zero_tile
@@ -31,44 +32,22 @@ from jaxattn.kernels.hopper.device import warpgroup_barrier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InputGradientRefs:
-    """What a block works on: operands and results, then its shared memory and barriers."""
+class InputGradientRefs(ChunkGradientRefs):
+    """With the decays of a head: dQ and dK leave from S's place, `rest` are dO and Y."""
 
-    q_ref: Any
-    k_ref: Any
-    v_ref: Any
-    do_ref: Any
-    m_ref: Any
-    vectors_ref: Any
-    states_ref: Any
-    dstates_ref: Any
-    y_ref: Any  # Y, then dV
-    dq_ref: Any
-    dk_ref: Any
     parts_ref: Any
-    q_smem: Any
-    k_smem: Any
-    v_smem: Any
-    do_smem: Any
-    y_smem: Any
-    state_smem: Any  # S, then dQ and dK
-    dstate_smem: Any
-    m_smem: Any
     scores_smem: Any  # F and H, then dV
     vectors_smem: Any
     parts_smem: Any
     products_smem: Any  # of q and k with their gradients, of each half of the channels
     keys: Any  # and queries
-    first: Any  # a slot's state, values and vectors
     solve: Any  # M
-    rest: Any  # dO and Y
     behind: Any  # the gradient of the state
     keys_read: Any
     first_read: Any
     solve_read: Any
     rest_read: Any
     behind_read: Any
-    met: Any
 
 
 class KeyGradients(NamedTuple):
@@ -244,10 +223,6 @@ def release(barrier: Any, *, interpret: bool) -> None:
     if interpret:  # it knows no other order
         plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
-
-
-def tile(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=TILE).astype(jnp.float32)
 
 
 def vector(ref: Any, layout: Any) -> jax.Array:

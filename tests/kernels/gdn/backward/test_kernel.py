@@ -48,13 +48,13 @@ def gradients(case, cotangents, implementation, *, l2norm=True, **options):
     return run((*case.args, case.initial_state), cotangents)
 
 
-def assert_right(case, implementation, *, of_state=1.0, **options):
+def assert_right(case, implementation, *, of_state=1.0, bound=BOUND, **options):
     cotangents = make_cotangents(case, of_state=of_state)
     actual = gradients(case, cotangents, implementation, **options)
     expected = oracle_gradients(case, *cotangents, **options)
     for ours, argument in zip(actual, (*case.args, case.initial_state), strict=True):
         assert ours.shape == argument.shape and ours.dtype == argument.dtype
-    assert_gradients(case, actual, expected, bound=BOUND)
+    assert_gradients(case, actual, expected, bound=bound)
     return actual, expected
 
 
@@ -95,12 +95,16 @@ def test_gates_from_nothing_to_minus_infinity(channels, implementation):
 @both_devices
 @pytest.mark.slow(reason="a factor of a length; found with l2norm, and by scales forward")
 def test_rows_without_l2norm_in_float16_and_a_negative_scale(implementation):
-    """The state's gradient passes float16's largest number, and no gradient of a token does."""
+    """The state's gradient passes float16's largest number, and no gradient of a token does.
+
+    That of g is a sum whose terms cancel. Tokens are rounded to bfloat16, which alone puts it off
+    by 7.0e-3 in float64. Products in float16, as XLA has them, give NaN.
+    """
     case = make_case([100], padding=0, dtype=jnp.float16)
     norm = lambda x: x / jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True)  # noqa: E731
     case.q, case.k = (norm(x).astype(jnp.float16) for x in (case.q, case.k))
     case.g, case.beta = case.g.at[:, -1].set(-12.0), case.beta.at[:, -1].set(1e-7)
-    assert_right(case, implementation, l2norm=False, scale=-0.5, of_state=1e6)
+    assert_right(case, implementation, l2norm=False, scale=-0.5, of_state=1e6, bound=2 * BOUND)
 
 
 @both_devices
