@@ -16,7 +16,12 @@ from jaxattn import text
 from jaxattn.bench.__main__ import main
 from jaxattn.bench.harness.child_process import child_process
 from jaxattn.bench.harness.engine_comparison import compared, ratio, summary, verdict
-from jaxattn.bench.model.model_folder import ARCHITECTURES, SMALL, write_folder
+from jaxattn.bench.model.model_folder import (
+    ARCHITECTURES,
+    PUBLISHED_INSIDE,
+    SMALL,
+    write_folder,
+)
 from jaxattn.bench.model.model_lookup import find
 from jaxattn.bench.offline import command, engine_process
 from jaxattn.bench.offline.measures import MeasureError, measured, window
@@ -303,7 +308,8 @@ def test_the_models_that_are_compared_have_their_architecture():
     for name in (
         "DeepSeek-V2-Lite GLM-4.7-Flash Qwen3.5-35B-A3B Qwen3-Next-80B-A3B-FP8 Qwen3-32B"
     ).split():
-        assert find(name)[1]["model_type"] in ARCHITECTURES
+        own = find(name)[1]["model_type"]
+        assert PUBLISHED_INSIDE.get(own, own) in ARCHITECTURES
 
 
 def test_defaults_are_those_of_the_docs():
@@ -311,3 +317,13 @@ def test_defaults_are_those_of_the_docs():
     assert args.work == dataclasses.replace(command.TINY, prompt=30)
     args = command.parse(["Qwen3-32B"], "bench")
     assert args.work == OfflineWorkload() and args.choice.name == "Qwen3-32B"
+
+
+def test_a_text_model_of_a_larger_one_is_written_inside_of_it(tmp_path):
+    """As it is published: vLLM opens no other folder of Qwen3.5's."""
+    fields = {"model_type": "qwen3_5_moe_text", "vocab_size": 4, "num_hidden_layers": 2}
+    write_folder(tmp_path, fields)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["model_type"] == "qwen3_5_moe" and written["text_config"] == fields
+    assert written["architectures"] == ["Qwen3_5MoeForConditionalGeneration"]
+    assert len(json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]) == 4

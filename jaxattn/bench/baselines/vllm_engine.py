@@ -86,8 +86,8 @@ class VllmEngine:
         os.environ.update(ENVIRONMENT)
         import vllm
 
-        fields = json.loads((Path(folder) / "config.json").read_text())
-        self._options = dict(options)
+        fields = _fields_of(Path(folder))
+        self._options = _of_text(fields) | dict(options)
         self._llm = vllm.LLM(model=folder, skip_tokenizer_init=True, **(OPTIONS | self._options))
         self._weights = self._llm.collective_rpc(WEIGHTS)[0]
         self._serial = 0
@@ -157,6 +157,17 @@ class VllmEngine:
         return {"planned": share * torch.cuda.get_device_properties(0).total_memory / 1e9}
 
 
+def _fields_of(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's config.json."""
+    fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return fields
+
+
+def _of_text(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The option for a text model inside of another: no image is ever sent."""
+    return {"language_model_only": True} if "text_config" in fields else {}
+
+
 def _check(request: OfflineRequest, got: int) -> None:
     if got != request.answer:
         raise MeasureError(f"a request for {request.answer} tokens got {got}")
@@ -171,7 +182,8 @@ def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--served-model-name", folder.name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    for name, value in (OPTIONS | dict(options)).items():
+    given = OPTIONS | _of_text(_fields_of(folder)) | dict(options)
+    for name, value in given.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):  # a switch
             command.append(f"--{option}" if value else f"--no-{option}")

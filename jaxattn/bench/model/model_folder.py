@@ -21,9 +21,11 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
+# Text models that are published inside of another, under `text_config`.
+PUBLISHED_INSIDE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 # A model of one layer, for a CPU.
 SMALL: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32,
@@ -38,8 +40,12 @@ def write_folder(folder: Path, fields: dict[str, Any]) -> None:
     Args:
         fields: of the model's config.json.
     """
-    named = ARCHITECTURES.get(fields.get("model_type", ""))
-    config = {"architectures": [named], **fields} if named else fields
+    model_type = fields.get("model_type", "")
+    config = fields
+    if outer := PUBLISHED_INSIDE.get(model_type):
+        config = {"model_type": (model_type := outer), "text_config": fields}
+    if named := ARCHITECTURES.get(model_type):
+        config = {"architectures": [named], **config}
     (folder / CONFIG).write_text(json.dumps(config))
     size = fields.get("text_config", fields)["vocab_size"]
     words = {f"\u2581t{number}": number for number in range(size)}
