@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES
 from jaxattn.kernels.mla.index.scores import DIM, IndexScoreConfig, index_scores
@@ -25,9 +24,8 @@ from jaxattn.kernels.mla.index.work_tiles import IndexTiling, part_begins, visib
 
 TOP_K = (512, 1024, 2048)
 MOST_HEADS = 128
-# Of so few items each block finds its part itself, and FP8 keys become what the queries are: a
-# kernel of XLA before ours takes more time than both. Else queries for FP8 keys become float16, in
-# the order in which a thread reads a key's bytes.
+# Of so few items each block finds its part itself, and FP8 keys become bfloat16 where the queries
+# are: a kernel of XLA before ours takes more time than both.
 FEW_ITEMS = 8
 FP8 = jnp.float8_e4m3fn
 
@@ -95,14 +93,11 @@ def mla_index_mosaic(
     batch, q_len, heads, _ = q.shape
     most_keys = block_tables.shape[1] * index_cache.shape[-2]
     tiling = IndexTiling.of(batch, q_len, heads, most_keys)
-    paired = index_cache.dtype == FP8 and tiling.items > FEW_ITEMS and not interpret
-    if paired:
-        if q.dtype == jnp.bfloat16:
-            q, weights = as_float16(q, weights)
-        q = deinterleave_columns(q)
+    if index_cache.dtype == FP8 and q.dtype == jnp.bfloat16 and tiling.items > FEW_ITEMS:
+        q, weights = as_float16(q, weights)
     config = IndexScoreConfig(
         tiling=tiling, top_k=top_k, page_size=index_cache.shape[-2], dtype=q.dtype,
-        keys=index_cache.dtype, paired=paired, interpret=interpret,
+        keys=index_cache.dtype, interpret=interpret,
     )  # fmt: skip
     options: Any = {"interpret": interpret, "detect_races": detect_races}
     rows_of: Any = {"lens_ref": seq_lens, "query_lens_ref": query_lens}

@@ -45,7 +45,7 @@ DIM = 128  # of a key
 BY_KEY = plgpu.Layout.WGMMA.reduce(1)
 # Bytes of shared memory for queries and keys; barriers take some of the rest.
 ROOM = 216 * 1024
-MOST_WARPGROUPS = 3
+MOST_WARPGROUPS = 3  # of a block; two where a product has more than 128 columns
 
 
 def ordered(scores: jax.Array) -> jax.Array:
@@ -59,21 +59,13 @@ def ordered(scores: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexScoreConfig:
-    """What is known of a launch when it is traced.
-
-    Attributes:
-        dtype: of the queries.
-        keys: the keys' dtype.
-        paired: whether queries for FP8 keys have columns in the order of `deinterleave_columns`:
-            four bytes of a key are one load then.
-    """
+    """What is known of a launch when it is traced."""
 
     tiling: IndexTiling
     top_k: int
     page_size: int
-    dtype: Any
-    keys: Any
-    paired: bool
+    dtype: Any  # of the queries
+    keys: Any  # the keys' dtype
     interpret: bool
 
     @property
@@ -265,7 +257,7 @@ class IndexScoreWarpgroup:
         shape = PAGE, config.tiling.columns
         if config.fp8 and config.interpret:
             return plain_product(keys[...], queries[...])
-        left = widened(keys, config.dtype, paired=config.paired) if config.fp8 else keys
+        left = widened(keys, config.dtype) if config.fp8 else keys
 
         def product(ref: Any) -> Any:
             plgpu.wgmma(ref, left, queries.transpose((1, 0)))
