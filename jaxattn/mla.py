@@ -25,7 +25,6 @@ from jaxattn.kernels.attention.tile_scheduler import Schedule as Schedule
 from jaxattn.kernels.mla.decode.call import ContextParallelMerge as ContextParallelMerge
 from jaxattn.kernels.mla.decode.workspace import decode_schedule as decode_schedule
 from jaxattn.kernels.mla.decode.workspace import scratch as scratch
-from jaxattn.kernels.mla.sparse import launch as _sparse
 from jaxattn.ops.mla.absorption import absorb_output as absorb_output
 from jaxattn.ops.mla.absorption import absorb_query as absorb_query
 from jaxattn.ops.mla.append import mla_append as mla_append
@@ -41,11 +40,10 @@ from jaxattn.ops.mla.prefill import causal_attention as causal_attention
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
 from jaxattn.ops.mla.sparse.attend import mla_sparse_decode as mla_sparse_decode
 from jaxattn.ops.mla.sparse.attend import mla_sparse_prefill as mla_sparse_prefill
+from jaxattn.ops.mla.sparse.attend import sparse_scratch as sparse_scratch
 from jaxattn.ops.mla.sparse.index import mla_index as mla_index
 from jaxattn.ops.mla.sparse.index_cache import mla_index_write as mla_index_write
 from jaxattn.ops.mla.state_merge import merge_attention_states as merge_attention_states
-
-sparse_scratch = _sparse.scratch
 
 __getattr__ = _deprecation.renamed_names(
     __name__, {"Meeting": "ContextParallelMerge", "meeting_room": "merge_buffer_shape"}

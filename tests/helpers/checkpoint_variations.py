@@ -107,8 +107,8 @@ def small_sparse(classes: str) -> Variation:
     fields: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=48,
-        num_attention_heads=3,
-        num_key_value_heads=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
         num_hidden_layers=layers,
         intermediate_size=40,
         q_lora_rank=24,

@@ -111,6 +111,7 @@ OF_SHARED_LAYERS = (
     "bailing_hybrid",
     "deepseek_v32",
     "glm4_moe",
+    "glm_moe_dsa",
     "kimi_k2_int4",
     "minimax_m2",
     "mistral",

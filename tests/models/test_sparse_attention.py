@@ -1,6 +1,7 @@
 """DeepSeek Sparse Attention in models: layers without an indexer, shared pages, several GPUs."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -28,16 +29,17 @@ PAGE, LINE = 8, 8
 
 def test_a_prompt_that_shares_pages_and_a_row_that_decodes_give_the_reference_logits():
     """In one mixed step, whose first two pages of the prompt another row has written: latents, and
-    keys of the indexers. All else in the caches is NaN."""
+    keys of the indexers. All else in the caches is NaN. A decode step goes on."""
     model, params = huggingface_checkpoint.load(TINY, dtype="float32")
     wanted = safetensors.numpy.load_file(TINY / "reference.safetensors")
     prompt, length = wanted["prompt"][0], int(wanted["lengths"][0])
-    spec = scratch_spec(model, 1, max_pages=4, page_size=PAGE)
+    spec = scratch_spec(model, 2, max_pages=4, page_size=PAGE)
     state = init_state(model, CacheSize(pages=7, slots=2, page_size=PAGE), spec)
     caches = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.caches)
     state = dataclasses.replace(state, caches=caches)
     tables, other = np.array([[5, 2, 6, 0]], np.int32), np.array([[5, 2, 1, 3]], np.int32)
     params, slot = model.pack(params), np.zeros(1, np.int32)
+    slots = np.arange(2, dtype=np.int32)
 
     @jax.jit
     def step(state, prompts, rows):
@@ -61,6 +63,11 @@ def test_a_prompt_that_shares_pages_and_a_row_that_decodes_give_the_reference_lo
     logits, state = step(state, piece(2 * PAGE, other), DecodeBatch(token, lens, tables, slot))
     np.testing.assert_allclose(logits[0], wanted["logits"][0, length - 1], atol=1e-4)
     np.testing.assert_allclose(logits[1], wanted["step_logits"][0], atol=1e-4)
+    token = np.stack([wanted["greedy"][1:2], wanted["greedy"][:1]])  # of either row
+    batch = DecodeBatch(token, np.append(lens + 1, lens), np.concatenate([tables, other]), slots)
+    logits, _ = jax.jit(lambda state: model.decode(params, state, batch))(state)
+    for row in (0, 1):
+        np.testing.assert_allclose(logits[row], wanted["step_logits"][1 - row], atol=1e-4)
 
 
 def published(name="GLM-5", **changes):
@@ -140,26 +147,27 @@ def test_a_cache_in_fp8_has_index_keys_in_fp8_with_a_scale_for_each_token():
 def layer(**options):
     return SparseMultiHeadLatentAttention(
         32, 2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
-        v_head_dim=8, index_head_dim=12, top_k=5, dtype="float32", rngs=nnx.Rngs(0),
-        **({"index_heads": 8} | options),
+        v_head_dim=8, index_head_dim=12, dtype="float32", rngs=nnx.Rngs(0),
+        **({"index_heads": 8, "top_k": 5} | options),
     )  # fmt: skip
 
 
 def test_packed_sequences_are_those_in_rows_of_their_own_and_have_a_gradient():
-    own = layer()
     x = jax.random.normal(jax.random.key(0), (1, 21, 32))
-    graphdef, params = nnx.split(own)
+    graphdef, params = nnx.split(layer())
 
     @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def run(params, x, ids):
-        return nnx.merge(graphdef, params)(x, segment_ids=ids)
+        y = nnx.merge(graphdef, params)(x, segment_ids=ids)
+        return jnp.sum(jnp.where(ids[..., None] > 0, y, 0) ** 2), y
 
-    ids = np.repeat([[1, 2, 0]], [9, 10, 2], axis=1)
-    packed = run(params, x, ids)
-    for part in (slice(0, 9), slice(9, 19)):
-        alone = own(x[:, part])
-        np.testing.assert_allclose(packed[:, part], alone, atol=2e-6)
-    gradients = jax.grad(lambda params: jnp.sum(run(params, x, ids)[:, :19] ** 2))(params)
+    ids = np.repeat([[1, 2, 0]], [9, 10, 2], axis=1).astype(np.int32)
+    (_, packed), gradients = run(params, x, ids)
+    for begin, end in ((0, 9), (9, 19)):  # in the same program: behind it all is padding
+        own = np.int32([np.arange(21) < end - begin])
+        (_, alone), _ = run(params, jnp.roll(x, -begin, axis=1), own)
+        np.testing.assert_allclose(packed[:, begin:end], alone[:, : end - begin], atol=2e-6)
     found = {key[0]: float(jnp.abs(leaf).max()) for key, leaf in nnx.to_flat_state(gradients)}
     assert found.pop("indexer") == 0 and min(found.values()) > 0, found
 
@@ -168,8 +176,12 @@ def test_a_layer_without_an_indexer_takes_the_choice_of_another():
     first, second = layer(), layer(index_heads=0)
     x = jax.random.normal(jax.random.key(0), (1, 12, 32))
     nnx.update(second, nnx.state(first, lambda path, _: path[0] != "indexer"))
-    given = second(x, indices=first.choose(x))
-    np.testing.assert_allclose(given, first(x), atol=1e-6)
+
+    @jax.jit
+    def run(x):
+        return second(x, indices=first.choose(x)), first(x)
+
+    np.testing.assert_allclose(*run(x), atol=1e-6)
     with pytest.raises(ValueError, match=r"without an indexer \(index_heads=0\) needs indices="):
         second(x)
     pages = jnp.zeros((4, 16, 24)), IndexPages(jnp.zeros((4, 8, 12)))
@@ -178,3 +190,27 @@ def test_a_layer_without_an_indexer_takes_the_choice_of_another():
         first.decode(x[:, :1], pages[0], index=pages[1], **given)
     with pytest.raises(ValueError, match="a layer with an indexer needs index="):
         first.decode(x[:, :1], pages[0], **given)
+
+
+def test_of_a_table_with_few_places_a_token_attends_to_all_that_it_sees():
+    """A chunk, and then two tokens of each row, are those of whole sequences; caches are NaN."""
+    own = layer(top_k=64)
+    x = jax.random.normal(jax.random.key(0), (2, 11, 32))
+    tables, new = np.array([[1, 3], [2, 0]], np.int32), np.array([9, 7], np.int32)
+
+    @jax.jit
+    def run(x):
+        pages = jnp.full((5, 8, 24), jnp.nan), IndexPages(jnp.full((5, 8, 12), jnp.nan))
+        rows = dict(block_tables=tables, query_lens=new, seq_lens=new)
+        first, kv_cache, index, _ = own.prefill(x[:, :9], pages[0], index=pages[1], **rows)
+        later = jnp.stack([x[0, 9:11], x[1, 7:9]])
+        rows = dict(block_tables=tables, seq_lens=new + 2)
+        last, _, _, indices, _ = own.decode(later, kv_cache, index=index, **rows)
+        return first, last, indices, own(x)
+
+    first, last, indices, whole = run(x)
+    np.testing.assert_array_equal(indices[1, 0], np.where(np.arange(16) < 8, np.arange(16), -1))
+    for row, n in enumerate(new):
+        np.testing.assert_allclose(first[row, :n], whole[row, :n], atol=1e-6)
+        np.testing.assert_allclose(last[row], whole[row, n : n + 2], atol=1e-6)
+    assert not np.asarray(first[1, 7:]).any()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxattn import mla
@@ -15,7 +16,7 @@ from jaxattn.engine.startup.memory_plan import packed_shapes, plan_engine
 from jaxattn.engine.steps.step_catalog import ModelStep
 from jaxattn.memory.device_memory import known_device
 from jaxattn.memory.limits import Limits
-from jaxattn.models.caches.cache_layouts import LatentPages
+from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
 from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
@@ -301,6 +302,7 @@ def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
     [note] = [note for note in notes(model, ROWS, place) if said in note]
     [latents] = [each for each in caches(model, place) if isinstance(each, LatentPages)]
     cache = latents.shapes(CacheSize(pages=2, slots=1))["kv_cache"]
+    sparse = isinstance(latents, SparseLatentPages)
     form = latents.format
     width = form.kv_lora_rank + form.qk_rope_head_dim
     q = jax.ShapeDtypeStruct((1, 1, model.num_heads // ways, width), model.dtype)
@@ -308,12 +310,16 @@ def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
     rows = jax.ShapeDtypeStruct((1,), "int32"), jax.ShapeDtypeStruct((1, 2), "int32")
 
     def decode(q, cache, lens, tables):
-        options = dict(scale=1.0, layer=0, implementation="mosaic_gpu_interpret")
-        return mla.mla_decode(q, cache, tables, lens, **options, **scaled)
+        options = dict(scale=1.0, layer=0, implementation="mosaic_gpu_interpret", **scaled)
+        if sparse:
+            chosen = jnp.zeros((1, 1, 64), "int32")
+            return mla.mla_sparse_decode(q, cache, tables, lens, chosen, **options)
+        return mla.mla_decode(q, cache, tables, lens, **options)
 
     try:
         jax.eval_shape(decode, q, cache, *rows)
-        assert note.startswith("MLA's decode kernel reads")
+        kernel = "The sparse MLA kernel reads" if sparse else "MLA's decode kernel reads"
+        assert note.startswith(kernel)
     except Refusal as refusal:
         assert note.startswith("XLA reads") and str(refusal).split(";")[0] in note
 

@@ -154,6 +154,7 @@ class OpArguments:
             TypeError, ValueError: `query_lens` do not fit, or two tokens have one place.
         """
         tables, lengths, new = given
+        lengths = lengths.lengths if isinstance(lengths, BoundedLengths) else lengths
         checked = None if new is None else self.check_query_lens(new, name, tokens)
         new = tokens.shape[1] if new is None else new
         check_write_conflicts(

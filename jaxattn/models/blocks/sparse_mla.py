@@ -95,14 +95,15 @@ class SparseMLA(MLA):
     def scratch(
         self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
     ) -> ArenaSpec:
-        size: Any = dict(batch=rows, q_len=q_len, num_heads=self.num_heads)
-        size |= {"dtype": jnp.dtype(stream.dtype)}
-        of_kernel = mla.sparse_scratch(
-            **size, top_k=min(self.top_k, max_pages * page_size),
+        return mla.sparse_scratch(
+            batch=rows,
+            q_len=q_len,
+            num_heads=self.num_heads,
+            top_k=min(self.top_k, max_pages * page_size),
+            kv_lora_rank=self.kv_lora_rank,
+            dtype=stream.dtype,
             batch_invariant=self.batch_invariant,
-        )  # fmt: skip
-        of_xla = mla.scratch(**size, max_pages=1, kv_lora_rank=self.kv_lora_rank)
-        return max(of_kernel, of_xla, key=lambda spec: spec.nbytes)
+        )
 
     def handed_on(
         self, arrays: Arrays, prompts: PrefillBatch | None, rows: DecodeBatch | None

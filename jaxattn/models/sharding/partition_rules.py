@@ -181,7 +181,8 @@ def _of_experts(path: Path, kind: MoE) -> ParamRole | None:
 def with_local_heads(
     model: DecoderModel, ways: int, cache_dtype: str | None = None
 ) -> DecoderModel:
-    """The model with the mixers that one of `ways` GPUs has: fewer heads, each whole.
+    """The model with the mixers that one of `ways` GPUs has: fewer heads, each whole. An indexer
+    has all of its heads on each.
 
     Caches and scratch of the result are those of one GPU.
 
@@ -194,7 +195,7 @@ def with_local_heads(
     changed = {}
     for mixer in model.spec.mixers.values():
         fields = {field.name for field in dataclasses.fields(mixer)}
-        heads = {name for name in fields if name.endswith("_heads")}
+        heads = {n for n in fields if n.endswith("_heads") and n != "index_heads"}
         changes: dict[str, Any] = {name: -(-getattr(mixer, name) // ways) for name in heads}
         if cache_dtype is not None and "cache_dtype" in fields:
             changes["cache_dtype"] = cache_dtype

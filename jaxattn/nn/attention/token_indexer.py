@@ -10,8 +10,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
+from jaxattn.core.cache.pages import seen_lengths
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.fp8_linear import new_linear
 from jaxattn.nn.linear import Linear
@@ -132,11 +134,22 @@ def chosen(
     layer: Any,
     implementation: Implementation | None,
 ) -> Int[Array, "B S K"]:
-    """The positions that tokens attend to; K is `top_k`, or a table's places where it has fewer."""
+    """The positions that tokens attend to; K is `top_k`, or a table's places where it has fewer.
+
+    Of such a table every token attends to all that it sees, whatever the scores are.
+    """
     block_tables, seq_lens, query_lens = rows
     places = block_tables.shape[1] * pages.cache.shape[-2]
+    if top_k >= places:
+        arguments = OpArguments("TokenIndexer")
+        lens = arguments.integers("seq_lens", seq_lens, "B")[1]
+        if query_lens is not None:
+            query_lens = arguments.integers("query_lens", query_lens, "B")[1]
+        seen = seen_lengths(lens, query_lens, tokens=asked.q.shape[1], most=places)
+        every = jnp.arange(places, dtype=jnp.int32)
+        return jnp.where(every < seen[..., None], every, -1)
     return mla.mla_index(
         asked.q, asked.weights, pages.cache, block_tables, seq_lens,
-        top_k=min(top_k, places), query_lens=query_lens, layer=layer, k_scale=pages.scale,
+        top_k=top_k, query_lens=query_lens, layer=layer, k_scale=pages.scale,
         implementation=implementation,
     )  # fmt: skip

@@ -6,7 +6,7 @@ scores.py has the first, top_k.py the second; work_tiles.py bounds the memory be
 Limits: keys of 128 dims in pages of 16, 32, 64 or 128 tokens, bfloat16 or float16 as the queries,
 or float8_e4m3fn in pages of 64 or 128 with a float32 scale a token, which is not negative; 8 to 128
 heads, a multiple of 8; top_k 512, 1,024 or 2,048; any B and S.
-Tests: tests/kernels/mla/index.
+Reference: ops/mla/sparse/index.py. Tests: tests/kernels/mla/index/test_index.py.
 """
 
 from typing import Any

@@ -11,8 +11,9 @@ them from L2 in every pass, four numbers a lane:
 If all numbers with the first 24 bits are wanted, the last 8 bits are not looked at: most rows of
 float32 have one such number.
 
-Histograms are in each block's shared memory. A block reads those of the others, and finds the same
-digit as they do.
+Histograms are in each block's shared memory. A warp of each block looks for the digit in the sums
+of all blocks' histograms: among 128 groups of digits first, then in a group. Other blocks' memory
+is slow to read: with whole histograms of 8 blocks it took two thirds of the time.
 """
 
 from typing import Any
@@ -23,7 +24,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.ptx import (
     asm,
-    asm_word,
     i32,
     joined,
     load,
@@ -32,7 +32,6 @@ from jaxattn.kernels.hopper.ptx import (
     single,
     store,
     times,
-    tree,
     word,
 )
 
@@ -42,11 +41,14 @@ WARPS = THREADS // 32
 BINS = 4096
 OWN = BINS // THREADS  # digits of a thread
 STEP = 128  # numbers of a warp's load
-AHEAD = 4  # loads under way
-RESIDENT = 8  # loads whose numbers stay in registers from pass to pass
+LOWEST = -(2**31)  # no score's number
+# Loads under way: more of them where few rows leave a multiprocessor one block.
+AHEAD, MORE_AHEAD = 4, 8
+RESIDENT = 16  # loads whose numbers stay in registers from pass to pass
+GROUPS = 128  # of digits
 # Words of shared memory: three histograms, then what the block's threads tell each other.
-TOTALS = 3 * BINS
-COUNTS = TOTALS + WARPS  # of each warp, above the threshold and equal
+SUMS = 3 * BINS  # of each histogram's groups
+COUNTS = SUMS + 3 * GROUPS  # of each warp, above the threshold and equal
 FOUND = COUNTS + 2 * WARPS  # of each pass the digit, how many of it are wanted and how many it has
 WORDS = FOUND + 4 * 3
 # The bits of a pass: (by how much a number is shifted, mask of the digit).
@@ -63,14 +65,16 @@ UP = (
     "{{ .reg .pred there; .reg .b32 more; shfl.sync.up.b32 more|there, $1, {}, 0, -1; "
     "@!there mov.b32 more, 0; add.u32 $0, $1, more; }}"
 )
-OF_BLOCK = (
-    "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
-    "ld.shared::cluster.v4.u32 {$0, $1, $2, $3}, [there]; }"
-)
-PAIR_OF_BLOCK = (
-    "{ .reg .b32 there; mapa.shared::cluster.u32 there, $2, $3; "
-    "ld.shared::cluster.v2.u32 {$0, $1}, [there]; }"
-)
+# Words of a block's shared memory, by how many they are.
+OF_BLOCK = {
+    1: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $2; "
+    "ld.shared::cluster.u32 $0, [there]; }",
+    2: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $2, $3; "
+    "ld.shared::cluster.v2.u32 {$0, $1}, [there]; }",
+    4: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
+    "ld.shared::cluster.v4.u32 {$0, $1, $2, $3}, [there]; }",
+}
+SWAP = "shfl.sync.bfly.b32 $0, $1, {}, 0x1f, -1;"
 CLUSTER = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
 
 
@@ -138,8 +142,12 @@ class RadixSelect:
     def _digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
         """A pass: what it found, for all threads of the cluster."""
         self._count_digits(number, prefix)
+        self._meet()
+        self._sum_groups(number)
         self._sync()
-        self._find(number, wanted)
+        with utils.when(self._equal(self.warp, word(0))):
+            self._find(number, wanted)
+        self._meet()
         return self._found(number)
 
     def _share(self) -> None:
@@ -149,22 +157,36 @@ class RadixSelect:
         each = arith.divui(plus(steps, word(teams - 1)), word(teams))
         # Where a lane's share of the widest row is so few numbers, it reads them once.
         self.resident = self.width <= teams * STEP * RESIDENT
-        self.ahead = -(-self.width // (teams * STEP)) if self.resident else AHEAD
+        self.ahead = AHEAD if self.blocks == 1 else MORE_AHEAD
+        if self.resident:
+            self.ahead = -(-self.width // (teams * STEP))
         self.turns = arith.divui(plus(each, word(self.ahead - 1)), word(self.ahead))
         begin = times(arith.muli(self.team, each), STEP)
-        self.limit = arith.minui(plus(begin, times(each, STEP)), self.visible)
+        limit = arith.minui(plus(begin, times(each, STEP)), self.visible)
+        self.limits = [arith.subi(limit, word(j)) for j in range(4)]
         self.first = plus(begin, times(self.lane, 4))
         self.base = times(self.row, 4 * self.width)
         self.loaded = self._load(word(0)) if self.resident else None
 
     def _load(self, turn: Any) -> list[Any]:
-        """(place of the first, four numbers) of each step of a turn."""
+        """(place of the first, four numbers) of each step of a turn; what is not the warp's is
+        LOWEST."""
         steps = []
         for step in range(self.ahead):
             place = plus(self.first, times(turn, STEP * self.ahead), word(STEP * step))
             inside = arith.minui(place, word(self.width - 4))
             steps.append((place, load(self.keys, plus(self.base, times(inside, 4)), 0, 4)))
-        return steps
+        lowest = word(LOWEST)
+        return [
+            (
+                place,
+                [
+                    arith.select(self._less(place, limit), key, lowest)
+                    for key, limit in zip(four, self.limits, strict=True)
+                ],
+            )
+            for place, four in steps
+        ]
 
     def _sync(self) -> None:
         """The cluster's threads wait for one another."""
@@ -183,13 +205,11 @@ class RadixSelect:
             store(zeros, self.smem, times(self.thread, 16), 4 * first)
 
     def _each(self, carry: list[Any], use: Any) -> list[Any]:
-        """`use(carry, places, numbers, which are the warp's)` of the lane's four numbers a step."""
+        """`use(carry, place of the first, numbers)` of the lane's four numbers a step."""
 
         def turn(steps: list[Any], carry: list[Any]) -> list[Any]:
-            for first, four in steps:
-                places = [plus(first, word(j)) for j in range(4)]
-                mine = [self._less(place, self.limit) for place in places]
-                carry = use(carry, places, four, mine)
+            for place, four in steps:
+                carry = use(carry, place, four)
             return carry
 
         if self.loaded is not None:
@@ -204,16 +224,17 @@ class RadixSelect:
         shift, mask = DIGITS[number]
         histogram = self._shared(word(0), 4 * BINS * number)
 
-        def use(carry: list[Any], _: Any, four: list[Any], mine: list[Any]) -> list[Any]:
-            for key, here in zip(four, mine, strict=True):
+        def use(carry: list[Any], _: Any, four: list[Any]) -> list[Any]:
+            for key in four:
                 if prefix is None:
+                    counted = word(1)
                     digit = plus(arith.shrsi(key, word(shift)), word(BINS // 2))
                 else:
                     above = arith.shrsi(key, word(shift + mask.bit_length()))
-                    here = arith.andi(here, self._equal(above, prefix))
+                    counted = arith.extui(i32(), self._equal(above, prefix))
                     digit = arith.andi(arith.shrui(key, word(shift)), word(mask))
                 at = plus(histogram, times(digit, 4))
-                asm(COUNT, [], [at, arith.extui(i32(), here)], "r,r,~{memory}")
+                asm(COUNT, [], [at, counted], "r,r,~{memory}")
             return carry
 
         self._each([], use)
@@ -223,61 +244,79 @@ class RadixSelect:
         there are."""
         return load(self.smem, word(0), 4 * (FOUND + 4 * number), 4)[:3]
 
-    def _find(self, number: int, wanted: Any) -> None:
-        """Each thread has a few digits; one of them finds the digit among its own."""
-        own = [word(0)] * OWN
-        for block in range(self.blocks):
-            more: list[Any] = []
-            for first in range(0, OWN, 4):
-                offset, fixed = times(self.thread, 4 * OWN), 4 * (BINS * number + first)
-                if self.blocks == 1:
-                    more += load(self.smem, offset, fixed, 4)
-                else:
-                    at, constraints = self._shared(offset, fixed), "=r,=r,=r,=r,r,r,~{memory}"
-                    more += asm(OF_BLOCK, [i32()] * 4, [at, word(block)], constraints)
-            own = [plus(x, y) for x, y in zip(own, more, strict=True)]
+    def _sum_groups(self, number: int) -> None:
+        """Four threads have a group, each some of its digits."""
+        own: list[Any] = []
+        for first in range(0, OWN, 4):
+            own += load(self.smem, times(self.thread, 4 * OWN), 4 * (BINS * number + first), 4)
         total = plus(*own)
-        from_here = total
+        for distance in (1, 2):
+            total = plus(total, self._lanes(SWAP, total, distance))
+        with utils.when(self._equal(arith.andi(self.thread, word(3)), word(0))):
+            store(total, self.smem, self.thread, 4 * (SUMS + GROUPS * number))
+
+    def _find(self, number: int, wanted: Any) -> None:
+        """One warp: the group of the digit, of which a lane has four, then the digit."""
+        place = times(self.lane, 16), 4 * (SUMS + GROUPS * number)
+        four = self._over_blocks(*place, 4)
+        above = self._above(plus(*four))
+        group = before = word(0)
+        for j in reversed(range(4)):
+            here = self._is_in(above, four[j], wanted)
+            group = arith.select(here, plus(times(self.lane, 4), word(j)), group)
+            before = arith.select(here, above, before)
+            above = plus(above, four[j])
+        group, before = self._over_warp(group), self._over_warp(before)  # all but one lane have 0
+        digit = plus(times(group, BINS // GROUPS), self.lane)
+        [own] = self._over_blocks(times(digit, 4), 4 * BINS * number, 1)
+        above = plus(before, self._above(own))
+        with utils.when(self._is_in(above, own, wanted)):
+            found = joined([digit, arith.subi(wanted, above), own, word(0)])
+            store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
+
+    def _above(self, own: Any) -> Any:
+        """What the lanes after this one have together."""
+        from_here = own
         for distance in (1, 2, 4, 8, 16):
             from_here = self._lanes(DOWN, from_here, distance)
-        with utils.when(self._equal(self.lane, word(0))):
-            store(from_here, self.smem, times(self.warp, 4), 4 * TOTALS)
-        self._meet()
-        totals: list[Any] = []
-        for first in range(0, WARPS, 4):
-            totals += load(self.smem, word(0), 4 * (TOTALS + first), 4)
-        later = [
-            arith.select(self._less(self.warp, word(i)), x, word(0)) for i, x in enumerate(totals)
-        ]
-        above = arith.subi(plus(tree(arith.addi, later), from_here), total)
-        for j in reversed(range(OWN)):
-            with_it = plus(above, own[j])
-            is_it = arith.andi(
-                self._less(above, wanted), arith.cmpi(arith.CmpIPredicate.uge, with_it, wanted)
-            )
-            with utils.when(is_it):
-                digit = plus(times(self.thread, OWN), word(j))
-                found = joined([digit, arith.subi(wanted, above), own[j], word(0)])
-                store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
-            above = with_it
-        self._meet()
+        return arith.subi(from_here, own)
+
+    def _is_in(self, above: Any, count: Any, wanted: Any) -> Any:
+        """Whether the last wanted number is among `count` that have so many above them."""
+        reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, count), wanted)
+        return arith.andi(self._less(above, wanted), reached)
+
+    def _over_blocks(self, offset: Any, fixed: int, words: int) -> list[Any]:
+        """Words of shared memory, summed over the cluster's blocks."""
+        each = [self._of_block(word(i), offset, fixed, words) for i in range(self.blocks)]
+        return [plus(*some) for some in zip(*each, strict=True)]
+
+    def _of_block(self, block: Any, offset: Any, fixed: int, words: int) -> list[Any]:
+        """Words of a block's shared memory."""
+        if self.blocks == 1:
+            return load(self.smem, offset, fixed, words)
+        constraints = ",".join(["=r"] * words) + ",r,r,~{memory}"
+        return asm(
+            OF_BLOCK[words], [i32()] * words, [self._shared(offset, fixed), block], constraints
+        )
 
     def _write(self, threshold: Any, wanted: Any) -> None:
         """The places of numbers above the threshold, and of the first `wanted` equal ones."""
 
-        def kinds(key: Any, here: Any) -> tuple[Any, Any]:
-            above = arith.cmpi(arith.CmpIPredicate.sgt, key, threshold)
-            pair = (arith.andi(here, above), arith.andi(here, self._equal(key, threshold)))
-            return tuple(arith.extui(i32(), x) for x in pair)
+        def kinds(four: list[Any]) -> list[Any]:
+            """1 for a number above the threshold, 2**16 for an equal one, else 0."""
+            kinds = []
+            for key in four:
+                above = arith.cmpi(arith.CmpIPredicate.sgt, key, threshold)
+                equal = arith.select(self._equal(key, threshold), word(2**16), word(0))
+                kinds.append(arith.select(above, word(1), equal))
+            return kinds
 
-        def count(carry: list[Any], _: Any, four: list[Any], mine: list[Any]) -> list[Any]:
-            above, equal = carry
-            for key, here in zip(four, mine, strict=True):
-                is_above, is_equal = kinds(key, here)
-                above, equal = plus(above, is_above), plus(equal, is_equal)
-            return [above, equal]
+        def parts(sums: Any) -> tuple[Any, Any]:
+            return arith.andi(sums, word(0xFFFF)), arith.shrui(sums, word(16))
 
-        counts = [self._over_warp(x) for x in self._each([word(0), word(0)], count)]
+        count = self._each([word(0)], lambda carry, _, four: [plus(*carry, *kinds(four))])
+        counts = [self._over_warp(x) for x in parts(*count)]
         with utils.when(self._equal(self.lane, word(0))):
             for i, x in enumerate(counts):
                 store(x, self.smem, times(self.warp, 8), 4 * (COUNTS + i))
@@ -290,31 +329,27 @@ class RadixSelect:
             pointer(self.out, times(self.row, 4 * self.top_k)),
         )
 
-        def write(carry: list[Any], places: Any, four: Any, mine: Any) -> list[Any]:
-            above, equal = carry
-            each = [kinds(key, here) for key, here in zip(four, mine, strict=True)]
-            both = [plus(x, arith.shli(y, word(16))) for x, y in each]
-            own = plus(*both)
+        def write(carry: list[Any], first: Any, four: list[Any]) -> list[Any]:
+            each = kinds(four)
+            own = plus(*each)
             up_to = own
             for distance in (1, 2, 4, 8, 16):
                 up_to = self._lanes(UP, up_to, distance)
-            total = asm_word("shfl.sync.idx.b32 $0, $1, 31, 0x1f, -1;", up_to)
-            earlier = arith.subi(up_to, own)
-            here_above = plus(above, arith.andi(earlier, word(0xFFFF)))
-            here_equal = plus(equal, arith.shrui(earlier, word(16)))
-            for (is_above, is_equal), place in zip(each, places, strict=True):
-                taken = arith.ori(
-                    is_above,
-                    arith.andi(is_equal, arith.extui(i32(), self._less(here_equal, wanted))),
-                )
-                index = plus(here_above, arith.minui(here_equal, wanted))
-                wide = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
-                asm(WRITE, [], [arith.addi(places_out, wide), place, taken], "l,r,r,~{memory}")
-                here_above, here_equal = plus(here_above, is_above), plus(here_equal, is_equal)
-            return [
-                plus(above, arith.andi(total, word(0xFFFF))),
-                plus(equal, arith.shrui(total, word(16))),
-            ]
+            total = self._lanes("shfl.sync.idx.b32 $0, $1, {}, 0x1f, -1;", up_to, 31)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, own, word(0))):
+                before = arith.subi(up_to, own)
+                for j, one in enumerate(each):
+                    here = zip(carry, parts(before), strict=True)
+                    here_above, here_equal = (plus(x, y) for x, y in here)
+                    is_above, is_equal = parts(one)
+                    first_ones = arith.extui(i32(), self._less(here_equal, wanted))
+                    is_wanted = arith.ori(is_above, arith.andi(is_equal, first_ones))
+                    index = plus(here_above, arith.minui(here_equal, wanted))
+                    at = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
+                    given = [arith.addi(places_out, at), plus(first, word(j)), is_wanted]
+                    asm(WRITE, [], given, "l,r,r,~{memory}")
+                    before = plus(before, one)
+            return [plus(x, y) for x, y in zip(carry, parts(total), strict=True)]
 
         self._each(list(before), write)
         if self.blocks > 1:
@@ -326,9 +361,9 @@ class RadixSelect:
         for first in range(0, self.blocks * WARPS, 32):
             other = plus(self.lane, word(first))
             there = arith.minui(other, word(self.blocks * WARPS - 1))
-            at = self._shared(times(arith.andi(there, word(WARPS - 1)), 8), 4 * COUNTS)
+            place = times(arith.andi(there, word(WARPS - 1)), 8)
             block = arith.shrui(there, word(WARPS.bit_length() - 1))
-            pair = asm(PAIR_OF_BLOCK, [i32()] * 2, [at, block], "=r,=r,r,r,~{memory}")
+            pair = self._of_block(block, place, 4 * COUNTS, 2)
             earlier = self._less(other, self.team)
             above, equal = (
                 plus(x, arith.select(earlier, y, word(0)))
@@ -340,8 +375,8 @@ class RadixSelect:
         """An address of shared memory, as a word."""
         return llvm.ptrtoint(i32(), pointer(self.smem, offset, fixed))
 
-    def _lanes(self, code: str, x: Any, distance: int) -> Any:
-        return asm(code.format(distance), [i32()], [x], "=r,r", convergent=True)[0]
+    def _lanes(self, code: str, x: Any, number: int) -> Any:
+        return asm(code.format(number), [i32()], [x], "=r,r", convergent=True)[0]
 
     def _over_warp(self, x: Any) -> Any:
         code = "redux.sync.add.u32 $0, $1, 0xffffffff;"

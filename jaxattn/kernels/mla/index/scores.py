@@ -38,20 +38,23 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
+from jaxattn.kernels.mla.index.radix_select import LOWEST
 from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling, tiles_of
 
 DIM = 128  # of a key
 BY_KEY = plgpu.Layout.WGMMA.reduce(1)
 # Bytes of shared memory for queries and keys; barriers take some of the rest.
 ROOM = 216 * 1024
-MOST_WARPGROUPS = 3
+MOST_WARPGROUPS = 3  # of a block; two where a product has more than 128 columns
 
 
 def ordered(scores: jax.Array) -> jax.Array:
-    """float32 as int32 that order as they do, -0 as 0."""
+    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST. NaN is above all: a GPU's
+    arithmetic makes one kind of it, of these bits."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
-    bits = jnp.where(bits == jnp.int32(-(2**31)), 0, bits)
-    return bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF)
+    bits = jnp.where(scores == scores, bits, 0x7FFFFFFF)
+    bits = jnp.where(bits == LOWEST, 0, bits)
+    return jnp.maximum(bits ^ (lax.shift_right_arithmetic(bits, 31) & 0x7FFFFFFF), LOWEST + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,4 +333,5 @@ class IndexScoreWarpgroup:
         negative_zero = arith.cmpi(arith.CmpIPredicate.eq, bits, word(2**31))
         bits = arith.select(negative_zero, word(0), bits)
         sign = arith.shrsi(bits, word(31))
-        return arith.xori(bits, arith.andi(sign, word(0x7FFFFFFF)))
+        bits = arith.xori(bits, arith.andi(sign, word(0x7FFFFFFF)))
+        return arith.maxsi(bits, word(LOWEST + 1))

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.arena import Arena
+from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import BYTES
 from jaxattn.core.cache.pages import seen_lengths
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
@@ -20,8 +21,10 @@ from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import INT32, OpArguments
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
-from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic
+from jaxattn.kernels.mla.decode.workspace import scratch as dense_scratch
+from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic, refuse, scratch
 from jaxattn.ops.mla.decode import checked_call, into_arena
 
 # Bytes of latents and scores that the plain-JAX path holds at a time.
@@ -123,6 +126,29 @@ def mla_sparse_prefill(
     return out, lse
 
 
+def sparse_scratch(
+    *,
+    batch: int,
+    q_len: int,
+    num_heads: int,
+    top_k: int,
+    kv_lora_rank: int = 512,
+    dtype: DTypeLike = jnp.bfloat16,
+    batch_invariant: bool = False,
+) -> ArenaSpec:
+    """What `mla_sparse_decode` keeps in the arena, of B rows of S tokens that attend to K each.
+
+    Args:
+        batch, q_len, num_heads, top_k: B, S, H and K.
+        kv_lora_rank, dtype: of the output.
+        batch_invariant: as the op is called.
+    """
+    size: Any = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "dtype": jnp.dtype(dtype)}
+    of_kernel = scratch(**size, top_k=top_k, batch_invariant=batch_invariant)
+    of_xla = dense_scratch(**size, max_pages=1, kv_lora_rank=kv_lora_rank)
+    return max(of_kernel, of_xla, key=lambda spec: spec.nbytes)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MlaSparseCall:
@@ -165,6 +191,8 @@ def _checked(
 def _attend(op: str, call: MlaSparseCall, implementation: Implementation | None) -> tuple[Any, ...]:
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         dense = call.dense
+        require_hopper(op, interpret=interpret)
+        refuse(dense)
         q, kv_cache, kv_scale = without_gradient(
             op, (dense.q, dense.kv_cache, dense.kv_scale), "q kv_cache kv_scale"
         )

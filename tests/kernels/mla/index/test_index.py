@@ -109,9 +109,10 @@ def test_fp8_keys_have_scales_of_their_own():
         (partial(IndexCase, [40000, 2049, 2048], 8, 32, 128), 2048, [0, 3, 7]),
         (partial(IndexCase, [4300, 300], 300, 64, 32), 1024, [0, 1, 150, 299]),
         (partial(IndexCase, [9000, 4100], 4, 64, 64, keys=FP8), 512, None),
+        (partial(IndexCase, [33000] + [2100] * 9, 1, 64, 128, keys=FP8), 2048, None),
         (partial(IndexCase, [32768, 20001], 2, 8, 64, equal=True), 2048, None),
     ],
-    ids=["short", "ragged", "long", "tokens", "chunk", "fp8", "equal"],
+    ids=["short", "ragged", "long", "tokens", "chunk", "fp8", "fp8-rows", "equal"],
 )
 def test_compiled_kernels_take_the_first_of_equal_scores(case, count, tokens):
     some = case()

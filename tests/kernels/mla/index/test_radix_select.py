@@ -72,7 +72,6 @@ class SimulatedCluster:
             "times": lambda x, by: x * np.uint32(by),
             "i32": lambda: 32,
             "joined": lambda values: values,
-            "asm_word": lambda code, x: np.repeat(x.reshape(-1, 32)[:, 31], 32),
         } | {name: getattr(self, name) for name in ("word", "load", "store", "asm")}
 
     @contextlib.contextmanager
@@ -117,14 +116,18 @@ class SimulatedCluster:
                 places
             ), "a place is written twice"
             self.out.words[places] = value[some]
-        elif code in (radix_select.OF_BLOCK, radix_select.PAIR_OF_BLOCK):
+        elif code in radix_select.OF_BLOCK.values():
             at, block = operands
             return [self.smem.words[block, at // 4 + i] for i in range(len(results))]
         elif "shfl.sync" in code:
             (lanes,) = (x.reshape(-1, 32) for x in operands)
             distance = int(re.findall(r"\$1, (\d+)", code)[0])
-            up, moved = "shfl.sync.up" in code, np.zeros_like(lanes)
-            if up:
+            if "shfl.sync.idx" in code:
+                return [np.repeat(lanes[:, distance], 32)]
+            if "shfl.sync.bfly" in code:
+                return [lanes[:, np.arange(32) ^ distance].reshape(-1)]
+            moved = np.zeros_like(lanes)
+            if "shfl.sync.up" in code:
                 moved[:, distance:] = lanes[:, :-distance]
             else:
                 moved[:, :-distance] = lanes[:, distance:]
@@ -138,12 +141,12 @@ class SimulatedCluster:
 
 @pytest.mark.parametrize(
     ("width", "blocks", "visible", "count"),
-    [(4096, 1, 513, 512), (20480, 1, 20001, 2048), (8192, 2, 8000, 1024), (131072, 4, 9999, 512)],
+    [(4096, 1, 513, 512), (36864, 1, 36001, 2048), (8192, 2, 8000, 1024), (131072, 4, 9999, 512)],
     ids=["in-registers", "in-turns", "two-blocks", "four-blocks"],
 )
 def test_the_first_of_equal_numbers_are_taken(width, blocks, visible, count, monkeypatch):
     drawn = np.random.default_rng(0).normal(size=(3, width)).astype(np.float32)
-    least = np.full(drawn.shape, -1, np.int32).view(np.float32)  # the lowest key of all
+    least = np.full(drawn.shape, -2, np.int32).view(np.float32)  # the lowest key of all
     least[:, ::9] = drawn[:, ::9]
     for numbers in (drawn, np.round(drawn * 2), np.full_like(drawn, -1.5), least):
         bits = (numbers + np.float32(0)).view(np.int32)
