@@ -223,6 +223,8 @@ def test_no_executable_is_missing_that_serving_reaches(params):
     engine.generate(penalized[:1])
     engine.score([each.prompt for each in penalized])
     engine.score([penalized[0].prompt])
+    for asked in (penalized, penalized[:1]):
+        engine.score([each.prompt for each in asked], top=1)
     engine.embed([each.prompt for each in penalized])
     engine.embed([penalized[0].prompt])
     assert used <= set(engine.executables)

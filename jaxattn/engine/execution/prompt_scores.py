@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.sampling.logprobs import unpack_prompt_logprobs
@@ -14,7 +15,7 @@ from jaxattn.engine.steps.pooling_step import wanted_ranges
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
 from jaxattn.engine.steps.score_step import FEWEST, ScoreControls, ScoreStep, wanted_tokens
 
-type _Places = tuple[RunningRequest, list[tuple[int, int]]]
+type _Places = tuple[RunningRequest, Int[np.ndarray, "n 2"]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,7 +52,9 @@ class PromptScores:
         positions = row.next_scored(cached, len(chunk.tokens))
         if not positions:
             return
-        places = [(begin + at - 1, row.prompt[at]) for at in positions]
+        places = np.empty((len(positions), 2), np.int32)
+        places[:, 0] = np.arange(positions.start, positions.stop) + (begin - 1)
+        places[:, 1] = list(row.prompt[positions.start : positions.stop])
         # One call scores in one way; the likeliest tokens are told to those who asked.
         self.rows.setdefault(ScoreControls.of(row.request), []).append((row, places))
 
@@ -74,7 +77,7 @@ class PromptScores:
         """What the calls of `ScoreStep` are given."""
         found = []
         for controls, count, rows in self.calls:
-            places = [place for _, own in rows for place in own]
+            places = np.concatenate([own for _, own in rows])
             found += wanted_tokens(self._size, places, controls, count)
         return found
 

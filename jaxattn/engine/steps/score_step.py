@@ -5,7 +5,7 @@ that exists at a time, whatever the chunk, and a step without such prompts pays 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -167,13 +167,13 @@ def head_of(model: Model, tree: Any) -> Head:
 
 
 def wanted_tokens(
-    size: int, places: Sequence[tuple[int, int]], controls: ScoreControls, count: int
+    size: int, places: Int[np.ndarray, "n 2"], controls: ScoreControls, count: int
 ) -> list[Int[np.ndarray, "S+3 2"]]:
     """`wanted` of as many calls as these places need; what is left of the last one is padding.
 
     Args:
         size: S.
-        places: (place among the tokens of the step, the token behind it).
+        places: of each, its place among the tokens of the step, and the token behind it.
         count: of a call, at most `size`.
     """
     found = []
