@@ -265,6 +265,11 @@ class WeightBuffers:
         self.owned = [number in made or not each for number, each in enumerate(borrowed)]
 
     @property
+    def gone(self) -> bool:
+        """Whether `leaves` raises."""
+        return self.torn or any(leaf.is_deleted() for leaf in self._leaves)
+
+    @property
     def leaves(self) -> tuple[jax.Array, ...]:
         """What the steps read.
 
