@@ -240,7 +240,7 @@ class Request:
     def may_stop(self) -> bool:
         """Whether it may end before it has generated `max_tokens`."""
         ends = self.ends_at is not None or self.grammar is not None
-        return ends or bool(self.stop_tokens or self.stop_strings)
+        return self.max_tokens > 0 and (ends or bool(self.stop_tokens or self.stop_strings))
 
     @property
     def reads_all(self) -> bool:

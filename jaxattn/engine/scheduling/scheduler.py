@@ -56,7 +56,8 @@ class Scheduler:
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
         most: int32 [B], tokens that it may generate in all.
-        shared: int32 [B], of its pages, those that it found in the cache of prefixes.
+        known: int32 [B], those of them that it replays, and so generates at least.
+        shared: int32 [B], of its pages, those that it shares with others, or did when they came.
         open: bool [B], rows that may end before they have generated `most`.
         answers: lengths of answers that ended so.
         changes: how often a row came, read its last chunk, or left: the set of those that decode
@@ -77,8 +78,9 @@ class Scheduler:
         self.rows: dict[int, RunningRequest] = {}
         self.deltas = BatchUpdate(limits.batch)
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
-        arrays = np.zeros((7, limits.batch), np.int32)
-        self.cached, self.room, self.left, self.last, self.levels, self.most, self.shared = arrays
+        arrays = np.zeros((8, limits.batch), np.int32)
+        self.cached, self.room, self.left, self.last, self.levels = arrays[:5]
+        self.most, self.known, self.shared = arrays[5:]
         self.decoding, self.open = np.zeros((2, limits.batch), bool)
         self.answers = AnswerLengths()
         self.changes = self.preemptions = 0
@@ -415,7 +417,12 @@ class Scheduler:
         self.prefixes.used(hit, len(row.prompt))
         row.cached_tokens = len(hit.pages) * self.limits.page_tokens
         self.cached[row.index] = row.cached_tokens
-        self.shared[row.index] = len(hit.pages)
+        if hit.pages:  # which the rows that begin alike no longer have to themselves
+            rows = list(self.rows)
+            alike = self.block_tables[rows, : len(hit.pages)] == hit.pages
+            alike = np.cumprod(alike, axis=1).sum(1)
+            whole = self.room[rows] // self.limits.page_tokens
+            self.shared[rows] = np.maximum(self.shared[rows], np.minimum(alike, whole))
         if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
             self.copies.append((state, row.slot))
 
@@ -426,15 +433,17 @@ class Scheduler:
         rows = np.fromiter((row for row in self.rows if self.group_of(row) == group), np.int32)
         if not len(rows):  # whoever runs by itself fits: others are refused
             return True
-        most, now = self._max_tokens(request), pool.pages_for(rest)
+        now = pool.pages_for(rest)
         read = prompt - len(request.prompt)  # of what it has generated; others are decoded again
+        known = max(len(queued.tokens), len(request.replay))
+        most = np.append(self.most[rows], self._max_tokens(request))
         generated = np.append(self.most[rows] - self.left[rows], read)
-        left = np.append(self.left[rows], most - read)
-        open_ = np.append(self.open[rows], request.may_stop)
+        said = np.maximum(generated, np.append(self.known[rows], known))
+        left, open_ = most - said, np.append(self.open[rows], request.may_stop)
         pages = np.append(self.room[rows] // limits.page_tokens, hit + now)
         growth = peak_growth(
             np.append(self.last[rows] - self.left[rows] + 1, prompt) + limits.speculate,
-            np.where(open_, self.answers.expected(generated, left), left),
+            said - generated + np.where(open_, self.answers.expected(said, left), left),
             pages,
             pages - np.append(self.shared[rows], hit),
             limits.page_tokens,
@@ -480,7 +489,8 @@ class Scheduler:
             silent=silent,
         )
         self.cached[index] = self.room[index] = self.shared[index] = 0
-        self.most[index], self.open[index] = row.max_tokens, request.may_stop
+        self.most[index], self.known[index] = row.max_tokens, len(replay)
+        self.open[index] = request.may_stop
         self.left[index] = row.max_tokens + len(request.prompt) - len(prompt)
         self.last[index] = row.last
         self.levels[index] = row.level
