@@ -329,7 +329,8 @@ class WeightBuffers:
         if place.leaf is None:
             wanted = [] if own else [False]
         else:  # an array that lies as the engine's is copied into a new buffer without a program
-            wanted = [True] if own or self.owned[place.leaf] else [False, True]
+            there = self.owned[place.leaf] and not self._leaves[place.leaf].is_deleted()
+            wanted = [True] if own or there else [False, True]
         return [x for x in wanted if not programs.compiled(place, each.shape, donates=x)]
 
     def update(self, arriving: Sequence[ArrivingParam], *, share: bool) -> None:
