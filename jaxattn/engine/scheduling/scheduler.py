@@ -85,6 +85,8 @@ class Scheduler:
         self.answers = AnswerLengths()
         self.changes = self.preemptions = 0
         self._orders = itertools.count()
+        # When a request last had to wait: itself, its group, `changes`, and the group's free pages.
+        self._refused: tuple[WaitingRequest, int, int, int] | None = None
         self._new_pools()
 
     @property
@@ -134,11 +136,9 @@ class Scheduler:
             )
         if request.replay and not 0 <= min(request.replay) <= max(request.replay) < self.vocab_size:
             return f"its replay has a token outside of 0 to {self.vocab_size - 1:,}"
-        new = self._max_tokens(request)
-        # The last token that it generates is never read; a draft behind it may be.
-        pool = self._pages[0]  # all groups have as many
-        needed = pool.pages_for(prompt + new - 1 + self.limits.speculate)
+        needed, pool = self._most_pages(request), self._pages[0]  # all groups have as many
         if needed > pool.size:
+            new = self._max_tokens(request)
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
                 f"{self.limits.page_tokens} tokens, and the pool has {pool.size:,}; a larger "
@@ -164,6 +164,9 @@ class Scheduler:
         while self.waiting and len(self.rows) < self.limits.batch:
             group = self._roomiest()
             queued = self.waiting[0]
+            now = queued, group, self.changes, self._pages[group].available
+            if now == self._refused:
+                return
             request = queued.request
             prompt = request.prompt
             if queued.tokens and not self.limits.reproducible:
@@ -176,6 +179,7 @@ class Scheduler:
             pages = self._pages[group].allocate(rest) if fits else None
             if pages is None:
                 self._pages[group].free(hit.pages)
+                self._refused = now
                 return
             slot = self._slots[group].allocate()
             assert slot is not None, "there are as many slots as rows"
@@ -356,6 +360,7 @@ class Scheduler:
         self.decoding[row.index] = False
         del self.rows[row.index]
         group = self.group_of(row.index)
+        self._due[group] -= self._most_pages(row.request)
         self._pages[group].free(row.pages)
         self._slots[group].free(row.slot)
 
@@ -384,6 +389,8 @@ class Scheduler:
         limits, groups = self.limits, range(self.limits.groups)
         self._pages = [PagePool(limits.pages, limits.page_tokens) for _ in groups]
         self._slots = [SlotPool(limits.rows_per_group) for _ in groups]
+        self._due = [0] * len(groups)  # pages that the rows of each have at full length
+        self._refused = None
         self._short = 0
         self.copies.clear()
         checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
@@ -430,6 +437,8 @@ class Scheduler:
         """Whether the group's rows are expected to end without outgrowing the pool beside one more,
         of whose `prompt` tokens `hit` pages are cached and `rest` tokens need pages."""
         pool, limits, request = self._pages[group], self.limits, queued.request
+        if self._due[group] + self._most_pages(request) <= pool.size:
+            return True
         rows = np.fromiter((row for row in self.rows if self.group_of(row) == group), np.int32)
         if not len(rows):  # whoever runs by itself fits: others are refused
             return True
@@ -494,6 +503,7 @@ class Scheduler:
         self.left[index] = row.max_tokens + len(request.prompt) - len(prompt)
         self.last[index] = row.last
         self.levels[index] = row.level
+        self._due[group] += self._most_pages(request)
         self._give(row, pages)
         return row
 
@@ -505,6 +515,11 @@ class Scheduler:
         self.room[row.index] = len(row.pages) * self.limits.page_tokens
         self.block_tables[row.index, first : first + len(pages)] = pages
         self.deltas.pages(row.index, first, pages)
+
+    def _most_pages(self, request: Request) -> int:
+        """At full length. The last token is never read; a draft behind it may be."""
+        tokens = len(request.prompt) + self._max_tokens(request) - 1
+        return self._pages[0].pages_for(tokens + self.limits.speculate)
 
     def _max_tokens(self, request: Request) -> int:
         """At least one is sampled, which a request for none is not told of."""
