@@ -263,9 +263,11 @@ def test_a_leader_that_lost_its_state_ends_all_and_does_not_go_on_alone(crews):
     nothing: Any = ()
     runner = DriverRunner.of(ModelRunner(nothing, {}, nothing, nothing, nothing, nothing), leader)
     runner.failed = True
-    weights = SimpleNamespace(watched=False, leaves=())
     engine: Any = SimpleNamespace(
-        _weights=weights, _released=False, _runner=runner, _end_rows=lambda reason: None
+        _weights=SimpleNamespace(leaves=()),
+        _runner=runner,
+        _released=False,
+        _end_rows=lambda reason: None,
     )
     with pytest.raises(HostError, match="its state is lost; start all processes again"):
         EngineLifecycle._start(engine)
