@@ -232,7 +232,8 @@ class EngineLifecycle:
                 engine's, over its devices or over others of this process.
             in_flight: of requests that have begun: "finish" serves them to their end first, and
                 the next `step` tells what came of them; "abort" ends them; "recompute" reads their
-                prompts and tokens again with the new weights, and goes on.
+                prompts and tokens again with the new weights, and goes on. Between `release` and
+                `resume`, or without the old weights, "finish" does what "recompute" does.
             share: read those arrays of `params` that lie as the engine's do, and copy none of them.
                 They must not be donated or deleted before the next update.
 
@@ -329,16 +330,20 @@ class EngineLifecycle:
 
     def _settle(self, in_flight: InFlight) -> None:
         """Leaves nothing in flight, and nothing cached, of the weights that are about to go."""
-        scheduler = self.scheduler
+        assert self._weights is not None
         if self._loop is not None:
-            held = scheduler.hold_back() if in_flight == "finish" else []
+            finishes = in_flight == "finish" and not self._weights.gone
+            held = self.scheduler.hold_back() if finishes else []
             try:
-                with self._ending_rows():
-                    while scheduler.busy and in_flight == "finish":
+                while finishes and self.scheduler.busy:
+                    self._start()  # an earlier step may have failed, and its state is lost
+                    with self._ending_rows():
                         self._send_round()
+                with self._ending_rows():
                     self._loop.finish()
             finally:
-                scheduler.put_back(held)
+                self.scheduler.put_back(held)
+        scheduler = self.scheduler
         if in_flight == "abort":
             for row in list(scheduler.rows.values()):
                 self._endings.end(row, FinishReason.ABORTED)

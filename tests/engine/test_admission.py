@@ -107,3 +107,32 @@ def test_answers_that_outgrow_the_expectation_lose_nothing():
     lengths = [20] * 10 + [150] * 10
     served(found, requests, lengths)
     assert found.preemptions > 0
+
+
+def test_the_last_token_of_a_row_takes_no_page():
+    found = scheduler(num_pages=8)
+    for _ in range(8):
+        found.submit(Request(b"x" * 64, max_tokens=0, stop_tokens=(1,)))
+    assert not found.waiting[0].request.may_stop  # nothing to learn of other answers from it
+    found.admit()
+    assert len(found.rows) == 8
+
+
+def test_an_answer_is_expected_to_be_as_long_as_what_it_replays():
+    found = scheduler(num_pages=7, reproducible=True)
+    found.answers.ended(20)
+    again = Request(b"x" * 30, max_tokens=110, stop_tokens=(1,), replay=[2] * 100)
+    for _ in range(4):
+        found.submit(again)
+    found.admit()
+    assert len(found.rows) == 2  # of three pages each
+
+
+def test_a_row_that_read_a_prefix_first_shares_it_as_others_do():
+    found = scheduler(num_pages=20)
+    for _ in range(2):
+        found.submit(Request(b"x" * 130))
+        found.admit()
+        for row in found.next_prompts(8):
+            found.read(row, 130 - int(found.cached[row.index]))
+    assert found.shared[:3].tolist() == [2, 2, 0]

@@ -130,6 +130,13 @@ def test_drawn_tokens_have_the_score_of_their_distribution(engine):
     )
 
 
+def test_a_request_that_draws_as_the_model_is_told_the_models_own():
+    asked = Request(TEXTS[0], temperature=1.0, processed_logprobs=True)
+    assert not asked.processed
+    assert dataclasses.replace(asked, temperature=0.5).processed
+    assert dataclasses.replace(asked, logit_bias={3: 1.0}).processed
+
+
 def test_a_prompt_is_told_before_its_first_token_and_whole(engine, expected):
     asked = [Request(TEXTS[1], max_tokens=3, prompt_logprobs=2), Request(TEXTS[0], max_tokens=3)]
     ids, events = [engine.add(each) for each in asked], []

@@ -174,6 +174,24 @@ def test_requests_that_have_begun_go_on_from_caches_of_the_new_weights(engine, p
         assert list(engine.generate([asked])[0].tokens) == tokens[first:]
 
 
+@pytest.mark.parametrize("gone", ["released", "deleted"])
+def test_requests_that_cannot_be_finished_go_on_with_the_new_weights(engine, params, gone):
+    shared = copied(params[0])
+    engine.update(shared, share=True)
+    events = begun(engine)
+    if gone == "released":
+        engine.release()
+    else:
+        jax.tree.leaves(shared)[0].delete()
+    version = engine.update(params[1])
+    engine.resume()
+    found = told(events + events_of(engine))
+    for number in range(3):
+        tokens, versions, done = found[number]
+        assert set(versions) == {version - 1, version} and len(tokens) == 30 + number
+        assert done.older_tokens == versions.count(version - 1)
+
+
 def test_no_prefix_of_old_weights_is_found(engine, params):
     for own in params * 2:
         engine.update(own)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxattn.engine.distributed import transport
-from jaxattn.engine.distributed.driver import DriverRunner
+from jaxattn.engine.distributed.driver import DriverRunner, run_worker_loop
 from jaxattn.engine.distributed.process_group import CODE, ProcessGroup
 from jaxattn.engine.distributed.transport import HostError, TransportLink
 from jaxattn.engine.execution.model_runner import ModelRunner
@@ -229,6 +229,33 @@ def test_a_process_ends_also_where_nobody_reads_what_it_says():
     finally:
         process.kill()
         process.stderr.close()
+
+
+def test_tokens_that_no_step_reads_come_into_the_histories_of_all(crews):
+    """Of a prefix that is cached, and of a replay: no prefill step has them."""
+    leader, other, *_ = crews
+    nothing: Any = ()
+    seal: Any = SimpleNamespace(allowed=contextlib.nullcontext)
+    came: list[list[np.ndarray]] = [[], []]
+    runners = [
+        ModelRunner(
+            nothing,
+            {"history of 64 tokens": lambda rows, packed, own=own: own.append(packed)},
+            nothing,
+            nothing,
+            nothing,
+            seal,
+        )
+        for own in came
+    ]
+    follower = threading.Thread(target=run_worker_loop, args=(runners[1], other))
+    follower.start()
+    packed = np.arange(6, dtype=np.int32).reshape(1, 6)
+    DriverRunner.of(runners[0], leader).remember(64, packed)
+    leader.close()
+    follower.join(10)
+    for own in came:
+        np.testing.assert_array_equal(own, [packed])
 
 
 def test_a_leader_that_lost_its_state_ends_all_and_does_not_go_on_alone(crews):

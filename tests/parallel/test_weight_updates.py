@@ -67,7 +67,8 @@ def test_other_layouts_are_brought_into_the_engines_buffers(layers, tied, layout
     model, devices = divided(whole, parallel), tuple(jax.devices()[: parallel.gpus])
     trees = [numpy_params(whole, seed) for seed in range(2)]
     placed = [CheckedParams.of(model, tree, devices).place() for tree in trees]
-    buffers = WeightBuffers(CheckedParams.of(model, trees[0], devices))
+    given = jax.tree.map(jax.device_put, trees[0])  # some of it is the engine's on one device
+    buffers = WeightBuffers(CheckedParams.of(model, given, devices))
     assert_equal(buffers.leaves, placed[0])
 
     def update(tree, **options):
@@ -82,6 +83,7 @@ def test_other_layouts_are_brought_into_the_engines_buffers(layers, tied, layout
     update(sharded[0])
     assert_equal(buffers.leaves, placed[0])
     assert pointers(buffers) == before
+    jax.tree.map(np.testing.assert_array_equal, given, trees[0])
     buffers.check(sharded[1], strict=True)
     with pytest.raises(ValueError, match=r"'embedding' lies as .*; parameter .*expect_updates"):
         buffers.check(trees[1], strict=True)

@@ -29,6 +29,7 @@ from jaxattn.engine.distributed.transport import (
     FORGET,
     MASKS,
     PREFILL,
+    REMEMBER,
     UPDATE,
     WANTED,
     HostError,
@@ -70,17 +71,22 @@ class DriverRunner(ModelRunner):
         entry: ModelStep,
         packed: np.ndarray,
         *,
-        remember: bool,
         wanted: Sequence[np.ndarray] = (),
         pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        self._tell(PREFILL, packed, entry.tokens, int(remember), len(wanted), len(pooled))
+        self._tell(PREFILL, packed, entry.tokens, len(wanted), len(pooled))
         for each in (*wanted, *pooled):
             self._tell(WANTED, each)
         self.crew.begin()
-        found = super().prefill(entry, packed, remember=remember, wanted=wanted, pooled=pooled)
+        found = super().prefill(entry, packed, wanted=wanted, pooled=pooled)
         self.crew.sent()
         return found
+
+    def remember(self, tokens: int, packed: np.ndarray) -> None:
+        self._tell(REMEMBER, packed, tokens)
+        self.crew.begin()
+        super().remember(tokens, packed)
+        self.crew.sent()
 
     def copy(self, source: int, target: int) -> None:
         self._tell(COPY, np.array([source, target], np.int32))
@@ -159,12 +165,12 @@ def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
         elif kind == COPY:
             runner.copy(*array.tolist())
         elif kind == PREFILL:
-            tokens, remember, *counts = numbers
+            tokens, *counts = numbers[-3:]
             wanted, pooled = ([_array(link, WANTED) for _ in range(count)] for count in counts)
             entry = prefill_step(runner.limits, tokens)
-            logits, _ = runner.prefill(
-                entry, array, remember=bool(remember), wanted=wanted, pooled=pooled
-            )
+            logits, _ = runner.prefill(entry, array, wanted=wanted, pooled=pooled)
+        elif kind == REMEMBER:
+            runner.remember(numbers[-1], array)
         elif kind == FIRST:
             *_, level, masked = numbers
             told = runner.first(

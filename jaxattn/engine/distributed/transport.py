@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-UPDATE, COPY, PREFILL, WANTED, FIRST, DECODE, MASKS, FORGET, END = range(9)  # of steps
-FACTS, AGREED, FAILED, ALIVE = range(9, 13)  # of the processes themselves
+# Of steps, and of the processes themselves.
+UPDATE, COPY, PREFILL, WANTED, REMEMBER, FIRST, DECODE, MASKS, FORGET, END = range(10)
+FACTS, AGREED, FAILED, ALIVE = range(10, 14)
 HEAD = 9
 MAGIC = 0x6A786174
 MOST_NUMBERS = 2**28  # of an array

@@ -82,14 +82,12 @@ class ModelRunner:
         entry: ModelStep,
         packed: np.ndarray,
         *,
-        remember: bool,
         wanted: Sequence[np.ndarray] = (),
         pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Reads chunks of prompts, of `PromptLayout.pack`, and decodes the rows beside them.
 
         Args:
-            remember: some of the rows have a history.
             wanted: of `wanted_tokens`, whose log-probabilities are told.
             pooled: of `wanted_ranges`, whose sums are told.
 
@@ -110,8 +108,6 @@ class ModelRunner:
                 told.append(found)
             for found in told:
                 found.copy_to_host_async()
-        if remember:
-            self.remember(entry.tokens, packed)
         return logits, told
 
     def _scored(

@@ -176,19 +176,18 @@ class OverlapLoop:
             chunks[group].append(chunk)
             row.read_last = self._round
             if scheduler.read(row, tokens):
-                self._remember(row, row.replay, len(row.prompt))
+                if row.replay:
+                    self._remember(row, row.replay, len(row.prompt))
                 at = group * limits.rows_per_group + taken[group]
                 taken[group] += 1
                 places[at], ended[at], sources[at] = row.index, row, len(chunks[group]) - 1
         self._send_deltas()
-        remember = any(chunk.place >= 0 for group in chunks for chunk in group)
+        packed = layout.pack(chunks, places, sources)
         told, scores.told = self.runner.prefill(
-            entry,
-            layout.pack(chunks, places, sources),
-            remember=remember,
-            wanted=scores.wanted,
-            pooled=scores.ranges,
+            entry, packed, wanted=scores.wanted, pooled=scores.ranges
         )
+        if any(chunk.place >= 0 for group in chunks for chunk in group):
+            self.runner.remember(entry.tokens, packed)
         self._send_copies()  # those behind what was read now, to their checkpoints
         if (places >= 0).any():
             told = self._first_tokens(told, places, decoding, ended)

@@ -209,14 +209,14 @@ class Request:
             raise ValueError(f"seed must be from 0 to 2**32 - 1; got {self.seed}")
         if self.id is not None and not 0 <= self.id < 2**31:
             raise ValueError(f"id must be from 0 to 2**31 - 1; got {self.id}")
-        if self._draws_as_the_model:  # the same numbers, and so the same bits in exact mode
-            object.__setattr__(self, "processed_logprobs", False)
 
     @property
-    def _draws_as_the_model(self) -> bool:
-        """Whether the distribution that tokens are drawn from is the model's own."""
+    def processed(self) -> bool:
+        """Whether log-probabilities are told of another distribution than the model's own. Where
+        both are one, those of the model are told, so that exact mode has the same bits."""
         filters = self.top_k or self.min_p or self.top_p < 1 or self.grammar is not None
-        return self.temperature == 1 and not (filters or self.biases or self.penalized)
+        changes = self.temperature != 1 or filters or self.biases or self.penalized
+        return bool(self.processed_logprobs and changes)
 
     @property
     def stops(self) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ class Request:
     def may_stop(self) -> bool:
         """Whether it may end before it has generated `max_tokens`."""
         ends = self.ends_at is not None or self.grammar is not None
-        return ends or bool(self.stop_tokens or self.stop_strings)
+        return self.max_tokens > 0 and (ends or bool(self.stop_tokens or self.stop_strings))
 
     @property
     def reads_all(self) -> bool:

@@ -5,8 +5,9 @@ gives its pages back, and its tokens are read again: work done twice. So a reque
 pages that the rows are expected to need, at the time of their largest sum, exceed the pool.
 
 A request without a stop generates `max_tokens`. Any other is expected to generate as many tokens as
-the last such requests did, of those that generated more than it has. The expectation decides when
-a request starts and nothing else: a row that generates more gets its pages as it grows.
+the last such requests did, of those that generated more than it has, or has to replay. The
+expectation decides when a request starts and nothing else: a row that generates more gets its pages
+as it grows.
 """
 
 import collections
@@ -52,7 +53,7 @@ def peak_growth(
     """The most pages that rows will need beyond those that they have, while they run and end.
 
     A row needs the most just before it ends, and the pages that it has to itself are free then. So
-    the sum is largest at the end of some row.
+    the sum is largest at the end of some row, whose last token is never written.
 
     Args:
         tokens: of each row by now.
@@ -62,6 +63,6 @@ def peak_growth(
         page_tokens: tokens of a page.
     """
     ends = np.unique(coming)[:, None]
-    grown = -(-(tokens + np.minimum(ends, coming)) // page_tokens) - pages
+    grown = -(-(tokens + np.minimum(ends, coming - 1)) // page_tokens) - pages
     needed = np.where(coming >= ends, np.maximum(grown, 0), -own)
     return int(needed.sum(1).max(initial=0))

@@ -56,7 +56,8 @@ class Scheduler:
         decoding: bool [B], rows that have read their prompts.
         levels: int32 [B], how each samples.
         most: int32 [B], tokens that it may generate in all.
-        shared: int32 [B], of its pages, those that it found in the cache of prefixes.
+        known: int32 [B], those of them that it replays, and so generates at least.
+        shared: int32 [B], of its pages, those that it shares with others, or did when they came.
         open: bool [B], rows that may end before they have generated `most`.
         answers: lengths of answers that ended so.
         changes: how often a row came, read its last chunk, or left: the set of those that decode
@@ -77,12 +78,15 @@ class Scheduler:
         self.rows: dict[int, RunningRequest] = {}
         self.deltas = BatchUpdate(limits.batch)
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
-        arrays = np.zeros((7, limits.batch), np.int32)
-        self.cached, self.room, self.left, self.last, self.levels, self.most, self.shared = arrays
+        arrays = np.zeros((8, limits.batch), np.int32)
+        self.cached, self.room, self.left, self.last, self.levels = arrays[:5]
+        self.most, self.known, self.shared = arrays[5:]
         self.decoding, self.open = np.zeros((2, limits.batch), bool)
         self.answers = AnswerLengths()
         self.changes = self.preemptions = 0
         self._orders = itertools.count()
+        # When a request last had to wait: itself, its group, `changes`, and the group's free pages.
+        self._refused: tuple[WaitingRequest, int, int, int] | None = None
         self._new_pools()
 
     @property
@@ -132,11 +136,9 @@ class Scheduler:
             )
         if request.replay and not 0 <= min(request.replay) <= max(request.replay) < self.vocab_size:
             return f"its replay has a token outside of 0 to {self.vocab_size - 1:,}"
-        new = self._max_tokens(request)
-        # The last token that it generates is never read; a draft behind it may be.
-        pool = self._pages[0]  # all groups have as many
-        needed = pool.pages_for(prompt + new - 1 + self.limits.speculate)
+        needed, pool = self._most_pages(request), self._pages[0]  # all groups have as many
         if needed > pool.size:
+            new = self._max_tokens(request)
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
                 f"{self.limits.page_tokens} tokens, and the pool has {pool.size:,}; a larger "
@@ -162,6 +164,9 @@ class Scheduler:
         while self.waiting and len(self.rows) < self.limits.batch:
             group = self._roomiest()
             queued = self.waiting[0]
+            now = queued, group, self.changes, self._pages[group].available
+            if now == self._refused:
+                return
             request = queued.request
             prompt = request.prompt
             if queued.tokens and not self.limits.reproducible:
@@ -174,6 +179,7 @@ class Scheduler:
             pages = self._pages[group].allocate(rest) if fits else None
             if pages is None:
                 self._pages[group].free(hit.pages)
+                self._refused = now
                 return
             slot = self._slots[group].allocate()
             assert slot is not None, "there are as many slots as rows"
@@ -354,6 +360,7 @@ class Scheduler:
         self.decoding[row.index] = False
         del self.rows[row.index]
         group = self.group_of(row.index)
+        self._due[group] -= self._most_pages(row.request)
         self._pages[group].free(row.pages)
         self._slots[group].free(row.slot)
 
@@ -382,6 +389,8 @@ class Scheduler:
         limits, groups = self.limits, range(self.limits.groups)
         self._pages = [PagePool(limits.pages, limits.page_tokens) for _ in groups]
         self._slots = [SlotPool(limits.rows_per_group) for _ in groups]
+        self._due = [0] * len(groups)  # pages that the rows of each have at full length
+        self._refused = None
         self._short = 0
         self.copies.clear()
         checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
@@ -415,7 +424,12 @@ class Scheduler:
         self.prefixes.used(hit, len(row.prompt))
         row.cached_tokens = len(hit.pages) * self.limits.page_tokens
         self.cached[row.index] = row.cached_tokens
-        self.shared[row.index] = len(hit.pages)
+        if hit.pages:  # which the rows that begin alike no longer have to themselves
+            rows = list(self.rows)
+            alike = self.block_tables[rows, : len(hit.pages)] == hit.pages
+            alike = np.cumprod(alike, axis=1).sum(1)
+            whole = self.room[rows] // self.limits.page_tokens
+            self.shared[rows] = np.maximum(self.shared[rows], np.minimum(alike, whole))
         if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
             self.copies.append((state, row.slot))
 
@@ -423,18 +437,22 @@ class Scheduler:
         """Whether the group's rows are expected to end without outgrowing the pool beside one more,
         of whose `prompt` tokens `hit` pages are cached and `rest` tokens need pages."""
         pool, limits, request = self._pages[group], self.limits, queued.request
+        if self._due[group] + self._most_pages(request) <= pool.size:
+            return True
         rows = np.fromiter((row for row in self.rows if self.group_of(row) == group), np.int32)
         if not len(rows):  # whoever runs by itself fits: others are refused
             return True
-        most, now = self._max_tokens(request), pool.pages_for(rest)
+        now = pool.pages_for(rest)
         read = prompt - len(request.prompt)  # of what it has generated; others are decoded again
+        known = max(len(queued.tokens), len(request.replay))
+        most = np.append(self.most[rows], self._max_tokens(request))
         generated = np.append(self.most[rows] - self.left[rows], read)
-        left = np.append(self.left[rows], most - read)
-        open_ = np.append(self.open[rows], request.may_stop)
+        said = np.maximum(generated, np.append(self.known[rows], known))
+        left, open_ = most - said, np.append(self.open[rows], request.may_stop)
         pages = np.append(self.room[rows] // limits.page_tokens, hit + now)
         growth = peak_growth(
             np.append(self.last[rows] - self.left[rows] + 1, prompt) + limits.speculate,
-            np.where(open_, self.answers.expected(generated, left), left),
+            said - generated + np.where(open_, self.answers.expected(said, left), left),
             pages,
             pages - np.append(self.shared[rows], hit),
             limits.page_tokens,
@@ -480,10 +498,12 @@ class Scheduler:
             silent=silent,
         )
         self.cached[index] = self.room[index] = self.shared[index] = 0
-        self.most[index], self.open[index] = row.max_tokens, request.may_stop
+        self.most[index], self.known[index] = row.max_tokens, len(replay)
+        self.open[index] = request.may_stop
         self.left[index] = row.max_tokens + len(request.prompt) - len(prompt)
         self.last[index] = row.last
         self.levels[index] = row.level
+        self._due[group] += self._most_pages(request)
         self._give(row, pages)
         return row
 
@@ -495,6 +515,11 @@ class Scheduler:
         self.room[row.index] = len(row.pages) * self.limits.page_tokens
         self.block_tables[row.index, first : first + len(pages)] = pages
         self.deltas.pages(row.index, first, pages)
+
+    def _most_pages(self, request: Request) -> int:
+        """At full length. The last token is never read; a draft behind it may be."""
+        tokens = len(request.prompt) + self._max_tokens(request) - 1
+        return self._pages[0].pages_for(tokens + self.limits.speculate)
 
     def _max_tokens(self, request: Request) -> int:
         """At least one is sampled, which a request for none is not told of."""

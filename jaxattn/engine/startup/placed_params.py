@@ -19,7 +19,6 @@ class CheckedParams:
         given: as the caller has them.
         packed: the packed parameters, as shapes.
         sharded: they are over the group already, each GPU's share on its device.
-        packed_given: the caller has packed them.
     """
 
     model: Model
@@ -27,7 +26,6 @@ class CheckedParams:
     given: Any
     packed: Any
     sharded: bool
-    packed_given: bool = False
 
     @classmethod
     def of(
@@ -61,7 +59,7 @@ class CheckedParams:
         sharded = not is_packed and _is_sharded(model, params)
         if not sharded:
             check_params(packed if is_packed else model.whole.param_shapes(), params)
-        return cls(model, devices, params, packed, sharded, is_packed)
+        return cls(model, devices, params, packed, sharded)
 
     @property
     def nbytes(self) -> int:

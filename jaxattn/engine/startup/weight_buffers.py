@@ -239,30 +239,29 @@ class ArrivingParam:
         return self.given if self.there else jax.device_put(self.given, self.shape.sharding)
 
 
-@dataclasses.dataclass(eq=False)
 class WeightBuffers:
     """The leaves of packed parameters as the steps take them.
 
     Attributes:
+        programs: that write to them.
         owned: whether nobody else has the buffer of a leaf, so that an update may write there.
         version: how many updates there were.
         torn: an update began and did not end: some leaves are new and others are not.
         watched: whether leaves may be gone, since an update shared them or they were released.
     """
 
-    programs: WeightPrograms
-    owned: list[bool]
-    version: int = 0
-    torn: bool = False
-    watched: bool = False
-
     def __init__(self, params: CheckedParams):
         self.programs = WeightPrograms.of(params.model, params.devices)
         self._leaves = list(params.place())
-        given = set(map(id, jax.tree.leaves(params.given)))
-        borrowed = [params.sharded or id(leaf) in given for leaf in self._leaves]
-        made = set() if params.packed_given else set(self.programs.made)
-        self.owned = [number in made or not each for number, each in enumerate(borrowed)]
+        # An array over several devices may have a buffer of the caller's on one of them.
+        given = set[tuple[jax.Device, int]]().union(*map(_buffers, jax.tree.leaves(params.given)))
+        self.owned = [given.isdisjoint(_buffers(leaf)) for leaf in self._leaves]
+        self.version, self.torn, self.watched = 0, False, False
+
+    @property
+    def gone(self) -> bool:
+        """Whether `leaves` raises."""
+        return self.torn or any(leaf.is_deleted() for leaf in self._leaves)
 
     @property
     def leaves(self) -> tuple[jax.Array, ...]:
@@ -330,7 +329,8 @@ class WeightBuffers:
         if place.leaf is None:
             wanted = [] if own else [False]
         else:  # an array that lies as the engine's is copied into a new buffer without a program
-            wanted = [True] if own or self.owned[place.leaf] else [False, True]
+            there = self.owned[place.leaf] and not self._leaves[place.leaf].is_deleted()
+            wanted = [True] if own or there else [False, True]
         return [x for x in wanted if not programs.compiled(place, each.shape, donates=x)]
 
     def update(self, arriving: Sequence[ArrivingParam], *, share: bool) -> None:
@@ -394,6 +394,13 @@ class WeightBuffers:
             return leaf
         shape = self.programs.leaves[number]
         return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding)
+
+
+def _buffers(leaf: Any) -> set[tuple[jax.Device, int]]:
+    """Where the numbers of an array lie: the device and the address of each part."""
+    if not isinstance(leaf, jax.Array) or not leaf.size:
+        return set()
+    return {(each.device, each.data.unsafe_buffer_pointer()) for each in leaf.addressable_shards}
 
 
 def _needed(jaxpr: Any, outputs: set[int]) -> set[int]:

@@ -35,7 +35,7 @@ NUMBERS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "processed_logprobs",
+    "processed",
 )
 CONTROLS = len(INTEGERS) + len(NUMBERS) + STOPS
 
@@ -56,7 +56,7 @@ class DeviceBatch:
     Attributes:
         cursor: int32 [B, 3]: the last token, which is not cached yet; tokens that are cached;
             1 while the row goes on.
-        controls: int32 [B, 20]: INTEGERS, the bits of NUMBERS, stop tokens (-1 is none). `last` is
+        controls: int32 [B, 21]: INTEGERS, the bits of NUMBERS, stop tokens (-1 is none). `last` is
             where the last token stands that the row may generate, `prompt` where its first does.
             Tokens before `replayed` are known: they are in the history.
         biases: int32 [B, 2, 300]: tokens (2**31 - 1 is none), and the bits of what is added.

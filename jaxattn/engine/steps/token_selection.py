@@ -90,7 +90,7 @@ def _chosen(
         tokens = jnp.where(replayed, known, tokens)
     if level < SamplingMode.LOGPROBS:
         return tokens[:, None]
-    processed = found.number("processed_logprobs")[:, None] > 0
+    processed = found.number("processed")[:, None] > 0
     told = logprobs(jnp.where(processed, drawn_from, raw), tokens)
     return jnp.concatenate([tokens[:, None], told], axis=1)
 
