@@ -11,6 +11,7 @@ from jaxattn.bench.__main__ import main
 from jaxattn.bench.harness import engine_options
 from jaxattn.bench.load import server_pair, server_process
 from jaxattn.bench.load.server_process import ServerStartError, command, started
+from jaxattn.bench.model.model_folder import SMALL, write_folder
 from tests.helpers.fake_vllm import ASKED, write_packages
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
@@ -76,6 +77,8 @@ def test_a_server_is_started_prepared_and_ended(tmp_path, monkeypatch):
     """vLLM's, of which a fake one is started with the command and prepared as the real one is."""
     write_packages(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "Tiny").mkdir()
+    write_folder(tmp_path / "Tiny", SMALL)
     with started("vLLM", tmp_path / "Tiny", **options(30)) as (url, seconds):
         assert 0 < seconds < 30 and url.startswith("http://127.0.0.1:")
     asked = json.loads((tmp_path / ASKED).read_text())

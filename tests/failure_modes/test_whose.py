@@ -123,6 +123,7 @@ NEEDS = {
     "jaxattn.bench.baselines.triton_delta_rule": ("triton", "fla"),
     "jaxattn.bench.baselines.triton_mla": ("triton", "flag_gems"),
     "jaxattn.bench.baselines.triton_turboquant": ("triton", "vllm"),
+    "jaxattn.integrations.tunix": ("tunix",),
 }
 
 

@@ -236,7 +236,12 @@ def test_a_leader_that_lost_its_state_ends_all_and_does_not_go_on_alone(crews):
     nothing: Any = ()
     runner = DriverRunner.of(ModelRunner(nothing, {}, nothing, nothing, nothing, nothing), leader)
     runner.failed = True
-    engine: Any = SimpleNamespace(_weights=(), _runner=runner, _end_rows=lambda reason: None)
+    engine: Any = SimpleNamespace(
+        _weights=SimpleNamespace(leaves=()),
+        _runner=runner,
+        _released=False,
+        _end_rows=lambda reason: None,
+    )
     with pytest.raises(HostError, match="its state is lost; start all processes again"):
         EngineLifecycle._start(engine)
     assert "its state is lost" in leaders_end.wait() and "its state is lost" in others_end.wait()

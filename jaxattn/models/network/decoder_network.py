@@ -162,6 +162,7 @@ class DecoderNetwork(nnx.Module):
         step = MixedStep(
             collectives=self.collectives,
             prompts=prompts,
+            lines=lines,
             rows=rows,
             tokens=tokens,
             shared=shared,
@@ -195,6 +196,7 @@ class DecoderNetwork(nnx.Module):
         step = MixedStep(
             collectives=self.collectives,
             prompts=prompts,
+            lines=lines,
             tokens=tokens,
             vectors=vectors,
             implementation=implementation,

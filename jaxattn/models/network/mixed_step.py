@@ -5,6 +5,7 @@ from typing import Any
 
 from jax import Array
 
+from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
@@ -19,6 +20,7 @@ class MixedStep:
     """What all layers of a step with prompts read.
 
     Attributes:
+        lines: of the prompts.
         rows: those that decode beside the prompts, or None.
         tokens: of the prompts' lines, and of `rows` behind them.
         shared: under the name of each cache what its layers share for `rows`.
@@ -28,6 +30,7 @@ class MixedStep:
 
     collectives: ResidualCollectives
     prompts: PrefillBatch
+    lines: PromptLines
     rows: DecodeBatch | None = None
     tokens: StepTokens
     shared: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -56,7 +59,7 @@ class MixedStep:
             caches_of(state, name),
             state.arena,
             self.prompts,
-            self.prompts.layout,
+            self.lines,
             self.rows,
             self.collectives.spec.layer_of(position.segment, position.number, following),
             (self.weights or {}).get(name),

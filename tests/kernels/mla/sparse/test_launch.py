@@ -39,6 +39,10 @@ def attend(case, implementation, **options):
         return jax.block_until_ready(found)
 
 
+@pytest.mark.slow_cases(
+    reason="what is skipped, whole rows and their order: a padding row, a chunk of more than 64 "
+    "tokens, more tokens than blocks; found by the tests of mla_decode, whose body this is, too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "given",
@@ -53,12 +57,6 @@ def attend(case, implementation, **options):
 def test_a_token_attends_to_its_list_alone(given, implementation):
     case = sparse_case(**given)
     assert_sparse_close(case, attend(case, implementation, batch_invariant=given is CUT))
-
-
-test_a_token_attends_to_its_list_alone.slow_cases = (
-    "a padding row, a chunk longer than 64 tokens and more tokens than blocks: what is skipped, "
-    "whole rows and their order, which both kernels of mla_decode's body take from its tests"
-)
 
 
 @pytest.mark.gpu
