@@ -281,7 +281,8 @@ class EngineRollout(BaseRollout):
         texts = [[*prompt, *said] for prompt, said in rows]
         found = self.engine.score(texts, temperature=temperature or 1.0)
         behind = (each[len(prompt) :] for each, (prompt, _) in zip(found, rows, strict=True))
-        return [np.array([own.token for own in each if own], np.float32) for each in behind]
+        # Nothing stands before the first token behind an empty prompt.
+        return [np.array([own.token if own else 0 for own in each], np.float32) for each in behind]
 
 
 def _numbers(seed: Any) -> list[int]:

@@ -50,8 +50,14 @@ class PagedAttention(nnx.Module):
             TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
                 fit; it is named.
         """
+        return self._whole(x, segment_ids, cu_seqlens, positions)
+
+    def _whole(
+        self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any, **more: Any
+    ) -> Float[Array, "B T hidden"]:
+        """`__call__`; `more` is what `_attend_whole` of a subclass reads too."""
         x, spoiled, positions = self._isolated(x, segment_ids, cu_seqlens, positions)
-        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **more}
         y = self._attend_whole(x, positions, packed)
         return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -95,12 +94,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             indices: places in the row that each token attends to (`choose`). A layer without an
                 indexer needs them; another has its own.
         """
-        x, spoiled, positions = self._isolated(x, segment_ids, cu_seqlens, positions)
-        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        if indices is not None:
-            packed["indices"] = indices
-        y = self._attend_whole(x, positions, packed)
-        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
+        return self._whole(x, segment_ids, cu_seqlens, positions, indices=indices)
 
     def choose(
         self,
@@ -150,9 +144,9 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     ) -> Float[Array, "B T hidden"]:
         compressed = self.q_a_norm(self.q_a_proj(x)).astype(self.dtype)
         bounds = self._bounds(x, packed)
-        indices = packed.get("indices")
+        indices = packed["indices"]
         if indices is None:
-            indices = self._choose_whole(x, lax.stop_gradient(compressed), positions, bounds)
+            indices = self._choose_whole(x, compressed, positions, bounds)
         q_nope, q_pe = self._turned(self._heads(x, compressed), positions)
         queries = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe
         there = jnp.arange(x.shape[1]) < bounds.lengths[:, None]

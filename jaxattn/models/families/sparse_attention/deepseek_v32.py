@@ -56,7 +56,7 @@ def read_blocks(
 
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
     """The model with its first prediction layer, which has an indexer of its own."""
-    first, *_, last = model.spec.blocks
-    block = dataclasses.replace(last, mixer=first.mixer)
+    blocks = model.spec.blocks
+    block = dataclasses.replace(blocks[-1], mixer=blocks[0].mixer)
     layers = deepseek.prediction_layers(fields)
     return decoder.with_draft_head(model, fields, block, DraftHead(), layers)

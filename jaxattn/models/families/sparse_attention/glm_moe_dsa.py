@@ -39,7 +39,8 @@ def indexed_layers(fields: ConfigFields) -> list[bool]:
     given = fields.values.get(name)
     if given is None:
         every = fields.integer("index_topk_freq", 1, least=0) or 1
-        first = fields.integer("index_skip_topk_offset", 2, least=0)
+        # Where not all layers have an indexer, the first has: no other chooses for it.
+        first = fields.integer("index_skip_topk_offset", 2, least=min(every - 1, 1))
         found = [max(layer - first + 1, 0) % every == 0 for layer in range(layers)]
     else:
         letters = isinstance(given, str)
