@@ -166,9 +166,9 @@ def test_sinks_of_attention_to_lists_are_refused_by_name():
     chosen = jnp.zeros((1, 1, 64), jnp.int32)
 
     def loss(sinks):
-        return mla.mla_sparse_decode(
-            q, pages, rows[:, None], rows, chosen, scale=0.1, sinks=sinks
-        )[1].sum()
+        return mla.mla_sparse_decode(q, pages, rows[:, None], rows, chosen, scale=0.1, sinks=sinks)[
+            1
+        ].sum()
 
     said = "^mla_sparse_decode: its kernel has no gradient of sinks"
     with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
