@@ -32,6 +32,8 @@ def filled(name: str, shape: Any, draw: Callable[..., np.ndarray]) -> np.ndarray
     drawn = draw(*shape.shape)
     if name == "g":
         drawn = -abs(drawn)
+    elif name == "k_scale":
+        drawn = abs(drawn)
     elif name == "beta":
         drawn = 1 / (1 + np.exp(-drawn))
     elif name in NORMED:

@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn import gdn, gqa, kda, mla, moe
 from jaxattn.arena import Arena
 from jaxattn.core.numerics.rope import rotation
-from jaxattn.kernels.mla.index.launch import mla_index_mosaic
 from jaxattn.kernels.turboquant.cache.dequantization import turbo_unpack_mosaic
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
 from jaxattn.ops.linear import fp8_linear, linear
@@ -103,9 +102,8 @@ OPS: dict[str, Op] = {
         calls.mla_decode, f"q[B,T,H,_]@D kv_cache[*L,N,C,latent] {RAGGED}", _arena_of_decode
     ),
     "mla_index": Op(
-        mla_index_mosaic,
+        mla.mla_index,
         f"q[B,T,H,D] weights:f32[B,T,H] index_cache:fp8[*L,N,C,D] {RAGGED} k_scale:f32[*L,N,C]?fp8",
-        kernel=True,
     ),
     "mla_sparse": Op(
         calls.mla_sparse,

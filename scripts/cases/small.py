@@ -58,6 +58,50 @@ def decode(
     return KernelCase("mla_decode", sizes, "bfloat16" if quantized else cache, options, values)
 
 
+def indexed(
+    lens: list[int],
+    heads: int,
+    count: int = 512,
+    q_len: int = 1,
+    *,
+    page: int = 64,
+    queries: list[int] | None = None,
+    **sizes: Any,
+) -> KernelCase:
+    """The indexer's top k; `queries` are the rows' `query_lens`."""
+    paged, values = pages_of(lens, page)
+    if queries:
+        values["query_lens"], sizes["ragged"] = queries, True
+    sizes |= paged | {"T": q_len, "H": heads, "D": 128}
+    return KernelCase("mla_index", sizes, options={"top_k": count}, values=values)
+
+
+def listed(
+    lens: list[int],
+    heads: int,
+    count: int,
+    q_len: int = 1,
+    cache: str = "bfloat16",
+    *,
+    page: int = 64,
+    queries: list[int] | None = None,
+    **sizes: Any,
+) -> KernelCase:
+    """Attention to so many positions of each token: some twice, negative or beyond its own."""
+    paged, values = pages_of(lens, page)
+    drawn = np.random.default_rng(0).integers(-9, max(lens), (len(lens), q_len, count))
+    values |= {"indices": drawn}
+    if queries:
+        values["query_lens"], sizes["ragged"] = queries, True
+    width = 656 if cache == "uint8" else 576
+    sizes |= paged | {"T": q_len, "H": heads, "D": 576, "K": count, "latent": width, "cache": cache}
+    options: dict[str, Any] = {"scale": 0.07}
+    if cache == "float8_e4m3fn":
+        options["kv_scale"] = 0.05
+    dtype = "float16" if cache == "float16" else "bfloat16"
+    return KernelCase("mla_sparse", sizes, dtype, options, values)
+
+
 def append() -> KernelCase:
     paged, values = pages_of([70, 0, 1, 128])
     config = RopeConfig()
@@ -212,6 +256,18 @@ SMALL: dict[str, KernelCase] = {
     "mla_decode_block_scaled": decode([300, 700], 32, cache="uint8"),
     "mla_decode_e4m3_rows": decode([300, 0, 700], 128, cache="float8_e4m3fn"),
     "mla_decode_block_scaled_rows": decode([300, 700], 128, cache="uint8"),
+    "mla_index": indexed([700, 0, 600], 8),
+    "mla_index_ragged": indexed([1300, 40, 600], 32, 1024, 3, page=16, queries=[3, 1, 0]),
+    "mla_index_chunk": indexed([700, 90], 64, q_len=90, page=128),
+    "mla_index_cluster": indexed([33000], 64, 2048),
+    "mla_index_e4m3": indexed([700, 600], 64, q_len=2, fp8=True),
+    "mla_index_e4m3_rows": indexed([700, 600, 0] * 4, 32, page=128, fp8=True),
+    "mla_sparse": listed([300, 0], 16, 448, sinks=True),
+    "mla_sparse_ragged": listed([150, 70], 128, 100, 2, "float16", page=16, queries=[1, 2]),
+    "mla_sparse_chunk": listed([200, 150], 128, 100, 150, page=32, queries=[150, 90]),
+    "mla_sparse_e4m3": listed([300, 0], 64, 448, 2, "float8_e4m3fn", page=128),
+    "mla_sparse_block_scaled": listed([700, 300], 32, 448, cache="uint8"),
+    "mla_sparse_block_scaled_chunk": listed([200, 150], 64, 100, 150, "uint8", sinks=True),
     "mla_append": append(),
     "mla_prefill": prefill(),
     "mla_prefill_prefix": prefill_with_a_prefix(),

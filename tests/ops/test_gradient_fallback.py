@@ -160,6 +160,21 @@ def test_a_decode_op_s_gradient_names_its_argument_and_what_to_use(name, transfo
         jax.eval_shape(run, arrays[argument])
 
 
+def test_sinks_of_attention_to_lists_are_refused_by_name():
+    pages = jnp.zeros((2, 64, 576), jnp.bfloat16)
+    q, rows = jnp.zeros((1, 1, 8, 576), jnp.bfloat16), jnp.ones(1, jnp.int32)
+    chosen = jnp.zeros((1, 1, 64), jnp.int32)
+
+    def loss(sinks):
+        return mla.mla_sparse_decode(q, pages, rows[:, None], rows, chosen, scale=0.1, sinks=sinks)[
+            1
+        ].sum()
+
+    said = "^mla_sparse_decode: its kernel has no gradient of sinks"
+    with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
+        jax.eval_shape(jax.grad(loss), jnp.zeros(8))
+
+
 def test_forward_mode_says_what_to_use():
     double = with_gradient_of(jnp.sin, lambda x: jnp.sin(x), because="op: it is a test")
     said = "^op: its kernel has no forward-mode gradient; use jax.grad or jax.vjp, or pass"

@@ -13,7 +13,7 @@ NAMES = [name for name in sanitize.SMALL if name != "out_of_bounds"]
 LARGE = ("gdn_prefill_many", "mla_decode_many_rows")
 # One of each op; the kernels below are given the same inputs of all cases.
 OF_EACH_OP = ("mla_decode_few_rows", "mla_append", "mla_prefill", "gqa_prefill_window") + (
-    "gdn_prefill_short", "gdn_decode_few_states", "moe_sorted"
+    "gdn_prefill_short", "gdn_decode_few_states", "moe_sorted", "mla_index", "mla_sparse"
 )  # fmt: skip
 
 

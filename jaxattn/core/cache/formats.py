@@ -145,7 +145,7 @@ class LatentFormat:
 @dataclasses.dataclass(frozen=True)
 class IndexKeyFormat:
     """How a cache stores the keys of an indexer: numbers of one dtype, or e4m3 numbers with a scale
-    for each token, a power of two.
+    for each token: a power of two, or NaN of a key with NaN or Inf.
 
     Attributes:
         dtype: of the cache; it chooses the format.
@@ -177,7 +177,9 @@ class IndexKeyFormat:
             return keys.astype(self.dtype), None
         keys = _without_inf(keys)
         scales = _block_scales(keys)
-        return _to_fp8(keys / scales[..., None]), scales
+        numbers = _to_fp8(keys / scales[..., None])
+        # Its scores are NaN whatever the query is: a kernel that widens no NaN finds it here.
+        return numbers, jnp.where(jnp.isnan(keys).any(axis=-1), jnp.nan, scales)
 
 
 @dataclasses.dataclass(frozen=True)

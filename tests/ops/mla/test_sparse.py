@@ -109,6 +109,34 @@ def test_keys_in_fp8_are_written_with_a_scale_for_each_token(pool):
     np.testing.assert_array_equal(found, expected_indices(q, weights, rounded))
 
 
+def test_nan_is_the_highest_score_and_minus_inf_is_a_score():
+    """NaN of both signs, too: Inf - Inf has one of them, which processors choose. Written in FP8,
+    a key's NaN is its scale's as well."""
+    keys = np.ones((1, 64, INDEX_DIM), np.float32)
+    keys[0, 40], keys[0, 50], keys[0, 51] = np.inf, np.nan, -np.float32(np.nan)
+    tables, lens = np.arange(4, dtype=np.int32)[None], np.int32([64])
+    empty = np.zeros((4, 16, INDEX_DIM), np.float32)
+    cache = mla.mla_index_write(empty, keys, tables, lens)
+    q, weights = np.ones((1, 1, 1, INDEX_DIM), np.float32), -np.ones((1, 1, 1), np.float32)
+    q_inf = q * np.where(np.arange(INDEX_DIM) % 2, 1, -1)  # Inf - Inf of key 40
+    found = [
+        mla.mla_index(some, weights, cache, tables, lens, top_k=count)[0, 0].tolist()
+        for some, count in ((q, 3), (q, 63), (q, 62), (q_inf, 3), (q_inf * 0, 3))
+    ]
+    others = [t for t in range(64) if t != 40]
+    assert found[0] == [0, 50, 51] and found[1] == others
+    assert found[2] == others[:-1] and found[3] == found[4] == [40, 50, 51]
+    everything_lowest = mla.mla_index(q * np.inf, weights, cache, tables, lens, top_k=60)
+    assert (everything_lowest >= 0).all()
+    written, scales = mla.mla_index_write(
+        jnp.zeros(empty.shape, jnp.float8_e4m3fn), keys, tables, lens,
+        k_scale=jnp.zeros(empty.shape[:2], jnp.float32),
+    )  # fmt: skip
+    bad = np.isnan(np.asarray(scales).reshape(-1))
+    assert np.flatnonzero(bad).tolist() == [40, 50, 51]
+    assert np.isnan(np.asarray(written, np.float32).reshape(64, -1)[bad]).any(axis=1).all()
+
+
 def test_a_write_leaves_out_padding_and_is_read_back(pool):
     keys = normal(len(LENS), TOKENS, INDEX_DIM)
     before = jnp.zeros(pool.cache.shape, jnp.bfloat16)

@@ -5,7 +5,8 @@ scores.py has the first, top_k.py the second; work_tiles.py bounds the memory be
 
 Limits: keys of 128 dims in pages of 16, 32, 64 or 128 tokens, bfloat16 or float16 as the queries,
 or float8_e4m3fn in pages of 64 or 128 with a float32 scale a token, which is not negative; 8 to 128
-heads, a multiple of 8; top_k 512, 1,024 or 2,048; any B and S.
+heads, a multiple of 8; top_k 512, 1,024 or 2,048; rows of up to 2**26 tokens; any B and S. Of FP8
+keys a scale of NaN makes the score NaN; NaN among the numbers may count as 480.
 Reference: ops/mla/sparse/index.py. Tests: tests/kernels/mla/index/test_index.py.
 """
 
@@ -24,18 +25,23 @@ from jaxattn.kernels.mla.index.work_tiles import IndexTiling, part_begins, visib
 
 TOP_K = (512, 1024, 2048)
 MOST_HEADS = 128
+# Of a row: the scores of an item's 8 tokens are then 2**31 bytes, which a word counts.
+MOST_KEYS = 2**26
 # Of so few items each block finds its part itself, and FP8 keys become bfloat16 where the queries
 # are: a kernel of XLA before ours takes more time than both.
 FEW_ITEMS = 8
 FP8 = jnp.float8_e4m3fn
 
 
-def refuse_index(q: Any, index_cache: Any, top_k: int, *, interpret: bool = False) -> None:
+def refuse_index(
+    q: Any, index_cache: Any, block_tables: Any, top_k: int, *, interpret: bool = False
+) -> None:
     """Raises `Refusal`, with the reason, where the kernels do not serve these shapes.
 
     Args:
         q: [B, S, Hi, 128], an array or its shape.
         index_cache: [..., N, C, 128], likewise.
+        block_tables: [B, M], likewise.
         interpret: under the interpreter any multiple of 128 is a top_k, for small tests.
     """
     heads, dim = q.shape[2:]
@@ -63,6 +69,12 @@ def refuse_index(q: Any, index_cache: Any, top_k: int, *, interpret: bool = Fals
             f"mla_index: the kernel reads pages of {', '.join(map(str, sizes))} tokens of a "
             f"{keys.name} cache, and index_cache {index_cache.shape} has {page_size}"
         )
+    if block_tables.shape[1] * page_size > MOST_KEYS:
+        raise Refusal(
+            f"mla_index: the kernel has rows of up to {MOST_KEYS:,} tokens, and block_tables "
+            f"{block_tables.shape} with pages of {page_size} reach "
+            f"{block_tables.shape[1] * page_size:,}; give narrower block_tables"
+        )
     if top_k not in TOP_K and not (interpret and top_k % 128 == 0):
         raise Refusal(f"mla_index: the kernel has top_k 512, 1024 and 2048, and got {top_k}")
 
@@ -83,7 +95,7 @@ def mla_index_mosaic(
 ) -> jax.Array:
     """`jaxattn.mla.mla_index`, whose arguments these are, as the op has checked them."""
     require_hopper("mla_index", interpret=interpret)
-    refuse_index(q, index_cache, top_k, interpret=interpret)
+    refuse_index(q, index_cache, block_tables, top_k, interpret=interpret)
     q, weights, index_cache, k_scale = without_gradient(
         "mla_index", (q, weights, index_cache, k_scale), "q weights index_cache k_scale"
     )

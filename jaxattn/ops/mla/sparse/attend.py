@@ -193,12 +193,14 @@ def _attend(op: str, call: MlaSparseCall, implementation: Implementation | None)
         dense = call.dense
         require_hopper(op, interpret=interpret)
         refuse(dense)
-        q, kv_cache, kv_scale = without_gradient(
-            op, (dense.q, dense.kv_cache, dense.kv_scale), "q kv_cache kv_scale"
+        q, kv_cache, kv_scale, sinks = without_gradient(
+            op,
+            (dense.q, dense.kv_cache, dense.kv_scale, call.sinks),
+            "q kv_cache kv_scale sinks",
         )
         dense = dataclasses.replace(dense, q=q, kv_cache=kv_cache, kv_scale=kv_scale)
         return mla_sparse_mosaic(
-            dense, call.indices, call.sinks,
+            dense, call.indices, sinks,
             batch_invariant=call.batch_invariant, interpret=interpret,
         )  # fmt: skip
 

@@ -62,7 +62,8 @@ def mla_index(
         top_k: positions of each token, K, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
-        k_scale: float32, of each token of a float8_e4m3fn cache, and needed there.
+        k_scale: float32, of each token of a float8_e4m3fn cache, and needed there; NaN where a key
+            has NaN, as `mla_index_write` stores it.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best.
 
     Returns:
@@ -91,11 +92,12 @@ def mla_index(
     if query_lens is not None:
         query_lens = arguments.check_query_lens(query_lens, "q", q)
     arrays = q, weights, index_cache, block_tables, seq_lens
-    given: Any = dict(query_lens=query_lens, layer=layer, k_scale=k_scale, top_k=int(top_k))
     refuse_explicit_axes(op, *arrays, query_lens, k_scale)
+    arrays, k_scale = lax.stop_gradient((arrays, k_scale))
+    given: Any = dict(query_lens=query_lens, layer=layer, k_scale=k_scale, top_k=int(top_k))
 
     def mosaic(interpret: bool) -> jax.Array:
-        return mla_index_mosaic(*lax.stop_gradient(arrays), **given, interpret=interpret)
+        return mla_index_mosaic(*arrays, **given, interpret=interpret)
 
     return dispatch_kernel(op, implementation, mosaic, lambda: index_xla(*arrays, **given))
 
@@ -146,8 +148,11 @@ def index_xla(
             if k_scale is not None:  # above 0: relu and the sum leave it out
                 scores = scores * read_scales(pages, first)[0][:, None, :, 0]
             visible = (positions < limits[..., None]) & (positions >= begins[..., None])
-            # 0 and -0 are equal, which a sort does not know.
+            # What a sort does not know: 0 and -0 are equal, and NaN of any sign is above all. What
+            # is not seen is below all that is, -inf included.
             scores = jnp.where(scores == 0, 0, scores).astype(jnp.float32)
+            lowest = jnp.finfo(jnp.float32).min
+            scores = jnp.where(jnp.isnan(scores), jnp.nan, jnp.maximum(scores, lowest))
             scores = jnp.where(visible, scores, -jnp.inf)
             positions = jnp.where(visible, positions, -1)
             # Equal ones stay in their order, and those before are of lower positions.

@@ -70,7 +70,8 @@ def mla_index_write(
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
         k_scale: the scales of a float8_e4m3fn cache, one for each token; donate them too. The op
-            finds those of the new tokens, powers of two. FP8 numbers saturate, and Inf is NaN.
+            finds those of the new tokens, powers of two. FP8 numbers saturate, and Inf is NaN; the
+            scale of a key with either is NaN.
 
     Returns:
         The cache; with `k_scale` the pair of the cache and its scales.

@@ -147,14 +147,16 @@ def test_float16_queries_are_the_same_queries_times_powers_of_two():
         (("bfloat16", 64, 128), ("bfloat16", 48, 128), 512, "has 48"),
         (("bfloat16", 64, 128), (FP8, 32, 128), 512, "pages of 64, 128"),
         (("bfloat16", 64, 128), ("bfloat16", 64, 128), 100, "got 100"),
+        (("bfloat16", 64, 128), ("bfloat16", 128, 128), 512, "reach 67,108,992"),
     ],
 )
 def test_what_the_kernels_do_not_take_is_refused_by_name(q, cache, count, reason):
     (dtype, heads, dim), (stored, page, width) = q, cache
     queries = jax.ShapeDtypeStruct((2, 1, heads, dim), dtype)
     pages = jax.ShapeDtypeStruct((9, page, width), stored)
+    tables = jax.ShapeDtypeStruct((2, 2**26 // 128 + 1), np.int32)
     with pytest.raises(Refusal, match=reason):
-        refuse_index(queries, pages, count)
+        refuse_index(queries, pages, tables, count)
 
 
 @pytest.mark.parametrize("sizes", [(1, 8192, 64, 2**17), (128, 8, 64, 10**6), (3, 5, 128, 48)])

@@ -2,6 +2,7 @@
 detection and on a Hopper GPU. Whatever no list has is NaN."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.warp_specialized import fp8_dequantization
 from jaxattn.kernels.mla.sparse.launch import _splits, mla_sparse_mosaic, scratch
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.mla_sparse_cases import (
@@ -96,6 +98,29 @@ def test_what_the_kernel_does_not_take_is_refused_by_name(call, said):
     indices = jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
     with pytest.raises(Refusal, match=said):
         mla_sparse_mosaic(call, indices, interpret=True)
+
+
+def test_a_warp_widens_the_rope_numbers_that_it_copied(monkeypatch):
+    """Its copies of a block-scaled page are all that it has waited for; on NumPy, for all threads
+    at once."""
+    index, copied = np.arange(128), []
+    plain = {
+        "WarpgroupThread": lambda: SimpleNamespace(index=index, warp=index // 32),
+        "arith": SimpleNamespace(andi=np.bitwise_and),
+        "word": int,
+        "plus": lambda *words: sum(words),
+        "times": lambda x, by: x * by,
+        "load": lambda ref, at, fixed, words: [at + fixed + 4 * i for i in range(words)],
+        "joined": np.stack,
+        "store": lambda value, ref, at, fixed: copied.append((value[0], at + fixed)),
+    }
+    for name, value in plain.items():
+        monkeypatch.setattr(fp8_dequantization, name, value)
+    fp8_dequantization._copied(None, None)
+    read, written = (np.stack(places) for places in zip(*copied, strict=True))
+    np.testing.assert_array_equal(read, written)
+    np.testing.assert_array_equal(np.sort(read.ravel()), np.arange(0, 64 * 128, 16))
+    assert (read // (16 * 128) == index // 32).all()
 
 
 def test_a_list_is_cut_where_tokens_are_fewer_than_blocks():

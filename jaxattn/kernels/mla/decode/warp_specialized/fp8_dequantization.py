@@ -35,7 +35,6 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import QUARTER, ROPE, SCAL
 CHUNK = 16  # bytes
 LINE = 128  # bytes of a token in a tile, stored or widened
 TILE = 8 * LINE  # bytes, of 8 tokens widened
-THREADS = 128
 
 
 def dequantize_tile(
@@ -91,10 +90,13 @@ def _interpreted_scales(scales: Any, block: Any) -> Any:
 
 
 def _copied(stored: Any, target: Any) -> None:
-    """Rope numbers, which as keys alone may be anything behind a row's end."""
-    at = times(WarpgroupThread().index, CHUNK)
-    for i in range(PAGE * LINE // (THREADS * CHUNK)):
-        store(joined(load(stored, at, i * THREADS * CHUNK, 4)), target, at, i * THREADS * CHUNK)
+    """Rope numbers, which as keys alone may be anything behind a row's end. A warp reads its own 16
+    tokens, as in `_widen`: it may be the one that copied them, and has waited for no other."""
+    thread, of_warp, step = WarpgroupThread(), PAGE // 4 * LINE, 32 * CHUNK
+    lane = arith.andi(thread.index, word(31))
+    at = plus(times(thread.warp, of_warp), times(lane, CHUNK))
+    for first in range(0, of_warp, step):
+        store(joined(load(stored, at, first, 4)), target, at, first)
 
 
 def _widen(
