@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxattn import mla
 from jaxattn.bench.harness.numpy_reference import exact
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
-from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.kernels.mla.index.launch import mla_index_mosaic
+from jaxattn.core.dispatch import Implementation
 
 PAGE, DIM = 64, 128
 READ = 4.0e12  # bytes per second that a read of the keys alone is reckoned with
@@ -84,13 +84,9 @@ def index(arrays: tuple[Any, ...], top_k: int, implementation: Implementation | 
     def call(operands: Any, state: Any, layer: Any) -> Any:
         *given, scale = operands
         more: Any = {"top_k": top_k, "layer": layer, "k_scale": scale}
-        places = dispatch_kernel(
-            "mla_index",
-            implementation,
-            lambda interpret: mla_index_mosaic(*given, interpret=interpret, **more),
-            lambda: top_k_of_scores(*given, **more),
-        )
-        return places, state
+        if implementation == "xla":
+            return top_k_of_scores(*given, **more), state
+        return mla.mla_index(*given, implementation=implementation, **more), state
 
     return TimedOp(call, [arrays], layers=arrays[2].shape[0])
 
