@@ -14,13 +14,17 @@ What is None is left out of the launch, and the body gets None for it: a kernel 
 operand reads as one without. An array that is updated in place is a `jax.new_ref` among the inputs.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, kernels_untraced
+from jaxattn.kernels.hopper.build.read_ahead import asking, slabs_ahead
 from jaxattn.kernels.hopper.build.trace_cache import trace_once
 from jaxattn.kernels.hopper.device import (
     RESERVED_BYTES,
@@ -43,6 +47,7 @@ def launch(
     scratch: Named = NOTHING,
     cluster: Mapping[str, int] = NOTHING,
     warpgroups: int | None = 1,
+    asks: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -58,6 +63,7 @@ def launch(
         scratch: shared memory and barriers of a block.
         cluster: the axis of the blocks that share a cluster, and their number.
         warpgroups: of a block, the axis "wg". None: one, and no such axis.
+        asks: whether the body calls `ask_ahead` for what is read after it (read_ahead.py).
         compiler_params: None takes the defaults.
         interpret: under the Mosaic interpreter, on any device; fresh memory is NaN.
         detect_races: there, whether it looks for races.
@@ -73,6 +79,20 @@ def launch(
         {key: x for key, x in some.items() if x is not None} for some in (inputs, outputs, scratch)
     )
 
+    slabs = slabs_ahead() if asks and not interpret else ()
+    places, blocks = (
+        tuple(each.place for each in slabs),
+        math.prod((*grid.values(), *cluster.values())),
+    )
+    behind = (
+        (
+            tuple(each.stack for each in slabs),
+            jnp.asarray(slabs[0].layer.repeat, jnp.int32).reshape(1),
+        )
+        if slabs
+        else ()
+    )
+
     room = SHARED_BYTES - RESERVED_BYTES
     if not interpret and (needed := shared_bytes(used.values())) > room:
         raise Refusal(
@@ -83,8 +103,11 @@ def launch(
     def run(*refs: Any) -> None:
         if kernels_untraced.value:
             return
-        there = dict(zip([*given, *made, *used], refs, strict=True))
-        body(**{each: there.get(each) for each in names})
+        first = len(given)
+        ahead, rest = refs[first : first + len(behind)], refs[first + len(behind) :]
+        there = dict(zip([*given, *made, *used], [*refs[:first], *rest], strict=True))
+        with asking(*ahead, places, blocks) if ahead else contextlib.nullcontext():
+            body(**{each: there.get(each) for each in names})
 
     kernel = plgpu.kernel(
         run,
@@ -100,7 +123,7 @@ def launch(
         compiler_params=compiler_params,
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    limits = grid, cluster, warpgroups, compiler_params, interpret, detect_races
+    limits = places, grid, cluster, warpgroups, compiler_params, interpret, detect_races
     kernel = trace_once(name, kernel, body, tuple(given), made, used, *limits)
     with jax.enable_x64(False):  # a kernel's integers are int32
-        return dict(zip(made, kernel(*given.values()), strict=True))
+        return dict(zip(made, kernel(*given.values(), *behind), strict=True))
