@@ -268,7 +268,7 @@ class MixtureOfExperts(nnx.Module):
     def known_slabs(
         self, stacks: Mapping[str, Array], layer: StackedLayer
     ) -> tuple[WeightSlab, ...]:
-        """What every token reads: the router, and of both products the experts behind the others."""
+        """What every token reads: the router, and of both products the shared experts, if any."""
         found = [WeightSlab.whole(stacks["router"], layer)]
         for name in EXPERTS if self.always else ():
             stack = stacks[name]

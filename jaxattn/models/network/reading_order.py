@@ -1,7 +1,7 @@
 """Which weights a decode step of one token reads next: each launch asks for some of them ahead.
 
-The order is that of a layer's mixer and feed-forward, and behind the last layer of a pattern that of
-the next repeat. Which experts a token takes is not known ahead: their weights are no part of it.
+The order is that of a layer's mixer and feed-forward. Behind the last layer of a pattern comes the
+next repeat. Which experts a token takes is not known ahead: their weights are no part of it.
 """
 
 import dataclasses
@@ -72,26 +72,20 @@ def _window(slabs: list[WeightSlab]) -> Iterator[WeightSlab]:
 def _of_module(module: nnx.Module) -> Iterator[Reading]:
     """In the module's `reading_order`, which names what one launch reads."""
     for names in getattr(module, "reading_order", ()):
-        found = [(name, getattr(module, name, None)) for name in names]
-        places = [
-            (module, name, each)
-            if isinstance(each, StackedWeight)
-            else (each, "in_stack", each.in_stack)
-            for name, each in found
-            if isinstance(each, StackedWeight | Linear)
-        ]
-        places = [each for each in places if each[2] is not None]
+        places: list[tuple[Any, str, StackedWeight]] = []
+        for name in names:
+            each = getattr(module, name, None)
+            if isinstance(each, StackedWeight):
+                places.append((module, name, each))
+            elif isinstance(each, Linear) and each.in_stack is not None:
+                places.append((each, "in_stack", each.in_stack))
 
         def tell(slabs: tuple[WeightSlab, ...], places: Any = places) -> None:
             for owner, name, place in places:
                 setattr(owner, name, dataclasses.replace(place, ahead=slabs))
 
-        yield Reading(tuple(slab for *_, place in places for slab in _slabs(place)), tell)
-
-
-def _slabs(place: StackedWeight) -> Iterator[WeightSlab]:
-    """A place in a stack of heads [L, H, K, N] is the layer's too."""
-    yield WeightSlab.whole(place.weights, place.layer)
+        slabs = (WeightSlab.whole(place.weights, place.layer) for *_, place in places)
+        yield Reading(tuple(slabs), tell)
 
 
 def _of_feed_forward(

@@ -20,11 +20,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, kernels_untraced
-from jaxattn.kernels.hopper.build.read_ahead import asking, slabs_ahead
+from jaxattn.kernels.hopper.build.read_ahead import operands_ahead
 from jaxattn.kernels.hopper.build.trace_cache import trace_once
 from jaxattn.kernels.hopper.device import (
     RESERVED_BYTES,
@@ -79,19 +78,8 @@ def launch(
         {key: x for key, x in some.items() if x is not None} for some in (inputs, outputs, scratch)
     )
 
-    slabs = slabs_ahead() if asks and not interpret else ()
-    places, blocks = (
-        tuple(each.place for each in slabs),
-        math.prod((*grid.values(), *cluster.values())),
-    )
-    behind = (
-        (
-            tuple(each.stack for each in slabs),
-            jnp.asarray(slabs[0].layer.repeat, jnp.int32).reshape(1),
-        )
-        if slabs
-        else ()
-    )
+    number_of_blocks = math.prod((*grid.values(), *cluster.values()))
+    ahead, more = operands_ahead(number_of_blocks) if asks and not interpret else (None, ())
 
     room = SHARED_BYTES - RESERVED_BYTES
     if not interpret and (needed := shared_bytes(used.values())) > room:
@@ -103,10 +91,9 @@ def launch(
     def run(*refs: Any) -> None:
         if kernels_untraced.value:
             return
-        first = len(given)
-        ahead, rest = refs[first : first + len(behind)], refs[first + len(behind) :]
-        there = dict(zip([*given, *made, *used], [*refs[:first], *rest], strict=True))
-        with asking(*ahead, places, blocks) if ahead else contextlib.nullcontext():
+        first, behind = len(given), len(given) + len(more)
+        there = dict(zip([*given, *made, *used], [*refs[:first], *refs[behind:]], strict=True))
+        with ahead.known(refs[first:behind]) if ahead else contextlib.nullcontext():
             body(**{each: there.get(each) for each in names})
 
     kernel = plgpu.kernel(
@@ -123,7 +110,7 @@ def launch(
         compiler_params=compiler_params,
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    limits = places, grid, cluster, warpgroups, compiler_params, interpret, detect_races
+    limits = ahead, grid, cluster, warpgroups, compiler_params, interpret, detect_races
     kernel = trace_once(name, kernel, body, tuple(given), made, used, *limits)
     with jax.enable_x64(False):  # a kernel's integers are int32
-        return dict(zip(made, kernel(*given.values(), *behind), strict=True))
+        return dict(zip(made, kernel(*given.values(), *more), strict=True))

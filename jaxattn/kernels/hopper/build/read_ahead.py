@@ -12,7 +12,7 @@ come next. Nothing waits for them, and they change no result.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils
-from jaxattn.kernels.hopper.ptx import asm, asm_word, i32, plus, pointer, single, times, word
+from jaxattn.kernels.hopper.ptx import asm, asm_word, plus, pointer, single, times, word
 
 LINE = 128  # bytes
 MOST = 16 * 1024  # bytes of an instruction
@@ -60,12 +60,12 @@ class WeightSlab:
 
 
 _slabs: ContextVar[tuple[WeightSlab, ...]] = ContextVar("read_ahead", default=())
-_here: ContextVar[tuple[Any, ...] | None] = ContextVar("read_ahead_refs", default=None)
+_launch: ContextVar[tuple["LaunchSlabs", Any, Any] | None] = ContextVar("asking", default=None)
 
 
 @contextlib.contextmanager
 def reading_ahead(slabs: tuple[WeightSlab, ...]) -> Iterator[None]:
-    """Within it, launches that can ask for these slabs, in this order, whose layers have one
+    """Within it, launches that can ask for these slabs, in this order. Their layers are of one
     repeat."""
     token = _slabs.set(slabs)
     try:
@@ -74,30 +74,52 @@ def reading_ahead(slabs: tuple[WeightSlab, ...]) -> Iterator[None]:
         _slabs.reset(token)
 
 
-def slabs_ahead() -> tuple[WeightSlab, ...]:
-    return _slabs.get()
+@dataclasses.dataclass(frozen=True)
+class LaunchSlabs:
+    """What the blocks of a launch ask for.
+
+    Attributes:
+        places: of each slab.
+        blocks: of the launch.
+    """
+
+    places: tuple[tuple[int, ...], ...]
+    blocks: int
+
+    @contextlib.contextmanager
+    def known(self, operands: Sequence[Any]) -> Iterator[None]:
+        """Within it, while the body is traced, `ask_ahead` knows them.
+
+        Args:
+            operands: the references of `operands_ahead`; empty if there is nothing to ask for.
+        """
+        token = _launch.set((self, *operands) if operands else None)
+        try:
+            yield
+        finally:
+            _launch.reset(token)
 
 
-@contextlib.contextmanager
-def asking(refs: Any, layer: Any, places: tuple[tuple[int, ...], ...], blocks: int) -> Iterator:
-    """Within it, while a body is traced, `ask_ahead` knows the launch's slabs."""
-    token = _here.set((refs, layer, places, blocks))
-    try:
-        yield
-    finally:
-        _here.reset(token)
+def operands_ahead(blocks: int) -> tuple[LaunchSlabs, tuple[Any, ...]]:
+    """What a launch of so many blocks asks for, and its operands for this, which may be none."""
+    slabs = _slabs.get()
+    found = LaunchSlabs(tuple(each.place for each in slabs), blocks)
+    if not slabs:
+        return found, ()
+    repeat = jnp.asarray(slabs[0].layer.repeat, jnp.int32).reshape(1)
+    return found, (tuple(each.stack for each in slabs), repeat)
 
 
 def ask_ahead() -> None:
     """A block's share of what the launch asks for; to be called by one warpgroup."""
-    if (here := _here.get()) is None:
+    if (here := _launch.get()) is None:
         return
-    refs, layer, places, blocks = here
-    number = layer[0]
-    for ref, (layers, whole, a, b, first, nbytes) in zip(refs, places, strict=True):
+    launched, refs, repeat = here
+    number = repeat[0]
+    for ref, (layers, whole, a, b, first, nbytes) in zip(refs, launched.places, strict=True):
         of_layer = number * a + b
         there = jnp.where((of_layer >= 0) & (of_layer < layers), nbytes, 0)
-        ask(ref, of_layer, there, whole=whole, first=first, most=nbytes, blocks=blocks)
+        ask(ref, of_layer, there, whole=whole, first=first, most=nbytes, blocks=launched.blocks)
 
 
 def ask(
