@@ -163,6 +163,7 @@ def linears_mosaic(
     out_dtypes: Sequence[Any],
     gated: bool = False,
     heads: int = 1,
+    spare_heads: int = 0,
     turned: RopeEpilogueParams | None = None,
     split: bool = False,
     norm: RmsNormPrologueParams | None = None,
@@ -178,6 +179,7 @@ def linears_mosaic(
         affine: (a, b), for the layer `a * layer + b`.
         out_dtypes: of the results, [T, N] or with heads [T, heads * N].
         heads: each multiplies K numbers of x by a matrix of its own.
+        spare_heads: of the result, behind the others; what they hold is undefined.
         turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
             rotated. Then N is a multiple of 128.
         split: each matrix multiplies K numbers of x of its own, x being [T, matrices * K].
@@ -246,7 +248,7 @@ def linears_mosaic(
         },
         outputs={
             "out_refs": tuple(
-                jax.ShapeDtypeStruct((tokens, heads * (size + behind)), dtype)
+                jax.ShapeDtypeStruct((tokens, (heads + spare_heads) * (size + behind)), dtype)
                 for size, dtype in zip(sizes, out_dtypes, strict=True)
             ),
             "total_ref": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),

@@ -380,7 +380,10 @@ class MultiHeadLatentAttention(LatentProjections):
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
         """(heads' outputs, the arena or None, mailboxes) of queries before rotation."""
-        queries = self._latent_queries(q, rotation)
+        # Decode's kernel reads packed rows in eights, and a launch would pad them. Several GPUs'
+        # heads lie side by side.
+        fills = spread is None and q.shape[1] == 1 and self.kv_lora_rank % 128 == 0
+        queries = self._latent_queries(q, rotation, -self.num_heads % 8 if fills else 0)
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
@@ -410,6 +413,7 @@ class MultiHeadLatentAttention(LatentProjections):
         sent: list[Any] = []
         if spread is None:
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
+            out = out[:, :, : self.num_heads]
         else:
             out, rest, sent = spread.attend(queries, attend)
         return self._values_of(out), rest[0] if rest else None, *sent
