@@ -19,7 +19,6 @@ from jaxattn.core.numerics.fp8_block_scaling import (
     interleave_columns,
     quantize,
 )
-from jaxattn.kernels.hopper.build.read_ahead import reading_ahead
 from jaxattn.nn.four_bit_linear import FourBitLinear, FourBitLinears
 from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer, refusal
@@ -60,22 +59,20 @@ class Fp8Linear(Linear):
             layer = weights[0].layer if weights else None
             numbers = [each.weights for each in weights]
             if layer and x.serves(numbers, layer, scales):
-                with reading_ahead(weights[0].ahead):
-                    return x.linears(
-                        numbers, layer=layer, out_dtypes=out_dtypes, give=give, scales=scales
-                    )
+                return x.linears(
+                    numbers, layer=layer, out_dtypes=out_dtypes, give=give, scales=scales
+                )
             x = tokens_of(x)
         if not _served(x, *modules):
             return tuple(module(x) for module in modules)
-        with reading_ahead(weights[0].ahead):
-            return linear_fp8_layer(
-                x.astype(modules[0].dtype),
-                [each.weights for each in weights],
-                scales,
-                layer=weights[0].layer,
-                out_dtypes=out_dtypes,
-                implementation=weights[0].implementation,
-            )
+        return linear_fp8_layer(
+            x.astype(modules[0].dtype),
+            [each.weights for each in weights],
+            scales,
+            layer=weights[0].layer,
+            out_dtypes=out_dtypes,
+            implementation=weights[0].implementation,
+        )
 
 
 class ExtraFp8Weights(NamedTuple):
@@ -105,8 +102,7 @@ def linears_with_extra(
     scales, layer = [*scales, beside.scales.weights], weights[0].layer
     out_dtypes = [module.out_dtype, beside.out_dtype]
     if isinstance(x, PendingNorm) and x.serves(numbers, layer, scales):
-        with reading_ahead(weights[0].ahead):
-            one, other = x.linears(numbers, layer=layer, out_dtypes=out_dtypes, scales=scales)
+        one, other = x.linears(numbers, layer=layer, out_dtypes=out_dtypes, scales=scales)
         return one, other
     if not _served(tokens_of(x), module):
         return None
@@ -127,15 +123,14 @@ def gated(x: Float[Array, "*T K"], gate: Fp8Linear, up: Fp8Linear) -> Array | No
     if not _served(x, gate, up):
         return None
     (one, other), scales = _stacks(gate, up)
-    with reading_ahead(one.ahead):
-        return gated_fp8_layer(
-            x.astype(gate.dtype),
-            (one.weights, other.weights),
-            (scales[0], scales[1]),
-            layer=one.layer,
-            out_dtype=gate.out_dtype,
-            implementation=one.implementation,
-        )
+    return gated_fp8_layer(
+        x.astype(gate.dtype),
+        (one.weights, other.weights),
+        (scales[0], scales[1]),
+        layer=one.layer,
+        out_dtype=gate.out_dtype,
+        implementation=one.implementation,
+    )
 
 
 def new_linear(fp8: Collection[str], name: str, *sizes: int, **options: Any) -> Linear:

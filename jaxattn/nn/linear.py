@@ -22,7 +22,6 @@ from jaxattn.core.numerics.rope import RopeConfig, Rotation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features, check_sizes
 from jaxattn.core.validation.shard_map_axes import match_varying_axes
-from jaxattn.kernels.hopper.build.read_ahead import WeightSlab, reading_ahead
 from jaxattn.ops.linear.linear import (
     heads_layer,
     heads_serve,
@@ -92,13 +91,11 @@ class StackedWeight:
         weights: of all layers, [L, in_features, out_features], or [L, H, K, N] of heads.
         layer: this module's.
         implementation: of the product.
-        ahead: what the step reads after it, see `reading_ahead`.
     """
 
     weights: Float[Array, "L *H K N"]
     layer: StackedLayer
     implementation: Implementation | None
-    ahead: tuple[WeightSlab, ...] = ()
 
     def of_heads(
         self,
@@ -110,15 +107,14 @@ class StackedWeight:
         behind = 0 if turned is None else turned[1].dim
         if self.implementation == "xla" or not heads_serve(x, self.weights, behind):
             return None
-        with reading_ahead(self.ahead):
-            return heads_layer(
-                x,
-                self.weights,
-                layer=self.layer,
-                turned=turned,
-                spare_heads=spare_heads,
-                implementation=self.implementation,
-            )
+        return heads_layer(
+            x,
+            self.weights,
+            layer=self.layer,
+            turned=turned,
+            spare_heads=spare_heads,
+            implementation=self.implementation,
+        )
 
     def serves(
         self, x: Array, dtype: jnp.dtype, *beside: "StackedWeight", gated: bool = False
@@ -186,21 +182,17 @@ class Linear(nnx.Module):
         if isinstance(x, PendingNorm):
             weights = [place.weights for place in places]
             if len(places) == len(modules) and x.serves(weights, places[0].layer):
-                with reading_ahead(places[0].ahead):
-                    return x.linears(
-                        weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give
-                    )
+                return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give)
             x = tokens_of(x)
         if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
             return tuple(module(x) for module in modules)
-        with reading_ahead(places[0].ahead):
-            return linear_layer(
-                x,
-                [place.weights for place in places],
-                layer=places[0].layer,
-                out_dtypes=out_dtypes,
-                implementation=places[0].implementation,
-            )
+        return linear_layer(
+            x,
+            [place.weights for place in places],
+            layer=places[0].layer,
+            out_dtypes=out_dtypes,
+            implementation=places[0].implementation,
+        )
 
 
 def linears(
@@ -235,15 +227,14 @@ def _split(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T 
     plain = len(places) == len(modules) and all(type(module) is Linear for module in modules)
     if not plain or not places[0].serves(parts[0], modules[0].dtype, *places[1:]):
         return tuple(module(part) for module, part in zip(modules, parts, strict=True))
-    with reading_ahead(places[0].ahead):
-        return linear_layer(
-            x,
-            [place.weights for place in places],
-            layer=places[0].layer,
-            out_dtypes=[module.out_dtype for module in modules],
-            split=True,
-            implementation=places[0].implementation,
-        )
+    return linear_layer(
+        x,
+        [place.weights for place in places],
+        layer=places[0].layer,
+        out_dtypes=[module.out_dtype for module in modules],
+        split=True,
+        implementation=places[0].implementation,
+    )
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> Array:

@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.validation.array_checks import check_features, check_sizes
-from jaxattn.kernels.hopper.build.read_ahead import reading_ahead
 from jaxattn.nn.four_bit_linear import FourBitLinear, gated_four_bit
 from jaxattn.nn.fp8_linear import Fp8Linear, gated, new_linear
 from jaxattn.ops.linear.linear import gated_layer
@@ -28,8 +27,6 @@ class GatedMLP(nnx.Module):
         TypeError: x has no dtype of floats.
         ValueError: x has another last axis, or a size is not a positive integer; it is named.
     """
-
-    reading_order = (("gate_proj", "up_proj"), ("down_proj",))
 
     def __init__(
         self,
@@ -63,15 +60,14 @@ class GatedMLP(nnx.Module):
                 return self.down_proj(self._apart(x) if made is None else made)
             gate, up = self.gate_proj.in_stack, self.up_proj.in_stack
             if gate and up and gate.serves(x, self.gate_proj.dtype, up, gated=True):
-                with reading_ahead(gate.ahead):
-                    hidden = gated_layer(
-                        x,
-                        gate.weights,
-                        up.weights,
-                        layer=gate.layer,
-                        out_dtype=self.down_proj.dtype,
-                        implementation=gate.implementation,
-                    )
+                hidden = gated_layer(
+                    x,
+                    gate.weights,
+                    up.weights,
+                    layer=gate.layer,
+                    out_dtype=self.down_proj.dtype,
+                    implementation=gate.implementation,
+                )
                 return self.down_proj(hidden)
             return self.down_proj(self._apart(x))
 

@@ -1,7 +1,5 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
-import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +17,6 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
-from jaxattn.kernels.hopper.build.read_ahead import WeightSlab, reading_ahead
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.linear.norm_linear import ExpertOutputs, PendingNorm, tokens_of
@@ -45,14 +42,6 @@ class ExpertShare(NamedTuple):
 
     first: Int[Array, ""] | int
     own_tokens: Bool[Array, "T"]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ReadAhead:
-    """What a step reads after a layer's choice of experts, and after its experts."""
-
-    choice: tuple[WeightSlab, ...] = ()
-    experts: tuple[WeightSlab, ...] = ()
 
 
 class MixtureOfExperts(nnx.Module):
@@ -122,7 +111,6 @@ class MixtureOfExperts(nnx.Module):
                 f"{shared_size=}"
             )
         self.activation, self.bias_parts = activation, bias_parts
-        self.ahead = ReadAhead()
         self.config, self.dtype = router, jnp.dtype(dtype)
         self.hidden_size, self.weight_format = hidden_size, weight_format
         self.always = experts_of_shared(expert_size, shared_size, weight_format)
@@ -221,10 +209,7 @@ class MixtureOfExperts(nnx.Module):
             if opened and arena is not None:
                 return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
             if halves and x.serves([router], layer):
-                with reading_ahead(self.ahead.choice):
-                    (logits,) = x.linears(
-                        (router,), layer=layer, out_dtypes=[jnp.float32], give=True
-                    )
+                (logits,) = x.linears((router,), layer=layer, out_dtypes=[jnp.float32], give=True)
                 logits = logits.reshape(shape.shape[0], -1)
                 return self._sum(
                     tokens_of(x), stacks, layer, logits, halves, valid, share, arena, apart,
@@ -235,8 +220,7 @@ class MixtureOfExperts(nnx.Module):
         if arena is not None and alone and self._opens(tokens, stacks):
             return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
         if halves:
-            with reading_ahead(self.ahead.choice):
-                logits = router_products(x, router, layer, implementation, gates=gate)
+            logits = router_products(x, router, layer, implementation, gates=gate)
         else:
             of_layer = None if gate is None else gate[layer.index]
             logits = self._exact_logits(x, router[layer.index], of_layer)
@@ -255,26 +239,12 @@ class MixtureOfExperts(nnx.Module):
         implementation: Implementation | None,
     ) -> tuple[Any, Arena | None]:
         token = x if isinstance(x, PendingNorm) else x.reshape(1, -1).astype(self.dtype)
-        with reading_ahead(self.ahead.choice):
-            ids, weights, listed, arena = self.open(
-                token, stacks, layer, valid, arena, implementation
-            )
+        ids, weights, listed, arena = self.open(token, stacks, layer, valid, arena, implementation)
         normed = tokens_of(token).reshape(1, -1)
         y, after = self._mixed(
             normed, ids, weights, listed, stacks, layer, arena, apart, implementation
         )
         return y if isinstance(y, ExpertOutputs) else y.reshape(x.shape), after
-
-    def known_slabs(
-        self, stacks: Mapping[str, Array], layer: StackedLayer
-    ) -> tuple[WeightSlab, ...]:
-        """What every token reads: the router, and of both products the shared experts, if any."""
-        found = [WeightSlab.whole(stacks["router"], layer)]
-        for name in EXPERTS if self.always else ():
-            stack = stacks[name]
-            one = math.prod(stack.shape[2:]) * stack.dtype.itemsize
-            found.append(WeightSlab(stack, layer, one * self.own_experts, one * self.always))
-        return tuple(found)
 
     def choose(
         self,
@@ -427,25 +397,24 @@ class MixtureOfExperts(nnx.Module):
         down_bias = stacks.get("down_bias")
         if down_bias is not None and self.bias_parts > 1:
             down_bias = down_bias / self.bias_parts
-        with reading_ahead(self.ahead.experts):
-            found = mixture_of_experts(
-                tokens,
-                ids,
-                weights,
-                stacks["gate_up_proj"],
-                stacks["down_proj"],
-                gate_up_scale=stacks.get("gate_up_scale"),
-                down_scale=stacks.get("down_scale"),
-                gate_up_bias=stacks.get("gate_up_bias"),
-                down_bias=down_bias,
-                activation=self.activation,
-                form=self.form,
-                layer=layer,
-                arena=arena,
-                listed=listed,
-                apart=apart,
-                implementation=implementation,
-            )
+        found = mixture_of_experts(
+            tokens,
+            ids,
+            weights,
+            stacks["gate_up_proj"],
+            stacks["down_proj"],
+            gate_up_scale=stacks.get("gate_up_scale"),
+            down_scale=stacks.get("down_scale"),
+            gate_up_bias=stacks.get("gate_up_bias"),
+            down_bias=down_bias,
+            activation=self.activation,
+            form=self.form,
+            layer=layer,
+            arena=arena,
+            listed=listed,
+            apart=apart,
+            implementation=implementation,
+        )
         return (found, None) if arena is None else found
 
 

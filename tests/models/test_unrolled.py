@@ -1,7 +1,6 @@
 """A decode step of one token may have its layers one after another, without a loop."""
 
 import dataclasses
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxattn.bench.model.model_lookup import find
 from jaxattn.bench.model.random_weights import random_params
@@ -17,10 +15,7 @@ from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, divided
 from jaxattn.models.blocks import Block
 from jaxattn.models.interface import init_state, jit_step, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
-from jaxattn.models.network import reading_order
 from jaxattn.models.network.decoder_network import DecoderNetwork
-from jaxattn.models.network.layer_scan import leave_in_stacks, linear_stacks_of
-from jaxattn.models.network.reading_order import tell_what_follows
 from jaxattn.parallel import Parallel
 
 FOLDERS = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -138,49 +133,3 @@ def test_one_token_over_two_gpus_has_a_loop(monkeypatch):
     spec = divided(find("DeepSeek-V2-Lite")[2], Parallel(tensor=2)).spec
     object.__setattr__(decoder, "spec", spec)
     assert not any(decoder._unrolled(segment, 1, None) for segment in spec.segments)
-
-
-LINEARS = ("q_a_proj", "kv_a_proj", "q_b_proj", "o_proj")
-
-
-def told(monkeypatch: pytest.MonkeyPatch, most: int) -> list[tuple[str, list[tuple[Any, ...]]]]:
-    """What each weight of a layer of GLM-4.7-Flash is followed by: (shape, layer, first, bytes)."""
-    monkeypatch.setattr(reading_order, "AHEAD_BYTES", most)
-    every: list[tuple[str, Any]] = []
-
-    def tell() -> None:
-        network = DecoderNetwork(find("GLM-4.7-Flash")[2].spec, rngs=nnx.Rngs(0))
-        graphdef, params, stacks = network._split(1)
-        pattern, following = nnx.merge(graphdef, params), np.int32(3)
-        leave_in_stacks(pattern, linear_stacks_of(network.segments[1]), following, None)
-        tell_what_follows(pattern.layers, stacks, following)
-        mixer, mlp = pattern.layers[0].mixer, pattern.layers[0].mlp
-        places = {name: getattr(mixer, name).in_stack for name in LINEARS}
-        places |= {"w_uk": mixer.w_uk_in_stack, "w_uv": mixer.w_uv_in_stack}
-        every.extend((name, place.ahead) for name, place in places.items())
-        every.extend([("choice", mlp.ahead.choice), ("experts", mlp.ahead.experts)])
-
-    jax.eval_shape(tell)
-    shape = lambda each: (each.stack.shape[1:], int(each.layer.index), each.first, each.nbytes)  # noqa: E731
-    return [(name, [shape(each) for each in slabs]) for name, slabs in every]
-
-
-def test_each_launch_is_told_what_is_read_after_it(monkeypatch):
-    q_a, kv_a, q_b, w_uk, w_uv, o = (
-        (2048, 768), (2048, 576), (768, 5120), (20, 192, 512), (20, 512, 256), (5120, 2048),
-    )  # fmt: skip
-    whole = lambda shape, layer=2: (shape, layer, 0, 2 * math.prod(shape))  # noqa: E731
-    mib, expert = 2**20, 2 * 3072 * 2048
-    found = dict(told(monkeypatch, 12 * mib))
-    left = 12 * mib - 2 * (math.prod(q_b) + math.prod(w_uk))
-    assert found["q_a_proj"] == [whole(q_b), whole(w_uk), (w_uv, 2, 0, left)]
-    assert found["kv_a_proj"] == found["q_a_proj"]
-    assert found["choice"] == found["experts"]
-    assert found["w_uv"] == [(o, 2, 0, 12 * mib)]
-    # The router has two halves once it is packed; the shared expert lies behind the others.
-    (router, *_, size), shared = found["o_proj"]
-    assert router == (2048, 64) and shared == ((65, 3072, 2048), 2, 64 * expert, 12 * mib - size)
-    # Behind the experts comes the next layer.
-    left = 12 * mib - 2 * (math.prod(q_a) + math.prod(kv_a))
-    assert found["experts"] == [whole(q_a, 3), whole(kv_a, 3), (q_b, 3, 0, left)]
-    assert all(slabs == [] for _, slabs in told(monkeypatch, 0))

@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.build.read_ahead import ask_ahead
 from jaxattn.kernels.hopper.device import warpgroup_barrier
 from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
@@ -138,7 +137,6 @@ class LinearCta:
         cut, refs = self.cut, self.refs
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
-        ask_ahead()
         sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
         self._sum_up()
         if self.norm:

@@ -188,7 +188,6 @@ def linears_fp8_mosaic(
             "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
         warpgroups=1 if norm is None else None,  # sums over a warpgroup want no such axis
-        asks=True,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

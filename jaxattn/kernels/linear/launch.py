@@ -174,7 +174,7 @@ def linears_mosaic(
     """`x @ weight[layer]` of each stack of weights, or silu of the first's times the second's.
 
     Args:
-        x: [T, K], or with heads [T, heads * K].
+        x: [T, K], or with heads [T, heads * K], behind which may be others.
         weights: [L, K, N] each; with `gated`, two of one shape; with heads, one [L * heads, K, N].
         affine: (a, b), for the layer `a * layer + b`.
         out_dtypes: of the results, [T, N] or with heads [T, heads * N].
@@ -188,8 +188,7 @@ def linears_mosaic(
             has the normed token, in the weights' dtype.
     """
     behind = 0 if turned is None else DIMS
-    pieces = len(weights) if split else heads
-    tokens, inner = x.shape[0], x.shape[1] // pieces - behind
+    tokens, inner = x.shape[0], weights[0].shape[-2]
     dtype = x.dtype if norm is None else weights[0].dtype
     refuse(
         jax.ShapeDtypeStruct((tokens, inner), dtype), weights, gated=gated,
@@ -265,7 +264,6 @@ def linears_mosaic(
             "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
         warpgroups=1 if norm is None else None,  # sums over a warpgroup want no such axis
-        asks=True,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

@@ -35,7 +35,6 @@ tests/kernels/moe/test_kernel.py.
 
 import copy
 import dataclasses
-import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -50,7 +49,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.build.read_ahead import ask, ask_ahead
 from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE
@@ -98,8 +96,6 @@ def grouped_product(
     gated: bool,
     name: str,
     form: FourBitFormat | None = None,
-    later: jax.Array | None = None,
-    later_bytes: int = 0,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> dict[str, jax.Array]:
@@ -123,8 +119,6 @@ def grouped_product(
         columns: N.
         gated: whether this is gate_up, and its result h.
         form: of tiles.
-        later: [L, E, ...], what the same experts multiply next: `later_bytes` of each are asked
-            for (hopper/build/read_ahead.py).
     """
     if form is None:
         height, depth = weights.shape[-2:][:: -1 if transposed else 1]
@@ -151,7 +145,6 @@ def grouped_product(
         form=form,
         transposed=transposed,
         interpret=interpret,
-        later_bytes=later_bytes,
     )
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
@@ -176,7 +169,6 @@ def grouped_product(
             "layer": layer,
             "scales": scales,
             "biases": biases,
-            "later": later if later_bytes and not interpret else None,
             **({} if is_new else where),
         },
         outputs={**(where if is_new else {}), "saved": saved},
@@ -195,7 +187,6 @@ def grouped_product(
             "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
         },
         warpgroups=product.warpgroups + 1,
-        asks=not gated,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -231,7 +222,6 @@ class GroupedGemmConfig:
     form: FourBitFormat | None
     transposed: bool
     interpret: bool
-    later_bytes: int = 0  # of an expert
 
     @property
     def piece(self) -> int:
@@ -255,7 +245,6 @@ class GroupedGemmRefs:
     layer: Any
     scales: Any  # of FP8 weights, else None
     biases: Any  # or None
-    later: Any  # or None
     target: Any
     saved: Any  # or None
     weights_smem: Any  # [stage, part, warpgroup, 64, depth], transposed, or lines of tiles
@@ -339,25 +328,10 @@ class GroupedGemmCta:
         if self.cut.many_registers:
             plgpu.set_max_registers(40, action="decrease")
         done = self.each(self.in_width(GroupedGemmCta._load_item))
-        if self.refs.later is not None:
-            self._ask_later()
-        ask_ahead()
 
         @pl.loop(jnp.maximum(done - stages, 0), done)
         def _drain(s):
             plgpu.barrier_wait(read.at[lax.rem(s, stages)])
-
-    def _ask_later(self) -> None:
-        """The block's share of the first bytes of what the experts multiply next."""
-        refs, cut = self.refs, self.cut
-        experts, whole = refs.later.shape[1], math.prod(refs.later.shape[2:])
-        whole *= jnp.dtype(refs.later.dtype).itemsize
-
-        @pl.loop(0, refs.total[0])
-        def _tile(tile):
-            slab = self.layer * experts + refs.tiles[EXPERT, tile]
-            most = min(cut.later_bytes, whole)
-            ask(refs.later, slab, most, whole=whole, most=most, blocks=cut.blocks)
 
     def _load_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
         cut, refs = self.cut, self.refs

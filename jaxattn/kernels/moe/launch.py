@@ -22,7 +22,6 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
-from jaxattn.kernels.hopper.build.read_ahead import LINE
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.four_bit_operands import serves
 from jaxattn.kernels.moe.combine import ExpertOutputs
@@ -51,8 +50,6 @@ from jaxattn.kernels.moe.tile_config import (
 OP = "mixture_of_experts"
 HALVES = ("bfloat16", "float16")
 FP8 = jnp.float8_e4m3fn
-# Bytes of down that gate_up's launch asks for, of all experts of one token.
-LATER_BYTES = 12 * 2**20
 
 
 def scratch(
@@ -231,8 +228,7 @@ def mixture_of_experts_mosaic(
         x, gate_up, gate_up_scale, gate_up_bias,
         work if left is None else work._replace(total=left), h_ref, activation=activation,
         source=PanelMatrix(0, x.shape[0], features), results=places["h"], product=config.gate_up,
-        gated=True, name="moe_gate_up", later=down if tokens == 1 else None,
-        later_bytes=LATER_BYTES // (top_k * LINE) * LINE, **common,
+        gated=True, name="moe_gate_up", **common,
     )  # fmt: skip
     h = jax.freeze(h_ref)
     grouped_product(

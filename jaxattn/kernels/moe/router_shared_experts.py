@@ -32,7 +32,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.build.read_ahead import ask_ahead
 from jaxattn.kernels.hopper.device import require_hopper, swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
@@ -193,7 +192,6 @@ def router_shared_experts_mosaic(
             "met": plgpu.ClusterBarrier(collective_axes=("part",)) if interpret else None,
         },
         warpgroups=None,
-        asks=True,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -307,7 +305,6 @@ class RouterExpertsCta:
         """The first steps, as many as there are places for."""
         for step in range(min(STAGES, self.cut.steps)):
             pl.when(step < steps)(partial(self._load, begin, weights, jnp.int32(step)))
-        ask_ahead()
 
     def _stream(self, begin: Any, steps: Any, weights: Any, product: Any) -> None:
         """`product(slot, halves)` of each step of K, with the token's two halves of it."""

@@ -37,7 +37,6 @@ from jaxattn.models.network.layer_scan import (
 from jaxattn.models.network.layer_segments import LayerSegment
 from jaxattn.models.network.mixed_step import MixedStep
 from jaxattn.models.network.packed_params import vectors_of
-from jaxattn.models.network.reading_order import tell_what_follows
 from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
 from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
 from jaxattn.ops.linear.norm_linear import array_of
@@ -345,7 +344,6 @@ class DecoderNetwork(nnx.Module):
         linear_stacks = linear_stacks_of(self.segments[number])
         others = {place: own for (s, place), own in beside.items() if s == number}
         unrolled = self._unrolled(segment, step.tokens.valid.size, implementation)
-        one_token = step.tokens.valid.size == 1 == self.spec.parallel.gpus
 
         def body(
             carry: tuple[Array, Any, DecodeState], xs: tuple[Array, nnx.State]
@@ -356,8 +354,6 @@ class DecoderNetwork(nnx.Module):
             for place, own in others.items():
                 places = (StackedWeight(each, in_repeat(following), implementation) for each in own)
                 segment.pattern[place].mixer.leave_beside(pattern.layers[place].mixer, *places)
-            if one_token:
-                tell_what_follows(pattern.layers, stacks, following)
             for place, layer in enumerate(pattern.layers):
                 where = LayerPosition(segment, place, following)
                 carry = step.layer(layer, where, stacks[place], carry, unrolled)

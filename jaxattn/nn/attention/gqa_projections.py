@@ -26,8 +26,6 @@ class GroupedQueryProjections(PagedAttention):
 
     reads = ("k_proj", "[hidden, Hk * D]")
 
-    reading_order = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
-
     def __init__(
         self,
         hidden_size: int,

@@ -413,16 +413,17 @@ class MultiHeadLatentAttention(LatentProjections):
         sent: list[Any] = []
         if spread is None:
             out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
-            out = out[:, :, : self.num_heads]
         else:
             out, rest, sent = spread.attend(queries, attend)
         return self._values_of(out), rest[0] if rest else None, *sent
 
     def _values_of(self, out: Array) -> Array:
-        """The heads' values of outputs in the latent."""
+        """The heads' values of outputs in the latent, behind which may be those of spare heads."""
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
-            values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
+            values = mla.absorb_output(
+                out[:, :, : self.num_heads], self.w_uv[...].astype(self.dtype)
+            )
         return values
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:

@@ -25,10 +25,6 @@ class LatentProjections(PagedAttention):
     """The parameters of `MultiHeadLatentAttention`, and what each token is made into by itself."""
 
     reads = ("kv_a_proj", "[hidden, R + P]")
-    reading_order = (
-        ("q_proj", "q_a_proj", "kv_a_proj"), ("q_b_proj",), ("w_uk_in_stack",), ("w_uv_in_stack",),
-        ("o_proj",),
-    )  # fmt: skip
     # Its parameters that a step reads where they lie in their stacks, and what says where.
     stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
 

@@ -55,7 +55,6 @@ class GatedDeltaNet(DeltaLayer):
             not a multiple of `num_k_heads`.
     """
 
-    reading_order = (("in_proj_qkvz", "in_proj_ba"), ("out_proj",))
     in_proj = "in_proj_qkvz"
     family = "gdn"
     chunk_rule = staticmethod(gdn.chunk_gated_delta_rule)

@@ -52,10 +52,6 @@ class KimiDeltaAttention(DeltaLayer):
         ValueError: a size is not a positive integer, or `conv_width` is below 2.
     """
 
-    reading_order = (
-        ("in_proj_qkv", "in_proj_fg", "in_proj_fg_a", "in_proj_b"), ("f_b_proj", "g_b_proj"),
-        ("out_proj",),
-    )  # fmt: skip
     in_proj = "in_proj_qkv"
     family = "kda"
     chunk_rule = staticmethod(kda.chunk_kda)

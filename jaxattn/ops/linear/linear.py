@@ -103,6 +103,7 @@ def heads_layer(
     """`x[..., h, :] @ weights[layer, h]` of each head, summed in float32, in x's dtype.
 
     Args:
+        x: its heads behind the first H are not read.
         turned: the tokens' rotation. x then has P numbers more of each head, [*T, H, K + P], and
             the result has them rotated behind the product, [*T, H, N + P].
         spare_heads: of the result, behind the others, for an op that reads heads in eights. What
@@ -115,10 +116,10 @@ def heads_layer(
     arguments.check("weights", weights, "L H K N", FLOATS)
     heads, inner, size = weights.shape[1:]
     behind = 0 if turned is None else turned[1].dim
-    if x.shape[-2:] != (heads, inner + behind):
+    if x.shape[-2] < heads or x.shape[-1] != inner + behind:
         raise ValueError(
-            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with H and K of weights "
-            f"{tuple(weights.shape)} and P {behind}"
+            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with K and at least H of "
+            f"weights {tuple(weights.shape)} and P {behind}"
         )
     first, affine, number = split_layer_index(layer)
     check_layer(arguments.op, "weights", weights.shape, number)
@@ -128,7 +129,7 @@ def heads_layer(
 
     def reference(tokens: Array, first: Array, weights: Array, angles: Array | None) -> list[Array]:
         weight = lax.dynamic_index_in_dim(weights, affine[0] * first + affine[1], keepdims=False)
-        by_head = tokens.reshape(-1, heads, inner + behind)
+        by_head = tokens.reshape(-1, *x.shape[-2:])[:, :heads]
         y = dot("thk,hkn->thn", by_head[..., :inner], weight).astype(x.dtype)
         if turned is not None and angles is not None:
             rotated = rope(by_head[..., inner:], Rotation(angles), turned[1])
@@ -157,7 +158,7 @@ def heads_layer(
             interpret=interpret,
         )  # fmt: skip
 
-    tokens = x.reshape(-1, heads * (inner + behind)).astype(weights.dtype)
+    tokens = x.reshape(-1, x.shape[-2] * x.shape[-1]).astype(weights.dtype)
     operands = (tokens, jnp.asarray(first, jnp.int32), weights, angles)
     found = _dispatch("heads_layer", implementation, kernel, reference, operands)
     return found[0].reshape(*x.shape[:-2], heads + spare_heads, size + behind)

@@ -1,7 +1,5 @@
 """Products of a few tokens with a layer's matrices: the kernel against float64."""
 
-import dataclasses
-import re
 from functools import partial
 
 import jax
@@ -9,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.core.numerics.rope import RopeConfig, rope, rotation
 from jaxattn.core.stacked_layer import StackedLayer
-from jaxattn.kernels.hopper.build.read_ahead import WeightSlab, reading_ahead
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import launch
 from jaxattn.kernels.linear.launch import LinearTileConfig, choose, linears_mosaic
@@ -94,8 +90,9 @@ def test_heads_have_matrices_of_their_own(config, size):
 
 
 def test_the_op_of_heads_in_the_interpreter_gives_the_references_result():
-    x, (weights,) = case(8, 64, 128, layers=6)
-    x, weights = x.reshape(4, 1, 2, 64), weights.reshape(3, 2, 64, 128)
+    x, (weights,) = case(12, 64, 128, layers=6)
+    # A head behind the others is not read.
+    x, weights = x.reshape(4, 1, 3, 64).at[:, :, 2].set(jnp.nan), weights.reshape(3, 2, 64, 128)
     op = partial(heads_layer, x, weights, layer=2)
     np.testing.assert_allclose(
         *(np.asarray(op(implementation=by), np.float32) for by in ("mosaic_gpu_interpret", "xla")),
@@ -165,9 +162,9 @@ def check_turned(tokens, heads, inner, size, interleaved, implementation):
     op = partial(
         heads_layer, layer=1, turned=turned, spare_heads=-heads % 8, implementation=implementation
     )
-    found = np.asarray(jax.jit(op)(x, weights), np.float64)
+    found = jax.jit(op)(x, weights)
     assert found.shape == (tokens, -(-heads // 8) * 8, size + 64)
-    found = found[:, :heads]
+    found = np.asarray(found[:, :heads], np.float64)  # what is behind them is undefined
     wide, weight = (np.asarray(each, np.float64) for each in (x[..., :inner], weights[1]))
     close([found[..., :size]], [np.einsum("thk,hkn->thn", wide, weight)], 4e-3)
     rotated = rope(x[..., inner:].astype(jnp.float32), *turned)
@@ -337,42 +334,6 @@ def test_the_kernel_on_a_gpu(inner, sizes, gated, tokens):
 
 
 HEADS = [(16, 128, 512), (16, 512, 128), (20, 192, 512), (7, 128, 64)]
-
-
-def of_two_matrices(inner=512, sizes=(256, 192)):
-    x, weights = case(1, inner, *sizes, layers=4)
-    place = StackedLayer(jnp.int32(3), 1, -1)
-    op = partial(linear_layer, x, weights, layer=place, implementation="mosaic_gpu")
-    slabs = [WeightSlab.whole(each, dataclasses.replace(place, place=0)) for each in weights]
-    outside = dataclasses.replace(slabs[0], layer=dataclasses.replace(place, place=9))
-    last = dataclasses.replace(slabs[1], first=1024, nbytes=slabs[1].nbytes - 1024)
-    return op, (outside, slabs[0], last)
-
-
-def test_a_launch_asks_for_what_is_read_after_it():
-    def text(slabs):
-        def run():
-            with reading_ahead(slabs):
-                return op()
-
-        with traced_for_hopper(True):
-            return jax.jit(run).trace().lower(lowering_platforms=("cuda",)).as_text()
-
-    op, slabs = of_two_matrices()
-    calls = [
-        re.findall(r"@mosaic_gpu_v2\(([^)]*)\)", text(some))[0].count("%") for some in ((), slabs)
-    ]
-    assert calls[1] == calls[0] + len(slabs) + 1  # the stacks and the layer
-
-
-@pytest.mark.gpu
-def test_asking_ahead_changes_no_bit_on_a_gpu():
-    op, slabs = of_two_matrices()
-    alone = jax.jit(lambda: op())()
-    with reading_ahead(slabs):
-        found = jax.jit(lambda: op())()
-    for one, other in zip(found, alone, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.gpu

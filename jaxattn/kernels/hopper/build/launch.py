@@ -14,8 +14,6 @@ What is None is left out of the launch, and the body gets None for it: a kernel 
 operand reads as one without. An array that is updated in place is a `jax.new_ref` among the inputs.
 """
 
-import contextlib
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +21,6 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, kernels_untraced
-from jaxattn.kernels.hopper.build.read_ahead import operands_ahead
 from jaxattn.kernels.hopper.build.trace_cache import trace_once
 from jaxattn.kernels.hopper.device import (
     RESERVED_BYTES,
@@ -46,7 +43,6 @@ def launch(
     scratch: Named = NOTHING,
     cluster: Mapping[str, int] = NOTHING,
     warpgroups: int | None = 1,
-    asks: bool = False,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -62,7 +58,6 @@ def launch(
         scratch: shared memory and barriers of a block.
         cluster: the axis of the blocks that share a cluster, and their number.
         warpgroups: of a block, the axis "wg". None: one, and no such axis.
-        asks: whether the body calls `ask_ahead` for what is read after it (read_ahead.py).
         compiler_params: None takes the defaults.
         interpret: under the Mosaic interpreter, on any device; fresh memory is NaN.
         detect_races: there, whether it looks for races.
@@ -78,9 +73,6 @@ def launch(
         {key: x for key, x in some.items() if x is not None} for some in (inputs, outputs, scratch)
     )
 
-    number_of_blocks = math.prod((*grid.values(), *cluster.values()))
-    ahead, more = operands_ahead(number_of_blocks) if asks and not interpret else (None, ())
-
     room = SHARED_BYTES - RESERVED_BYTES
     if not interpret and (needed := shared_bytes(used.values())) > room:
         raise Refusal(
@@ -91,10 +83,8 @@ def launch(
     def run(*refs: Any) -> None:
         if kernels_untraced.value:
             return
-        first, behind = len(given), len(given) + len(more)
-        there = dict(zip([*given, *made, *used], [*refs[:first], *refs[behind:]], strict=True))
-        with ahead.known(refs[first:behind]) if ahead else contextlib.nullcontext():
-            body(**{each: there.get(each) for each in names})
+        there = dict(zip([*given, *made, *used], refs, strict=True))
+        body(**{each: there.get(each) for each in names})
 
     kernel = plgpu.kernel(
         run,
@@ -110,7 +100,7 @@ def launch(
         compiler_params=compiler_params,
         interpret=interpret_mode(interpret, detect_races=detect_races),
     )
-    limits = ahead, grid, cluster, warpgroups, compiler_params, interpret, detect_races
+    limits = grid, cluster, warpgroups, compiler_params, interpret, detect_races
     kernel = trace_once(name, kernel, body, tuple(given), made, used, *limits)
     with jax.enable_x64(False):  # a kernel's integers are int32
-        return dict(zip(made, kernel(*given.values(), *more), strict=True))
+        return dict(zip(made, kernel(*given.values()), strict=True))
