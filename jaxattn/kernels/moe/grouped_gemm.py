@@ -274,9 +274,9 @@ class GroupedGemmCta:
         self.layer = refs.layer[0] * cut.affine[0] + cut.affine[1]
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
         # Of a warpgroup of gate or up that takes turns.
-        self.part, self.turn = self.wg, 0
-        if cut.product.turns > 1:
-            self.part, self.turn = (f(self.wg, cut.product.parts) for f in (lax.rem, lax.div))
+        parts, turns = cut.product.parts, cut.product.turns
+        self.part = lax.rem(self.wg, parts) if turns > 1 else self.wg
+        self.turn: Any = lax.div(self.wg, parts) if turns > 1 else 0
         last = refs.total[0] * cut.pieces
         self.mine = lax.div(last - self.block + (cut.blocks - 1), cut.blocks)
 
