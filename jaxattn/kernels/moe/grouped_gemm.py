@@ -155,7 +155,6 @@ def grouped_product(
     ring = (stages, parts, consumers, *tile)
     pieces_of_tokens = 1 if form is None else product.depth // form.columns
     of_tokens = (stages, pieces_of_tokens, columns, product.depth // pieces_of_tokens)
-    in_turns = product.turns > 1
     where = {"target": target}
     is_new = isinstance(target, jax.ShapeDtypeStruct)
     return launch(
@@ -183,14 +182,9 @@ def grouped_product(
             "loaded": plgpu.Barrier(
                 num_arrivals=parts * consumers + pieces_of_tokens, num_barriers=stages
             ),
-            "read": plgpu.Barrier(
-                num_arrivals=product.warpgroups // product.turns, num_barriers=stages
-            ),
+            "read": plgpu.Barrier(num_arrivals=product.warpgroups, num_barriers=stages),
             "up_there": plgpu.Barrier(num_arrivals=1) if product.split else None,
             "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
-            "turn_smem": plgpu.SMEM((parts, ROWS, columns), jnp.float32) if in_turns else None,
-            "turn_there": plgpu.Barrier(num_arrivals=1, num_barriers=parts) if in_turns else None,
-            "turn_read": plgpu.Barrier(num_arrivals=1, num_barriers=parts) if in_turns else None,
         },
         warpgroups=product.warpgroups + 1,
         compiler_params=plgpu.CompilerParams(
@@ -261,9 +255,6 @@ class GroupedGemmRefs:
     read: Any  # by every warpgroup that multiplies
     up_there: Any
     up_read: Any
-    turn_smem: Any  # [part, 64, N], of warpgroups of the second turn
-    turn_there: Any  # of each part
-    turn_read: Any
 
 
 class GroupedGemmCta:
@@ -273,10 +264,6 @@ class GroupedGemmCta:
         self.cut, self.refs = cut, refs
         self.layer = refs.layer[0] * cut.affine[0] + cut.affine[1]
         self.wg, self.block = lax.axis_index("wg"), lax.axis_index("block")
-        # Of a warpgroup of gate or up that takes turns.
-        parts, turns = cut.product.parts, cut.product.turns
-        self.part = lax.rem(self.wg, parts) if turns > 1 else self.wg
-        self.turn: Any = lax.div(self.wg, parts) if turns > 1 else 0
         last = refs.total[0] * cut.pieces
         self.mine = lax.div(last - self.block + (cut.blocks - 1), cut.blocks)
 
@@ -399,7 +386,7 @@ class GroupedGemmCta:
         # (part, which of its 64 rows)
         mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
         if product.split:
-            mine = [(self.part, 0)]
+            mine = [(self.wg, 0)]
         sums = FourBitAccumulators(
             form=form, dtype=refs.tokens.dtype, columns=cut.columns,
             arrived=lambda step: self.arrived(step)[0],
@@ -461,18 +448,7 @@ class GroupedGemmCta:
 
         def sums(now: GroupedGemmTile, done: jax.Array, part: int) -> jax.Array:
             (total,) = self._biased(now, self.sums(now, done), [part])
-            if self.cut.product.turns == 1:
-                return total
-            plgpu.barrier_wait(refs.turn_there.at[part])
-            other = plgpu.load(refs.turn_smem.at[part], layout=PRODUCT, optimized=False)
-            plgpu.barrier_arrive(refs.turn_read.at[part])
-            return total + other
-
-        def second(part: int, now: GroupedGemmTile, done: jax.Array) -> None:
-            (total,) = self.sums(now, done)
-            pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.turn_read.at[part]))
-            store(refs.turn_smem.at[part], total, interpret=self.cut.interpret)
-            plgpu.barrier_arrive(refs.turn_there.at[part])
+            return total
 
         def gate(now: GroupedGemmTile, done: jax.Array) -> None:
             total = sums(now, done, 0)
@@ -497,13 +473,6 @@ class GroupedGemmCta:
         def _up():
             done = self.each(up)
             pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
-
-        for part in range(self.cut.product.parts if self.cut.product.turns > 1 else 0):
-
-            @pl.when(self.wg == self.cut.product.parts + part)
-            def _second(part=part):
-                done = self.each(partial(second, part))
-                pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.turn_read.at[part]))
 
     def _store(
         self, now: GroupedGemmTile, every: list[jax.Array], target: Any, panels: PanelMatrix | None

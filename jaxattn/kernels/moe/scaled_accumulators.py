@@ -27,7 +27,7 @@ class ScaledAccumulators:
     def __call__(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
         block, cut, refs = self.block, self.block.cut, self.block.refs
         split = cut.product.split
-        parts: Any = [block.part] if split else range(cut.product.parts)
+        parts: Any = [block.wg] if split else range(cut.product.parts)
         first = now.place * cut.piece + (0 if split else block.wg) * ROWS
         of_parts = [
             lax.div(first + (0 if cut.gated else part * cut.apart), BLOCK)
@@ -39,13 +39,10 @@ class ScaledAccumulators:
             s = jnp.minimum(s, cut.steps - 1)
             return [refs.scales[block.layer, now.expert, rows, s] for rows in of_parts]
 
-        turns = cut.product.turns
-
-        def step(i, carry):
+        def step(s, carry):
             totals, factors = carry
-            s = i * turns + block.turn
             slot, turned = block.arrived(done + s)
-            following = scales(s + turns)
+            following = scales(s + 1)
             every = self._products(slot, turned)
             # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
             # between a load and the next copy to its place.
@@ -59,8 +56,7 @@ class ScaledAccumulators:
             return totals, following
 
         zero = plgpu.layout_cast(jnp.zeros((ROWS, cut.columns), jnp.float32), PRODUCT)
-        carry = [zero] * len(parts), scales(block.turn)
-        return lax.fori_loop(0, cut.steps // turns, step, carry)[0]
+        return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
 
     def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
         """A step's, of each part that is the warpgroup's, without its scale."""
@@ -68,7 +64,7 @@ class ScaledAccumulators:
         # (part, which of its 64 rows)
         mine: list[Any] = [(part, block.wg) for part in range(product.parts)]
         if product.split:
-            mine = [(block.part, 0)]
+            mine = [(block.wg, 0)]
         if block.cut.interpret:
             tokens = refs.tokens_smem[slot, 0]
             return [

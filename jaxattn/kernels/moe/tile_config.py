@@ -28,8 +28,6 @@ class GemmTileConfig:
         consumers: warpgroups that multiply, each its own rows of weights: 1 or 2.
         parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
         split: for FP8 and 4 bits with one consumer: gate and up have a warpgroup each.
-        turns: of FP8 with `split`, 2 where gate and up have two warpgroups each, which take the
-            steps of K in turns.
         depth: numbers of K that a stage of shared memory holds: 64 or 128, of 4 bits up to 320.
         stages: of the ring that the weights come through; None: all that fit.
         blocks: that work at a time.
@@ -40,7 +38,6 @@ class GemmTileConfig:
     consumers: int = 1
     parts: int = 2
     split: bool = False
-    turns: int = 1
     depth: int = 128
     stages: int | None = None
     blocks: int = NUM_SMS
@@ -55,7 +52,7 @@ class GemmTileConfig:
     @property
     def warpgroups(self) -> int:
         """That multiply."""
-        return self.parts * self.turns if self.split else self.consumers
+        return self.parts if self.split else self.consumers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,8 +133,7 @@ def choose(
 
     def in_two(made: GemmTileConfig) -> GemmTileConfig:
         split = quantized and made.consumers == 1 and columns == GROUP
-        few = used * (expert_size // ROWS) <= NUM_SMS and hidden % (2 * BLOCK) == 0
-        return dataclasses.replace(made, parts=2, split=split, turns=2 if split and few else 1)
+        return dataclasses.replace(made, parts=2, split=split)
 
     twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
     gate_up = product(expert_size, hidden, 1)
@@ -184,8 +180,6 @@ def stages_of(
     width = lambda name: jnp.dtype(name).itemsize  # noqa: E731
     of_weights = product.parts * product.rows * product.depth * width(weights)
     stage = of_weights + columns * product.depth * width(dtype)
-    sums = (1 + product.parts * (product.turns - 1)) * product.split
-    results = product.rows * columns * (width(of_results) + 4 * sums)
+    results = product.rows * columns * (width(of_results) + 4 * product.split)
     room = SHARED_BYTES // product.together - RESERVED_BYTES - BARRIER_BYTES - results
-    # A warpgroup that takes turns finds its steps in slots of its own.
-    return max(2, min(MOST_STAGES, room // stage) // product.turns * product.turns)
+    return max(2, min(MOST_STAGES, room // stage))

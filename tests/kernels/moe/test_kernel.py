@@ -150,13 +150,11 @@ def test_what_was_made_beside_the_list_has_no_other_activation(few_stages):
     assert relative(y, wanted) < 2e-3
 
 
-def cut(
-    columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False, turns=1, narrow=False
-):
+def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False, narrow=False):
     common = dict(consumers=consumers, depth=depth, stages=stages, blocks=blocks, narrow=narrow)
     return MoeTileConfig(
         columns=columns,
-        gate_up=GemmTileConfig(parts=2, split=split, turns=turns, **common),
+        gate_up=GemmTileConfig(parts=2, split=split, **common),
         down=GemmTileConfig(parts=parts, **common),
         combine=128,
     )
@@ -169,10 +167,9 @@ def cut(
         (cut(16, consumers=2, parts=2), False),
         (cut(8, consumers=1, parts=1, depth=64, stages=2, blocks=2), False),
         slow(cut(8, consumers=2, parts=1, blocks=5), True),
-        slow(cut(8, consumers=1, parts=1, blocks=1, stages=2, split=True), True),
-        (cut(8, consumers=1, parts=1, blocks=1, stages=2, split=True, turns=2), True),
+        (cut(8, consumers=1, parts=1, blocks=1, stages=2, split=True), True),
     ],
-    ids=["two warpgroups", "two stages", "fp8", "fp8, a warpgroup for up", "fp8, in turns"],
+    ids=["two warpgroups", "two stages", "fp8", "fp8, a warpgroup for up"],
 )
 def test_no_race_and_the_same_whatever_the_cut(config, fp8):
     args, scales = taken_apart(moe_case(11, 3, 2, features=256, width=128, fp8=fp8, seed=3))
@@ -199,10 +196,10 @@ def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
 @pytest.mark.slow_cases(
     reason="a place that is read too early; found where a warpgroup is for up too"
 )
-@pytest.mark.parametrize("split, turns", [slow(False, 1), slow(True, 1), (True, 2)])
-def test_places_of_the_ring_are_used_again_for_fp8(split, turns):
+@pytest.mark.parametrize("split", [slow(False), True])
+def test_places_of_the_ring_are_used_again_for_fp8(split):
     args, scales = taken_apart(moe_case(5, 3, 2, features=512, width=128, fp8=True, seed=4))
-    config = cut(8, consumers=1, parts=1, blocks=1, stages=2, split=split, turns=turns)
+    config = cut(8, consumers=1, parts=1, blocks=1, stages=2, split=split)
     run = functools.partial(
         mixture_of_experts_mosaic, **scales, layer=LAYER, interpret=True, config=config
     )
@@ -214,26 +211,22 @@ def test_a_warpgroup_for_up_changes_no_bit():
     sizes = dict(experts=12, top_k=11, features=2048, width=512)
     args, scales = taken_apart(moe_case(1, **sizes, fp8=True, seed=5))
     config = choose(tokens=1, top_k=11, experts=12, hidden=2048, expert_size=512, quantized=True)
-    assert config.gate_up.split and config.gate_up.turns == 2
-    in_turns, found, wanted = (
+    assert config.gate_up.split
+    one = dataclasses.replace(config, gate_up=dataclasses.replace(config.gate_up, split=False))
+    found, wanted = (
         jax.jit(functools.partial(mixture_of_experts_mosaic, **scales, layer=LAYER, config=each))(
             *args
         )
-        for each in (
-            dataclasses.replace(
-                config, gate_up=dataclasses.replace(config.gate_up, split=split, turns=turns)
-            )
-            for split, turns in ((True, 2), (True, 1), (False, 1))
-        )
+        for each in (config, one)
     )
-    assert error_of(found, args, scales) < 1e-3 and error_of(in_turns, args, scales) < 1e-3
+    assert error_of(found, args, scales) < 1e-3
     np.testing.assert_array_equal(found, wanted)
 
 
 def test_up_of_a_tokens_fp8_experts_has_a_warpgroup():
     sizes = dict(top_k=11, experts=513, hidden=2048, expert_size=512, quantized=True)
     few, many = choose(tokens=1, **sizes).gate_up, choose(tokens=32, **sizes).gate_up
-    assert few.split and few.turns == 2 and few.warpgroups == 4 and few.rows == 64
+    assert few.split and few.warpgroups == 2 and few.rows == 64
     assert not many.split and many.warpgroups == 2 and many.rows == 128
     assert not choose(tokens=1, **sizes | {"quantized": False}).gate_up.split
 
