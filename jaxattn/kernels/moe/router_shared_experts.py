@@ -23,6 +23,7 @@ tests/kernels/moe/test_router_shared_experts.py.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -170,11 +171,10 @@ def router_shared_experts_mosaic(
             "layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "valid": valid,
             "h": h_ref,
-            "apart": jax.new_ref(jnp.zeros((2, PARTS, COLUMNS))) if interpret else None,
+            "apart": jax.new_ref(jnp.zeros((tiles, 2, PARTS, COLUMNS))) if interpret else None,
             "shared_apart": jax.new_ref(jnp.zeros((tiles, PARTS, 2, ROWS, GROUP)))
             if interpret
             else None,
-            "squares_apart": jax.new_ref(jnp.zeros((tiles, PARTS, COLUMNS))) if interpret else None,
             "added": None if norm is None else norm.added,
             "norms": None if norm is None else norm.weights,
         },
@@ -256,8 +256,7 @@ class RouterExpertsRefs:
     valid: Any  # or None
     h: Any
     apart: Any  # the interpreter's, for the sums of a cluster and its squares
-    shared_apart: Any  # likewise, of the other clusters
-    squares_apart: Any
+    shared_apart: Any  # likewise, for gate and up
     added: Any  # of a norm, as its weights, the sum and what is normed; else None
     norms: Any
     ids: Any
@@ -396,7 +395,7 @@ class RouterExpertsCta:
             refs.sums_smem.at[1][...] = squares  # in the place of a next token's sums
         if refs.apart is not None:
             for row in range(1 + (norm is not None)):
-                refs.apart[row, self.part] = refs.sums_smem[row]
+                refs.apart[self.tile, row, self.part] = refs.sums_smem[row]
         cluster_barrier(refs.met, interpret=cut.interpret)
         factor = None if norm is None else norm.factor(self._summed(1))
         pl.when(self.part == 0)(partial(self._choose, factor))
@@ -404,17 +403,15 @@ class RouterExpertsCta:
             norm.give(sums, weighted, factor)
         cluster_barrier(refs.met, interpret=cut.interpret)  # until the first has read all sums
 
-    def _summed(self, row: int) -> jax.Array:
-        """A row of the sums, of all blocks of the cluster."""
+    def _summed(self, row: int, blocks: Sequence[Any] = range(PARTS)) -> jax.Array:
+        """A row of the sums, of blocks of the cluster."""
 
-        def of(other: int) -> Any:
+        def of(other: Any) -> Any:
             if self.refs.apart is not None:
-                return self.refs.apart.at[row, other]
+                return self.refs.apart.at[self.tile, row, other]
             return plgpu.cluster_ref(self.refs.sums_smem, {"part": jnp.int32(other)}).at[row]
 
-        first, *rest = (
-            plgpu.load(of(other), layout=ROW, optimized=False) for other in range(PARTS)
-        )
+        first, *rest = (plgpu.load(of(other), layout=ROW, optimized=False) for other in blocks)
         return sum(rest, first)
 
     def _choose(self, factor: jax.Array | None) -> None:
@@ -504,12 +501,12 @@ class RouterExpertsCta:
             refs.sums_smem.at[1][...] = squares
         if refs.shared_apart is not None:
             refs.shared_apart[self.tile, self.part] = refs.shared_smem[...]
-            refs.squares_apart[self.tile, self.part] = refs.sums_smem[1]
+            refs.apart[self.tile, 1, self.part] = refs.sums_smem[1]
         cluster_barrier(refs.met, interpret=cut.interpret)
         sharers = [self.part - sharer + other for other in range(SHARERS)]
         gate, up = (self._of_sharers(sharers, place) for place in (0, 1))
         if squares is not None:
-            factor = self.norm(begin, 0).factor(self._squares_of(sharers))
+            factor = self.norm(begin, 0).factor(self._summed(1, sharers))
             gate, up = gate * factor, up * factor
         y = gate / (1.0 + jnp.exp(-gate)) * up
 
@@ -533,13 +530,4 @@ class RouterExpertsCta:
             return plgpu.cluster_ref(self.refs.shared_smem, {"part": other}).at[place]
 
         first, *rest = (plgpu.load(of(each), layout=PRODUCT, optimized=False) for each in sharers)
-        return sum(rest, first)
-
-    def _squares_of(self, sharers: list[Any]) -> jax.Array:
-        def of(other: Any) -> Any:
-            if self.refs.squares_apart is not None:
-                return self.refs.squares_apart.at[self.tile, other]
-            return plgpu.cluster_ref(self.refs.sums_smem, {"part": other}).at[1]
-
-        first, *rest = (plgpu.load(of(each), layout=ROW, optimized=False) for each in sharers)
         return sum(rest, first)
