@@ -236,7 +236,7 @@ class RouterExpertsConfig:
 
     @property
     def pieces(self) -> int:
-        """Of a shared expert, each a block's."""
+        """Of a shared expert, each some blocks'."""
         return self.width // ROWS
 
     @property
@@ -268,7 +268,7 @@ class RouterExpertsRefs:
     summed: Any
     normed: Any
     ring: Any  # [stage, 2, 64, 128]: gate and up, or twice 64 rows of the router
-    x_smem: Any  # [stage, 8, 128]; with a norm `hopper.normed.smem`, of all K
+    x_smem: Any  # [stage, 8, 128]; with a norm `smem` of its K
     out_smem: Any  # [8, 64]
     sums_smem: Any  # [8, 128]
     shared_smem: Any  # [2, 64, 8], of gate and up
