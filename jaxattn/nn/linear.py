@@ -98,7 +98,10 @@ class StackedWeight:
     implementation: Implementation | None
 
     def of_heads(
-        self, x: Float[Array, "*T H K"], turned: tuple[Rotation, RopeConfig] | None = None
+        self,
+        x: Float[Array, "*T H K"],
+        turned: tuple[Rotation, RopeConfig] | None = None,
+        spare_heads: int = 0,
     ) -> Float[Array, "*T H N"] | None:
         """`heads_layer` by the kernel, or None where the kernel does not serve."""
         behind = 0 if turned is None else turned[1].dim
@@ -109,6 +112,7 @@ class StackedWeight:
             self.weights,
             layer=self.layer,
             turned=turned,
+            spare_heads=spare_heads,
             implementation=self.implementation,
         )
 

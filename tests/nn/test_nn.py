@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rope, softmax_scale
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
-from jaxattn.nn.linear import matmul
+from jaxattn.nn.linear import StackedWeight, matmul
 from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import slow
 from tests.helpers.training import train
@@ -188,6 +189,29 @@ def test_mla_decodes_ragged_rows_from_an_fp8_cache():
 
 
 # --- gated delta net
+
+
+def test_heads_that_are_no_multiple_of_eight_are_decoded_without_a_pad():
+    """Decode reads queries in eights of heads; what lies behind the heads is NaN here."""
+    module = MultiHeadLatentAttention(
+        64, 3, qk_nope_head_dim=64, v_head_dim=64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    x = jax.random.normal(jax.random.key(1), (1, 1, 64))
+    cache = jax.random.normal(jax.random.key(2), (1, 1, 16, 576), jnp.bfloat16)
+    given = dict(
+        block_tables=jnp.zeros((1, 1), jnp.int32), seq_lens=jnp.array([5], jnp.int32), layer=0
+    )
+    wanted, *_ = module.decode(x, cache, **given, implementation="xla")
+    for name in ("w_uk", "w_uv"):
+        stack, layer = getattr(module, name)[...][None], StackedLayer(jnp.int32(0), 1, 0)
+        place = StackedWeight(stack, layer, "mosaic_gpu_interpret")
+        setattr(module, f"{name}_in_stack", place)
+    rotation = module.decode_rotation(given["seq_lens"], 1)
+    q = jnp.zeros((1, 1, 3, 128), jnp.bfloat16)
+    (queries,) = jax.eval_shape(lambda: module._latent_queries(q, rotation, 5))
+    assert queries.shape == (1, 1, 8, 576)
+    found, *_ = module.decode(x, cache, **given, implementation="mosaic_gpu_interpret")
+    np.testing.assert_allclose(found, wanted, rtol=3e-2, atol=3e-2)
 
 
 def naive_gdn(module: GatedDeltaNet, x: np.ndarray) -> np.ndarray:

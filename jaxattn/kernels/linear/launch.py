@@ -163,6 +163,7 @@ def linears_mosaic(
     out_dtypes: Sequence[Any],
     gated: bool = False,
     heads: int = 1,
+    spare_heads: int = 0,
     turned: RopeEpilogueParams | None = None,
     split: bool = False,
     norm: RmsNormPrologueParams | None = None,
@@ -173,11 +174,12 @@ def linears_mosaic(
     """`x @ weight[layer]` of each stack of weights, or silu of the first's times the second's.
 
     Args:
-        x: [T, K], or with heads [T, heads * K].
+        x: [T, K], or with heads [T, heads * K], behind which may be others.
         weights: [L, K, N] each; with `gated`, two of one shape; with heads, one [L * heads, K, N].
         affine: (a, b), for the layer `a * layer + b`.
         out_dtypes: of the results, [T, N] or with heads [T, heads * N].
         heads: each multiplies K numbers of x by a matrix of its own.
+        spare_heads: of the result, behind the others; what they hold is undefined.
         turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
             rotated. Then N is a multiple of 128.
         split: each matrix multiplies K numbers of x of its own, x being [T, matrices * K].
@@ -186,8 +188,7 @@ def linears_mosaic(
             has the normed token, in the weights' dtype.
     """
     behind = 0 if turned is None else DIMS
-    pieces = len(weights) if split else heads
-    tokens, inner = x.shape[0], x.shape[1] // pieces - behind
+    tokens, inner = x.shape[0], weights[0].shape[-2]
     dtype = x.dtype if norm is None else weights[0].dtype
     refuse(
         jax.ShapeDtypeStruct((tokens, inner), dtype), weights, gated=gated,
@@ -246,7 +247,7 @@ def linears_mosaic(
         },
         outputs={
             "out_refs": tuple(
-                jax.ShapeDtypeStruct((tokens, heads * (size + behind)), dtype)
+                jax.ShapeDtypeStruct((tokens, (heads + spare_heads) * (size + behind)), dtype)
                 for size, dtype in zip(sizes, out_dtypes, strict=True)
             ),
             "total_ref": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),

@@ -6,7 +6,10 @@ cluster of blocks multiplies the router and chooses, and other blocks meanwhile 
 the shared experts and write their rows of h. `mixture_of_experts` goes on with the rest.
 
     cluster 0      logits = x @ router, each block some of K; the first block adds up and chooses
-    clusters 1..   a block for 64 columns of a shared expert: silu(x @ gate) * (x @ up)
+    clusters 1..   two blocks for 64 columns of a shared expert: silu(x @ gate) * (x @ up)
+
+A multiprocessor reads these 0.5 MB in 5 us, longer than the choice takes. So two blocks share the K
+numbers, and read one another's sums.
 
 The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
 
@@ -20,6 +23,7 @@ tests/kernels/moe/test_router_shared_experts.py.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -41,12 +45,14 @@ from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
     smem,
 )
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
+from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, supports_pairs
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.routing.topk_gating import THREADS, TopkGating
+from jaxattn.kernels.moe.scaled_accumulators import PRODUCT
 from jaxattn.kernels.moe.tile_config import GROUP, ROWS, padded_rows, panel
 
 EXPERTS = 64
@@ -54,6 +60,7 @@ COLUMNS = 2 * EXPERTS  # of a router in two halves: the M of two wgmmas
 DEPTH = 128  # numbers of K of a copy
 PARTS = 8  # blocks of a cluster
 STAGES = 5  # copies that a block has under way
+SHARERS = 2  # blocks of a cluster that share the K numbers of 64 columns
 MOST_NORMED = PARTS * DEPTH * MOST_PAIRS // 2  # features
 ROW = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
 
@@ -79,7 +86,7 @@ def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always:
 
 
 def supports_norm(features: int) -> bool:
-    """Whether the kernel also makes the norm of a token: each block then has all of it."""
+    """Whether the kernel also makes the norm of a token."""
     return features % (PARTS * DEPTH) == 0 and features <= MOST_NORMED
 
 
@@ -147,13 +154,14 @@ def router_shared_experts_mosaic(
     if norm is None:
         x = jnp.pad(x, ((0, behind), (0, 0)))
     h_ref, tiled = jax.new_ref(lane), swizzled(dtype)
+    tiles = 1 + -(-cut.items * SHARERS // PARTS)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     scores = plgpu.SMEM((cut.choice.width,), jnp.float32)
     normed = None if norm is None else norm.constants
     out = launch(
         lambda **refs: RouterExpertsCta(cut, normed, RouterExpertsRefs(**refs)).run(),
         name="moe_open",
-        grid={"tile": 1 + -(-cut.items // PARTS)},
+        grid={"tile": tiles},
         cluster={"part": PARTS},
         inputs={
             "x": x,
@@ -163,7 +171,10 @@ def router_shared_experts_mosaic(
             "layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "valid": valid,
             "h": h_ref,
-            "apart": jax.new_ref(jnp.zeros((2, PARTS, COLUMNS))) if interpret else None,
+            "apart": jax.new_ref(jnp.zeros((tiles, 2, PARTS, COLUMNS))) if interpret else None,
+            "shared_apart": jax.new_ref(jnp.zeros((tiles, PARTS, 2, ROWS, GROUP)))
+            if interpret
+            else None,
             "added": None if norm is None else norm.added,
             "norms": None if norm is None else norm.weights,
         },
@@ -181,9 +192,10 @@ def router_shared_experts_mosaic(
             "ring": plgpu.SMEM((STAGES, 2, ROWS, DEPTH), dtype, transforms=tiled),
             "x_smem": plgpu.SMEM((STAGES, GROUP, DEPTH), dtype, transforms=tiled)
             if norm is None
-            else smem(features // ROWS, dtype, interpret=interpret),
+            else smem(features // (ROWS * SHARERS), dtype, interpret=interpret),
             "out_smem": plgpu.SMEM((GROUP, ROWS), dtype, transforms=tiled),
             "sums_smem": plgpu.SMEM((GROUP, COLUMNS), jnp.float32),
+            "shared_smem": plgpu.SMEM((2, ROWS, GROUP), jnp.float32),
             "logits_smem": plgpu.SMEM((EXPERTS + THREADS,), jnp.float32),
             "bias_smem": None if bias is None else scores,
             **cut.choice.scratch(),
@@ -224,7 +236,7 @@ class RouterExpertsConfig:
 
     @property
     def pieces(self) -> int:
-        """Of a shared expert, each a block's."""
+        """Of a shared expert, each some blocks'."""
         return self.width // ROWS
 
     @property
@@ -244,6 +256,7 @@ class RouterExpertsRefs:
     valid: Any  # or None
     h: Any
     apart: Any  # the interpreter's, for the sums of a cluster and its squares
+    shared_apart: Any  # likewise, for gate and up
     added: Any  # of a norm, as its weights, the sum and what is normed; else None
     norms: Any
     ids: Any
@@ -255,9 +268,10 @@ class RouterExpertsRefs:
     summed: Any
     normed: Any
     ring: Any  # [stage, 2, 64, 128]: gate and up, or twice 64 rows of the router
-    x_smem: Any  # [stage, 8, 128]; with a norm `hopper.normed.smem`, of all K
+    x_smem: Any  # [stage, 8, 128]; with a norm `smem` of its K
     out_smem: Any  # [8, 64]
     sums_smem: Any  # [8, 128]
+    shared_smem: Any  # [2, 64, 8], of gate and up
     logits_smem: Any
     bias_smem: Any
     scores_smem: Any
@@ -286,10 +300,10 @@ class RouterExpertsCta:
         self.tile = lax.axis_index("tile")
 
     def run(self) -> None:
-        cut = self.cut
         pl.when(self.tile == 0)(self._route)
-        item = (self.tile - 1) * PARTS + self.part
-        pl.when((item >= 0) & (item < cut.items) & self.some)(partial(self._share, item))
+        number = (self.tile - 1) * PARTS + self.part
+        item, sharer = lax.div(number, SHARERS), lax.rem(number, SHARERS)
+        pl.when((self.tile > 0) & self.some)(partial(self._share, item, sharer))
 
     def _load(self, begin: Any, weights: Any, step: Any) -> None:
         """A step of K, of which `weights(K)` says two tiles."""
@@ -381,7 +395,7 @@ class RouterExpertsCta:
             refs.sums_smem.at[1][...] = squares  # in the place of a next token's sums
         if refs.apart is not None:
             for row in range(1 + (norm is not None)):
-                refs.apart[row, self.part] = refs.sums_smem[row]
+                refs.apart[self.tile, row, self.part] = refs.sums_smem[row]
         cluster_barrier(refs.met, interpret=cut.interpret)
         factor = None if norm is None else norm.factor(self._summed(1))
         pl.when(self.part == 0)(partial(self._choose, factor))
@@ -389,17 +403,15 @@ class RouterExpertsCta:
             norm.give(sums, weighted, factor)
         cluster_barrier(refs.met, interpret=cut.interpret)  # until the first has read all sums
 
-    def _summed(self, row: int) -> jax.Array:
-        """A row of the sums, of all blocks of the cluster."""
+    def _summed(self, row: int, blocks: Sequence[Any] = range(PARTS)) -> jax.Array:
+        """A row of the sums, of blocks of the cluster."""
 
-        def of(other: int) -> Any:
+        def of(other: Any) -> Any:
             if self.refs.apart is not None:
-                return self.refs.apart.at[row, other]
+                return self.refs.apart.at[self.tile, row, other]
             return plgpu.cluster_ref(self.refs.sums_smem, {"part": jnp.int32(other)}).at[row]
 
-        first, *rest = (
-            plgpu.load(of(other), layout=ROW, optimized=False) for other in range(PARTS)
-        )
+        first, *rest = (plgpu.load(of(other), layout=ROW, optimized=False) for other in blocks)
         return sum(rest, first)
 
     def _choose(self, factor: jax.Array | None) -> None:
@@ -450,21 +462,26 @@ class RouterExpertsCta:
 
     # --- the shared experts
 
-    def _share(self, item: jax.Array) -> None:
+    def _share(self, item: jax.Array, sharer: jax.Array) -> None:
+        """A block's part of K; one without an item of its own does the last again, and stores
+        nothing."""
         cut, refs = self.cut, self.refs
+        mine = (item < cut.items) & (sharer == 0)
+        item = jnp.minimum(item, cut.items - 1)
         which = lax.div(item, cut.pieces)
         column = (item - which * cut.pieces) * ROWS
         of_expert = refs.gate_up.at[self.layer, EXPERTS + which]
+        begin, end = (lax.div((sharer + more) * cut.steps, SHARERS) for more in (0, 1))
 
         def weights(some: Any) -> list[Any]:
             rows = [pl.multiple_of(column + up * cut.width, ROWS) for up in (0, 1)]
             return [of_expert.at[pl.ds(row, ROWS), some] for row in rows]
 
-        self._begin(jnp.int32(0), cut.steps, weights)
-        factor = None
+        self._begin(begin, end - begin, weights)
+        squares = None
         if self.normed is not None:
-            norm = self.norm(jnp.int32(0), cut.steps)
-            factor = norm.factor(norm.make()[2])
+            norm = self.norm(begin * DEPTH, cut.steps // SHARERS)
+            squares = norm.make()[2]
 
         def accumulate(*accs: Any) -> list[jax.Array]:
             def product(slot: Any, halves: list[Any]) -> None:
@@ -474,16 +491,43 @@ class RouterExpertsCta:
                         plgpu.wgmma(acc, refs.ring.at[slot, up, :, some], tokens)
                 plgpu.wgmma_wait(4)
 
-            self._stream(jnp.int32(0), cut.steps, weights, product)
+            self._stream(begin, end - begin, weights, product)
             return [acc[...] for acc in accs]
 
-        gate, up = pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, GROUP), jnp.float32)] * 2)
-        if factor is not None:
+        sums = pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, GROUP), jnp.float32)] * 2)
+        for place, each in enumerate(sums):
+            store(refs.shared_smem.at[place], each, interpret=cut.interpret)
+        if squares is not None:
+            refs.sums_smem.at[1][...] = squares
+        if refs.shared_apart is not None:
+            refs.shared_apart[self.tile, self.part] = refs.shared_smem[...]
+            refs.apart[self.tile, 1, self.part] = refs.sums_smem[1]
+        cluster_barrier(refs.met, interpret=cut.interpret)
+        sharers = [self.part - sharer + other for other in range(SHARERS)]
+        gate, up = (self._of_sharers(sharers, place) for place in (0, 1))
+        if squares is not None:
+            factor = self.norm(begin, 0).factor(self._summed(1, sharers))
             gate, up = gate * factor, up * factor
         y = gate / (1.0 + jnp.exp(-gate)) * up
-        store_transposed(refs.out_smem, y.astype(refs.out_smem.dtype), interpret=cut.interpret)
-        plgpu.commit_smem()
-        row = (cut.choice.top_k + which) * GROUP
-        to = cut.results.at(refs.h, row, GROUP, column, ROWS)
-        plgpu.copy_smem_to_gmem(refs.out_smem, to)
-        plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(mine)
+        def _store():
+            store_transposed(refs.out_smem, y.astype(refs.out_smem.dtype), interpret=cut.interpret)
+            plgpu.commit_smem()
+            row = (cut.choice.top_k + which) * GROUP
+            to = cut.results.at(refs.h, row, GROUP, column, ROWS)
+            plgpu.copy_smem_to_gmem(refs.out_smem, to)
+            plgpu.wait_smem_to_gmem(0)
+
+        cluster_barrier(refs.met, interpret=cut.interpret)  # until the others have read the sums
+
+    def _of_sharers(self, sharers: list[Any], place: int) -> jax.Array:
+        """The sum of gate's or up's parts, in the order of K."""
+
+        def of(other: Any) -> Any:
+            if self.refs.shared_apart is not None:
+                return self.refs.shared_apart.at[self.tile, other, place]
+            return plgpu.cluster_ref(self.refs.shared_smem, {"part": other}).at[place]
+
+        first, *rest = (plgpu.load(of(each), layout=PRODUCT, optimized=False) for each in sharers)
+        return sum(rest, first)

@@ -380,7 +380,10 @@ class MultiHeadLatentAttention(LatentProjections):
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
         """(heads' outputs, the arena or None, mailboxes) of queries before rotation."""
-        queries = self._latent_queries(q, rotation)
+        # Decode's kernel reads packed rows in eights, and a launch would pad them. Several GPUs'
+        # heads lie side by side.
+        fills = spread is None and q.shape[1] == 1 and self.kv_lora_rank % 128 == 0
+        queries = self._latent_queries(q, rotation, -self.num_heads % 8 if fills else 0)
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
 
         def attend(
@@ -415,10 +418,12 @@ class MultiHeadLatentAttention(LatentProjections):
         return self._values_of(out), rest[0] if rest else None, *sent
 
     def _values_of(self, out: Array) -> Array:
-        """The heads' values of outputs in the latent."""
+        """The heads' values of outputs in the latent, behind which may be those of spare heads."""
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
-            values = mla.absorb_output(out, self.w_uv[...].astype(self.dtype))
+            values = mla.absorb_output(
+                out[:, :, : self.num_heads], self.w_uv[...].astype(self.dtype)
+            )
         return values
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:

@@ -145,10 +145,14 @@ class LatentProjections(PagedAttention):
             latent = jnp.concatenate([self.kv_a_norm(compressed), k_pe], axis=-1)
             return latent.astype(self.dtype)
 
-    def _latent_queries(self, q: Array, rotation: Rotation) -> list[Array]:
+    def _latent_queries(self, q: Array, rotation: Rotation, spare_heads: int = 0) -> list[Array]:
         """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
-        array of both where a kernel makes it. `q` are the heads' before rotation."""
-        both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope))
+        array of both where a kernel makes it. `q` are the heads' before rotation.
+
+        Args:
+            spare_heads: that one array may have behind the others, of undefined numbers.
+        """
+        both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope), spare_heads)
         if both is not None:
             return [both]
         q_nope, q_pe = self._turned(q, rotation)
@@ -159,12 +163,13 @@ class LatentProjections(PagedAttention):
         x: Array,
         place: StackedWeight | None,
         turned: tuple[Rotation, RopeConfig] | None = None,
+        spare_heads: int = 0,
     ) -> Array | None:
         """A product of each head out of the stack of all layers, where a kernel has it."""
         if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
             return None
         with jax.named_scope("absorb"):
-            return place.of_heads(x, turned)
+            return place.of_heads(x, turned, spare_heads)
 
     def _project_out(self, x: Array | PendingNorm, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):

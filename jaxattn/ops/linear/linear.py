@@ -97,13 +97,17 @@ def heads_layer(
     *,
     layer: Layer,
     turned: tuple[Rotation, RopeConfig] | None = None,
+    spare_heads: int = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T H N"]:
     """`x[..., h, :] @ weights[layer, h]` of each head, summed in float32, in x's dtype.
 
     Args:
+        x: its heads behind the first H are not read.
         turned: the tokens' rotation. x then has P numbers more of each head, [*T, H, K + P], and
             the result has them rotated behind the product, [*T, H, N + P].
+        spare_heads: of the result, behind the others, for an op that reads heads in eights. What
+            they hold is undefined. The kernel has them where N is a multiple of 128.
 
     Other arguments, limits and errors are those of `linear_layer`, with K and N of a head. The
     kernel has P 64 and N a multiple of 128 where it rotates.
@@ -112,10 +116,10 @@ def heads_layer(
     arguments.check("weights", weights, "L H K N", FLOATS)
     heads, inner, size = weights.shape[1:]
     behind = 0 if turned is None else turned[1].dim
-    if x.shape[-2:] != (heads, inner + behind):
+    if x.shape[-2] < heads or x.shape[-1] != inner + behind:
         raise ValueError(
-            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with H and K of weights "
-            f"{tuple(weights.shape)} and P {behind}"
+            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with K and at least H of "
+            f"weights {tuple(weights.shape)} and P {behind}"
         )
     first, affine, number = split_layer_index(layer)
     check_layer(arguments.op, "weights", weights.shape, number)
@@ -125,12 +129,12 @@ def heads_layer(
 
     def reference(tokens: Array, first: Array, weights: Array, angles: Array | None) -> list[Array]:
         weight = lax.dynamic_index_in_dim(weights, affine[0] * first + affine[1], keepdims=False)
-        by_head = tokens.reshape(-1, heads, inner + behind)
+        by_head = tokens.reshape(-1, *x.shape[-2:])[:, :heads]
         y = dot("thk,hkn->thn", by_head[..., :inner], weight).astype(x.dtype)
         if turned is not None and angles is not None:
             rotated = rope(by_head[..., inner:], Rotation(angles), turned[1])
             y = jnp.concatenate([y, rotated.astype(x.dtype)], axis=-1)
-        return [y.reshape(len(tokens), -1)]
+        return [jnp.pad(y, ((0, 0), (0, spare_heads), (0, 0))).reshape(len(tokens), -1)]
 
     def kernel(
         tokens: Array, first: Array, weights: Array, angles: Array | None, interpret: bool
@@ -140,18 +144,24 @@ def heads_layer(
                 f"heads_layer: the kernel rotates {DIMS} dims behind N, a multiple of {ROWS}; got "
                 f"{behind} and N {size}"
             )
+        if spare_heads and size % ROWS:
+            raise Refusal(
+                f"heads_layer: the kernel has spare heads where N is a multiple of {ROWS}; got "
+                f"{size}"
+            )
         turn = None
         if turned is not None and angles is not None:
             turn = RopeEpilogueParams(angles.astype(jnp.float32), turned[1].interleaved)
         return linears_mosaic(
             tokens, [weights.reshape(-1, inner, size)], layer=first, affine=affine,
-            out_dtypes=[x.dtype], heads=heads, turned=turn, interpret=interpret,
+            out_dtypes=[x.dtype], heads=heads, spare_heads=spare_heads, turned=turn,
+            interpret=interpret,
         )  # fmt: skip
 
-    tokens = x.reshape(-1, heads * (inner + behind)).astype(weights.dtype)
+    tokens = x.reshape(-1, x.shape[-2] * x.shape[-1]).astype(weights.dtype)
     operands = (tokens, jnp.asarray(first, jnp.int32), weights, angles)
     found = _dispatch("heads_layer", implementation, kernel, reference, operands)
-    return found[0].reshape(*x.shape[:-1], size + behind)
+    return found[0].reshape(*x.shape[:-2], heads + spare_heads, size + behind)
 
 
 def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
