@@ -281,6 +281,17 @@ def _mappings() -> int:
     return MAPPINGS.read_bytes().count(b"\n")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _lazy_steps(request: pytest.FixtureRequest) -> None:
+    """Of files that are marked `lazy_steps`; see tests/helpers/lazy_steps.py."""
+    lazy = request.node.get_closest_marker("lazy_steps") is not None
+    if lazy or "tests.helpers.lazy_steps" in sys.modules:
+        from tests.helpers.lazy_steps import use_lazy_steps
+
+        cpu = jax.default_backend() == "cpu"
+        use_lazy_steps(lazy and cpu and not request.config.getoption("--slow"))
+
+
 @pytest.fixture
 def untraced_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count the same bytes of temp for each step, for tests that read a plan's other lines.

@@ -1,0 +1,113 @@
+"""Engines that compile a step when it is called first, for tests that call few of an engine's steps.
+
+An engine compiles 14 to 30 steps before it starts and runs each of them twice, and a test of greedy
+rows calls four. In files with `pytestmark = pytest.mark.lazy_steps` the others are neither traced
+nor compiled, and a plan counts no temp and no code. What engines compile ahead of time, what it
+takes and that nothing is compiled later is tested in files without the marker, of which
+engine/test_recompilation_guard.py is the first. With --slow no file has lazy steps.
+"""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxattn.engine.compilation import compiler
+from jaxattn.engine.startup import warmup
+
+# What XLA says of a step that is not compiled; an argument of 0 bytes would be refused.
+NOTHING = SimpleNamespace(
+    argument_size_in_bytes=1,
+    output_size_in_bytes=0,
+    alias_size_in_bytes=0,
+    temp_size_in_bytes=0,
+    generated_code_size_in_bytes=0,
+)
+compile_steps, run_twice = compiler._compile, warmup.warm_up
+_lazy = [False]
+
+
+class StepCompiler:
+    """The steps of one engine, of which decode steps are exported once.
+
+    Args:
+        given: what `compiler._compile` takes behind the steps, up to the implementation.
+    """
+
+    def __init__(self, *given: Any):
+        self.given, self.lock, self.exporter = given, threading.Lock(), None
+
+    def compiled(self, step: Any) -> jax.stages.Compiled:
+        """In a thread of its own: a sealed engine counts what its own thread compiles."""
+        found: list[Any] = []
+
+        def compile_one() -> None:
+            try:
+                found.append(self._compiled(step))
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=compile_one)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    def _compiled(self, step: Any) -> jax.stages.Compiled:
+        def once(*args: Any) -> Any:
+            self.exporter = self.exporter or exporter(*args)
+            return self.exporter
+
+        exporter = compiler.DecodeStepExporter
+        with self.lock, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compiler, "DecodeStepExporter", once)
+            return compile_steps([step], *self.given, None, 1, None)[str(step)]
+
+
+class LazyStep:
+    """An executable that is compiled when it is called, or when anything but its memory is read."""
+
+    def __init__(self, step: Any, steps: StepCompiler):
+        self.step, self.steps, self.executable = step, steps, None
+
+    def ready(self) -> jax.stages.Compiled:
+        if self.executable is None:
+            self.executable = self.steps.compiled(self.step)
+        return self.executable
+
+    def __call__(self, *args: Any) -> Any:
+        return self.ready()(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ready(), name)
+
+    def memory_analysis(self) -> Any:
+        return NOTHING if _lazy[0] else self.ready().memory_analysis()
+
+
+def _compile(steps: Any, *given: Any) -> dict[str, Any]:
+    *own, on_compile, _, kept = given
+    if not _lazy[0] or kept is not None:
+        return compile_steps(steps, *given)
+    for step in steps if on_compile else ():
+        on_compile(str(step), None)
+        on_compile(str(step), 0.0)
+    model, limits, params, *rest = own
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    of_engine = StepCompiler(model, limits, shapes, *rest)
+    return {str(step): LazyStep(step, of_engine) for step in steps}
+
+
+def _warm_up(model: Any, limits: Any, executables: Any, weights: Any, state: Any, *rest: Any) -> Any:
+    if _lazy[0]:
+        return state, rest[0]
+    return run_twice(model, limits, executables, weights, state, *rest)
+
+
+def use_lazy_steps(lazy: bool) -> None:
+    """From here on, engines that are built have lazy steps or do not."""
+    _lazy[0] = lazy
+    compiler._compile, warmup.warm_up = _compile, _warm_up
