@@ -16,6 +16,8 @@ from jaxattn.parallel import Parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 
+pytestmark = pytest.mark.lazy_steps
+
 CONFIG = HybridConfig(
     vocab_size=251,
     hidden_size=32,
