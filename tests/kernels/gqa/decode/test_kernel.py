@@ -191,8 +191,8 @@ def test_more_packed_rows_than_a_block_has_columns(implementation):
 
 
 @pytest.mark.slow(
-    reason="a place of the ring that is read too early; found by races in gqa/decode/test_shared "
-    "and by the same test on a GPU too"
+    reason="a place of the ring that is read too early; found by the same test and by real "
+    "shapes on a GPU too"
 )
 @both_devices
 def test_steps_of_a_ring_that_goes_round(implementation):
