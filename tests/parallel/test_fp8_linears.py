@@ -21,12 +21,7 @@ from tests.parallel.cases import SMALL, Stepped, followed
     "parallel/test_tiny_checkpoints and by the cuts of FP8 folders in "
     "parallel/test_loading too"
 )
-@pytest.mark.slow_cases(
-    reason="scales that are cut elsewhere; found by Qwen3-Next's there, by columns and by rows too"
-)
-@pytest.mark.parametrize(
-    "classes", ["Qwen3Next", pytest.param("DeepseekV3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("classes", ["Qwen3Next", "DeepseekV3"])
 @on_virtual_devices
 def test_two_devices_give_the_tokens_of_one(classes):
     two = Parallel(tensor=2, expert=2)

@@ -56,6 +56,10 @@ def test_a_batch_of_rows_in_float16(implementation):
     assert_matches(case, out, states, l2norm=False, scale=-0.5, bound=2e-3)
 
 
+@pytest.mark.slow(
+    reason="a gate that underflows; found by the same test on a GPU and by decays from one to "
+    "zero in test_kda too"
+)
 @pytest.mark.slow_cases(
     reason="an overflow of exp in one run; found by the same gates with segments of 64 too"
 )
