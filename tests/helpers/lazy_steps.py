@@ -20,7 +20,7 @@ from jaxattn.engine.startup.executable_memory import ExecutableMemory
 COMPILE = jax.stages.Lowered.compile
 compile_steps, run_twice = compiler._compile, warmup.warm_up
 memory_of = capacity_planner.from_compiled
-_lazy = [False]
+_lazy, _keep = [False], [False]
 
 
 class StepCompiler:
@@ -28,10 +28,12 @@ class StepCompiler:
 
     Args:
         given: what `compiler._compile` takes behind the steps, up to the implementation.
+        kept: where other processes find the steps; None keeps none.
     """
 
-    def __init__(self, *given: Any):
-        self.given, self.lock, self.exporter = given, threading.Lock(), None
+    def __init__(self, *given: Any, kept: Any):
+        self.given, self.kept = given, kept
+        self.lock, self.exporter = threading.Lock(), None
 
     def compiled(self, step: Any) -> jax.stages.Compiled:
         """In a thread of its own: a sealed engine counts what its own thread compiles."""
@@ -58,7 +60,7 @@ class StepCompiler:
         exporter = compiler.DecodeStepExporter
         with self.lock, pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiler, "DecodeStepExporter", once)
-            return compile_steps([step], *self.given, None, 1, None)[str(step)]
+            return compile_steps([step], *self.given, None, 1, self.kept)[str(step)]
 
 
 class LazyStep:
@@ -83,14 +85,14 @@ def _compile(steps: Any, *given: Any) -> dict[str, Any]:
     *own, on_compile, _, kept = given
     # A test that counts compilations, or forbids them, counts those of an engine that starts.
     counted = jax.stages.Lowered.compile is not COMPILE
-    if not _lazy[0] or kept is not None or counted:
+    if not _lazy[0] or (kept is not None and not _keep[0]) or counted:
         return compile_steps(steps, *given)
     for step in steps if on_compile else ():
         on_compile(str(step), None)
         on_compile(str(step), 0.0)
     model, limits, params, *rest = own
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    of_engine = StepCompiler(model, limits, shapes, *rest)
+    of_engine = StepCompiler(model, limits, shapes, *rest, kept=kept)
     return {str(step): LazyStep(step, of_engine) for step in steps}
 
 
@@ -106,9 +108,13 @@ def _memory_of(executable: Any, inputs: int) -> ExecutableMemory:
     return memory_of(executable, inputs)
 
 
-def use_lazy_steps(lazy: bool) -> None:
-    """From here on, engines that are built have lazy steps or do not."""
-    _lazy[0] = lazy
+def use_lazy_steps(lazy: bool, *, keep: bool = False) -> None:
+    """From here on, engines that are built have lazy steps or do not.
+
+    Args:
+        keep: also where a cache keeps executables. Without it such engines compile ahead.
+    """
+    _lazy[0], _keep[0] = lazy, keep
     compiler._compile, warmup.warm_up = _compile, _warm_up
     capacity_planner.from_compiled = _memory_of
 

@@ -1,9 +1,12 @@
 """One engine of the embedded model for all tests here, and servers that say what they are told."""
 
+import contextlib
 import dataclasses
+import os
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
@@ -27,12 +30,30 @@ class Kept:
         assert not self.engine.busy
 
 
+@contextlib.contextmanager
+def kept_in(folder):
+    """Executables are kept in a folder, and found there."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
+
+
 @pytest.fixture(scope="session")
-def engine(request):
-    """A step is compiled when a test calls it, unless all tests run."""
+def engine(request, tmp_path_factory):
+    """A step is compiled when a test calls it, unless all tests run. Where several processes run
+    the tests, one compiles it for those that come later."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "executables"
     model, params = load(EMBEDDED)
-    use_lazy_steps(jax.default_backend() == "cpu" and not request.config.getoption("--slow"))
-    with Engine(model, params, dataclasses.replace(LIMITS, checkpoints=2)) as engine:
+    cpu = jax.default_backend() == "cpu"
+    use_lazy_steps(cpu and not request.config.getoption("--slow"), keep=True)
+    with kept_in(folder):
+        made = Engine(model, params, dataclasses.replace(LIMITS, checkpoints=2))
+    with made as engine:
         engine.start()
         yield engine
 
