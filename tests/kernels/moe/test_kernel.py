@@ -97,9 +97,6 @@ def test_matches_float64_and_reads_no_other_weights(name, implementation, reques
     reason="a bias of another expert; found by biases and the same activation in test_four_bit "
     "and by the same test on a GPU too"
 )
-@pytest.mark.slow_cases(
-    reason="biases of sorted tokens; found by two tokens and the sorted list too"
-)
 @both_devices
 @pytest.mark.parametrize("tokens", [2, slow(33)])
 def test_biases_and_a_clamped_activation(tokens, implementation, request):
@@ -131,10 +128,6 @@ def test_biases_and_a_clamped_activation(tokens, implementation, request):
     assert relative(reference, wanted) < 2e-3
 
 
-@pytest.mark.slow(
-    reason="a list that is taken for another activation's; found by test_router_shared_experts "
-    "and by biases with a clamped activation there too"
-)
 def test_what_was_made_beside_the_list_has_no_other_activation(few_stages):
     """A list that says that h is there already, as `router_shared_experts` makes it, of SwiGLU."""
     args, _ = taken_apart(moe_case(1, 3, 2, features=128, seed=7))
@@ -204,9 +197,6 @@ def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
 @pytest.mark.slow(
     reason="a place of the ring that is read too early; found by races of FP8 and of two stages "
     "there too"
-)
-@pytest.mark.slow_cases(
-    reason="a place that is read too early; found where a warpgroup is for up too"
 )
 @pytest.mark.parametrize("split", [slow(False), True])
 def test_places_of_the_ring_are_used_again_for_fp8(split):

@@ -121,10 +121,6 @@ def weights_in_float64(case, tokens, ids):
     reason="a token with other experts or another sum; found by the same checks behind a norm "
     "there too"
 )
-@pytest.mark.slow_cases(
-    reason="sigmoid scores that are not normed; found by DeepSeek-V2-Lite's there and bits of "
-    "launches with GLM's too"
-)
 @both_devices
 @pytest.mark.parametrize("name", ["v2-lite", slow("glm")])
 def test_a_token_gets_its_experts_and_their_sum(name, implementation):

@@ -60,9 +60,6 @@ def cut_at(case, cuts):
     return PairSchedule(line, kv_heads, case.q.shape[1], case.options["window"])
 
 
-@pytest.mark.slow(
-    reason="a step that is left out at a row's end; found by float64 and by the window there too"
-)
 @pytest.mark.slow_cases(
     reason="bits in another place; found by 4bit_nc and other tests of k3v4_nc too"
 )
@@ -106,7 +103,8 @@ def test_values_that_cancel(preset, dim, implementation):
 
 
 @pytest.mark.slow_cases(
-    reason="a row of another token; found by ragged tokens beside a window, with pages of 32 too"
+    reason="a row of another token; found by ragged FP8 rows in gqa/decode/test_kernel and by "
+    "the same test on a GPU too"
 )
 @both_devices
 @pytest.mark.parametrize("page", [slow(16), slow(128)])

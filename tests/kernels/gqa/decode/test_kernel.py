@@ -49,8 +49,8 @@ def cut_at(case, cuts):
 
 
 @pytest.mark.slow_cases(
-    reason="a row of another head; found by groups of one head there, of 5 heads in pieces and of "
-    "16 heads at 256 dims with more packed rows than columns too"
+    reason="a row of another head; found by groups of one head and of 5 heads in pieces there, "
+    "and by the same test on a GPU, too"
 )
 @both_devices
 @pytest.mark.parametrize("group, dim", [(1, 64), slow(5, 128), slow(16, 256)])
@@ -334,7 +334,6 @@ def test_real_shapes(lens, group, kv_heads, dim, options):
     reason="a sum whose order depends on other rows; found by engine/test_exact_mode in XLA's "
     "steps and by both tests of such bits on a GPU too"
 )
-@pytest.mark.slow_cases(reason="a place that changes bits at 128 dims; found by 64 dims too")
 @both_devices
 @pytest.mark.parametrize("dim", [64, slow(128)])
 def test_a_batch_invariant_rows_bits_do_not_depend_on_its_place_in_a_part(dim, implementation):

@@ -125,7 +125,6 @@ def test_what_all_scores_lack_before_the_soft_cap(dim, tokens, group, implementa
 @pytest.mark.slow(
     reason="a tile of another head; found by groups there and by the same test on a GPU too"
 )
-@pytest.mark.slow_cases(reason="a tile of another head; found by 128 dims with a window too")
 @both_devices
 @pytest.mark.parametrize("dim, window", [slow(64, None), (128, 100), slow(256, None)])
 def test_heads_are_not_packed_where_tokens_are_many(
@@ -140,10 +139,6 @@ def test_heads_are_not_packed_where_tokens_are_many(
     reason="a step that is left unmasked; found by float64 of groups and of caches in blocks "
     "there, and by the same test on a GPU, too"
 )
-@pytest.mark.slow_cases(
-    reason="a step without a mask that needs one, and a row of ten steps; found by three rows of "
-    "128 dims too"
-)
 @both_devices
 @pytest.mark.parametrize("lens, new", [([390, 300, 70], [140, 300, 3]), slow([640], [33])])
 @pytest.mark.parametrize("dim", [slow(64), 128, slow(256)])
@@ -154,7 +149,8 @@ def test_steps_that_all_rows_see_apart(dim, lens, new, implementation, traced_an
 
 
 @slow_interpreted(
-    "a result that is not rescaled; found by steps that all rows see apart, of six steps, too"
+    "a result that is not rescaled; found by caches that are read in blocks, of several "
+    "steps, and by the same test on a GPU too"
 )
 def test_maxima_that_grow_little_and_much(implementation):
     """By up to 2**30 from a step of 64 keys to the next; the reference moves beyond 2**8."""
@@ -182,7 +178,6 @@ def test_float16_and_64_bit_numbers(implementation):
     reason="a barrier's phase that is wrong for a second tile; found by race detection at 128 "
     "dims there and by the same test on a GPU too"
 )
-@pytest.mark.slow_cases(reason="a ring that comes round; found by three blocks too")
 @both_devices
 @pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation, traced_anew, monkeypatch):
@@ -295,7 +290,7 @@ def test_other_caches_are_read_in_blocks(
     run(case, implementation)
 
 
-@slow_interpreted("steps of another row's prefix; found by steps that all rows see apart too")
+@slow_interpreted("steps of another row's prefix; found by the same test on a GPU too")
 def test_a_rows_bits_do_not_depend_on_the_prefix_of_others(implementation):
     # Pages of 8 are read in blocks, where some row has a prefix.
     case = prefill_case([9, 150], [9, 10], page=8, gate=True, sinks=True)

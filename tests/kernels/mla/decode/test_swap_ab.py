@@ -153,7 +153,7 @@ def test_ragged_rows_of_two_blocks_and_small_pages(implementation):
 
 @pytest.mark.slow_cases(
     reason="tokens that see one piece alone, a third tile of heads; found by five tokens of "
-    "bfloat16 and by more heads than two tiles, in test_warp_specialized, too"
+    "bfloat16 there and by the same test on a GPU too"
 )
 @both_devices
 @pytest.mark.parametrize(

@@ -88,8 +88,8 @@ def even_cuts(lens, parts):
 
 
 @pytest.mark.slow_cases(
-    reason="a column or a tile of another token; found by 3 and 192 heads there, five tokens and "
-    "columns in test_swap_ab too"
+    reason="a column or a tile of another token; found by 3 heads there, by five tokens and "
+    "columns in test_swap_ab, and on a GPU, too"
 )
 @both_devices
 @pytest.mark.parametrize(
@@ -108,7 +108,8 @@ def test_matches_float64(lens, q_len, heads, implementation):
 
 
 @pytest.mark.slow_cases(
-    reason="a part read in another place; found by 192 heads in two parts against float64 too"
+    reason="a part read in another place; found by the same test and by 192 heads in two parts "
+    "on a GPU too"
 )
 @both_devices
 @pytest.mark.parametrize(
@@ -215,7 +216,6 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
     reason="pieces that depend on other rows; found by the same test on a GPU, and by "
     "models/test_batch in XLA's steps, too"
 )
-@pytest.mark.slow_cases(reason="pieces that depend on other rows; found by heads as rows too")
 @both_devices
 @pytest.mark.parametrize("heads", [slow(2), 26])  # heads as columns, and as rows
 def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
@@ -237,9 +237,6 @@ def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
 @pytest.mark.slow(
     reason="a number that is converted to another dtype; found by float16 in "
     "kernels/test_lowering and by the other dtypes there too"
-)
-@pytest.mark.slow_cases(
-    reason="float16 as columns; found by float16 as rows and columns in test_swap_ab too"
 )
 @both_devices
 @pytest.mark.parametrize("heads", [slow(8), 28])  # heads as columns, and as rows
@@ -280,7 +277,9 @@ def test_writes_into_a_poisoned_arena(q_len, heads, dim, cuts, implementation):
         assert np.isnan(arena.after(spec).read(behind, name)).all()
 
 
-@slow_interpreted("a merge of another row; found by more rows than parts that are cut too")
+@slow_interpreted(
+    "a merge of another row; found by cut rows in test_swap_ab and by the same test on a GPU too"
+)
 def test_rows_are_merged_side_by_side(implementation, monkeypatch):
     monkeypatch.setattr(mla_combine, "BLOCKS", 4)
     case = mla_case([200, 70, 0], heads=28)
@@ -317,7 +316,6 @@ def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     reason="a token before a row's first that reads a NaN; found by a NaN in "
     "test_warp_specialized_fp8, which has the same masks, too"
 )
-@pytest.mark.slow_cases(reason="a NaN of a row that is not cut; found by a row that is cut too")
 @both_devices
 @pytest.mark.parametrize("cuts", [slow(None), [(0, 0), (1, 1)]])
 def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
@@ -395,7 +393,6 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
     reason="a part that ends before its last row; found by more rows than parts in test_swap_ab "
     "too, with the same schedule"
 )
-@pytest.mark.slow_cases(reason="a row of another part with one token; found by two tokens too")
 @pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("q_len", [slow(1), 2])
@@ -439,7 +436,6 @@ def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation)
 @pytest.mark.slow(
     reason="a head of another tile; found by many heads in test_swap_ab and by 26 heads there too"
 )
-@pytest.mark.slow_cases(reason="a head of another tile; found by 192 heads in two parts too")
 @both_devices
 @pytest.mark.parametrize("heads, in_two_parts", [slow(130, False), (192, True)])
 def test_more_heads_than_two_tiles(heads, in_two_parts, implementation):
