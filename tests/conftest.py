@@ -79,7 +79,7 @@ def _is_interpreted(item: pytest.Item) -> bool:
     return callspec is not None and "mosaic_gpu_interpret" in callspec.params.values()
 
 
-SAMPLE = 10  # of the cases of a test that is `sampled`, one in so many runs without --slow
+SAMPLE = 20  # of the cases of a test that is `sampled`, one in so many runs without --slow
 
 
 def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -279,6 +279,28 @@ def _mappings_for_more_programs() -> None:
 
 def _mappings() -> int:
     return MAPPINGS.read_bytes().count(b"\n")
+
+
+def _use_lazy_steps(request: pytest.FixtureRequest, lazy: bool) -> None:
+    if lazy or "tests.helpers.lazy_steps" in sys.modules:
+        from tests.helpers.lazy_steps import use_lazy_steps
+
+        cpu = jax.default_backend() == "cpu"
+        use_lazy_steps(lazy and cpu and not request.config.getoption("--slow"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _lazy_steps(request: pytest.FixtureRequest) -> None:
+    """Of files that are marked `lazy_steps`; see tests/helpers/lazy_steps.py."""
+    _use_lazy_steps(request, request.node.get_closest_marker("lazy_steps") is not None)
+
+
+@pytest.fixture
+def lazy_steps(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For single tests of other files."""
+    _use_lazy_steps(request, True)
+    yield
+    _use_lazy_steps(request, False)
 
 
 @pytest.fixture

@@ -48,6 +48,10 @@ def test_shapes_count_the_bytes_of_their_format():
     assert turboquant.SHAPES[1].read == 64 * 8192 * 8 * 134
 
 
+@pytest.mark.slow(
+    reason="a chunk that is checked against another mask; found by results of single tokens "
+    "there and by ops/turboquant/test_attention's chunk too"
+)
 def test_a_chunk_is_checked_against_attention_over_the_dequantized_cache(monkeypatch):
     monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
     (shape,) = turboquant_prefill.SMALL_SHAPES

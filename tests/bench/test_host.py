@@ -12,6 +12,8 @@ from jaxattn.memory.limits import Limits
 from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import EMBEDDED, load, read_config
 
+pytestmark = pytest.mark.lazy_steps
+
 
 @pytest.mark.slow(
     reason="a column of another run; found by several steps of a call, counted one by one too"

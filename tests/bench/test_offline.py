@@ -28,6 +28,8 @@ from jaxattn.bench.offline.measures import MeasureError, measured, window
 from jaxattn.bench.offline.workload import FIXED, SHAREGPT, OfflineWorkload
 from tests.helpers.fake_vllm import write_packages
 
+pytestmark = pytest.mark.lazy_steps
+
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):

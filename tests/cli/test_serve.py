@@ -38,6 +38,8 @@ from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid
 from jaxattn.text import ByteTokenizer
 
+pytestmark = pytest.mark.lazy_steps
+
 CONFIG = HybridConfig(
     vocab_size=256,
     hidden_size=32,

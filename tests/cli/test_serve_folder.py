@@ -28,6 +28,8 @@ from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 from tests.helpers.fake_hub import FakeHub, files_of, use
 
+pytestmark = pytest.mark.lazy_steps
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "data" / "tiny_checkpoints"
 YOUTU, DEEPSEEK = TINY / "youtu", TINY / "deepseek_v3"

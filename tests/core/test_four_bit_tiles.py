@@ -4,13 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.four_bit_tiles import (
-    FourBitFormat,
-    dequantize,
-    pack,
-    quantize,
-    unpack,
-)
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, pack, unpack
+from tests.helpers.four_bit_compiled import dequantize, quantize
 
 MXFP4 = FourBitFormat("mxfp4", 32, "e8m0")
 FORMS = [

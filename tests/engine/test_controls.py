@@ -10,6 +10,8 @@ from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
 
+pytestmark = pytest.mark.lazy_steps
+
 
 @pytest.mark.parametrize(
     "options, message",

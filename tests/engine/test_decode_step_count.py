@@ -24,6 +24,8 @@ from tests.helpers.engine_cases import (
     random_requests,
 )
 
+pytestmark = pytest.mark.lazy_steps
+
 MODEL = Hybrid(EXACT)
 FOUR = dataclasses.replace(ONE_BY_ONE, steps_per_round=4)
 
@@ -234,7 +236,7 @@ def test_executables_are_no_more_than_without_and_update_in_place(four):
 
 def test_several_steps_take_no_more_temp_than_one(four):
     one, several = (
-        four._prepared.known[name].temp
+        four.executables[name].memory_analysis().temp_size_in_bytes
         for name in ("round of 3 rows: draws", "4 rounds of 3 rows: draws")
     )
     assert several <= one + 4096

@@ -22,6 +22,8 @@ from jaxattn.models.catalog import public_models
 from jaxattn.plan import plan
 from tests.helpers.engine_cases import CONFIG, EXACT, ONE_BY_ONE, params_of, random_requests
 
+pytestmark = pytest.mark.lazy_steps
+
 LITE = public_models.load("DeepSeek-V2-Lite").model
 QWEN = public_models.load("Qwen3.5-35B-A3B").model
 H200 = known_device("h200")

@@ -19,6 +19,8 @@ from jaxattn.models.interface import PrefillBatch, init_state, scratch_spec
 from jaxattn.models.loading.huggingface_checkpoint import load
 from tests.helpers.draft_heads import VOCAB, write_folder
 
+pytestmark = pytest.mark.lazy_steps
+
 LIMITS = Limits(batch=3, max_model_len=192, prefill_chunk=64, prefill_rows=2, checkpoints=2,
                 num_pages=8, speculate=1, speculate_by="mtp")  # fmt: skip
 QWEN = "qwen3_5_text"  # whose rows have states, in slots that change

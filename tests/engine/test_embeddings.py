@@ -17,6 +17,8 @@ from jaxattn.engine.requests.outputs import FinishReason
 from jaxattn.models.loading import huggingface_checkpoint
 from tests.helpers.engine_cases import with_steps
 
+pytestmark = pytest.mark.lazy_steps
+
 FOLDER = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "llama"
 # Chunks of 16 tokens, two prompts in one step; the pool holds less than three whole rows.
 LIMITS = Limits(batch=3, max_model_len=128, num_pages=4, prefill_chunk=16, prefill_rows=2)

@@ -25,6 +25,8 @@ from tests.helpers.exact_rows import (
     random_rows,
 )
 
+pytestmark = pytest.mark.lazy_steps
+
 REASON = "a mixer whose bits depend on other rows; found in the hybrids too"
 FEW = ("gdn", "kda")  # between them all mixers, and experts
 

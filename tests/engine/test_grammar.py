@@ -11,6 +11,8 @@ from jaxattn.engine.sampling.grammar_bitmask import EVERY, fill_bitmask, masked,
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of
 
+pytestmark = pytest.mark.lazy_steps
+
 
 class Sorted:
     """Texts of at most `most` tokens, each larger than the one before; 255 may end one early."""

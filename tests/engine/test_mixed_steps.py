@@ -22,6 +22,8 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.ops.moe.routing import Router
 
+pytestmark = pytest.mark.lazy_steps
+
 STREAM = Stream(hidden_size=16, eps=1e-6, dtype="float32", param_dtype="float32")
 LATENT = MLA(
     num_heads=2,

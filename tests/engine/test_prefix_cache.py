@@ -22,6 +22,8 @@ from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import SMALLEST, params_of, with_steps
 
+pytestmark = pytest.mark.lazy_steps
+
 ATTENTION = dataclasses.replace(SMALLEST, gdn_per_repeat=0)
 WITH = Limits(batch=2, max_model_len=256, prefill_chunk=64, num_pages=10, checkpoints=3)
 KINDS = {"pages": ATTENTION, "states": SMALLEST}

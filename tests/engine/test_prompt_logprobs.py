@@ -15,6 +15,8 @@ from jaxattn.engine.steps.score_step import LOGITS_BYTES, ScoreStep
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, ONE_BY_ONE, kept_steps, params_of, with_steps
 
+pytestmark = pytest.mark.lazy_steps
+
 # Less than a chunk, some chunks and a part, a whole chunk, and a token alone.
 TEXTS = [bytes((7 * i + j * j) % 256 for j in range(n)) for i, n in enumerate((9, 150, 64, 1))]
 

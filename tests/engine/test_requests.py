@@ -19,6 +19,10 @@ from jaxattn.engine.requests.outputs import (
     TokenEvent,
 )
 from jaxattn.engine.startup.engine_build import prepare
+from jaxattn.engine.startup.executable_memory import from_compiled
+from jaxattn.engine.steps.model_steps import rounds
+from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.memory.budget import nbytes
 from jaxattn.models import Hybrid
 from jaxattn.plan import plan
 from tests.helpers.engine_cases import (
@@ -31,6 +35,8 @@ from tests.helpers.engine_cases import (
     prompts,
     with_steps,
 )
+
+pytestmark = pytest.mark.lazy_steps
 
 MODEL = Hybrid(SMALLEST)
 
@@ -432,8 +438,10 @@ def test_the_engine_takes_what_was_planned_without_a_device(params):
     assert (
         made["kv cache"] == state.array("kv_cache").nbytes and made["arena"] == state.arena.nbytes
     )
-    assert engine.plan["xla temp"] <= made["xla temp"]
-    assert engine.plan["step inputs and outputs"] <= made["step inputs and outputs"]
+    for step in (entry_points(LIMITS)[0], rounds(LIMITS, LIMITS.batch)[0]):
+        taken = from_compiled(engine.executables[str(step)], nbytes(step.given(MODEL, LIMITS)))
+        assert 0 < taken.temp <= made["xla temp"]
+        assert taken.in_out <= made["step inputs and outputs"]
 
 
 def test_memory_comes_back_when_the_engine_is_deleted(params):

@@ -22,6 +22,8 @@ from tests.helpers.engine_cases import (
     with_steps,
 )
 
+pytestmark = pytest.mark.lazy_steps
+
 MODEL = Hybrid(SMALLEST)
 
 

@@ -13,6 +13,8 @@ from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, ONE_BY_ONE, kept_steps, params_of
 
+pytestmark = pytest.mark.lazy_steps
+
 DRAFTS = dataclasses.replace(ONE_BY_ONE, speculate=3)
 REPEATS = b"one two three, one two three, one two "
 

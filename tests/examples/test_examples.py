@@ -12,6 +12,8 @@ from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import EMBEDDED
 from tests.helpers.engine_cases import SMALLEST, params_of
 
+pytestmark = pytest.mark.lazy_steps
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

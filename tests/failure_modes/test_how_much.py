@@ -115,6 +115,7 @@ def test_the_hybrids_cache_is_not_sized_without_its_scratch_and_temp():
 # 9 ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("lazy_steps")
 def test_buffers_do_not_move_when_batches_of_every_size_run():
     kept_steps(BUCKETS)
     engine = Engine(Hybrid(SMALLEST), params_of(SMALLEST), BUCKETS)

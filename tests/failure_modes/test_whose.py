@@ -41,6 +41,8 @@ from tests.helpers.engine_cases import (
 )
 from tests.helpers.model_cases import changed
 
+pytestmark = pytest.mark.lazy_steps
+
 SCALE = 0.1
 MAX_PAGES = 2
 

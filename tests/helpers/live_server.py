@@ -94,7 +94,7 @@ class LiveServer:
     def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, port: int):
         self.service, self.port, self._loop = service, port, loop
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
 
     def call(self, work):
         """Runs a coroutine on the server's loop."""

@@ -58,7 +58,10 @@ def _begin() -> None:
     assert jax.device_count() == DEVICES, jax.devices()
 
 
-def _run(module: str, name: str, arguments: dict[str, Any]) -> None:
+def _run(module: str, name: str, arguments: dict[str, Any], lazy: bool) -> None:
+    from tests.helpers import lazy_steps
+
+    lazy_steps.use_lazy_steps(lazy)
     try:
         getattr(importlib.import_module(module), name).__wrapped__(**arguments)
     finally:
@@ -73,10 +76,13 @@ def on_virtual_devices(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def elsewhere(**arguments: Any) -> None:
+        from tests.helpers import lazy_steps  # an engine is imported in a second
+
         before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
         os.environ.update(XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")
         try:
-            submitted = _process().submit(_run, test.__module__, test.__name__, arguments)
+            lazy = lazy_steps.is_lazy()
+            submitted = _process().submit(_run, test.__module__, test.__name__, arguments, lazy)
         finally:
             for name, value in before.items():
                 if value is None:

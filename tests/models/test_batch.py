@@ -13,6 +13,8 @@ from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch
 from jaxattn.models.interface import init_state, jit_step, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
 
+pytestmark = pytest.mark.lazy_steps
+
 FOLDER = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "deepseek_v3"
 ROWS, PAGES = 32, 2
 

@@ -29,6 +29,8 @@ from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_gqa_decoder import ATTENTION, DELTA, MLPS, STREAM
 from tests.models.test_hybrid import SMALL
 
+pytestmark = pytest.mark.lazy_steps
+
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 TOKENS = np.random.default_rng(1).integers(0, 48, (1, 12), np.int32)
 

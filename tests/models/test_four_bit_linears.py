@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.blocks import MoE
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.sharding.axis_sharding import ShardingError, divided_layer, own
@@ -18,6 +18,7 @@ from jaxattn.models.sharding.decoder import divided
 from jaxattn.nn.four_bit_linear import FourBitLinears
 from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import Parallel
+from tests.helpers.four_bit_compiled import dequantize
 from tests.helpers.safetensors_files import write_file
 
 KIMI = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "kimi_k2_int4"

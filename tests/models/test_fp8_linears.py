@@ -123,7 +123,10 @@ def test_logits_are_those_of_the_floats(folder):
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow(
+    reason="random parameters of other shapes than a folder's; found by the random parameters of "
+    "models/test_quantized, which the same code makes, too"
+)
 def test_random_parameters_have_the_same_shapes_and_dtypes(folder):
     model, params = loaded(folder, "fp8")
     made = model.init_params(jax.random.key(0))

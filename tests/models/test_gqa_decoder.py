@@ -19,6 +19,8 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.sharding.partition_rules import with_local_heads
 
+pytestmark = pytest.mark.lazy_steps
+
 STREAM = Stream(hidden_size=32, eps=1e-6, dtype="float32", param_dtype="float32")
 ATTENTION = GQA(
     num_heads=4,

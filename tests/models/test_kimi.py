@@ -370,8 +370,8 @@ def assert_logits(folder, config, tensors, expected, count):
 
 
 @pytest.mark.slow(
-    reason="a tensor that is read into another place; found by weights in FP8 there, and by logits "
-    "of both families' folders in test_parity, too"
+    reason="a tensor that is read into another place; found by logits of both families' "
+    "folders in test_parity too"
 )
 @pytest.mark.parametrize("values", [KIMI, LING], ids=["kimi", "ling"])
 def test_a_checkpoint_gives_the_logits_of_its_published_tensors(values, tmp_path):
@@ -391,9 +391,9 @@ def in_fp8(tensors):
     return stored, meant
 
 
-@pytest.mark.slow_cases(
-    reason="scales of another layer; found by Kimi-Linear's weights there, and by logits of "
-    "Ling's folder in test_parity, too"
+@pytest.mark.slow(
+    reason="a scale of another matrix; found by delta nets and latents in FP8 in "
+    "models/test_fp8_linears too"
 )
 @pytest.mark.parametrize(
     "values", [KIMI, pytest.param(LING, marks=pytest.mark.slow)], ids=["kimi", "ling"]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading import huggingface_checkpoint, read_plan
 from jaxattn.models.weight_map.encodings import (
@@ -22,6 +22,7 @@ from jaxattn.models.weight_map.encodings import (
     ScaleEncoding,
 )
 from jaxattn.models.weight_map.transforms import TransposeExperts
+from tests.helpers.four_bit_compiled import dequantize
 from tests.helpers.safetensors_files import read_file, write_file
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"

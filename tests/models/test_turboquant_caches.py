@@ -20,6 +20,8 @@ from jaxattn.models.sharding.axis_sharding import ShardingError
 from jaxattn.parallel import Parallel
 from tests.helpers.engine_cases import FIXED
 
+pytestmark = pytest.mark.lazy_steps
+
 three_bits = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
 LAYERS, PROMPT, CHUNK, NEW = 4, 24, 12, 6
 

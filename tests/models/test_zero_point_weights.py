@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
+from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading import huggingface_checkpoint, read_plan
 from jaxattn.models.weight_map.zero_point_encodings import AwqEncoding, GptqEncoding
+from tests.helpers.four_bit_compiled import dequantize
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_four_bit_linears import LAYERS, SIZES, VOCAB, config_of, folder_of
 

@@ -563,8 +563,7 @@ class Block(nnx.Module):
 
 
 @pytest.mark.slow(
-    reason="a gradient of 0 or NaN; found by nn/test_own_model in float32 and the finetuning "
-    "example too"
+    reason="a gradient of 0 or NaN; found by nn/test_training and the finetuning example too"
 )
 def test_a_users_own_model_with_both_layers_trains():
     model = Block(nnx.Rngs(0))

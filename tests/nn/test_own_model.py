@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxattn import Arena, gdn, mla
@@ -85,6 +86,11 @@ def trained() -> Model:
     return model
 
 
+@pytest.mark.slow(
+    reason="a cache that a module's decode reads otherwise; found by the Flax model in "
+    "examples/test_examples and by each module's prefill and decode in nn/test_nn and "
+    "nn/test_gqa too"
+)
 def test_a_trained_model_decodes_what_its_training_forward_computes():
     model = trained()
     tokens = jax.random.randint(jax.random.key(1), (BATCH, TOKENS), 0, VOCAB)

@@ -14,7 +14,10 @@ from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models import DecoderModel, Hybrid, HybridConfig
 from jaxattn.parallel import Parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
+from tests.helpers.lazy_steps import is_lazy, use_lazy_steps
 from tests.helpers.virtual_devices import on_virtual_devices
+
+pytestmark = pytest.mark.lazy_steps
 
 CONFIG = HybridConfig(
     vocab_size=251,
@@ -66,10 +69,12 @@ def params():
 @functools.cache
 def made(parallel: Parallel) -> tuple[Engine, int]:
     """An engine for all tests, and how often `decode` was traced for it. In the process that these
-    tests share an engine takes some five seconds."""
+    tests share an engine takes some five seconds. One over a group compiles all steps ahead."""
     decode = DecoderModel.decode
     # The reference has one bucket of rows, which takes a third fewer steps.
     limits = LIMITS if parallel.gpus > 1 else dataclasses.replace(LIMITS, decode_buckets=())
+    lazy = is_lazy()
+    use_lazy_steps(lazy and parallel.gpus == 1)
     with mock.patch.object(DecoderModel, "decode", autospec=True, side_effect=decode) as traced:
         engine = Engine(
             Hybrid(CONFIG),
@@ -80,6 +85,7 @@ def made(parallel: Parallel) -> tuple[Engine, int]:
             strict=True,
             workers=2,
         )
+    use_lazy_steps(lazy)
     return engine, traced.call_count
 
 

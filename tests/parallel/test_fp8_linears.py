@@ -16,12 +16,12 @@ from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, followed
 
 
-@pytest.mark.slow_cases(
-    reason="scales that are cut elsewhere; found by Qwen3-Next's there, by columns and by rows too"
+@pytest.mark.slow(
+    reason="scales that are cut elsewhere than their numbers; found by deepseek_v3_fp8 in "
+    "parallel/test_tiny_checkpoints and by the cuts of FP8 folders in "
+    "parallel/test_loading too"
 )
-@pytest.mark.parametrize(
-    "classes", ["Qwen3Next", pytest.param("DeepseekV3", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("classes", ["Qwen3Next", "DeepseekV3"])
 @on_virtual_devices
 def test_two_devices_give_the_tokens_of_one(classes):
     two = Parallel(tensor=2, expert=2)

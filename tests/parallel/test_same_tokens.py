@@ -29,14 +29,16 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
 
 
 @pytest.mark.slow_cases(
-    reason="a cut of another axis; found by the other layouts there, and of data groups with "
-    "experts by parallel/test_tiny_checkpoints and with a delta net by grouped-query attention, too"
+    reason="a cut of another axis; found by KDA next to MLA and experts and by a delta net next "
+    "to grouped-query attention there, by data groups with experts in "
+    "parallel/test_tiny_checkpoints and by latents over tensor and context in parallel/test_engine "
+    "too"
 )
 @pytest.mark.parametrize(
     "layout",
     [
         pytest.param(dict(tensor=2), marks=pytest.mark.slow),
-        dict(tensor=2, context=2, expert=2),
+        pytest.param(dict(tensor=2, context=2, expert=2), marks=pytest.mark.slow),
         pytest.param(dict(data=2, expert=2), marks=pytest.mark.slow),
         pytest.param(dict(tensor=4, context=2), marks=pytest.mark.slow),
         pytest.param(dict(data=4, tensor=2, expert=8), marks=pytest.mark.slow),

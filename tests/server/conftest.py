@@ -12,6 +12,7 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED
+from tests.helpers.lazy_steps import use_lazy_steps
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import HIDDEN, LIMITS, ScriptedEngine, Told
 
@@ -42,11 +43,14 @@ def kept_in(folder):
 
 
 @pytest.fixture(scope="session")
-def engine(tmp_path_factory):
-    """Where several processes run the tests, one compiles it for those that come later."""
+def engine(request, tmp_path_factory):
+    """A step is compiled when a test calls it, unless all tests run. Where several processes run
+    the tests, one compiles it for those that come later."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "executables"
     model, params = load(EMBEDDED)
+    cpu = jax.default_backend() == "cpu"
+    use_lazy_steps(cpu and not request.config.getoption("--slow"), keep=True)
     with kept_in(folder):
         made = Engine(model, params, dataclasses.replace(LIMITS, checkpoints=2))
     with made as engine:

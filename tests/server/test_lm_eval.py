@@ -14,6 +14,8 @@ from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, params_of
 from tests.helpers.live_server import live, served
 
+pytestmark = pytest.mark.lazy_steps
+
 LIMITS = Limits(batch=2, max_model_len=128, prefill_chunk=64, prefill_rows=1, checkpoints=0)
 # (context, continuation): one is longer than a chunk, one is the likeliest token after "a".
 PAIRS = [(b"def add(", b"self, x)"), (b"ab" * 40, b"cd"), (b"a", b"?")]

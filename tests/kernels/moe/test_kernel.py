@@ -93,8 +93,9 @@ def test_matches_float64_and_reads_no_other_weights(name, implementation, reques
     assert error_of(y, (x, ids, weights, gate_up, down), scales) < 1e-3
 
 
-@pytest.mark.slow_cases(
-    reason="biases of sorted tokens; found by two tokens and the sorted list too"
+@pytest.mark.slow(
+    reason="a bias of another expert; found by biases and the same activation in test_four_bit "
+    "and by the same test on a GPU too"
 )
 @both_devices
 @pytest.mark.parametrize("tokens", [2, slow(33)])
@@ -193,8 +194,9 @@ def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
     assert 1e-3 < error_of(jax.jit(run)(*args), args, {}) < 3e-3
 
 
-@pytest.mark.slow_cases(
-    reason="a place that is read too early; found where a warpgroup is for up too"
+@pytest.mark.slow(
+    reason="a place of the ring that is read too early; found by races of FP8 and of two stages "
+    "there too"
 )
 @pytest.mark.parametrize("split", [slow(False), True])
 def test_places_of_the_ring_are_used_again_for_fp8(split):

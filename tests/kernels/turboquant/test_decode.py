@@ -103,7 +103,8 @@ def test_values_that_cancel(preset, dim, implementation):
 
 
 @pytest.mark.slow_cases(
-    reason="a row of another token; found by ragged tokens beside a window, with pages of 32 too"
+    reason="a row of another token; found by ragged FP8 rows in gqa/decode/test_kernel and by "
+    "the same test on a GPU too"
 )
 @both_devices
 @pytest.mark.parametrize("page", [slow(16), slow(128)])
@@ -117,6 +118,10 @@ def test_ragged_tokens_of_pieces_that_end_between_pairs(page, implementation):
     assert_turbo_close(case, *decode(case, implementation, schedule=schedule), **BOUNDS)
 
 
+@pytest.mark.slow(
+    reason="a step left of the window that is read; found by a window in "
+    "ops/turboquant/test_attention and by the same test on a GPU too"
+)
 @both_devices
 def test_what_lies_left_of_the_window_is_not_read(implementation):
     case = turbo_case(
@@ -161,6 +166,10 @@ def test_steps_of_a_ring_that_goes_round(implementation):
     assert_turbo_close(case, *out, **BOUNDS)
 
 
+@pytest.mark.slow(
+    reason="a page behind the table that is read; found by the same row in "
+    "kernels/gqa/decode/test_kernel and in models/test_turboquant_caches too"
+)
 def test_a_row_beyond_its_table_is_padding_to_the_kernel():
     """Traced, so that it cannot be refused; no kernel of XLA's looks at the lengths before."""
     case = turbo_case([70, 0, 20], "4bit_nc", kv_heads=1)

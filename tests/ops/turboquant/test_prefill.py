@@ -41,7 +41,10 @@ def attend(case, implementation):
     )  # fmt: skip
 
 
-@pytest.mark.slow_cases(reason="ragged rows in blocks; found by ragged rows with a common key too")
+@pytest.mark.slow_cases(
+    reason="ragged rows in blocks; found by the other lengths there and by the same test on a GPU "
+    "too"
+)
 @both_devices
 @pytest.mark.parametrize(
     "lens, preset, options",
@@ -73,9 +76,9 @@ def test_values_that_cancel(preset, dim):
     assert_turbo_close(case, *attend(case, "xla"), error=4e-3)
 
 
-@pytest.mark.slow_cases(
-    reason="errors of one preset's codes, pages of whole steps; found by 4-bit keys at 64 dims and "
-    "dims far from zero of 3-bit keys too"
+@pytest.mark.slow(
+    reason="a rounding of large values that cancel; found by the same values in XLA there and by "
+    "the same test on a GPU too"
 )
 @both_devices
 @pytest.mark.parametrize(
@@ -161,8 +164,8 @@ def assert_within_bounds(case, out, lse):
     assert (abs(np.asarray(lse, np.float64) - expected_lse) <= of_scores + 4e-5).all()
 
 
-@pytest.mark.slow_cases(
-    reason="a common key that is not given back; found by the other options there too"
+@pytest.mark.slow(
+    reason="a common key that is not added again; found by dims far from zero there too"
 )
 @both_devices
 @pytest.mark.parametrize(
@@ -210,9 +213,8 @@ def off_rows(x, wanted):
     return np.linalg.norm(x - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
 
 
-@pytest.mark.slow_cases(
-    reason="tokens counted twice with pages of 128; found by 4-bit keys at 64 dims, with pages "
-    "of 16, and turboquant/test_key_mean too"
+@pytest.mark.slow(
+    reason="a token of another row in the mean; found by kernels/turboquant/test_key_mean too"
 )
 @pytest.mark.parametrize("preset, dim, page", [("4bit_nc", 64, 16), slow("3bit_nc", 256, 128)])
 def test_the_common_key_is_a_mean_of_tokens_of_the_row(preset, dim, page):

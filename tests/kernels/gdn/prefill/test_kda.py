@@ -67,6 +67,10 @@ def test_equal_keys_without_decay(implementation):
     assert_matches(case, *run(case, implementation))
 
 
+@pytest.mark.slow(
+    reason="a scale or a norm that is applied twice; found by decays from one to zero there and "
+    "by ops/kda/test_kda too"
+)
 @both_devices
 def test_keys_that_are_no_unit_vectors_and_a_negative_scale(implementation):
     case = make([70], value_heads=1, gates=0.2)

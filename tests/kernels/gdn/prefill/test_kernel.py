@@ -56,8 +56,9 @@ def test_a_batch_of_rows_in_float16(implementation):
     assert_matches(case, out, states, l2norm=False, scale=-0.5, bound=2e-3)
 
 
-@pytest.mark.slow_cases(
-    reason="an overflow of exp in one run; found by the same gates with segments of 64 too"
+@pytest.mark.slow(
+    reason="a gate that underflows; found by the same test on a GPU and by decays from one to "
+    "zero in test_kda too"
 )
 @both_devices
 @pytest.mark.parametrize("split_tokens", [slow(0), 64])
@@ -136,7 +137,10 @@ def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
     assert_pool_matches(pooled, out, new)
 
 
-@pytest.mark.slow_cases(reason="a race in a longer run; found by segments of 64 too")
+@pytest.mark.slow(
+    reason="a place that is loaded before it was read; found by races of segments there and on a "
+    "GPU by one long sequence too"
+)
 @pytest.mark.parametrize("tokens, segment", [(330, 64), slow(650, 320)])
 def test_no_race_where_places_in_shared_memory_are_loaded_again(tokens, segment, monkeypatch):
     """By six segments that are joined, by five chunks of a segment, and by runs of one block."""
@@ -197,7 +201,8 @@ def test_vmap_of_more_states_than_blocks_equals_each_alone():
 
 
 @slow_interpreted(
-    "segments joined wrongly; found by gates from nothing to -1000 and races in segments of 64 too"
+    "segments joined wrongly; found by the same test on a GPU and by races in segments "
+    "of 64 there too"
 )
 def test_segments_equal_one_run(implementation):
     """A NaN among the values stays in its channel: the transitions are made without values."""

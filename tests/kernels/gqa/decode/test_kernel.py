@@ -49,8 +49,8 @@ def cut_at(case, cuts):
 
 
 @pytest.mark.slow_cases(
-    reason="a row of another head; found by groups of one head there, of 5 heads in pieces and of "
-    "16 heads at 256 dims with more packed rows than columns too"
+    reason="a row of another head; found by groups of one head and of 5 heads in pieces there, "
+    "and by the same test on a GPU, too"
 )
 @both_devices
 @pytest.mark.parametrize("group, dim", [(1, 64), slow(5, 128), slow(16, 256)])
@@ -181,12 +181,19 @@ def test_the_last_pairs_are_merged_of_halves_and_of_short_pieces(implementation,
     assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
 
 
+@pytest.mark.slow(
+    reason="a head of a second block; found by the same test and by real shapes on a GPU too"
+)
 @both_devices
 def test_more_packed_rows_than_a_block_has_columns(implementation):
     case = gqa_case([66], group=16, kv_heads=1, dim=256, q_len=2, dtype=jnp.float16, gate=True)
     assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, [(0, 0), (0, 1)])))
 
 
+@pytest.mark.slow(
+    reason="a place of the ring that is read too early; found by the same test and by real "
+    "shapes on a GPU too"
+)
 @both_devices
 def test_steps_of_a_ring_that_goes_round(implementation):
     """More steps than shared memory holds, of pieces of odd lengths."""
@@ -323,7 +330,10 @@ def test_real_shapes(lens, group, kv_heads, dim, options):
     assert_gqa_close(case, *decode(case, "mosaic_gpu"))
 
 
-@pytest.mark.slow_cases(reason="a place that changes bits at 128 dims; found by 64 dims too")
+@pytest.mark.slow(
+    reason="a sum whose order depends on other rows; found by engine/test_exact_mode in XLA's "
+    "steps and by both tests of such bits on a GPU too"
+)
 @both_devices
 @pytest.mark.parametrize("dim", [64, slow(128)])
 def test_a_batch_invariant_rows_bits_do_not_depend_on_its_place_in_a_part(dim, implementation):

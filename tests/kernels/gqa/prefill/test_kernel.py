@@ -122,7 +122,9 @@ def test_what_all_scores_lack_before_the_soft_cap(dim, tokens, group, implementa
             np.testing.assert_allclose(lse[b, :n, h], np.log(p.sum(axis=1)), atol=5e-4)
 
 
-@pytest.mark.slow_cases(reason="a tile of another head; found by 128 dims with a window too")
+@pytest.mark.slow(
+    reason="a tile of another head; found by groups there and by the same test on a GPU too"
+)
 @both_devices
 @pytest.mark.parametrize("dim, window", [slow(64, None), (128, 100), slow(256, None)])
 def test_heads_are_not_packed_where_tokens_are_many(
@@ -133,9 +135,9 @@ def test_heads_are_not_packed_where_tokens_are_many(
     run(prefill_case([390, 130, 70], [140, 130, 3], **options), implementation)
 
 
-@pytest.mark.slow_cases(
-    reason="a step without a mask that needs one, and a row of ten steps; found by three rows of "
-    "128 dims too"
+@pytest.mark.slow(
+    reason="a step that is left unmasked; found by float64 of groups and of caches in blocks "
+    "there, and by the same test on a GPU, too"
 )
 @both_devices
 @pytest.mark.parametrize("lens, new", [([390, 300, 70], [140, 300, 3]), slow([640], [33])])
@@ -147,7 +149,8 @@ def test_steps_that_all_rows_see_apart(dim, lens, new, implementation, traced_an
 
 
 @slow_interpreted(
-    "a result that is not rescaled; found by steps that all rows see apart, of six steps, too"
+    "a result that is not rescaled; found by caches that are read in blocks, of several "
+    "steps, and by the same test on a GPU too"
 )
 def test_maxima_that_grow_little_and_much(implementation):
     """By up to 2**30 from a step of 64 keys to the next; the reference moves beyond 2**8."""
@@ -162,13 +165,19 @@ def test_maxima_that_grow_little_and_much(implementation):
     run(case, implementation)
 
 
+@pytest.mark.slow(
+    reason="a number that is converted to another dtype; found by float64 at bfloat16 there too"
+)
 @both_devices
 def test_float16_and_64_bit_numbers(implementation):
     with x64():
         run(prefill_case([50, 7], [20, 7], dtype=jnp.float16), implementation)
 
 
-@pytest.mark.slow_cases(reason="a ring that comes round; found by three blocks too")
+@pytest.mark.slow(
+    reason="a barrier's phase that is wrong for a second tile; found by race detection at 128 "
+    "dims there and by the same test on a GPU too"
+)
 @both_devices
 @pytest.mark.parametrize("blocks", [slow(1), 3])
 def test_resident_blocks_take_many_tiles(blocks, implementation, traced_anew, monkeypatch):
@@ -281,7 +290,7 @@ def test_other_caches_are_read_in_blocks(
     run(case, implementation)
 
 
-@slow_interpreted("steps of another row's prefix; found by steps that all rows see apart too")
+@slow_interpreted("steps of another row's prefix; found by the same test on a GPU too")
 def test_a_rows_bits_do_not_depend_on_the_prefix_of_others(implementation):
     # Pages of 8 are read in blocks, where some row has a prefix.
     case = prefill_case([9, 150], [9, 10], page=8, gate=True, sinks=True)

@@ -88,8 +88,8 @@ def even_cuts(lens, parts):
 
 
 @pytest.mark.slow_cases(
-    reason="a column or a tile of another token; found by 3 and 192 heads there, five tokens and "
-    "columns in test_swap_ab too"
+    reason="a column or a tile of another token; found by 3 heads there, by five tokens and "
+    "columns in test_swap_ab, and on a GPU, too"
 )
 @both_devices
 @pytest.mark.parametrize(
@@ -108,7 +108,8 @@ def test_matches_float64(lens, q_len, heads, implementation):
 
 
 @pytest.mark.slow_cases(
-    reason="a part read in another place; found by 192 heads in two parts against float64 too"
+    reason="a part read in another place; found by the same test and by 192 heads in two parts "
+    "on a GPU too"
 )
 @both_devices
 @pytest.mark.parametrize(
@@ -195,6 +196,10 @@ def test_pages_of_other_sizes(page, implementation):
     assert_mla_close(case, *decode(case, implementation, cuts=cuts))
 
 
+@pytest.mark.slow(
+    reason="a query token that a row does not have; found by rows with fewer tokens in "
+    "test_warp_specialized_fp8 too"
+)
 @both_devices
 def test_rows_with_fewer_query_tokens_than_others(implementation):
     case = mla_case([70, 130, 2, 64], heads=9, q_len=3, page=32)
@@ -207,7 +212,10 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
     assert (np.asarray(out)[np.asarray(beyond)] == 0).all()
 
 
-@pytest.mark.slow_cases(reason="pieces that depend on other rows; found by heads as rows too")
+@pytest.mark.slow(
+    reason="pieces that depend on other rows; found by the same test on a GPU, and by "
+    "models/test_batch in XLA's steps, too"
+)
 @both_devices
 @pytest.mark.parametrize("heads", [slow(2), 26])  # heads as columns, and as rows
 def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
@@ -226,8 +234,9 @@ def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
         np.testing.assert_array_equal(np.asarray(one[0]), np.asarray(other[0]))
 
 
-@pytest.mark.slow_cases(
-    reason="float16 as columns; found by float16 as rows and columns in test_swap_ab too"
+@pytest.mark.slow(
+    reason="a number that is converted to another dtype; found by float16 in "
+    "kernels/test_lowering and by the other dtypes there too"
 )
 @both_devices
 @pytest.mark.parametrize("heads", [slow(8), 28])  # heads as columns, and as rows
@@ -268,7 +277,9 @@ def test_writes_into_a_poisoned_arena(q_len, heads, dim, cuts, implementation):
         assert np.isnan(arena.after(spec).read(behind, name)).all()
 
 
-@slow_interpreted("a merge of another row; found by more rows than parts that are cut too")
+@slow_interpreted(
+    "a merge of another row; found by cut rows in test_swap_ab and by the same test on a GPU too"
+)
 def test_rows_are_merged_side_by_side(implementation, monkeypatch):
     monkeypatch.setattr(mla_combine, "BLOCKS", 4)
     case = mla_case([200, 70, 0], heads=28)
@@ -301,7 +312,10 @@ def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     np.testing.assert_allclose(lse[0, 0, 0], score, rtol=1e-5)
 
 
-@pytest.mark.slow_cases(reason="a NaN of a row that is not cut; found by a row that is cut too")
+@pytest.mark.slow(
+    reason="a token before a row's first that reads a NaN; found by a NaN in "
+    "test_warp_specialized_fp8, which has the same masks, too"
+)
 @both_devices
 @pytest.mark.parametrize("cuts", [slow(None), [(0, 0), (1, 1)]])
 def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
@@ -375,7 +389,10 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
     assert_mla_close(case, *outs)
 
 
-@pytest.mark.slow_cases(reason="a row of another part with one token; found by two tokens too")
+@pytest.mark.slow(
+    reason="a part that ends before its last row; found by more rows than parts in test_swap_ab "
+    "too, with the same schedule"
+)
 @pytest.mark.sampled
 @both_devices
 @pytest.mark.parametrize("q_len", [slow(1), 2])
@@ -388,6 +405,10 @@ def test_more_rows_than_parts(q_len, implementation):
     assert_mla_close(case, *run(case, implementation, schedule=dealt_out(case, 2)))
 
 
+@pytest.mark.slow(
+    reason="a merge of another row's pieces; found by cut rows of the races there and in "
+    "test_swap_ab too"
+)
 @both_devices
 def test_more_rows_than_parts_that_are_cut(implementation):
     """With an order, the batch's own, and a row that is cut."""
@@ -412,7 +433,9 @@ def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation)
     assert_mla_close(case, *decode(lone, implementation, cuts=[(0, 0), (0, 1)]))
 
 
-@pytest.mark.slow_cases(reason="a head of another tile; found by 192 heads in two parts too")
+@pytest.mark.slow(
+    reason="a head of another tile; found by many heads in test_swap_ab and by 26 heads there too"
+)
 @both_devices
 @pytest.mark.parametrize("heads, in_two_parts", [slow(130, False), (192, True)])
 def test_more_heads_than_two_tiles(heads, in_two_parts, implementation):
