@@ -8,6 +8,7 @@ token_producer.py brings the keys, and list_mask.py says which count.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,6 +22,13 @@ from jaxattn.kernels.mla.sparse.token_producer import (
     TokenProducer,
     WideTokenProducer,
 )
+
+
+def visible_positions(length: Any, queries: Any, token: Any, most: int) -> jax.Array:
+    """Of a row of `length` tokens the positions that one of its last `queries` sees; 0 for padding,
+    and in a row of more than the `most` that its block table has room for."""
+    within = (length > 0) & (length <= most) & (token < queries)
+    return jnp.where(within, jnp.maximum(length - queries + token + 1, 0), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +81,17 @@ class MlaSparseKernel(MlaDecodeKernel):
 
     def page_producer(self) -> TokenProducer:
         return (Fp8TokenProducer if self.cut.latents.quantized else WideTokenProducer)(self)
+
+    def visible(self, row: jax.Array) -> jax.Array:
+        """The positions that the token sees."""
+        refs = self.refs
+        if refs.visible_ref is not None:
+            return refs.visible_ref[row]
+        tokens = jnp.int32(self.tokens_of_row)
+        place = lax.div(row, tokens)
+        queries = tokens if refs.row_queries_ref is None else refs.row_queries_ref[place]
+        most = refs.table_ref.shape[1] * self.part.page_size
+        return visible_positions(refs.row_lens_ref[place], queries, lax.rem(row, tokens), most)
 
     def mask(self, row: Any, start: Any, length: Any) -> ListMask:
         del length  # of the list
