@@ -168,9 +168,9 @@ class MlaDecodeRefs:
     q_rope_smem: Any  # its rope columns
     q_loaded: Any
     shared: MlaDecodeSmem
-    # Of chosen keys alone: positions [rows, K]; how many keys each row may see, or what a block finds
-    # that by, the lengths of the batch's rows and their query tokens, if they have fewer; and the
-    # layer's sinks [rows of the tiles], or None.
+    # Of chosen keys alone: positions [rows, K]; how many keys each row may see, or what a block has
+    # to find that, the lengths of the batch's rows and their query tokens, if they have fewer; and
+    # the layer's sinks [rows of the tiles], or None.
     indices_ref: Any = None
     visible_ref: Any = None
     row_lens_ref: Any = None
