@@ -38,10 +38,12 @@ class ListPartition(WorkPartition):
     Attributes:
         most: pages of a list.
         apart: 1, or where no list is cut how far the part's tokens are from each other.
+        whole: whether none is. Else all have `most` pages, and no length is waited for.
     """
 
     most: int
     apart: int
+    whole: bool
 
     @property
     def max_pages(self) -> int:
@@ -50,6 +52,9 @@ class ListPartition(WorkPartition):
     @property
     def stride(self) -> int:  # type: ignore[override]
         return self.apart
+
+    def pages_of(self, row: jax.Array) -> jax.Array:
+        return super().pages_of(row) if self.whole else jnp.int32(self.most)
 
     @classmethod
     def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListPartition":
@@ -60,7 +65,7 @@ class ListPartition(WorkPartition):
             number = lax.div(rows + parts - 1 - index, parts)
             given["begin"] = index, jnp.int32(0)
             given["end"] = index + number * parts, jnp.int32(0)
-        return cls(**given, most=entries // PAGE, apart=parts if whole else 1)
+        return cls(**given, most=entries // PAGE, apart=parts if whole else 1, whole=whole)
 
 
 class MlaSparseKernel(MlaDecodeKernel):
