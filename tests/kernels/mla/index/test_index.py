@@ -183,5 +183,6 @@ def test_parts_have_equally_many_tiles_and_meet():
 
 
 def test_a_cluster_has_as_many_blocks_as_the_gpu_has_for_a_row():
-    sizes = [top_k.cluster_size(*each) for each in ((1, 131072), (32, 131072), (1, 4096))]
-    assert sizes == [8, 4, 1]
+    rows = {1: 8, 28: 4, 32: 3, 64: 2, 65: 1}
+    assert {some: top_k.cluster_size(some, 131072) for some in rows} == rows
+    assert top_k.cluster_size(1, 4096) == 1
