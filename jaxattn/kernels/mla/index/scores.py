@@ -206,46 +206,36 @@ class IndexScoreWarpgroup:
         row = refs.rows.row(index)
         last_page = lax.div(refs.rows.most(index) - 1, config.page_size)
 
-        def places(i: jax.Array) -> list[tuple[Any, Any]]:
-            """Where the keys of the item's tile i are, or of its last one."""
-            key = (first + jnp.minimum(i, count - 1)) * PAGE
-            keys = [key + j * self.piece for j in range(copies_of(config.page_size))]
-            return [self._page(row, key, last_page) for key in keys]
-
-        def load(i: jax.Array, places: list[tuple[Any, Any]]) -> None:
+        def load(i: jax.Array) -> None:
             slot = lax.rem(done + i, depth)
-            for j, (page, inside) in enumerate(places):
+            for j in range(copies_of(config.page_size)):
+                key = (first + i) * PAGE + j * self.piece
+                page, inside = self._page(row, key, last_page)
                 plgpu.copy_gmem_to_smem(
                     refs.keys_ref.at[self.layer, page, pl.ds(inside, self.piece)],
                     refs.k_smem.at[self.wg, slot, pl.ds(j * self.piece, self.piece)],
                     refs.k_loaded.at[self.wg, slot],
                 )
 
-        # The block table is read for all tiles before the first copy, which waits for it.
-        begin = [(jnp.int32(i), places(jnp.int32(i))) for i in range(depth)]
-        for i, some in begin:
-            pl.when(i < count)(partial(load, i, some))
+        for i in range(depth):
+            pl.when(i < count)(partial(load, jnp.int32(i)))
         plgpu.copy_gmem_to_smem(
             refs.q_ref.at[index], refs.q_smem.at[self.wg], refs.q_loaded.at[self.wg]
         )
         weights = plgpu.load(refs.weights_ref.at[index], layout=BY_COLUMN, optimized=False)
         plgpu.barrier_wait(refs.q_loaded.at[self.wg])
 
-        def tile(i: jax.Array, carry: Any) -> Any:
-            """What is read of global memory is read a step before it is used."""
-            scale, of_next = carry
+        def tile(i: jax.Array, scale: Any) -> Any:
             slot = lax.rem(done + i, depth)
-            following = self._scale(of_next)
-            ahead, of_next = places(i + depth), self._place_of_scales(places, i + 2)
+            following = self._scale(row, (first + jnp.minimum(i + 1, count - 1)) * PAGE, last_page)
             plgpu.barrier_wait(refs.k_loaded.at[self.wg, slot])
             products = self._products(slot)
             warpgroup_barrier(interpret=config.interpret)  # all four warps have read the keys
-            pl.when(i + depth < count)(lambda: load(i + depth, ahead))
+            pl.when(i + depth < count)(lambda: load(i + depth))
             self._store(products, weights, scale, index, (first + i) * PAGE)
-            return following, of_next
+            return following
 
-        of_first, of_next = (self._place_of_scales(places, jnp.int32(i)) for i in range(2))
-        lax.fori_loop(0, count, tile, (self._scale(of_first), of_next))
+        lax.fori_loop(0, count, tile, self._scale(row, first * PAGE, last_page))
 
     def _page(self, row: jax.Array, key: jax.Array, last: jax.Array) -> tuple[Any, Any]:
         """The page of a row's key and the key's place there; never one behind the row's last."""
@@ -253,15 +243,11 @@ class IndexScoreWarpgroup:
         page = self.refs.table_ref[row, jnp.minimum(lax.div(key, size), last)]
         return page, lax.rem(key, size) if size > PAGE else 0
 
-    def _place_of_scales(self, places: Any, i: jax.Array) -> Any:
-        """Of a tile of FP8 keys; their pages have 64 tokens at least."""
-        return places(i)[0] if self.refs.scale_ref is not None else None
-
-    def _scale(self, place: Any) -> Any:
-        """Of each key of a tile."""
-        if place is None:
+    def _scale(self, row: jax.Array, key: jax.Array, last: jax.Array) -> Any:
+        """Of each key of a tile; pages of FP8 keys have 64 tokens at least."""
+        if self.refs.scale_ref is None:
             return None
-        page, inside = place
+        page, inside = self._page(row, key, last)
         here = self.refs.scale_ref.at[self.layer, page, pl.ds(inside, PAGE)]
         return plgpu.load(here, layout=BY_KEY, optimized=False)
 

@@ -126,17 +126,6 @@ def test_compiled_groups_of_a_chunk_are_the_chunk(monkeypatch):
     case.check(case.run(512), [0, 1, 31, 63])
 
 
-def test_float16_queries_are_the_same_queries_times_powers_of_two():
-    drawn = (
-        np.random.default_rng(0).normal(size=(1, 2, 8, DIM)) * 2.0 ** np.arange(-9, 7, 2)[:, None]
-    )
-    q, weights = drawn.astype("bfloat16"), np.full((1, 2, 8), 0.75, np.float32)
-    halves, scaled = (np.asarray(x, np.float32) for x in jax.jit(launch.as_float16)(q, weights))
-    assert np.abs(halves).max() < 2
-    expected = q.astype(np.float32) * weights[..., None]
-    np.testing.assert_allclose(halves * scaled[..., None], expected, rtol=0, atol=2**-24 * 200)
-
-
 @pytest.mark.parametrize(
     ("q", "cache", "count", "reason"),
     [

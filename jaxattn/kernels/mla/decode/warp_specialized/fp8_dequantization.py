@@ -20,7 +20,6 @@ from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,
     asm,
-    asm_word,
     f32,
     i32,
     joined,
@@ -36,19 +35,6 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import QUARTER, ROPE, SCAL
 CHUNK = 16  # bytes
 LINE = 128  # bytes of a token in a tile, stored or widened
 TILE = 8 * LINE  # bytes, of 8 tokens widened
-# The first two numbers of a word, or the others: each in the lower byte of a half, its sign in all
-# of the upper one; then where bfloat16 has its bits.
-MOVE = [
-    f"{{ .reg .b32 x; prmt.b32 x, $1, 0, {which}; shl.b32 x, x, 4; and.b32 $0, x, 0x87f087f0; }}"
-    for which in (0x9180, 0xB3A2)
-]
-LARGER = "max.xorsign.abs.bf16x2 $0, $1, $2;"
-MOST = (
-    "{ .reg .b32 x, y; and.b32 x, $1, 0x7fff; shr.u32 y, $1, 16; and.b32 y, y, 0x7fff; "
-    "max.u32 $0, x, y; }"
-)
-TIMES_TWO_TO_120 = "{ .reg .f32 x; mul.rn.f32 x, $1, 0f7B800000; cvt.rn.bf16x2.f32 $0, x, x; }"
-MOVED_NAN, TWO_TO_7 = 0x7F0, 0x43000000  # bits without the sign
 
 
 def dequantize_tile(
@@ -136,73 +122,34 @@ def _widen(
         plus(write_at, times(arith.xori(plus(times(chunk, 2), word(i)), token), CHUNK))
         for i in range(2)
     ]
+    of_eights: list[Any] = [None, None]
+    if of_block is not None:
+        scales, inside = of_block
+        first = plus(times(plus(times(eights, 8), token), SCALE_BYTES), inside)
+        loaded = [load(scales, first, 8 * i * SCALE_BYTES, 1, f32())[0] for i in range(2)]
+        of_eights = [_twice(scale) for scale in loaded]
     units = [(eight, tile) for eight in range(2) for tile in range(tiles)]
 
     def read(unit: int) -> list[Any]:
         eight, tile = units[unit]
         return load(stored, plus(read_at, chunks[tile]), eight * TILE, 4)
 
-    def widen(wide: Any) -> None:
-        """`wide(word, eight)` are a word's two words of the token of the first or second eight."""
-        words = read(0)
-        for unit, (eight, tile) in enumerate(units):
-            # The compiler moves no load before a store: the next one is here.
-            following = read(unit + 1) if unit + 1 < len(units) else []
-            found = [half for four in words for half in wide(four, eight)]
-            for i, at in enumerate(halves):
-                store(joined(found[4 * i : 4 * i + 4]), target, at, (eight * tiles + tile) * TILE)
-            words = following
-
-    if of_block is None:
-        widen(lambda four, eight: _wide(four))
-    else:
-        scales, inside = of_block
-        first = plus(times(plus(times(eights, 8), token), SCALE_BYTES), inside)
-        loaded = [load(scales, first, 8 * i * SCALE_BYTES, 1, f32())[0] for i in range(2)]
-        moved = MovedNumbers(loaded)
-        widen(moved.wide)
-        with utils.when(moved.met_others()):
-            of_eights = [_twice(scale) for scale in loaded]
-            widen(lambda four, eight: _wide(four, of_eights[eight]))
+    words = read(0)
+    for unit, (eight, tile) in enumerate(units):
+        # The compiler moves no load before a store: the next one is here.
+        following = read(unit + 1) if unit + 1 < len(units) else []
+        wide = [half for four in words for half in _wide(four, of_eights[eight])]
+        for i, at in enumerate(halves):
+            store(joined(wide[4 * i : 4 * i + 4]), target, at, (eight * tiles + tile) * TILE)
+        words = following
     with utils.when(arith.cmpi(arith.CmpIPredicate.slt, left, word(ROPE))):
         for eight in range(2):
-            at_token = plus(times(plus(eights, word(eight)), 8), token)
-            with utils.when(arith.cmpi(arith.CmpIPredicate.sge, at_token, left)):
+            number = plus(times(plus(eights, word(eight)), 8), token)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.sge, number, left)):
                 for tile in range(tiles):
                     for at in halves:
                         to = (eight * tiles + tile) * TILE
                         store(joined([word(0)] * 4), target, at, to)
-
-
-class MovedNumbers:
-    """e4m3 numbers whose bits are moved to where bfloat16 has them, which makes them 2**-120 times
-    themselves, and multiplied by 2**120 times their scale. Both are exact.
-
-    NaN becomes 480, and a scale of more than 2**7 may be too large: a thread that has met one of
-    them is told to convert its numbers.
-    """
-
-    def __init__(self, scales: list[Any]):
-        """`scales`: float32, of the thread's tokens."""
-        self.scales, self.largest = scales, word(0)
-        self.factors = [
-            asm(TIMES_TWO_TO_120, [i32()], [x], "=r,f", movable=True)[0] for x in scales
-        ]
-
-    def wide(self, four: Any, token: int) -> list[Any]:
-        """Four numbers, a word, as two words of bfloat16 times the token's scale."""
-        moved = [asm_word(code, four, movable=True) for code in MOVE]
-        for each in moved:
-            self.largest = asm_word(LARGER, self.largest, each, movable=True)
-        code = "mul.rn.bf16x2 $0, $1, $2;"
-        return [asm_word(code, each, self.factors[token], movable=True) for each in moved]
-
-    def met_others(self) -> Any:
-        sizes = [arith.andi(arith.bitcast(i32(), x), word(0x7FFFFFFF)) for x in self.scales]
-        wide = [arith.cmpi(arith.CmpIPredicate.ugt, x, word(TWO_TO_7)) for x in sizes]
-        most = asm_word(MOST, self.largest, movable=True)
-        nan = arith.cmpi(arith.CmpIPredicate.uge, most, word(MOVED_NAN))
-        return arith.ori(nan, arith.ori(*wide))
 
 
 def _twice(scale: Any) -> Any:
