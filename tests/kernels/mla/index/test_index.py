@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.mla.index import launch, top_k, work_tiles
+from jaxattn.kernels.mla.index import top_k, work_tiles
 from jaxattn.kernels.mla.index.launch import mla_index_mosaic, refuse_index
 from jaxattn.kernels.mla.index.work_tiles import IndexTiling
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, no_races
