@@ -38,7 +38,7 @@ class ListPartition(WorkPartition):
     Attributes:
         most: pages of a list.
         apart: 1, or where no list is cut how far the part's tokens are from each other.
-        whole: whether none is. Else all have `most` pages, and no length is waited for.
+        whole: whether none is. Else all have `most` pages, and no length is read.
     """
 
     most: int
@@ -55,6 +55,9 @@ class ListPartition(WorkPartition):
 
     def pages_of(self, row: jax.Array) -> jax.Array:
         return super().pages_of(row) if self.whole else jnp.int32(self.most)
+
+    def pages_in(self, length: jax.Array) -> jax.Array:
+        return super().pages_in(length) if self.whole else jnp.int32(self.most)
 
     @classmethod
     def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListPartition":
