@@ -120,6 +120,25 @@ def test_compiled_kernels_take_the_first_of_equal_scores(case, count, tokens):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("keys", [None, FP8])
+def test_a_row_has_the_places_that_it_has_by_itself(keys):
+    """Of scores that differ by rounding, in clusters of three blocks."""
+    case = IndexCase([12288] * 30, 1, 64, 64, keys=keys)
+    rng = np.random.default_rng(1)
+    case.q = rng.normal(size=case.q.shape).astype(case.q.dtype)
+    case.weights = rng.normal(size=case.weights.shape).astype(np.float32)
+    case.cache = rng.normal(size=case.cache.shape).astype(case.cache.dtype)
+    together = case.run(512)
+    for row in (0, 13, 29):
+        some = slice(row, row + 1)
+        own = dataclasses.replace(case, lens=case.lens[some])
+        for name in ("q", "weights", "tables", "cache", "scale"):
+            held = getattr(case, name)
+            setattr(own, name, held if name in ("cache", "scale") else held[some])
+        np.testing.assert_array_equal(own.run(512)[0], together[row])
+
+
+@pytest.mark.gpu
 def test_compiled_groups_of_a_chunk_are_the_chunk(monkeypatch):
     monkeypatch.setattr(work_tiles, "SCRATCH_BYTES", 2**20)
     case = IndexCase([4300, 300], 64, 64, 64)
