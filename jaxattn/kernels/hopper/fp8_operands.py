@@ -38,10 +38,11 @@ ROWS = 64  # that one wgmma multiplies
 # A tile's rows are as wide as the swizzle. (A tiling would want a tile of 8 rows of them.)
 SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
 HALF_WARP = 8 * BLOCK  # bytes from a row to that 8 below
-# Of a word whose lower half has two e4m3 numbers: each in the upper byte of a half.
+# Of a word whose lower half has two e4m3 numbers: each in the lower byte of a half, its sign in all
+# of the upper one.
 SPREAD = (
-    "{ .reg .b32 x, y; prmt.b32 x, $1, 0, 0x1404; shr.u32 y, x, 4; and.b32 y, y, 0x07f007f0; "
-    "and.b32 x, x, 0x80008000; or.b32 x, x, y; mul.rn.bf16x2 $0, x, $2; }"
+    "{ .reg .b32 x; prmt.b32 x, $1, 0, 0x9180; shl.b32 x, x, 4; and.b32 x, x, 0x87f087f0; "
+    "mul.rn.bf16x2 $0, x, $2; }"
 )
 # The same of the bytes 0 and 2 of a word, and of its bytes 1 and 3, up to the multiplication.
 EVEN = (

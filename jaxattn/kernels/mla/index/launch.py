@@ -27,8 +27,7 @@ TOP_K = (512, 1024, 2048)
 MOST_HEADS = 128
 # Of a row: the scores of an item's 8 tokens are then 2**31 bytes, which a word counts.
 MOST_KEYS = 2**26
-# Of so few items each block finds its part itself, and FP8 keys become bfloat16 where the queries
-# are: a kernel of XLA before ours takes more time than both.
+# Of so few items each block finds its part itself: a kernel of XLA before ours takes more time.
 FEW_ITEMS = 8
 FP8 = jnp.float8_e4m3fn
 
@@ -105,8 +104,6 @@ def mla_index_mosaic(
     batch, q_len, heads, _ = q.shape
     most_keys = block_tables.shape[1] * index_cache.shape[-2]
     tiling = IndexTiling.of(batch, q_len, heads, most_keys)
-    if index_cache.dtype == FP8 and q.dtype == jnp.bfloat16 and tiling.items > FEW_ITEMS:
-        q, weights = as_float16(q, weights)
     config = IndexScoreConfig(
         tiling=tiling, top_k=top_k, page_size=index_cache.shape[-2], dtype=q.dtype,
         keys=index_cache.dtype, interpret=interpret,
@@ -145,16 +142,3 @@ def mla_index_mosaic(
         return tiling.of_tokens(group(0, *(x[0] for x in grouped))[None])
     numbers = jnp.arange(tiling.groups, dtype=jnp.int32)
     return tiling.of_tokens(lax.map(lambda some: group(*some), (numbers, *grouped)))
-
-
-def as_float16(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bfloat16 queries for FP8 keys as float16, which keys become by one instruction: each head's
-    times a power of two that brings its largest number to between 1 and 2, and its weight times
-    the inverse."""
-    wide = q.astype(jnp.float32)
-    largest = jnp.abs(wide).max(axis=-1, keepdims=True)
-    _, exponent = jnp.frexp(jnp.maximum(largest, 2.0**-100))
-    return (
-        jnp.ldexp(wide, 1 - exponent).astype(jnp.float16),
-        jnp.ldexp(weights, exponent[..., 0] - 1),
-    )

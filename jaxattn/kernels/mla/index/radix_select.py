@@ -44,7 +44,7 @@ STEP = 128  # numbers of a warp's load
 LOWEST = -(2**31)  # no score's number
 # Loads under way: more of them where few rows leave a multiprocessor one block.
 AHEAD, MORE_AHEAD = 4, 8
-RESIDENT = 16  # loads whose numbers stay in registers from pass to pass
+RESIDENT = 22  # loads whose numbers stay in registers from pass to pass
 GROUPS = 128  # of digits
 # Words of shared memory: three histograms, then what the block's threads tell each other.
 SUMS = 3 * BINS  # of each histogram's groups

@@ -8,6 +8,7 @@ token_producer.py brings the keys, and list_mask.py says which count.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -23,6 +24,13 @@ from jaxattn.kernels.mla.sparse.token_producer import (
 )
 
 
+def visible_positions(length: Any, queries: Any, token: Any, most: int) -> jax.Array:
+    """Of a row of `length` tokens the positions that one of its last `queries` sees; 0 for padding,
+    and in a row of more than the `most` that its block table has room for."""
+    within = (length > 0) & (length <= most) & (token < queries)
+    return jnp.where(within, jnp.maximum(length - queries + token + 1, 0), 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class ListPartition(WorkPartition):
     """A block's part of the tokens' lists.
@@ -30,10 +38,12 @@ class ListPartition(WorkPartition):
     Attributes:
         most: pages of a list.
         apart: 1, or where no list is cut how far the part's tokens are from each other.
+        whole: whether none is. Else all have `most` pages, and no length is read.
     """
 
     most: int
     apart: int
+    whole: bool
 
     @property
     def max_pages(self) -> int:
@@ -42,6 +52,12 @@ class ListPartition(WorkPartition):
     @property
     def stride(self) -> int:  # type: ignore[override]
         return self.apart
+
+    def pages_of(self, row: jax.Array) -> jax.Array:
+        return super().pages_of(row) if self.whole else jnp.int32(self.most)
+
+    def pages_in(self, length: jax.Array) -> jax.Array:
+        return super().pages_in(length) if self.whole else jnp.int32(self.most)
 
     @classmethod
     def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListPartition":
@@ -52,7 +68,7 @@ class ListPartition(WorkPartition):
             number = lax.div(rows + parts - 1 - index, parts)
             given["begin"] = index, jnp.int32(0)
             given["end"] = index + number * parts, jnp.int32(0)
-        return cls(**given, most=entries // PAGE, apart=parts if whole else 1)
+        return cls(**given, most=entries // PAGE, apart=parts if whole else 1, whole=whole)
 
 
 class MlaSparseKernel(MlaDecodeKernel):
@@ -73,6 +89,17 @@ class MlaSparseKernel(MlaDecodeKernel):
 
     def page_producer(self) -> TokenProducer:
         return (Fp8TokenProducer if self.cut.latents.quantized else WideTokenProducer)(self)
+
+    def visible(self, row: jax.Array) -> jax.Array:
+        """The positions that the token sees."""
+        refs = self.refs
+        if refs.visible_ref is not None:
+            return refs.visible_ref[row]
+        tokens = jnp.int32(self.tokens_of_row)
+        place = lax.div(row, tokens)
+        queries = tokens if refs.row_queries_ref is None else refs.row_queries_ref[place]
+        most = refs.table_ref.shape[1] * self.part.page_size
+        return visible_positions(refs.row_lens_ref[place], queries, lax.rem(row, tokens), most)
 
     def mask(self, row: Any, start: Any, length: Any) -> ListMask:
         del length  # of the list

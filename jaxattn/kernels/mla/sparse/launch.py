@@ -44,7 +44,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     scratch_types,
 )
 from jaxattn.kernels.mla.decode.workspace import INTERPRETED_SMS, PAGE_SIZES, spec_of
-from jaxattn.kernels.mla.sparse.kernel import MlaSparseKernel
+from jaxattn.kernels.mla.sparse.kernel import MlaSparseKernel, visible_positions
 
 OP = "mla_sparse"
 # Of a list that is cut: pages of a piece. A block-scaled one takes 2.6 us; 16 pieces
@@ -114,11 +114,16 @@ def mla_sparse_mosaic(
     lists = _in_pages(indices.reshape(-1, indices.shape[-1]))
     rows, entries = lists.shape
     tiles = num_tiles(1, num_heads)
-    visible = _visible(call)
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     schedule = _schedule(rows, entries // PAGE, tiles, num_sms, batch_invariant)
     whole = not _splits(rows, entries // PAGE, schedule.parts, batch_invariant)
-    lengths = _lengths(lists, visible) if whole else jnp.full(rows, entries, jnp.int32)
+    # Few tokens are not worth a kernel of XLA's. Of their lists, all as long, the lengths are not
+    # read: any constant will do, but one number for all, which XLA writes by a kernel.
+    seen_by: dict[str, Any] = {"row_lens_ref": call.seq_lens, "row_queries_ref": call.query_lens}
+    lengths = jnp.asarray(entries + np.arange(rows, dtype=np.int32) ** 2)
+    if whole:
+        seen_by = {"visible_ref": _visible(call)}
+        lengths = _lengths(lists, seen_by["visible_ref"])
     call = _of_tokens(call, lengths, schedule).stacked()
     padded = None
     if sinks is not None:
@@ -136,7 +141,7 @@ def mla_sparse_mosaic(
     packed = jnp.pad(call.q[:, 0], ((0, 0), (0, tiles * TILE - num_heads), (0, 0)))
     given = call.inputs() | {
         "q_ref": packed, "q_rope_ref": None,
-        "indices_ref": lists, "visible_ref": visible, "sinks_ref": padded,
+        "indices_ref": lists, "sinks_ref": padded, **seen_by,
     }  # fmt: skip
     written = launch(
         lambda **refs: MlaSparseKernel(cut, MlaDecodeRefs(**refs), tokens_of_row, whole).run(),
@@ -182,10 +187,9 @@ def _in_pages(lists: jax.Array) -> jax.Array:
 
 def _visible(call: MlaDecodeCall) -> jax.Array:
     """int32 [B * S], how many of its row's positions each token may see; 0 for padding."""
-    lengths, token = call.seq_lens[:, None], jnp.arange(call.q_len, dtype=jnp.int32)
+    token, most = jnp.arange(call.q_len, dtype=jnp.int32), call.max_pages * call.page_size
     queries: Any = call.q_len if call.query_lens is None else call.query_lens[:, None]
-    within = (lengths > 0) & (lengths <= call.max_pages * call.page_size) & (token < queries)
-    return jnp.where(within, jnp.maximum(lengths - queries + token + 1, 0), 0).reshape(-1)
+    return visible_positions(call.seq_lens[:, None], queries, token, most).reshape(-1)
 
 
 def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:

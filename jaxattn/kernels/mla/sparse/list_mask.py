@@ -11,17 +11,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
 from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import tile_iota
-from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, MlaDecodeCta
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT
 from jaxattn.kernels.mla.sparse.token_copies import read_page, seen_words
 
 
 class ListMask:
     """Of 64 entries at a time, from page `start` of the list on: the same for all heads."""
 
-    def __init__(self, block: MlaDecodeCta, row: jax.Array, start: jax.Array):
+    def __init__(self, block: Any, row: jax.Array, start: jax.Array):
         self.refs, self.row, self.start = block.refs, row, start
         self.interpret = block.cut.interpret
-        self.visible = self.refs.visible_ref[row]
+        self.visible = block.visible(row)
 
     def of_page(self, i: jax.Array) -> Any:
         """Its entries, which are on their way; in the interpreter bool [64]."""

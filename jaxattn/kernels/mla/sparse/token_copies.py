@@ -119,12 +119,16 @@ def _number(kv: Any, page: Any, position: Any, layer: Any) -> Any:
 
 
 def select_words(condition: jax.Array, there: jax.Array, other: jax.Array) -> jax.Array:
-    """One of two int32 [128] `BY_THREAD`."""
+    """One of two int32 [128] `BY_THREAD`, in its place among the reads: behind one that takes the
+    register of `other` or `there` in a loop, both would need a copy, which waits for the read."""
+
+    code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; selp.b32 $0, $2, $3, p; }"
 
     def run(ctx: Any, condition: Any, *words: Any) -> Any:
         del ctx
+        chosen = arith.extui(i32(), single(condition))
         values = [element(x.registers.flat[0], 0) for x in words]
-        return _by_thread(arith.select(single(condition), *values))
+        return _by_thread(asm_word(code, chosen, *values))
 
     make = plgpu.inline_mgpu(arg_types=(SPLAT, BY_THREAD, BY_THREAD), return_type=WORDS)
     return make(run)(condition, there, other)

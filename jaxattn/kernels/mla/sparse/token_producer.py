@@ -76,7 +76,7 @@ class TokenProducer(PageProducer):
         refs = self.block.refs
         row = self.part.some_row(at[0].row)
         table_row = lax.div(row, jnp.int32(self.block.tokens_of_row))
-        visible, page_size = refs.visible_ref[row], self.part.page_size
+        visible, page_size = self.block.visible(row), self.part.page_size
         tokens = read_tables(positions, refs.table_ref, table_row, visible, page_size=page_size)
         return tokens, jnp.int32(PAGE)
 
@@ -126,12 +126,15 @@ class TokenProducer(PageProducer):
             return
         refs, layer = self.block.refs, self.part.layer
         positions = refs.indices_ref[tokens, pl.ds(number * PAGE, PAGE)]
-        seen = (positions >= 0) & (positions < refs.visible_ref[tokens])
+        seen = (positions >= 0) & (positions < self.block.visible(tokens))
         positions = jnp.where(seen, positions, 0)
         table = refs.table_ref.at[lax.div(tokens, jnp.int32(self.block.tokens_of_row))][...]
         pages = jnp.where(seen, table[positions // self.part.page_size], 0)
-        columns = self.part.kv_ref.at[layer, :, :, pl.ds(first, target.shape[-1])][...]
+        size = jnp.dtype(target.dtype).itemsize // self.part.kv_ref.dtype.itemsize
+        columns = self.part.kv_ref.at[layer, :, :, pl.ds(first, size * target.shape[-1])][...]
         found = columns[pages, positions % self.part.page_size]
+        if size > 1:
+            found = lax.bitcast_convert_type(found.reshape(PAGE, -1, size), target.dtype)
         target[...] = jnp.where(seen[:, None], found, jnp.zeros((), target.dtype))
 
     def _end_group(self) -> None:
@@ -235,13 +238,20 @@ class WideTokenProducer(TokenProducer):
 class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
     """Of FP8: a warp copies the tokens that it widens, as they are stored, and waits for them.
 
-    A step begins three groups of copies: rope columns, and two quarters.
+    A step begins three groups of copies: rope columns, and two quarters. Rope columns of a
+    block-scaled cache are not widened: they are copied to where the products read them, and handed
+    over with the second quarter.
     """
+
+    def __init__(self, block: Any):
+        super().__init__(block)
+        self.rope_in_place = self.cut.latents.block_scaled
 
     def begin(self) -> Any:
         (first, ahead), further = self._first(2)
         page = self._page_of(first)
-        self._store_rope(page)
+        if not self.rope_in_place:
+            self._store_rope(page)
         for quarter in range(2):
             self._store(2 * self.half + quarter, page)
         return lax.fori_loop(0, AHEAD, self._begin, (page, ahead, further))
@@ -249,13 +259,36 @@ class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
     def _begin(self, i: jax.Array, pages: Any) -> Any:
         self._next_rope(pages, i)
         for quarter in range(2):
-            self.refill(quarter, pages, i)
+            super().refill(quarter, pages, i)
+        self._hand_over_rope(pages, i)
         return self.later(pages)
 
-    def _wait_for_raw(self, tile: Any) -> None:
+    def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
+        super().refill(quarter, pages, into)
+        if quarter == 1:
+            self._hand_over_rope(pages, into + AHEAD)
+
+    def _hand_over_rope(self, pages: Any, into: jax.Array) -> None:
+        if self.rope_in_place:
+            loaded = self.shared.rope_loaded.at[lax.rem(into, PAGES)]
+            pl.when(pages[0][1] & self.is_right)(lambda: plgpu.barrier_arrive(loaded))
+
+    def _next_rope(self, pages: Any, into: jax.Array) -> None:
+        if not self.rope_in_place:
+            super()._next_rope(pages, into)
+            return
+        page, target = pages[0], self.shared.rope.at[lax.rem(into, PAGES)]
+        columns = swizzled(self.cut.dtype), RANK + SCALE_BYTES
+        pl.when(page[1] & self.is_right)(lambda: self._gather(page, target, *columns))
+        self._end_group()
+
+    def _wait_for_raw(self, tile: Any, quarter: int | None) -> None:
+        """Begun since, of the other quarter and rope columns; the latter are to be there, too, when
+        the second quarter is."""
         del tile
         if not self.cut.interpret:
-            wait_for_groups(2, of_warp=True)
+            pending = 1 if self.rope_in_place and quarter == 1 else 2
+            wait_for_groups(pending, of_warp=True)
 
     def _store(self, tile: Any, page: Any) -> None:
         super()._store(tile, page)

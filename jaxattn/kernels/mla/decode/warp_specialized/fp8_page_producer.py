@@ -63,7 +63,7 @@ class Fp8PageProducer(PageProducer):
         page, following = pages[0], self._page_of(pages[1])
         tile, slot = 2 * self.half + quarter, self.slot_of(quarter, into)
         target, done = self.shared.kv.at[slot], self.shared.kv_loaded.at[slot]
-        pl.when(page[1])(lambda: self._widen(tile, page, target, done))
+        pl.when(page[1])(lambda: self._widen(tile, page, target, done, quarter))
         self._store(tile, following)
 
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
@@ -93,10 +93,13 @@ class Fp8PageProducer(PageProducer):
         length = self.part.lens_ref[self.part.some_row(place.row)]
         return at, (self.part.numbers(place.row, page, stop), length - page * PAGE)
 
-    def _widen(self, tile: Any, page: Any, target: Any, done: Any) -> None:
-        """A tile of the page, without what follows the row's end; its place may be stored to."""
+    def _widen(
+        self, tile: Any, page: Any, target: Any, done: Any, quarter: int | None = None
+    ) -> None:
+        """A tile of the page, a quarter of the half or the rope columns, without what follows the
+        row's end; its place may be stored to."""
         stored, left = self.raw.at[tile], page[2][1]
-        self._wait_for_raw(tile)
+        self._wait_for_raw(tile, quarter)
         scales = None
         if self.cut.latents.block_scaled:
             scales = self.shared.raw_scales.at[tile]
@@ -104,7 +107,8 @@ class Fp8PageProducer(PageProducer):
         plgpu.commit_smem()
         plgpu.barrier_arrive(done)
 
-    def _wait_for_raw(self, tile: Any) -> None:
+    def _wait_for_raw(self, tile: Any, quarter: int | None) -> None:
+        del quarter
         plgpu.barrier_wait(self.raw_loaded.at[tile])
 
     def _store(self, tile: Any, page: Any) -> None:

@@ -86,13 +86,15 @@ def shared_types(
     # Of a warpgroup that has widened or gathered, or of copies.
     arrivals = 1 if latents.quantized or gathered else copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
+    # Rope columns of gathered block-scaled tokens are copied to where they are read.
+    tiles = RAW - (gathered and latents.block_scaled)
     if latents.quantized:
-        raw = plgpu.SMEM((RAW, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
+        raw = plgpu.SMEM((tiles, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
         pieces = copies * (1 + latents.block_scaled)
         loaded = plgpu.Barrier(num_arrivals=pieces, num_barriers=RAW)
         stored |= {"raw": raw, "raw_loaded": None if gathered else loaded}
     if latents.block_scaled:
-        stored["raw_scales"] = plgpu.SMEM((RAW, PAGE, SCALE_BYTES), latents.dtype)
+        stored["raw_scales"] = plgpu.SMEM((tiles, PAGE, SCALE_BYTES), latents.dtype)
     return MlaDecodeSmem(
         kv=plgpu.SMEM((kv_places, PAGE, QUARTER), dtype, transforms=tiled),
         rope=plgpu.SMEM((PAGES, PAGE, ROPE), dtype, transforms=tiled),
@@ -166,10 +168,13 @@ class MlaDecodeRefs:
     q_rope_smem: Any  # its rope columns
     q_loaded: Any
     shared: MlaDecodeSmem
-    # Of chosen keys alone: positions [rows, K], how many keys each row may see, and the layer's
-    # sinks [rows of the tiles], or None.
+    # Of chosen keys alone: positions [rows, K]; how many keys each row may see, or what a block has
+    # to find that, the lengths of the batch's rows and their query tokens, if they have fewer; and
+    # the layer's sinks [rows of the tiles], or None.
     indices_ref: Any = None
     visible_ref: Any = None
+    row_lens_ref: Any = None
+    row_queries_ref: Any = None
     sinks_ref: Any = None
 
 
