@@ -166,16 +166,23 @@ class Linear(nnx.Module):
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | PendingNorm,
-        *modules: Any,
-        give: bool = False,
-        biases: "Sequence[LinearBias]" = (),
+        x: Float[Array, "*T K"] | PendingNorm, *modules: Any, give: bool = False
     ) -> tuple[Float[Array, "*T N"], ...]:
         """`module(x)` for each module of this kind, see `linears`.
 
         Args:
             give: whether a `PendingNorm` x keeps the normed token, for others that read it.
         """
+        return Linear.with_biases(x, modules, (), give)
+
+    @staticmethod
+    def with_biases(
+        x: Float[Array, "*T K"] | PendingNorm,
+        modules: Sequence[Any],
+        biases: "Sequence[LinearBias]",
+        give: bool,
+    ) -> tuple[Float[Array, "*T N"], ...]:
+        """`together` with a bias for each module, or none."""
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
         stacks = [each.in_stack.weights for each in biases if each.in_stack is not None]
@@ -255,7 +262,7 @@ def linears(
         others = len(found) + len(ours) < len(modules)
         own = [biases[number] for number in numbers] if biases else []
         if kind is Linear:
-            results = Linear.together(x, *ours, give=others, biases=own)
+            results = Linear.with_biases(x, ours, own, others)
         else:
             results = added_to(kind.together(x, *ours, give=others), own)
         found |= zip(numbers, results, strict=True)

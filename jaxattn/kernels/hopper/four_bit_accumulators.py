@@ -16,10 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
-from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, widened
+from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, summed, widened
 from jaxattn.kernels.hopper.fp8_operands import plain_product
 
 MMA_COLUMNS = 32  # up to which single warps' mma is faster than wgmma
+MOST_SUMS = 4  # of a product by mma, which together have at most as many columns
 
 
 def lines_of_step(form: FourBitFormat, depth: int) -> int:
@@ -77,8 +78,8 @@ class FourBitAccumulators:
         tile = tiles.at[pl.ds(place * count, count)]
         return widened(tile, self.dtype, self.form, interpret=self.interpret)
 
-    def _zeros(self) -> list[jax.Array]:
-        zero = jnp.zeros((ROWS, self.columns), jnp.float32)
+    def _zeros(self, sums: int = 1) -> list[jax.Array]:
+        zero = jnp.zeros((ROWS, sums * self.columns), jnp.float32)
         if not self.interpret:
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
         return [zero] * self._parts
@@ -96,7 +97,9 @@ class FourBitAccumulators:
             plgpu.barrier_arrive(self.read.at[slot])
             return totals
 
-        return lax.fori_loop(0, steps, step, self._zeros())
+        count = min(MOST_SUMS, MMA_COLUMNS // self.columns)
+        totals = lax.fori_loop(0, steps, step, self._zeros(count))
+        return [summed(total, self.columns) for total in totals]
 
     def _by_wgmma(self, steps: Any, done: Any) -> list[jax.Array]:
         def accumulate(*accs: Any) -> list[jax.Array]:

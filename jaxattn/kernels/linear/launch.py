@@ -235,9 +235,9 @@ def linears_mosaic(
     if norm is None and (interpret or (tokens > 8 and tokens % 8)):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     if biases is not None:
-        pads = [((0, 0), (0, max(0, ROWS - each.shape[1]))) for each in biases]
         biases = tuple(
-            jnp.pad(b, pad) if pad[1][1] else b for b, pad in zip(biases, pads, strict=True)
+            jnp.pad(each, ((0, 0), (0, ROWS - each.shape[1]))) if each.shape[1] < ROWS else each
+            for each in biases
         )
     turns = None if turned is None else turned.constants
     norms = None if norm is None else norm.constants
