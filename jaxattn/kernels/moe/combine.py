@@ -1,8 +1,7 @@
 """A token's sum over its experts, in the order of its ids: a block for some columns of a token.
 
 Limits: 128 columns at least, a multiple of 64. Reference and tests: `jaxattn.ops.moe.experts`
-(implementation="xla"),
-tests/kernels/moe/test_kernel.py.
+(implementation="xla"), tests/kernels/moe/test_kernel.py.
 """
 
 import functools

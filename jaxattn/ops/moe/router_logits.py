@@ -38,12 +38,13 @@ def split_router(
 
     Args:
         gates: a column more, of the shared experts' gate. With it N is E + 1 and zeros behind it,
-            up to a multiple of 32.
+            up to a multiple of 32. There are 64 columns at least: of fewer the kernel's product
+            has to be cut, by a launch of XLA's.
     """
     if gates is not None:
-        none = [(0, 0)] * (gates.ndim - 1)
         router = jnp.concatenate([router, gates], axis=-1)
-        router = jnp.pad(router, (*none, (0, -router.shape[-1] % HALF)))
+        router = jnp.pad(router, _behind(router, -router.shape[-1] % HALF))
+    router = jnp.pad(router, _behind(router, max(0, ROWS // 2 - router.shape[-1])))
     high = rounded(router, jnp.bfloat16)
     low = (router - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return jnp.concatenate([high, low], axis=-1)
@@ -52,8 +53,12 @@ def split_router(
 def split_biases(biases: Float[Array, "*L E"], columns: int) -> Float[Array, "*L 2N"]:
     """Of two halves the first has the biases; there are 128 numbers at least, as the kernel of the
     products reads so many."""
-    more = max(columns, ROWS) - biases.shape[-1]
-    return jnp.pad(biases, [(0, 0)] * (biases.ndim - 1) + [(0, more)]) if more > 0 else biases
+    return jnp.pad(biases, _behind(biases, max(0, max(columns, ROWS) - biases.shape[-1])))
+
+
+def _behind(x: Array, count: int) -> list[tuple[int, int]]:
+    """Widths of a pad by so many columns."""
+    return [(0, 0)] * (x.ndim - 1) + [(0, count)]
 
 
 @jax.named_scope("router_logits")
