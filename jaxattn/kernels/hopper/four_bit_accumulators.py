@@ -36,6 +36,7 @@ class FourBitAccumulators:
         form: of the weights.
         dtype: of the tokens.
         columns: N, tokens.
+        widest: of a launch, whose tokens have equally many sums whatever is beside them.
         arrived: makes of a step its place in the ring, once it is loaded.
         tiles: of such a place the tiles of each of the warpgroup's parts, [lines, 128].
         tokens: the tokens of all places, [stage, tile, N, columns of a tile].
@@ -45,6 +46,7 @@ class FourBitAccumulators:
     form: FourBitFormat
     dtype: DTypeLike
     columns: int
+    widest: int
     arrived: Callable[[Any], Any]
     tiles: Callable[[Any], list[Any]]
     tokens: Any
@@ -60,7 +62,7 @@ class FourBitAccumulators:
         if self.interpret:
             sums = self._plain_sums
         else:
-            sums = self._by_mma if self.columns <= MMA_COLUMNS else self._by_wgmma
+            sums = self._by_mma if self.widest <= MMA_COLUMNS else self._by_wgmma
         grown = 1 / shrunk(self.form, self.dtype)
         return [total * grown for total in sums(steps, done)]
 
@@ -97,7 +99,7 @@ class FourBitAccumulators:
             plgpu.barrier_arrive(self.read.at[slot])
             return totals
 
-        count = min(MOST_SUMS, MMA_COLUMNS // self.columns)
+        count = min(MOST_SUMS, MMA_COLUMNS // self.widest)
         totals = lax.fori_loop(0, steps, step, self._zeros(count))
         return [summed(total, self.columns) for total in totals]
 
@@ -125,7 +127,7 @@ class FourBitAccumulators:
         def step(s: Any, totals: list[jax.Array]) -> list[jax.Array]:
             slot = self.arrived(done + s)
             for place in self._places:
-                tokens = self.tokens[slot, place]
+                tokens = self.tokens.at[slot, place][...]
                 totals = [
                     total + plain_product(self._weights(tiles, place), tokens)
                     for total, tiles in zip(totals, self.tiles(slot), strict=True)
