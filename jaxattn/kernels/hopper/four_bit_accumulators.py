@@ -20,7 +20,7 @@ from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, 
 from jaxattn.kernels.hopper.fp8_operands import plain_product
 
 MMA_COLUMNS = 32  # up to which single warps' mma is faster than wgmma
-MOST_SUMS = 4  # of a product by mma, which together have at most as many columns
+SUMMED_COLUMNS = 16  # of a product by mma, whose sums have that many together at most
 
 
 def lines_of_step(form: FourBitFormat, depth: int) -> int:
@@ -99,7 +99,7 @@ class FourBitAccumulators:
             plgpu.barrier_arrive(self.read.at[slot])
             return totals
 
-        count = min(MOST_SUMS, MMA_COLUMNS // self.widest)
+        count = max(1, SUMMED_COLUMNS // self.widest)
         totals = lax.fori_loop(0, steps, step, self._zeros(count))
         return [summed(total, self.columns) for total in totals]
 

@@ -1,7 +1,7 @@
 """Tile configurations of `grouped_product` with weights of 4 bits.
 
 To widen takes as long as to read, so two warpgroups at least work on a multiprocessor: one has
-gate's rows and another up's, or each has rows of its own.
+gate's rows and another up's, each has rows of its own, or both have every other step of the same.
 """
 
 import dataclasses
@@ -60,7 +60,8 @@ def choose_four_bit(
         together = 2 if columns <= FEW_COLUMNS and not (wide and gated) else 1
         made = GemmTileConfig(
             consumers=2 if wide else 1, parts=2 if gated else 1, split=gated and not wide,
-            depth=step, together=together, narrow=GROUP < columns <= MMA_COLUMNS,
+            shared=not gated and not wide and columns <= MMA_COLUMNS,
+            depth=step, together=together, narrow=columns == 2 * GROUP,
         )  # fmt: skip
         items = used * (rows // made.rows)
         blocks = min(max(items, NUM_SMS), together * NUM_SMS)
@@ -78,6 +79,6 @@ def _stages(made: GemmTileConfig, form: FourBitFormat, columns: int, of_result: 
     """All that shared memory has room for."""
     weights = made.parts * made.consumers * lines_of_step(form, made.depth) * LINE
     stage = -(-weights // 1024) * 1024 + columns * made.depth * 2
-    results = made.rows * columns * (of_result + 4 * made.split)
+    results = made.rows * columns * (of_result + 4 * (made.split or made.shared))
     room = SHARED_BYTES // made.together - RESERVED_BYTES - BARRIER_BYTES - results
     return max(2, min(MOST_STAGES, room // stage))
