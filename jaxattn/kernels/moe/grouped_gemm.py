@@ -406,7 +406,8 @@ class GroupedGemmCta:
         cut, refs, product = self.cut, self.refs, self.cut.product
         # (part, which of its 64 rows)
         mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
-        steps, first, apart = cut.steps, done, 1
+        steps: Any = cut.steps
+        first, apart = done, 1
         if product.split:
             mine = [(self.wg, 0)]
         elif product.shared:
