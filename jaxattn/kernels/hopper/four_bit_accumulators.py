@@ -16,11 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
-from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, summed, widened
+from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, widened
 from jaxattn.kernels.hopper.fp8_operands import plain_product
 
 MMA_COLUMNS = 32  # up to which single warps' mma is faster than wgmma
-SUMMED_COLUMNS = 16  # of a product by mma, whose sums have that many together at most
 
 
 def lines_of_step(form: FourBitFormat, depth: int) -> int:
@@ -36,7 +35,6 @@ class FourBitAccumulators:
         form: of the weights.
         dtype: of the tokens.
         columns: N, tokens.
-        widest: of a launch, whose tokens have equally many sums whatever is beside them.
         arrived: makes of a step its place in the ring, once it is loaded.
         tiles: of such a place the tiles of each of the warpgroup's parts, [lines, 128].
         tokens: the tokens of all places, [stage, tile, N, columns of a tile].
@@ -46,7 +44,6 @@ class FourBitAccumulators:
     form: FourBitFormat
     dtype: DTypeLike
     columns: int
-    widest: int
     arrived: Callable[[Any], Any]
     tiles: Callable[[Any], list[Any]]
     tokens: Any
@@ -62,7 +59,7 @@ class FourBitAccumulators:
         if self.interpret:
             sums = self._plain_sums
         else:
-            sums = self._by_mma if self.widest <= MMA_COLUMNS else self._by_wgmma
+            sums = self._by_mma if self.columns <= MMA_COLUMNS else self._by_wgmma
         grown = 1 / shrunk(self.form, self.dtype)
         return [total * grown for total in sums(steps, done)]
 
@@ -80,8 +77,8 @@ class FourBitAccumulators:
         tile = tiles.at[pl.ds(place * count, count)]
         return widened(tile, self.dtype, self.form, interpret=self.interpret)
 
-    def _zeros(self, sums: int = 1) -> list[jax.Array]:
-        zero = jnp.zeros((ROWS, sums * self.columns), jnp.float32)
+    def _zeros(self) -> list[jax.Array]:
+        zero = jnp.zeros((ROWS, self.columns), jnp.float32)
         if not self.interpret:
             zero = plgpu.layout_cast(zero, plgpu.Layout.WGMMA)
         return [zero] * self._parts
@@ -99,9 +96,7 @@ class FourBitAccumulators:
             plgpu.barrier_arrive(self.read.at[slot])
             return totals
 
-        count = max(1, SUMMED_COLUMNS // self.widest)
-        totals = lax.fori_loop(0, steps, step, self._zeros(count))
-        return [summed(total, self.columns) for total in totals]
+        return lax.fori_loop(0, steps, step, self._zeros())
 
     def _by_wgmma(self, steps: Any, done: Any) -> list[jax.Array]:
         def accumulate(*accs: Any) -> list[jax.Array]:

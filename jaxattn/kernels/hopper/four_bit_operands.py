@@ -95,19 +95,17 @@ def shrunk(form: FourBitFormat, dtype: DTypeLike) -> float:
 def accumulated(
     total: jax.Array, tiles: Any, tokens: Sequence[Any], form: FourBitFormat
 ) -> jax.Array:
-    """total + the product of tiles and tokens, by mma of single warps.
+    """total [64, N] + the product of tiles and tokens, by mma of single warps.
 
-    wgmma of few columns takes as long as of 32 and more. A warp waits for the product before in the
-    same sum, so few columns have several sums, which take the steps of K in turn.
+    wgmma of few columns takes as long as of 32 and more.
 
     Args:
-        total: float32 [64, sums * N], in wgmma's layout.
+        total: float32, in wgmma's layout.
         tiles: some that follow one another, [lines, 128].
         tokens: of each tile [N, columns], swizzled.
     """
     count = len(tokens)
-    dtype, columns = tokens[0].dtype, tokens[0].shape[0]
-    chains = total.shape[1] // columns
+    dtype, columns = tokens[0].dtype, total.shape[1]
     kind = "f16" if _half(dtype) else "bf16"
     product = plgpu.Layout.WGMMA
 
@@ -124,34 +122,16 @@ def accumulated(
                     right = rows.load(tokens[place], group, unit, form.columns)
                     for step in range(2):
                         first = 8 * unit + 4 * step
-                        left, pair = words[first : first + 4], right[2 * step : 2 * step + 2]
-                        here = (2 * unit + step) % chains * (columns // 8) + group
-                        sums[here] = mma(kind, left, pair, sums[here])
+                        left = words[first : first + 4]
+                        sums[group] = mma(kind, left, right[2 * step : 2 * step + 2], sums[group])
         registers = pairs([each for four in sums for each in four])
-        return fragmented(registers, total.shape, mgpu.WGMMA_LAYOUT)
+        return fragmented(registers, (ROWS, columns), mgpu.WGMMA_LAYOUT)
 
     out = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=product)
     refs = [plgpu.RefType(swizzled(dtype))] * count
     return plgpu.inline_mgpu(arg_types=(product, plgpu.RefType(), *refs), return_type=out)(run)(
         total, tiles, *tokens
     )
-
-
-def summed(total: jax.Array, columns: int) -> jax.Array:
-    """[64, N] of the sums [64, sums * N] that `accumulated` gave."""
-    if total.shape[1] == columns:
-        return total
-    product = plgpu.Layout.WGMMA
-
-    def run(_: Any, total: Any) -> Any:
-        parts = list(total.registers.flat)
-        while len(parts) > columns // 4:
-            half = len(parts) // 2
-            parts = [arith.addf(x, y) for x, y in zip(parts[:half], parts[half:], strict=True)]
-        return fragmented(parts, (ROWS, columns), mgpu.WGMMA_LAYOUT)
-
-    out = plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=product)
-    return plgpu.inline_mgpu(arg_types=(product,), return_type=out)(run)(total)
 
 
 class TokenRows:

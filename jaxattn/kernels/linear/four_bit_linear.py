@@ -160,8 +160,8 @@ class FourBitLinearCta(Fp8BatchedLinearCta):
             return slot
 
         sums = FourBitAccumulators(
-            form=cut.form, dtype=refs.x_smem.dtype, columns=cut.columns, widest=cut.columns,
-            arrived=arrived, tiles=lambda slot: [refs.w_smem.at[slot, self.wg]], tokens=refs.x_smem,
+            form=cut.form, dtype=refs.x_smem.dtype, columns=cut.columns, arrived=arrived,
+            tiles=lambda slot: [refs.w_smem.at[slot, self.wg]], tokens=refs.x_smem,
             read=refs.read, interpret=cut.interpret,
         )  # fmt: skip
         return sums(self.mine, 0)[0]

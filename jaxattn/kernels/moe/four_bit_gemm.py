@@ -1,7 +1,7 @@
 """Tile configurations of `grouped_product` with weights of 4 bits.
 
 To widen takes as long as to read, so two warpgroups at least work on a multiprocessor: one has
-gate's rows and another up's, each has rows of its own, or both have every other step of the same.
+gate's rows and another up's, or each has rows of its own.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax
 
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
-from jaxattn.kernels.hopper.four_bit_accumulators import MMA_COLUMNS, lines_of_step
+from jaxattn.kernels.hopper.four_bit_accumulators import lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.moe.tile_config import (
     BARRIER_BYTES,
@@ -60,7 +60,6 @@ def choose_four_bit(
         together = 2 if columns <= FEW_COLUMNS and not (wide and gated) else 1
         made = GemmTileConfig(
             consumers=2 if wide else 1, parts=2 if gated else 1, split=gated and not wide,
-            shared=not gated and not wide and columns <= MMA_COLUMNS,
             depth=step, together=together, narrow=columns == 2 * GROUP,
         )  # fmt: skip
         items = used * (rows // made.rows)
@@ -79,6 +78,6 @@ def _stages(made: GemmTileConfig, form: FourBitFormat, columns: int, of_result: 
     """All that shared memory has room for."""
     weights = made.parts * made.consumers * lines_of_step(form, made.depth) * LINE
     stage = -(-weights // 1024) * 1024 + columns * made.depth * 2
-    results = made.rows * columns * (of_result + 4 * (made.split or made.shared))
+    results = made.rows * columns * (of_result + 4 * made.split)
     room = SHARED_BYTES // made.together - RESERVED_BYTES - BARRIER_BYTES - results
     return max(2, min(MOST_STAGES, room // stage))

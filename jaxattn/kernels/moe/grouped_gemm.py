@@ -132,7 +132,6 @@ def grouped_product(
     cut = GroupedGemmConfig(
         product=product,
         columns=columns,
-        widest=columns,
         stages=stages,
         steps=depth // product.depth,
         apart=height // 2 if gated else product.rows,
@@ -150,7 +149,6 @@ def grouped_product(
     tiled = swizzled(dtype)
     of_weights = tiled if scales is None else SWIZZLED
     consumers, parts = product.consumers, product.parts
-    two = product.split or product.shared  # warpgroups, whose sums meet
     tile = (ROWS, product.depth)[:: -1 if transposed else 1]
     if form is not None:
         of_weights, tile = (), (lines_of_step(form, product.depth), LINE)
@@ -180,15 +178,13 @@ def grouped_product(
             "out_smem": plgpu.SMEM(
                 (consumers, columns, ROWS), out_dtype, transforms=swizzled(out_dtype)
             ),
-            "up_smem": plgpu.SMEM((ROWS, columns), jnp.float32) if two else None,
+            "up_smem": plgpu.SMEM((ROWS, columns), jnp.float32) if product.split else None,
             "loaded": plgpu.Barrier(
                 num_arrivals=parts * consumers + pieces_of_tokens, num_barriers=stages
             ),
-            "read": plgpu.Barrier(
-                num_arrivals=1 if product.shared else product.warpgroups, num_barriers=stages
-            ),
-            "up_there": plgpu.Barrier(num_arrivals=1) if two else None,
-            "up_read": plgpu.Barrier(num_arrivals=1) if two else None,
+            "read": plgpu.Barrier(num_arrivals=product.warpgroups, num_barriers=stages),
+            "up_there": plgpu.Barrier(num_arrivals=1) if product.split else None,
+            "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
         },
         warpgroups=product.warpgroups + 1,
         compiler_params=plgpu.CompilerParams(
@@ -205,7 +201,6 @@ class GroupedGemmConfig:
 
     Attributes:
         columns: tokens that are multiplied together.
-        widest: of all tiles.
         stages: places of the ring.
         steps: of K.
         apart: rows of weights from a part to the next.
@@ -215,7 +210,6 @@ class GroupedGemmConfig:
 
     product: GemmTileConfig
     columns: int
-    widest: int
     stages: int
     steps: int
     apart: int
@@ -265,7 +259,7 @@ class GroupedGemmRefs:
     weights_smem: Any  # [stage, part, warpgroup, 64, depth], transposed, or lines of tiles
     tokens_smem: Any  # [stage, piece, N, columns]; 16-bit and FP8 weights have them in one piece
     out_smem: Any  # [warpgroup, N, 64]
-    up_smem: Any  # [64, N], where up, or half of the steps, has a warpgroup of its own
+    up_smem: Any  # [64, N], where up has a warpgroup of its own
     loaded: Any  # of each stage
     read: Any  # by every warpgroup that multiplies
     up_there: Any
@@ -386,7 +380,7 @@ class GroupedGemmCta:
         """A multiplying warpgroup: its rows of each item."""
         if self.cut.many_registers:
             plgpu.set_max_registers(232, action="increase")
-        if self.refs.up_smem is not None:
+        if self.cut.product.split:
             self._multiply_split()
             return
         self.each(self.in_width(GroupedGemmCta._multiply_item))
@@ -406,20 +400,15 @@ class GroupedGemmCta:
         cut, refs, product = self.cut, self.refs, self.cut.product
         # (part, which of its 64 rows)
         mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
-        steps: Any = cut.steps
-        first, apart = done, 1
         if product.split:
             mine = [(self.wg, 0)]
-        elif product.shared:
-            mine, first, apart = [(0, 0)], done + self.wg, 2
-            steps = lax.div(cut.steps + 1 - self.wg, 2)
         sums = FourBitAccumulators(
-            form=form, dtype=refs.tokens.dtype, columns=cut.columns, widest=cut.widest,
-            arrived=lambda step: self.arrived(first + apart * step)[0],
+            form=form, dtype=refs.tokens.dtype, columns=cut.columns,
+            arrived=lambda step: self.arrived(step)[0],
             tiles=lambda slot: [refs.weights_smem.at[slot, *each] for each in mine],
             tokens=refs.tokens_smem, read=refs.read, interpret=cut.interpret,
         )  # fmt: skip
-        return sums(steps, 0)
+        return sums(cut.steps, done)
 
     def _multiply_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
         every = self._biased(now, self.sums(now, done), range(self.cut.product.parts))
@@ -465,11 +454,11 @@ class GroupedGemmCta:
 
     def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
         """The first of the weights' rows that this warpgroup has of a part."""
-        own = self.wg * ROWS if self.refs.up_smem is None else 0
+        own = 0 if self.cut.product.split else self.wg * ROWS
         return now.place * self.cut.piece + part * self.cut.apart + own
 
     def _multiply_split(self) -> None:
-        """The warpgroup of gate, or that of up; or those of the even and the odd steps."""
+        """The warpgroup of gate, or that of up."""
 
         @pl.when(self.wg == 0)
         def _gate():
@@ -487,14 +476,11 @@ class GroupedGemmCta:
         plgpu.barrier_wait(refs.up_there)
         up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
         plgpu.barrier_arrive(refs.up_read)
-        result = self._activated(total, up) if self.cut.product.split else total + up
-        self._store(now, [result], refs.target, self.cut.results)
+        self._store(now, [self._activated(total, up)], refs.target, self.cut.results)
 
     def _up_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
         refs = self.refs
-        (total,) = self.sums(now, done)
-        if self.cut.product.split:
-            (total,) = self._biased(now, [total], [1])
+        (total,) = self._biased(now, self.sums(now, done), [1])
         pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
         store(refs.up_smem, total, interpret=self.cut.interpret)
         plgpu.barrier_arrive(refs.up_there)

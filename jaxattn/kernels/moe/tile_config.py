@@ -28,7 +28,6 @@ class GemmTileConfig:
         consumers: warpgroups that multiply, each its own rows of weights: 1 or 2.
         parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
         split: for FP8 and 4 bits with one consumer: gate and up have a warpgroup each.
-        shared: for 4 bits with one consumer: two warpgroups take the steps of K in turn.
         depth: numbers of K that a stage of shared memory holds: 64 or 128, of 4 bits up to 320.
         stages: of the ring that the weights come through; None: all that fit.
         blocks: that work at a time.
@@ -39,7 +38,6 @@ class GemmTileConfig:
     consumers: int = 1
     parts: int = 2
     split: bool = False
-    shared: bool = False
     depth: int = 128
     stages: int | None = None
     blocks: int = NUM_SMS
@@ -54,7 +52,7 @@ class GemmTileConfig:
     @property
     def warpgroups(self) -> int:
         """That multiply."""
-        return self.parts if self.split else self.consumers * (1 + self.shared)
+        return self.parts if self.split else self.consumers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
