@@ -1,6 +1,8 @@
-"""Times `load` of loading/huggingface_checkpoint.py on shards of DeepSeek-V2-Lite's layout.
+"""Times `load` of loading/huggingface_checkpoint.py on shards of DeepSeek-V2-Lite's layout, or of
+another public model's.
 
     python -m scripts.time_loading make FOLDER --gigabytes 20 [--weights fp8]
+    python -m scripts.time_loading make FOLDER --gigabytes 8 --model gpt-oss-20b
     python -m scripts.time_loading load FOLDER [--readers 8] [--cold]
 
 `make` writes config.json and shards of 4 GB; `/dev/shm` is the fastest place for them. The numbers
@@ -19,7 +21,7 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxattn.models.catalog.public_models import shipped_config
 from jaxattn.models.checkpoint.safetensors_header import DTYPES
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, INDEX
 from jaxattn.models.families.components.config_fields import ConfigFields
@@ -69,17 +72,25 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def write_folder(
-    folder: Path, nbytes: int, *, weights: str = "bfloat16", sparse: bool = False, **fields: Any
+    folder: Path,
+    nbytes: int,
+    *,
+    weights: str = "bfloat16",
+    sparse: bool = False,
+    model: Mapping[str, Any] = V2_LITE,
+    **fields: Any,
 ) -> int:
     """Writes a folder of about so many bytes: as many layers as they take. Returns its bytes.
 
     Args:
         weights: "bfloat16", or "fp8" for all matrices of the layers.
         sparse: the files are holes and take no space; every number is 0.
-        fields: of config.json, in place of DeepSeek-V2-Lite's.
+        model: the fields of config.json.
+        fields: in place of some of those.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = V2_LITE | fields | ({"quantization_config": FP8} if weights == "fp8" else {})
+    quantized = {"quantization_config": FP8} if weights == "fp8" else {}
+    config = {**model, **fields, **quantized}
 
     def parts_of(layers: int) -> list[EncodedTensor]:
         return parts(config | {"num_hidden_layers": layers}, weights)
@@ -211,6 +222,7 @@ def main() -> None:
     make.add_argument("folder", type=Path)
     make.add_argument("--gigabytes", type=float, default=20)
     make.add_argument("--weights", choices=("bfloat16", "fp8"), default="bfloat16")
+    make.add_argument("--model", help="a public model that is known by name")
     make.add_argument("--sparse", action="store_true", help="holes, which take no space")
     read = commands.add_parser("load", help="load a folder and print what it took")
     read.add_argument("folder", type=Path)
@@ -219,7 +231,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "make":
         nbytes = int(args.gigabytes * 1e9)
-        made = write_folder(args.folder, nbytes, weights=args.weights, sparse=args.sparse)
+        model = shipped_config(args.model) if args.model else V2_LITE
+        made = write_folder(
+            args.folder, nbytes, weights=args.weights, sparse=args.sparse, model=model
+        )
         print(f"{args.folder}: {made / 1e9:.2f} GB")
     else:
         print(json.dumps(load(args.folder, args.readers, args.cold)))

@@ -6,7 +6,7 @@ rounded once to the compute dtype by the product itself, which halves what a dec
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -177,26 +177,74 @@ class Linear(nnx.Module):
         Args:
             give: whether a `PendingNorm` x keeps the normed token, for others that read it.
         """
+        return Linear.with_biases(x, modules, (), give)
+
+    @staticmethod
+    def with_biases(
+        x: Float[Array, "*T K"] | PendingNorm,
+        modules: Sequence[Any],
+        biases: "Sequence[LinearBias]",
+        give: bool,
+    ) -> tuple[Float[Array, "*T N"], ...]:
+        """`together` with a bias for each module, or none."""
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
+        stacks = [each.in_stack.weights for each in biases if each.in_stack is not None]
+        of_biases = stacks if stacks and len(stacks) == len(modules) else None
+        if of_biases:
+            out_dtypes = [each.out_dtype for each in biases]
         if isinstance(x, PendingNorm):
             weights = [place.weights for place in places]
             if len(places) == len(modules) and x.serves(weights, places[0].layer):
-                return x.linears(weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give)
+                found = x.linears(
+                    weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give,
+                    biases=of_biases,
+                )  # fmt: skip
+                return found if of_biases else added_to(found, biases)
             x = tokens_of(x)
         if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
-            return tuple(module(x) for module in modules)
-        return linear_layer(
+            return added_to(tuple(module(x) for module in modules), biases)
+        found = linear_layer(
             x,
             [place.weights for place in places],
             layer=places[0].layer,
+            biases=of_biases,
             out_dtypes=out_dtypes,
             implementation=places[0].implementation,
         )
+        return found if of_biases else added_to(found, biases)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LinearBias:
+    """What is added to the output of a linear, which is float32 by itself.
+
+    Attributes:
+        numbers: [out_features].
+        in_stack: where a decode step finds them, in [L, out_features].
+        out_dtype: of the sum.
+    """
+
+    numbers: Float[Array, "N"]
+    in_stack: StackedWeight | None
+    out_dtype: DTypeLike = jnp.float32
+
+
+def added_to(
+    products: Sequence[Float[Array, "*T N"]], biases: Sequence[LinearBias]
+) -> tuple[Float[Array, "*T N"], ...]:
+    """Products with their biases, or as they are without any."""
+    if not biases:
+        return tuple(products)
+    pairs = zip(products, biases, strict=True)
+    return tuple((y + b.numbers.astype(jnp.float32)).astype(b.out_dtype) for y, b in pairs)
 
 
 def linears(
-    x: Float[Array, "*T K"] | PendingNorm, *modules: Linear, split: bool = False
+    x: Float[Array, "*T K"] | PendingNorm,
+    *modules: Linear,
+    biases: Sequence[LinearBias] = (),
+    split: bool = False,
 ) -> tuple[Float[Array, "*T N"], ...]:
     """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
 
@@ -204,6 +252,7 @@ def linears(
     such as those with FP8 weights, have a launch of their own.
 
     Args:
+        biases: one for each module, or none; in the launch of the products where it can be.
         split: each module has K features of x of its own, in order; x is then an array.
     """
     if split:
@@ -215,7 +264,12 @@ def linears(
     for kind, numbers in kinds.items():
         ours = [modules[number] for number in numbers]
         others = len(found) + len(ours) < len(modules)
-        found |= zip(numbers, kind.together(x, *ours, give=others), strict=True)
+        own = [biases[number] for number in numbers] if biases else []
+        if kind is Linear:
+            results = Linear.with_biases(x, ours, own, others)
+        else:
+            results = added_to(kind.together(x, *ours, give=others), own)
+        found |= zip(numbers, results, strict=True)
         x = tokens_of(x) if others else x  # no other launch makes the norm again
     return tuple(found[number] for number in range(len(modules)))
 

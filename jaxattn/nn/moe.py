@@ -171,8 +171,9 @@ class MixtureOfExperts(nnx.Module):
             for name in EXPERTS:
                 stacks[name] = stacks[name].astype(self.dtype)
         gate = self.shared_gate[...] if self.has_gate else None
+        bias = self.router_bias[...] if self.has_biases else None
         only = StackedLayer(jnp.int32(0), 1, 0)
-        return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate))[0]
+        return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate, bias))[0]
 
     def step(
         self,
@@ -201,6 +202,7 @@ class MixtureOfExperts(nnx.Module):
             apart: whether the sum may be the experts' `ExpertOutputs`, see `mixture_of_experts`.
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
+        bias = stacks.get("router_bias")
         halves = self.dtype == jnp.bfloat16
         alone = arena is not None and share is None and not self.has_biases and self.form is None
         if isinstance(x, PendingNorm):
@@ -209,7 +211,10 @@ class MixtureOfExperts(nnx.Module):
             if opened and arena is not None:
                 return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
             if halves and x.serves([router], layer):
-                (logits,) = x.linears((router,), layer=layer, out_dtypes=[jnp.float32], give=True)
+                (logits,) = x.linears(
+                    (router,), layer=layer, out_dtypes=[jnp.float32], give=True,
+                    biases=None if bias is None else [bias],
+                )  # fmt: skip
                 logits = logits.reshape(shape.shape[0], -1)
                 return self._sum(
                     tokens_of(x), stacks, layer, logits, halves, valid, share, arena, apart,
@@ -220,10 +225,11 @@ class MixtureOfExperts(nnx.Module):
         if arena is not None and alone and self._opens(tokens, stacks):
             return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
         if halves:
-            logits = router_products(x, router, layer, implementation, gates=gate)
+            logits = router_products(x, router, layer, implementation, gates=gate, biases=bias)
         else:
             of_layer = None if gate is None else gate[layer.index]
-            logits = self._exact_logits(x, router[layer.index], of_layer)
+            own = None if bias is None else bias[layer.index]
+            logits = self._exact_logits(x, router[layer.index], of_layer, own)
         return self._sum(
             x, stacks, layer, logits, halves, valid, share, arena, apart, implementation
         )
@@ -294,11 +300,14 @@ class MixtureOfExperts(nnx.Module):
             implementation=implementation,
         )
 
-    def _exact_logits(self, x: Array, router: Array, gate: Array | None) -> Float[Array, "T N"]:
+    def _exact_logits(
+        self, x: Array, router: Array, gate: Array | None, bias: Array | None
+    ) -> Float[Array, "T N"]:
         check_features("MixtureOfExperts", x, "F", "router", (self.hidden_size,), 0)
         weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        return jnp.matmul(tokens, weight, precision="highest")
+        logits = jnp.matmul(tokens, weight, precision="highest")
+        return logits if bias is None else logits + jnp.pad(bias, (0, weight.shape[1] - len(bias)))
 
     def _opening(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:
         """What the shared experts' output is times."""
@@ -343,10 +352,6 @@ class MixtureOfExperts(nnx.Module):
     ) -> tuple[Any, Arena | None]:
         valid = None if valid is None else valid.reshape(-1)
         biases = stacks.get("correction_bias")
-        if self.has_biases:
-            bias = stacks["router_bias"][layer.index]
-            # Of two halves the first has it; their sum is the logits.
-            logits = logits + jnp.pad(bias, (0, logits.shape[-1] - len(bias)))
         tokens, listed = x.reshape(-1, x.shape[-1]).astype(self.dtype), None
         if share is None:
             ids, weights, listed = self.choose(

@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

@@ -122,7 +122,7 @@ class FourBitAccumulators:
         def step(s: Any, totals: list[jax.Array]) -> list[jax.Array]:
             slot = self.arrived(done + s)
             for place in self._places:
-                tokens = self.tokens[slot, place]
+                tokens = self.tokens.at[slot, place][...]
                 totals = [
                     total + plain_product(self._weights(tiles, place), tokens)
                     for total, tiles in zip(totals, self.tiles(slot), strict=True)

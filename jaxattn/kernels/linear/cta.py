@@ -82,6 +82,7 @@ class LinearRefs:
     positions_ref: Any = None
     shares_ref: Any = None
     scales_refs: Any = None  # of FP8 weights (fp8_linear.py)
+    biases_refs: Any = None  # [L, N or more] of each result, or None
 
 
 class LinearCta:
@@ -137,6 +138,7 @@ class LinearCta:
         cut, refs = self.cut, self.refs
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
+        biases = self._biases()  # on their way while the products are made
         sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
         self._sum_up()
         if self.norm:
@@ -149,11 +151,23 @@ class LinearCta:
             first, *others = self._rows_of(0, cut.tokens)
             factor = self.norm.factor(sum(others, first))
         for result, (_, first) in enumerate(self.places):
-            self._when_in(result, partial(self._store, result, first, factor))
+            self._when_in(result, partial(self._store, result, first, factor, biases[result]))
         if self.norm and factor is not None:
             pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
         if cut.parts > 1:
             self._meet()  # no block ends before the others have read its sums
+
+    def _biases(self) -> list[Any]:
+        """Of each result the numbers that the tile's columns have added, if it is the result's."""
+        refs = self.refs.biases_refs
+        if refs is None:
+            return [None] * len(self.places)
+        return [
+            plgpu.load(
+                ref.at[self.layer, pl.ds(jnp.maximum(first, 0), ROWS)], layout=ROW, optimized=False
+            ).astype(jnp.float32)
+            for ref, (_, first) in zip(refs, self.places, strict=True)
+        ]
 
     def _sum_up(self) -> None:
         """The block's products to shared memory, tokens as rows."""
@@ -233,11 +247,12 @@ class LinearCta:
             rows.append(plgpu.load(source.at[token], layout=ROW, optimized=False))
         return rows
 
-    def _store(self, result: int, first: Any, factor: Any) -> None:
+    def _store(self, result: int, first: Any, factor: Any, bias: Any = None) -> None:
         """The block's tokens, a few at a time: all their rows are on their way together.
 
         Args:
             factor: of the products, or None.
+            bias: what is added to them, or None.
         """
         cut = self.cut
         many = range(1 + cut.gated)
@@ -254,6 +269,8 @@ class LinearCta:
                     y, *up = (each * factor for each in (y, *up))
                 if cut.gated:
                     y = y * (1 / (1 + jnp.exp(-y))) * up[0]
+                if bias is not None:
+                    y = y + bias
                 pl.when(token < cut.tokens)(partial(self._store_token, result, first, token, y))
 
     def _store_token(self, result: int, first: Any, token: Any, y: jax.Array) -> None:

@@ -12,6 +12,8 @@ silu(gate) * up is stored. So are the products of heads that each have numbers o
 their own, [L * heads, K, N], and rotated dims may follow them (rope_epilogue.py). Several matrices
 may each have numbers of x of their own, too. A token's result does not depend on the other tokens.
 
+Products may have biases, which are added before a result is rounded.
+
 A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
 
 The norm of a token may come first (reduce/rms_norm_prologue.py).
@@ -167,6 +169,7 @@ def linears_mosaic(
     turned: RopeEpilogueParams | None = None,
     split: bool = False,
     norm: RmsNormPrologueParams | None = None,
+    biases: Sequence[jax.Array] | None = None,
     config: LinearTileConfig | None = None,
     interpret: bool = False,
     detect_races: bool = False,
@@ -186,6 +189,8 @@ def linears_mosaic(
         norm: the norm of x + added, which comes before the products. x is then float32 [1, K].
             After the products the list has x + added, float32 [1, K]. With `norm.gives` it also
             has the normed token, in the weights' dtype.
+        biases: [L, N or more] of each matrix; neither with `gated` nor with heads. Fewer than 128
+            numbers are padded by a launch of XLA's.
     """
     behind = 0 if turned is None else DIMS
     tokens, inner = x.shape[0], weights[0].shape[-2]
@@ -230,6 +235,11 @@ def linears_mosaic(
     # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
     if norm is None and (interpret or (tokens > 8 and tokens % 8)):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
+    if biases is not None:
+        biases = tuple(
+            jnp.pad(each, ((0, 0), (0, ROWS - each.shape[1]))) if each.shape[1] < ROWS else each
+            for each in biases
+        )
     turns = None if turned is None else turned.constants
     norms = None if norm is None else norm.constants
     out = launch(
@@ -243,6 +253,7 @@ def linears_mosaic(
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "apart_ref": None if apart is None else jax.new_ref(apart),
             "angles_ref": None if turned is None else turned.angles,
+            "biases_refs": biases,
             **({} if norm is None else norm.operands),
         },
         outputs={

@@ -1,7 +1,7 @@
 """A token's sum over its experts, in the order of its ids: a block for some columns of a token.
 
-Limits: 128 columns at least. Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
-tests/kernels/moe/test_kernel.py.
+Limits: 128 columns at least, a multiple of 64. Reference and tests: `jaxattn.ops.moe.experts`
+(implementation="xla"), tests/kernels/moe/test_kernel.py.
 """
 
 import functools
@@ -73,6 +73,7 @@ def combine(
 
     Args:
         y: a 2-D array of floats, in which `results` says where the rows are.
+        features: F. Columns of `results` behind them are nobody's.
         columns: at most so many of the output are a block's.
     """
     tokens, top_k = weights.shape
@@ -84,8 +85,13 @@ def combine(
     def full(value: Any) -> jax.Array:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (columns,), []), layout)
 
-    def body(y_ref: Any, positions_ref: Any, weights_ref: Any, out_ref: Any) -> None:
-        token, first = lax.axis_index("token"), lax.axis_index("piece") * columns
+    whole, rest = divmod(features, columns)
+
+    def body(
+        y_ref: Any, positions_ref: Any, weights_ref: Any, out_ref: Any, rest_smem: Any = None
+    ) -> None:
+        token, piece = lax.axis_index("token"), lax.axis_index("piece")
+        first = piece * columns
         of_panel = results.first + lax.div(first, results.width) * results.rows
         some = pl.ds(pl.multiple_of(lax.rem(first, results.width), columns), columns)
         places = [positions_ref[token * top_k + k] for k in range(top_k)]
@@ -98,16 +104,30 @@ def combine(
             # A select: where there is no expert, what was read may be NaN.
             share = row.astype(jnp.float32) * full(weights_ref[token, k])
             total += jnp.where(full(place) >= 0, share, full(jnp.float32(0)))
-        out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total
+
+        @pl.when(piece < whole)
+        def _store():
+            out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total
+
+        if rest_smem is not None:
+
+            @pl.when(piece == whole)
+            def _store_rest():
+                rest_smem[...] = total
+                plgpu.commit_smem()
+                last = out_ref.at[token, pl.ds(whole * columns, rest)]
+                plgpu.copy_smem_to_gmem(rest_smem.at[pl.ds(0, rest)], last)
+                plgpu.wait_smem_to_gmem(0)
 
     weights = weights.astype(jnp.float32)
     return launch(
         body,
         name="moe_combine",
         # Pallas turns the axes round: CUDA's x, the last, has room for more than 65,535 tokens.
-        grid={"piece": features // columns, "token": tokens},
+        grid={"piece": whole + (rest > 0), "token": tokens},
         inputs={"y_ref": y, "positions_ref": positions, "weights_ref": weights},
         outputs={"out_ref": jax.ShapeDtypeStruct((tokens, features), jnp.float32)},
+        scratch={"rest_smem": plgpu.SMEM((columns,), jnp.float32) if rest else None},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         detect_races=detect_races,

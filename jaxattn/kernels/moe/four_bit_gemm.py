@@ -16,6 +16,7 @@ from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.moe.tile_config import (
     BARRIER_BYTES,
     BLOCK,
+    GROUP,
     MOST_STAGES,
     ROWS,
     TOKEN_TILES,
@@ -59,7 +60,7 @@ def choose_four_bit(
         together = 2 if columns <= FEW_COLUMNS and not (wide and gated) else 1
         made = GemmTileConfig(
             consumers=2 if wide else 1, parts=2 if gated else 1, split=gated and not wide,
-            depth=step, together=together,
+            depth=step, together=together, narrow=columns == 2 * GROUP,
         )  # fmt: skip
         items = used * (rows // made.rows)
         blocks = min(max(items, NUM_SMS), together * NUM_SMS)

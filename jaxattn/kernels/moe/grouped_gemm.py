@@ -35,7 +35,7 @@ tests/kernels/moe/test_kernel.py.
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -200,6 +200,7 @@ class GroupedGemmConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
+        columns: tokens that are multiplied together.
         stages: places of the ring.
         steps: of K.
         apart: rows of weights from a part to the next.
@@ -227,6 +228,14 @@ class GroupedGemmConfig:
     def piece(self) -> int:
         """Rows of an item: those of a part follow one another, and so do down's parts."""
         return self.product.rows * (1 if self.gated else self.product.parts)
+
+    @property
+    def widths(self) -> Sequence[int]:
+        """Of tiles, the number of tokens that they are multiplied as."""
+        if not self.product.narrow:
+            return (self.columns,)
+        least = NARROWEST if self.form is None else self.columns // 2
+        return range(least, self.columns + 1, least)
 
     @property
     def many_registers(self) -> bool:
@@ -303,22 +312,28 @@ class GroupedGemmCta:
 
         refs, block = self.refs, copy.copy(self)
         block.cut = dataclasses.replace(self.cut, columns=columns)
+        up = refs.up_smem
         block.refs = dataclasses.replace(
-            refs, tokens_smem=rows(refs.tokens_smem), out_smem=rows(refs.out_smem)
+            refs,
+            tokens_smem=rows(refs.tokens_smem),
+            out_smem=rows(refs.out_smem),
+            up_smem=None if up is None else up.at[:, pl.ds(0, columns)],
         )
         return block
 
     def in_width(self, method: Any) -> Any:
         """`method(block, item, steps before it)` of the block for the item's tokens."""
-        columns = self.cut.columns
-        if not self.cut.product.narrow:
+        columns, widths = self.cut.columns, self.cut.widths
+        if len(widths) == 1:
             return partial(method, self)
 
         def function(now: GroupedGemmTile, done: jax.Array) -> None:
-            for width in range(NARROWEST, columns + 1, NARROWEST):
+            less = 0
+            for width in widths:
                 block = self if width == columns else self.narrowed(width)
-                fits = (now.groups > (width - NARROWEST) // GROUP) & (now.groups <= width // GROUP)
+                fits = (now.groups > less // GROUP) & (now.groups <= width // GROUP)
                 pl.when(fits)(partial(method, block, now, done))
+                less = width
 
         return function
 
@@ -444,35 +459,31 @@ class GroupedGemmCta:
 
     def _multiply_split(self) -> None:
         """The warpgroup of gate, or that of up."""
-        refs = self.refs
-
-        def sums(now: GroupedGemmTile, done: jax.Array, part: int) -> jax.Array:
-            (total,) = self._biased(now, self.sums(now, done), [part])
-            return total
-
-        def gate(now: GroupedGemmTile, done: jax.Array) -> None:
-            total = sums(now, done, 0)
-            plgpu.barrier_wait(refs.up_there)
-            up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
-            plgpu.barrier_arrive(refs.up_read)
-            gated = self._activated(total, up)
-            self._store(now, [gated], refs.target, self.cut.results)
-
-        def up(now: GroupedGemmTile, done: jax.Array) -> None:
-            total = sums(now, done, 1)
-            pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
-            store(refs.up_smem, total, interpret=self.cut.interpret)
-            plgpu.barrier_arrive(refs.up_there)
 
         @pl.when(self.wg == 0)
         def _gate():
-            self.each(gate)
+            self.each(self.in_width(GroupedGemmCta._gate_item))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(self.wg == 1)
         def _up():
-            done = self.each(up)
-            pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
+            done = self.each(self.in_width(GroupedGemmCta._up_item))
+            pl.when(done > 0)(lambda: plgpu.barrier_wait(self.refs.up_read))
+
+    def _gate_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+        refs = self.refs
+        (total,) = self._biased(now, self.sums(now, done), [0])
+        plgpu.barrier_wait(refs.up_there)
+        up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
+        plgpu.barrier_arrive(refs.up_read)
+        self._store(now, [self._activated(total, up)], refs.target, self.cut.results)
+
+    def _up_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+        refs = self.refs
+        (total,) = self._biased(now, self.sums(now, done), [1])
+        pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
+        store(refs.up_smem, total, interpret=self.cut.interpret)
+        plgpu.barrier_arrive(refs.up_there)
 
     def _store(
         self, now: GroupedGemmTile, every: list[jax.Array], target: Any, panels: PanelMatrix | None

@@ -238,11 +238,10 @@ def mixture_of_experts_mosaic(
     )  # fmt: skip
     y = jax.freeze(y_ref)
     results = ExpertOutputs(
-        y, work.positions, weights, places["y"], output_columns(features), config.combine, modes
+        y, work.positions, weights, places["y"], features, config.combine, modes
     )
-    # Columns behind F were never written.
-    exact = features == output_columns(features)
-    out = results if apart and exact else results.total[:, :features]
+    exact = features == output_columns(features)  # else what reads the parts has no last ones
+    out = results if apart and exact else results.total
     if arena is None:
         return out
     return out, arena.with_lane(spec, "h", h).with_lane(spec, "y", y)

@@ -32,7 +32,7 @@ class GemmTileConfig:
         stages: of the ring that the weights come through; None: all that fit.
         blocks: that work at a time.
         together: of them on a multiprocessor.
-        narrow: whether tiles of few tokens are multiplied as narrower ones; of 16-bit weights.
+        narrow: whether tiles of few tokens are multiplied as narrower ones; not of FP8 weights.
     """
 
     consumers: int = 1

@@ -21,7 +21,7 @@ from jaxattn.nn import GatedMLP, MixtureOfExperts
 from jaxattn.nn.four_bit_linear import FourBitLinears
 from jaxattn.nn.moe import ExpertShare, WeightFormat, experts_of_shared, stacked_names
 from jaxattn.ops.linear.norm_linear import PendingNorm
-from jaxattn.ops.moe.router_logits import split_router
+from jaxattn.ops.moe.router_logits import split_biases, split_router
 from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank
 
@@ -122,10 +122,14 @@ class MoE(FeedForward):
         if stream.dtype != "bfloat16":
             return {}
         router = params["router"][...]
-        if not self.shared_gate:
-            return {"router": split_router(router)}
-        gate = params["shared_gate"][...]
-        return {"router": split_router(router, gate), "shared_gate": gate[:, :0]}
+        if self.shared_gate:
+            gate = params["shared_gate"][...]
+            return {"router": split_router(router, gate), "shared_gate": gate[:, :0]}
+        halves = split_router(router)
+        if not self.biases:
+            return {"router": halves}
+        biases = split_biases(params["router_bias"][...], halves.shape[-1])
+        return {"router": halves, "router_bias": biases}
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         return MixtureOfExperts(

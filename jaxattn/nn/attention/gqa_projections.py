@@ -15,7 +15,7 @@ from jaxattn.core.numerics.rope import QueryScaling, RopeConfig, Rotation, rope
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.attention.paged_attention import PagedAttention
 from jaxattn.nn.fp8_linear import new_linear
-from jaxattn.nn.linear import linears
+from jaxattn.nn.linear import LinearBias, StackedWeight, linears
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.parallel import ALONE, Parallel, all_reduce
@@ -114,6 +114,16 @@ class GroupedQueryProjections(PagedAttention):
         self.out_bias = out_bias
         if out_bias:
             self.o_bias = nnx.Param(jnp.zeros(hidden_size, param_dtype))
+        self.q_bias_in_stack: StackedWeight | None = None
+        self.k_bias_in_stack: StackedWeight | None = None
+        self.v_bias_in_stack: StackedWeight | None = None
+        self.o_bias_in_stack: StackedWeight | None = None
+
+    @property
+    def stacked(self) -> dict[str, str]:
+        """As `Linear.stacked`, of the biases."""
+        names = ("q_bias", "k_bias", "v_bias") if self.biases else ()
+        return {name: f"{name}_in_stack" for name in (*names, *["o_bias"][: self.out_bias])}
 
     def packed_weights(self) -> Float[Array, "W"] | None:
         """The norms of queries and keys for `decode`, as it reads them; None without norms."""
@@ -143,13 +153,8 @@ class GroupedQueryProjections(PagedAttention):
     ) -> tuple[Array, Array, Array]:
         """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
         with jax.named_scope("gqa_qkv_proj"):
-            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj)
-            if self.biases:
-                added = (self.q_bias, self.k_bias, self.v_bias)
-                q, k, v = (
-                    y + bias[...].astype(jnp.float32)
-                    for y, bias in zip((q, k, v), added, strict=True)
-                )
+            added = self._biases("q_bias", "k_bias", "v_bias") if self.biases else ()
+            q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj, biases=added)
             if self.heads_norm:
                 q, k = self._normed(q, self.q_heads_norm), self._normed(k, self.k_heads_norm)
             if self.query_scaling is not None and positions is not None:
@@ -160,6 +165,21 @@ class GroupedQueryProjections(PagedAttention):
                 for y in (k, v)
             )
             return q, k, v
+
+    def _biases(self, *names: str) -> list[LinearBias]:
+        """Those parameters, and where a decode step finds them.
+
+        Queries, keys and values are rounded where nothing else changes them.
+        """
+        later = {"q_bias": self.heads_norm or self.query_scaling, "k_bias": self.heads_norm}
+        return [
+            LinearBias(
+                getattr(self, name)[...],
+                getattr(self, f"{name}_in_stack"),
+                jnp.float32 if name == "o_bias" or later.get(name) else self.dtype,
+            )
+            for name in names
+        ]
 
     def _normed(self, x: Float[Array, "B T N"], norm: RMSNorm) -> Float[Array, "B T N"]:
         """The norm of all heads together, of which each GPU has as many."""
@@ -194,7 +214,10 @@ class GroupedQueryProjections(PagedAttention):
 
     def _project_out(self, out: Array) -> Array:
         with jax.named_scope("gqa_o_proj"):
-            y = self.o_proj(out.reshape(*out.shape[:2], -1))
+            x = out.reshape(*out.shape[:2], -1)
+            if self.out_bias and self.parallel.tensor == 1:
+                return linears(x, self.o_proj, biases=self._biases("o_bias"))[0]
+            y = self.o_proj(x)
             if not self.out_bias:
                 return y
             # The GPUs' outputs are summed: each adds its part.

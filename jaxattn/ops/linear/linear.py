@@ -45,16 +45,18 @@ def linear_layer(
     weights: Sequence[Float[Array, "L K N"]],
     *,
     layer: Layer,
+    biases: Sequence[Float[Array, "L N"]] | None = None,
     out_dtypes: Sequence[DTypeLike] | None = None,
     split: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T N"], ...]:
-    """`x @ weight[layer]` of each stack of weights, summed in float32.
+    """`x @ weight[layer] + bias[layer]` of each stack of weights, summed in float32.
 
     Args:
         x: tokens; they are rounded to the weights' dtype.
         weights: stacks of one dtype, of any N each.
         layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
+        biases: a stack for each; numbers behind the first N are not read. None adds nothing.
         out_dtypes: of the results; float32 if None.
         split: each stack multiplies K numbers of x of its own, in order, and x is [*T, stacks * K].
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
@@ -67,8 +69,11 @@ def linear_layer(
     """
     dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
     return tuple(
-        _linears(x, list(weights), layer, dtypes, implementation=implementation, split=split)
-    )
+        _linears(
+            x, list(weights), layer, dtypes, biases=biases, implementation=implementation,
+            split=split,
+        )
+    )  # fmt: skip
 
 
 def gated_layer(
@@ -176,6 +181,7 @@ def _linears(
     layer: Layer,
     out_dtypes: list,
     *,
+    biases: Sequence[Array] | None = None,
     implementation: Implementation | None,
     gated: bool = False,
     split: bool = False,
@@ -192,24 +198,36 @@ def _linears(
             check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
         if weight.dtype != weights[0].dtype:
             raise TypeError(f"{OP}: weights have {weights[0].dtype} and {weight.dtype}")
+        if biases is not None and (
+            biases[place].ndim != 2
+            or len(biases[place]) != len(weight)
+            or biases[place].shape[1] < weight.shape[2]
+        ):
+            raise ValueError(
+                f"{OP}: biases[{place}] {tuple(biases[place].shape)} must be [L, N or more], with "
+                f"L and N of weights[{place}] {tuple(weight.shape)}"
+            )
     first, affine, number = split_layer_index(layer)
     check_layer(OP, "weights[0]", weights[0].shape, number)
     tokens = x.reshape(-1, x.shape[-1]).astype(weights[0].dtype)
 
-    operands = (tokens, jnp.asarray(first, jnp.int32), *weights)
+    operands = (tokens, jnp.asarray(first, jnp.int32), *weights, *(biases or ()))
+    count = len(weights)
 
-    def kernel(tokens: Array, first: Array, *weights: Array, interpret: bool) -> list[Array]:
+    def kernel(tokens: Array, first: Array, *stacks: Array, interpret: bool) -> list[Array]:
         return linears_mosaic(
-            tokens, weights, layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
-            split=split, interpret=interpret,
+            tokens, stacks[:count], layer=first, affine=affine, out_dtypes=out_dtypes, gated=gated,
+            split=split, biases=stacks[count:] or None, interpret=interpret,
         )  # fmt: skip
 
-    def reference(tokens: Array, first: Array, *weights: Array) -> list[Array]:
-        layer = affine[0] * first + affine[1]
+    def reference(tokens: Array, first: Array, *stacks: Array) -> list[Array]:
+        layer, weights = affine[0] * first + affine[1], stacks[:count]
         xs = jnp.split(tokens, pieces, axis=-1) if split else [tokens] * len(weights)
         products = [_product(x, weight, layer) for x, weight in zip(xs, weights, strict=True)]
         if gated:
             products = [jax.nn.silu(products[0]) * products[1]]
+        for place, each in enumerate(stacks[count:]):
+            products[place] += each[layer, : products[place].shape[-1]].astype(jnp.float32)
         return [y.astype(dtype) for y, dtype in zip(products, out_dtypes, strict=True)]
 
     found = _dispatch(OP, implementation, kernel, reference, operands)

@@ -131,11 +131,12 @@ class PendingNorm:
         out_dtypes: Sequence[DTypeLike],
         give: bool = False,
         scales: Sequence[Float[Array, "L N/128 F/128"]] | None = None,
+        biases: Sequence[Float[Array, "L N"]] | None = None,
     ) -> tuple[Float[Array, "*T N"], ...]:
         """`linear_layer` of the normed token, where `serves`. `give` keeps the normed token.
 
-        With `scales` it is `linear_fp8_layer`, of float8_e4m3fn weights [L, N, F]. Kernels other
-        than XLA's have no gradient.
+        With `scales` it is `linear_fp8_layer`, of float8_e4m3fn weights [L, N, F], which have no
+        `biases`. Kernels other than XLA's have no gradient.
         """
         first, affine, _ = split_layer_index(layer)
         dtypes = [jnp.dtype(each) for each in out_dtypes]
@@ -147,7 +148,8 @@ class PendingNorm:
 
         def kernel(interpret: bool) -> list[Array]:
             stacks = without_gradient(OP, list(weights))
-            make: Any = linears_mosaic
+            of_biases = None if biases is None else without_gradient(OP, list(biases))
+            make: Any = partial(linears_mosaic, biases=of_biases)
             if scales is not None:
                 of_weights = without_gradient(OP, list(scales))
                 make = partial(fp8_linear.linears_fp8_mosaic, scales=of_weights)
@@ -168,8 +170,10 @@ class PendingNorm:
                 wide = [
                     dequantize(deinterleave_columns(w), here(s), self.dtype).T for w, s in pairs
                 ]
-            ys = (product(w).astype(d) for w, d in zip(wide, dtypes, strict=True))
-            return [*ys, total, normed]
+            ys = [product(w) for w in wide]
+            for place, each in enumerate(biases or ()):
+                ys[place] += here(each)[: ys[place].shape[-1]].astype(jnp.float32)
+            return [*(y.astype(d) for y, d in zip(ys, dtypes, strict=True)), total, normed]
 
         with jax.named_scope("norm_linear_layer"):
             found = dispatch_kernel(OP, self._implementation, kernel, xla)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.numerics.rounding import rounded
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.kernels.moe.routing.router import RoutedToken, route_mosaic
 from jaxattn.kernels.moe.routing.small_batch_alignment import copies, supports_pairs
 from jaxattn.ops.linear.linear import kernel_serves, linear_layer
@@ -37,15 +38,27 @@ def split_router(
 
     Args:
         gates: a column more, of the shared experts' gate. With it N is E + 1 and zeros behind it,
-            up to a multiple of 32.
+            up to a multiple of 32. There are 64 columns at least: of fewer the kernel's product
+            has to be cut, by a launch of XLA's.
     """
     if gates is not None:
-        none = [(0, 0)] * (gates.ndim - 1)
         router = jnp.concatenate([router, gates], axis=-1)
-        router = jnp.pad(router, (*none, (0, -router.shape[-1] % HALF)))
+        router = jnp.pad(router, _behind(router, -router.shape[-1] % HALF))
+    router = jnp.pad(router, _behind(router, max(0, ROWS // 2 - router.shape[-1])))
     high = rounded(router, jnp.bfloat16)
     low = (router - high.astype(jnp.float32)).astype(jnp.bfloat16)
     return jnp.concatenate([high, low], axis=-1)
+
+
+def split_biases(biases: Float[Array, "*L E"], columns: int) -> Float[Array, "*L 2N"]:
+    """Of two halves the first has the biases; there are 128 numbers at least, as the kernel of the
+    products reads so many."""
+    return jnp.pad(biases, _behind(biases, max(0, max(columns, ROWS) - biases.shape[-1])))
+
+
+def _behind(x: Array, count: int) -> list[tuple[int, int]]:
+    """Widths of a pad by so many columns."""
+    return [(0, 0)] * (x.ndim - 1) + [(0, count)]
 
 
 @jax.named_scope("router_logits")
@@ -56,6 +69,7 @@ def router_products(
     implementation: Implementation | None = None,
     *,
     gates: Float[Array, "L F 1"] | None = None,
+    biases: Float[Array, "L E"] | None = None,
 ) -> Float[Array, "T 2N"]:
     """Float32 logits of a layer's router in two halves side by side, whose sum they are.
 
@@ -65,12 +79,16 @@ def router_products(
         implementation: of the product, where the kernel has its shape.
         gates: of all layers, where `routers` are float32; then, or where `split_router` had gates,
             column E of a half is the gate's product.
+        biases: of all layers, or what `split_biases` makes of them.
     """
     halves = routers if routers.dtype == jnp.bfloat16 else split_router(routers, gates)
     tokens = x.reshape(-1, x.shape[-1])
     if not kernel_serves(tokens, [halves]):
         implementation = "xla"
-    (both,) = linear_layer(tokens, (halves,), layer=layer, implementation=implementation)
+    added = None if biases is None else [split_biases(biases, halves.shape[-1])]
+    (both,) = linear_layer(
+        tokens, (halves,), layer=layer, biases=added, implementation=implementation
+    )
     return both
 
 

@@ -148,6 +148,30 @@ def test_a_split_x_on_a_gpu(tokens):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize(
+    "implementation",
+    ["xla", "mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
+)
+def test_biases_are_added_before_the_one_rounding(implementation):
+    x, weights = case(3, 128, 192, 64)
+    keys = jax.random.split(jax.random.key(1), 2)
+    biases = [
+        9 * jax.random.normal(key, (2, size)) for key, size in zip(keys, (192, 128), strict=True)
+    ]
+    biases[0] = biases[0].astype(jnp.bfloat16)
+    run = partial(
+        linear_layer, layer=1, out_dtypes=[jnp.float32, jnp.bfloat16],
+        implementation=implementation,
+    )  # fmt: skip
+    found = run(x, weights, biases=biases)
+    pairs = zip(wanted(x, weights, 1), biases, strict=True)
+    expected = [y + np.asarray(b, np.float64)[1, : y.shape[-1]] for y, b in pairs]
+    close(found[:1], expected[:1], 1e-6)
+    np.testing.assert_allclose(np.asarray(found[1], np.float64), expected[1], rtol=2**-8)
+    with pytest.raises(ValueError, match=r"biases\[0\] \(2, 128\) must be \[L, N or more\]"):
+        run(x, weights, biases=biases[1:] * 2)
+
+
 def turned_heads(tokens, heads, inner, size, interleaved, seed=0):
     keys = jax.random.split(jax.random.key(seed), 2)
     x = jax.random.normal(keys[0], (tokens, heads, inner + 64), jnp.bfloat16)

@@ -92,7 +92,7 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
     interpret = implementation == "mosaic_gpu_interpret"
     guard = no_races() if interpret else contextlib.nullcontext()
     with guard:
-        x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+        x = jax.random.normal(jax.random.key(0), (tokens, 320), jnp.bfloat16)
         work, rows = at_once(
             align_small_batch,
             jnp.asarray(ids),
@@ -102,7 +102,7 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
             detect_races=interpret,
         )
         jax.block_until_ready(rows)
-    assert rows.shape == (8, 256)
+    assert rows.shape == (8, 320)
     np.testing.assert_array_equal(rows[:tokens], x)
     check_list(work, ids, experts, 8)
     listed = make(jnp.asarray(ids), experts, 8)
@@ -133,7 +133,7 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
     interpret = implementation == "mosaic_gpu_interpret"
     guard = no_races() if interpret and tokens == 17 else contextlib.nullcontext()
     with guard:
-        x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+        x = jax.random.normal(jax.random.key(0), (tokens, 320), jnp.bfloat16)
         work, rows = at_once(
             align_and_sort_tokens, jnp.asarray(ids), x, experts, columns,
             blocks=20 if interpret else None, interpret=interpret,

@@ -7,7 +7,7 @@ reads what the others become.
 
 One token's list is made where it was routed (`routing/router.py`), by the same code.
 
-Limits: 8 tokens, 128 pairs, F a multiple of 128 where tokens are copied. Tests:
+Limits: 8 tokens, 128 pairs, F at least 128 where tokens are copied. Tests:
 tests/kernels/moe/test_token_alignment.py.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
@@ -40,8 +41,20 @@ def supports_pairs(tokens: int, top_k: int) -> bool:
 
 
 def copies(features: int) -> bool:
-    """Whether a token is as many numbers for each thread."""
-    return features % PAIRS == 0
+    """Whether a token has a number for each thread."""
+    return features >= PAIRS
+
+
+def windows(features: int) -> list[tuple[Any, Any]]:
+    """What the threads copy together of a token, and its layout: as many numbers for each, and the
+    last ones, some of which are copied a second time."""
+    whole = features // PAIRS * PAIRS
+    vector = next(n for n in (8, 4, 2, 1) if whole % (n * PAIRS) == 0)
+    found = [(pl.ds(0, whole), plgpu.Layout.WG_STRIDED((whole,), vec_size=vector))]
+    if whole < features:
+        last = pl.ds(features - PAIRS, PAIRS)
+        found.append((last, plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)))
+    return found
 
 
 def align_small_batch(
@@ -119,10 +132,9 @@ class SmallBatchAlignment:
 
     def copy(self, x: Any, rows: Any) -> None:
         """The tokens to where there are 8 rows."""
-        vector = next(n for n in (8, 4, 2, 1) if self.features % (n * PAIRS) == 0)
-        layout = plgpu.Layout.WG_STRIDED((self.features,), vec_size=vector)
         for t in range(self.tokens):
-            rows.at[t][...] = plgpu.load(x.at[t], layout=layout, optimized=False)
+            for some, layout in windows(self.features):
+                rows.at[t, some][...] = plgpu.load(x.at[t, some], layout=layout, optimized=False)
 
     def _full(self, value: Any) -> jax.Array:
         value = jnp.asarray(value, jnp.int32)

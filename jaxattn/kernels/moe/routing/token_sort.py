@@ -9,7 +9,7 @@ nobody uses them.
     rank of a pair       pairs before it with its expert
     first row of it      the padded counts of experts with a lower number, summed
 
-Limits: 128 to 1536 pairs, F a multiple of 128. Tests: tests/kernels/moe/test_token_alignment.py.
+Limits: 128 to 1536 pairs, F at least 128. Tests: tests/kernels/moe/test_token_alignment.py.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, warpgroup_barrier
 from jaxattn.kernels.hopper.mlir import ir, llvm
 from jaxattn.kernels.hopper.ptx import asm, element, i32, pointer, times, word
+from jaxattn.kernels.moe.routing.small_batch_alignment import copies, windows
 from jaxattn.kernels.moe.routing.token_alignment import (
     EXPERT,
     FROM,
@@ -43,7 +44,7 @@ TILES = 2**16  # counts of tiles are times it, beside counts of rows in one numb
 
 def supports_sort(tokens: int, top_k: int, features: int) -> bool:
     """Whether the kernel has threads for so many pairs, and for a token's numbers."""
-    fits = THREADS <= tokens * top_k <= MOST_PAIRS and features % THREADS == 0
+    fits = THREADS <= tokens * top_k <= MOST_PAIRS and copies(features)
     return not tokens_in_place(tokens) and fits
 
 
@@ -230,14 +231,15 @@ class TokenSortCta:
         someone = (number < cut.pairs) & (expert < cut.experts)
         return TokenExpertPair(number, expert, rank, sums - tile * TILES, tile, someone)
 
-    def _token(self, pair: TokenExpertPair) -> jax.Array:
-        features = self.refs.x.shape[1]
-        vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
-        layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    def _token(self, pair: TokenExpertPair) -> list[jax.Array]:
+        x = self.refs.x
         token = lax.div(jnp.minimum(pair.number, self.cut.pairs - 1), self.cut.top_k)
-        return plgpu.load(self.refs.x.at[token], layout=layout, optimized=False)
+        return [
+            plgpu.load(x.at[token, some], layout=layout, optimized=False)
+            for some, layout in windows(x.shape[1])
+        ]
 
-    def _finish(self, pair: TokenExpertPair, token: jax.Array) -> None:
+    def _finish(self, pair: TokenExpertPair, token: list[jax.Array]) -> None:
         """Stores a pair's token, and writes the tiles of an expert whose first pair it is."""
         cut, refs = self.cut, self.refs
         place = pair.row + pair.rank
@@ -245,7 +247,8 @@ class TokenSortCta:
 
         @pl.when(pair.someone)
         def _store():
-            refs.rows.at[place][...] = token
+            for (some, _), numbers in zip(windows(refs.x.shape[1]), token, strict=True):
+                refs.rows.at[place, some][...] = numbers
 
         @pl.when(pair.someone & (pair.rank == 0))
         def _tiles():
