@@ -106,7 +106,7 @@ def forward_with_residuals(
     common: dict[str, Any] = {
         "layer": number, "affine": affine, "columns": config.columns, **modes,
     }  # fmt: skip
-    gathered = x.astype(dtype)[jnp.maximum(rows.pairs, 0) // ids.shape[1]]
+    gathered = tokens_in_rows(x.astype(dtype), rows.pairs, ids.shape[1])
     count, wide = len(rows.pairs), output_columns(features)
     h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
     # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
@@ -192,9 +192,8 @@ class ExpertBackward:
         )
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """The tokens' vectors in rows; a select, as a row of padding may meet NaN."""
-        token = jnp.maximum(self.rows.pairs, 0) // self.operands.weights.shape[1]
-        return jnp.where(self.taken[:, None], x.astype(self.dtype)[token], 0)
+        top_k = self.operands.weights.shape[1]
+        return tokens_in_rows(x.astype(self.dtype), self.rows.pairs, top_k)
 
     def product(
         self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
@@ -276,6 +275,15 @@ def rows_of(ids: jax.Array, experts: int, columns: int) -> ExpertRows:
     steps = -(-counts[:experts].astype(jnp.int32) // DEPTH)
     starts = (jnp.cumsum(steps) - steps) * DEPTH
     return ExpertRows(work._replace(tokens=None), pairs, starts, steps)
+
+
+def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int) -> jax.Array:
+    """The tokens' vectors, [R, F]; a select, as a row of padding may meet NaN.
+
+    XLA gathers x once for both passes, where it keeps the rows of the forward pass anyway.
+    """
+    token = jnp.maximum(pairs, 0) // top_k
+    return jnp.where((pairs >= 0)[:, None], x[token], 0)
 
 
 def product_config(rows: int, depth: int) -> GemmTileConfig:
