@@ -8,8 +8,8 @@ needs `pip install 'jaxattn[train]'`: optax, and orbax for `--checkpoint`. The t
 that Python's `help()` shows, 0.7 MB of English, and `--data FILE` another.
 
 Layers are Qwen3.5's: of four, three are a `GatedDeltaNet` and one a `GroupedQueryAttention` with a
-gate. A scan runs the groups of four, so that each kind of layer is compiled once. A layer keeps for
-its backward pass what `SAVED` names. With several devices each holds a part of every parameter, and
+gate. A scan runs the groups of four, so that each kind of layer is compiled once. With `--recompute`
+a layer keeps for its backward pass what `SAVED` names, and computes the rest again. With several devices each holds a part of every parameter, and
 gathers a layer's when the scan comes to it (FSDP). `--dtype float32` trains by XLA, as the kernels
 multiply bfloat16; losses agree.
 
@@ -162,18 +162,19 @@ def embedded(model: Model, tokens: jax.Array) -> jax.Array:
     return jnp.matmul(chosen, model.embed.embedding[...], precision="highest")
 
 
-def forward(model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any]) -> jax.Array:
+def forward(
+    model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any], recompute: bool
+) -> jax.Array:
     """The logits; `gather` makes whole parameters of a device's parts."""
 
     def layers(name: str) -> tuple[Callable[..., Any], nnx.State]:
         """A layer of these parameters, for a scan, and the stacks of them."""
         definition, stacks = nnx.split(getattr(model, name))
 
-        @partial(jax.checkpoint, policy=SAVED)
         def layer(x: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(definition, gather(params, name))(x), None
 
-        return layer, stacks
+        return jax.checkpoint(layer, policy=SAVED) if recompute else layer, stacks
 
     (delta, deltas), (attention, attentions) = layers("deltas"), layers("attentions")
 
@@ -190,6 +191,7 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, size: Size):
         self.size, self.rows, self.tokens = size, args.rows or size.rows, args.tokens or size.tokens
+        self.recompute = args.recompute
         self.mesh = jax.make_mesh(
             (len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
         )
@@ -241,7 +243,7 @@ class Trainer:
         stacked = {name: params[name] for name in ("deltas", "attentions")}
         others = {name: gather(params[name], name) for name in params if name not in stacked}
         model = nnx.merge(self.definition, nnx.State({**others, **stacked}), self.rest)
-        logits = forward(model, tokens[:, :-1], gather)
+        logits = forward(model, tokens[:, :-1], gather, self.recompute)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jax.lax.pmean(losses.mean(), "data")
 
@@ -355,6 +357,9 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--experts", action="store_true", help="in place of the MLPs")
     parser.add_argument("--mla", action="store_true", help="in place of GQA; implies --experts")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--recompute", action="store_true", help="layers in the backward pass; 1b does"
+    )
     parser.add_argument("--rate", type=float, default=1e-3, help="of learning, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="a text; default: Python's own reference")
@@ -368,6 +373,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     args.size = args.size or ("100m" if jax.default_backend() == "gpu" else "tiny")
     args.experts = args.experts or args.mla
     args.decay = args.decay or args.steps
+    args.recompute = args.recompute or args.size == "1b"
     return args
 
 
