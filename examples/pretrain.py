@@ -8,8 +8,8 @@ needs `pip install 'jaxattn[train]'`: optax, and orbax for `--checkpoint`. The t
 that Python's `help()` shows, 0.7 MB of English, and `--data FILE` another.
 
 Layers are Qwen3.5's: of four, three are a `GatedDeltaNet` and one a `GroupedQueryAttention` with a
-gate. A scan runs the groups of four, so that each kind of layer is compiled once. With `--recompute`
-a layer keeps for its backward pass what `SAVED` names, and computes the rest again. With several devices each holds a part of every parameter, and
+gate. A scan runs the groups of four, so that each kind of layer is compiled once. A layer keeps for
+its backward pass what `SAVED` names. With several devices each holds a part of every parameter, and
 gathers a layer's when the scan comes to it (FSDP). `--dtype float32` trains by XLA, as the kernels
 multiply bfloat16; losses agree.
 
@@ -45,9 +45,13 @@ from jaxattn.nn import (
 
 P = jax.P
 BYTES = 256
-# What kernels name of what they keep for a backward pass; the rest of a layer is computed again.
-SAVED = jax.checkpoint_policies.save_only_these_names(
-    "attention_out", "attention_lse", "delta_out", "moe_gate_up"
+# What a layer keeps for its backward pass: what kernels name, and products with parameters. What
+# lies between them is computed again, as XLA would keep it as several arrays of float32.
+SAVED = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(
+        "attention_out", "attention_lse", "delta_out", "moe_gate_up"
+    ),
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 )
 # bfloat16 products of a second, without sparsity.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
@@ -162,19 +166,18 @@ def embedded(model: Model, tokens: jax.Array) -> jax.Array:
     return jnp.matmul(chosen, model.embed.embedding[...], precision="highest")
 
 
-def forward(
-    model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any], recompute: bool
-) -> jax.Array:
+def forward(model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any]) -> jax.Array:
     """The logits; `gather` makes whole parameters of a device's parts."""
 
     def layers(name: str) -> tuple[Callable[..., Any], nnx.State]:
         """A layer of these parameters, for a scan, and the stacks of them."""
         definition, stacks = nnx.split(getattr(model, name))
 
+        @partial(jax.checkpoint, policy=SAVED)
         def layer(x: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(definition, gather(params, name))(x), None
 
-        return jax.checkpoint(layer, policy=SAVED) if recompute else layer, stacks
+        return layer, stacks
 
     (delta, deltas), (attention, attentions) = layers("deltas"), layers("attentions")
 
@@ -191,7 +194,6 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace, size: Size):
         self.size, self.rows, self.tokens = size, args.rows or size.rows, args.tokens or size.tokens
-        self.recompute = args.recompute
         self.mesh = jax.make_mesh(
             (len(jax.devices()),), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
         )
@@ -243,7 +245,7 @@ class Trainer:
         stacked = {name: params[name] for name in ("deltas", "attentions")}
         others = {name: gather(params[name], name) for name in params if name not in stacked}
         model = nnx.merge(self.definition, nnx.State({**others, **stacked}), self.rest)
-        logits = forward(model, tokens[:, :-1], gather, self.recompute)
+        logits = forward(model, tokens[:, :-1], gather)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jax.lax.pmean(losses.mean(), "data")
 
@@ -357,9 +359,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--experts", action="store_true", help="in place of the MLPs")
     parser.add_argument("--mla", action="store_true", help="in place of GQA; implies --experts")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument(
-        "--recompute", action="store_true", help="layers in the backward pass; 1b does"
-    )
     parser.add_argument("--rate", type=float, default=1e-3, help="of learning, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="a text; default: Python's own reference")
@@ -373,7 +372,6 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     args.size = args.size or ("100m" if jax.default_backend() == "gpu" else "tiny")
     args.experts = args.experts or args.mla
     args.decay = args.decay or args.steps
-    args.recompute = args.recompute or args.size == "1b"
     return args
 
 
