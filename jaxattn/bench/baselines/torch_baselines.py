@@ -288,7 +288,7 @@ PEERS = {
         gradient=True,
     ),
     "flashqla-layer-gradient": TorchBaseline(
-        "torch with flashqla",
+        "torch",
         "layer_gradients",
         "flash_qla",
         "flash-qla",
