@@ -83,6 +83,7 @@ def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
     assert said == [
         f"torch-layer-gradient {shape}: 2000 MiB beside its operands",
         "torch-layer-gradient: flash-linear-attention 0.6.0, by CUDA events",
+        "flashqla-layer-gradient: not installed (python3 -m pip install flash-qla torch)",
     ]
 
 

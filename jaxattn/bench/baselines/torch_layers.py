@@ -24,7 +24,7 @@ def torch() -> Any:
 
 def flashqla_delta_net() -> Any:
     """FLA's layer, whose rule is FlashQLA's: gates by PyTorch, the norm of q and k by FLA."""
-    module = importlib.import_module("fla.layers.gated_deltanet")
+    module: Any = importlib.import_module("fla.layers.gated_deltanet")
     l2norm = importlib.import_module("fla.modules.l2norm").l2norm
     flash_qla, f = importlib.import_module("flash_qla"), torch().nn.functional
 
@@ -68,7 +68,7 @@ def permutations() -> tuple[Any, Any]:
     """Gathers of rows, whose gradients are gathers too."""
     t = torch()
 
-    class ToExperts(t.autograd.Function):  # type: ignore[name-defined,misc]
+    class ToExperts(t.autograd.Function):  # type: ignore[name-defined]
         """Tokens [T, F] to rows [T K, F] in the order of their experts."""
 
         @staticmethod
@@ -83,7 +83,7 @@ def permutations() -> tuple[Any, Any]:
             of_pairs = of_rows.index_select(0, places).view(-1, ctx.top_k, of_rows.shape[1])
             return of_pairs.sum(1), None, None, None
 
-    class ToTokens(t.autograd.Function):  # type: ignore[name-defined,misc]
+    class ToTokens(t.autograd.Function):  # type: ignore[name-defined]
         """The rows of experts to those of pairs of token and expert, token after token."""
 
         @staticmethod
