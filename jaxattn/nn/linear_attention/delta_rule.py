@@ -134,19 +134,30 @@ class DeltaLayer(nnx.Module):
         x, spoiled = bounds.isolated(x)
         made = self._made(self._projected(x), packed=False)
         g, beta = self._gates(made)
-        mixed = causal_conv1d_of_segments(made.mixed, self.conv1d[...], bounds.first)
+        q, k, v = self._convolved(made.mixed, bounds)
         if segment_ids is not None:
             assert bounds.first is not None  # of ids it is known
             begins = jnp.equal(bounds.first, jnp.arange(x.shape[1]))
             begins = begins.reshape(begins.shape + (1,) * (g.ndim - 2))
             g = jnp.where(begins, CLEARING_LOG_DECAY, g)
-        q, k, v = self._split_heads(mixed)
         o, _ = type(self).chunk_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=ends)
         o = checkpoint_name(o, SAVED_NAME)
         weight, eps = self.norm.weight[...], self.norm.eps
         normed = gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)
         y = self._project_out(normed)
         return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
+
+    def _convolved(self, mixed: Array, bounds: SegmentBounds) -> tuple[Array, ...]:
+        """q, k and v of heads, each convolved by itself: the gradient of a part is an array of its
+        own, where XLA would compute that of all in a slow concatenation."""
+        parts = self._split_heads(mixed)
+        ends = np.cumsum([math.prod(each.shape[2:]) for each in parts])[:-1]
+        return tuple(
+            causal_conv1d_of_segments(
+                each.reshape(*each.shape[:2], -1), taps, bounds.first
+            ).reshape(each.shape)
+            for each, taps in zip(parts, jnp.split(self.conv1d[...], ends), strict=True)
+        )
 
     def prefill(
         self,

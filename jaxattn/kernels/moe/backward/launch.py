@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
+from jaxattn.kernels.moe.backward.row_gather import tokens_in_rows
 from jaxattn.kernels.moe.backward.weight_gradient import DEPTH, weight_gradient
 from jaxattn.kernels.moe.combine import combine
 from jaxattn.kernels.moe.grouped_gemm import grouped_product
@@ -106,7 +107,7 @@ def forward_with_residuals(
     common: dict[str, Any] = {
         "layer": number, "affine": affine, "columns": config.columns, **modes,
     }  # fmt: skip
-    gathered = tokens_in_rows(x.astype(dtype), rows.pairs, ids.shape[1])
+    gathered = tokens_in_rows(x.astype(dtype), rows.pairs, ids.shape[1], **modes)
     count, wide = len(rows.pairs), output_columns(features)
     h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
     # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
@@ -193,7 +194,7 @@ class ExpertBackward:
 
     def gathered(self, x: jax.Array) -> jax.Array:
         top_k = self.operands.weights.shape[1]
-        return tokens_in_rows(x.astype(self.dtype), self.rows.pairs, top_k)
+        return tokens_in_rows(x.astype(self.dtype), self.rows.pairs, top_k, **self.modes)
 
     def product(
         self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
@@ -275,15 +276,6 @@ def rows_of(ids: jax.Array, experts: int, columns: int) -> ExpertRows:
     steps = -(-counts[:experts].astype(jnp.int32) // DEPTH)
     starts = (jnp.cumsum(steps) - steps) * DEPTH
     return ExpertRows(work._replace(tokens=None), pairs, starts, steps)
-
-
-def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int) -> jax.Array:
-    """The tokens' vectors, [R, F]; a select, as a row of padding may meet NaN.
-
-    XLA gathers x once for both passes, where it keeps the rows of the forward pass anyway.
-    """
-    token = jnp.maximum(pairs, 0) // top_k
-    return jnp.where((pairs >= 0)[:, None], x[token], 0)
 
 
 def product_config(rows: int, depth: int) -> GemmTileConfig:
