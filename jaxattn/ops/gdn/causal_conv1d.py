@@ -24,9 +24,11 @@ from jaxattn.core.cache.slots import (
     state_write,
     write_slots,
 )
+from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.rounding import rounded
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.kernels.gdn.conv_gradient import conv_gradient
 
 LONG = 64  # tokens of a row from which on its inputs are not concatenated to those before
 
@@ -129,21 +131,31 @@ def _convolved_fwd(x: Array, weight: Array, position: Array) -> tuple[Array, Any
 def _convolved_bwd(kept: tuple[Array, ...], of_y: Array) -> tuple[Array, Array, None]:
     x, weight, position = kept
     width = weight.shape[1]
-    taps = _taps_of_sequences(x, position, width)
-    _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
-    (of_total,) = through_silu(of_y.astype(jnp.float32))
-    # In memory once: XLA would compute it in each kernel that reads it, or write float32.
-    of_total = rounded(of_total, x.dtype)
+    try:
+        places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
+        flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
+        of_total, of_taps = conv_gradient(*flat, weight.T, places)
+        of_total = of_total.reshape(x.shape)
+    except Refusal:
+        of_total, of_taps = _gradient_of_taps(x, weight, position, of_y)
 
     def of_token_before(back: int) -> Array:
         met = jnp.where((position >= back)[..., None], of_total, 0)
         return jnp.pad(met, ((0, 0), (0, back), (0, 0)))[:, back:]
 
     of_x = _weigh([of_token_before(back) for back in reversed(range(width))], weight)
-    of_weight = [
-        jnp.sum(of_total.astype(jnp.float32) * tap.astype(jnp.float32), axis=(0, 1)) for tap in taps
-    ]
-    return of_x.astype(x.dtype), jnp.stack(of_weight, axis=1).astype(weight.dtype), None
+    return of_x.astype(x.dtype), of_taps.T.astype(weight.dtype), None
+
+
+def _gradient_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> tuple[Array, Array]:
+    """What `conv_gradient` gives, in XLA: of_total [B, T, Dc] and of_taps [W, Dc]."""
+    taps = _taps_of_sequences(x, position, weight.shape[1])
+    _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
+    (of_total,) = through_silu(of_y.astype(jnp.float32))
+    # In memory once: XLA would compute it in each kernel that reads it, or write float32.
+    of_total = rounded(of_total, x.dtype)
+    wide = of_total.astype(jnp.float32)
+    return of_total, jnp.stack([(wide * tap.astype(jnp.float32)).sum((0, 1)) for tap in taps])
 
 
 _convolved.defvjp(_convolved_fwd, _convolved_bwd)

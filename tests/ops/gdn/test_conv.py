@@ -1,12 +1,15 @@
 """The causal convolution against loops over tokens and taps in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxattn import gdn
-from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
+from jaxattn.kernels.gdn.conv_gradient import conv_gradient
+from jaxattn.ops.gdn.causal_conv1d import _gradient_of_taps, causal_conv1d_of_segments
 from tests.helpers.kernel_cases import relative
 
 STATIC = ("activation", "output_final_state")
@@ -250,3 +253,14 @@ def test_the_gradient_written_by_hand_is_that_of_the_op(ends, dtype, most):
     wide = tuple(each.astype(jnp.float32) for each in given)
     for got, wanted in zip(gradients(by_hand, given), gradients(op, wide), strict=True):
         assert got.dtype == dtype and relative(got, wanted) < most
+
+
+def test_the_kernel_of_the_gradient_computes_what_xla_does():
+    """Three sequences, the last of which a block's tokens begin in."""
+    rng = np.random.default_rng(0)
+    x, of_y = (jnp.asarray(rng.standard_normal((40, 128)), jnp.bfloat16) for _ in range(2))
+    taps = jnp.asarray(rng.standard_normal((128, 4)), jnp.bfloat16)
+    position = jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in (2, 27, 11)])
+    found = jax.jit(functools.partial(conv_gradient, interpret=True))(x, of_y, taps.T, position)
+    wanted = _gradient_of_taps(x[None], taps, position[None], of_y[None])
+    assert relative(found[0], wanted[0][0]) < 2e-3 and relative(found[1], wanted[1]) < 1e-3
