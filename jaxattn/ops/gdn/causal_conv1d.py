@@ -133,8 +133,8 @@ def _convolved_bwd(kept: tuple[Array, ...], of_y: Array) -> tuple[Array, Array, 
     width = weight.shape[1]
     try:
         places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
-        flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
-        of_total, of_taps = conv_gradient(*flat, weight.T, places)
+        flat, of_flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
+        of_total, of_taps = conv_gradient(flat, of_flat, weight.T, places)
         of_total = of_total.reshape(x.shape)
     except Refusal:
         of_total, of_taps = _gradient_of_taps(x, weight, position, of_y)

@@ -22,7 +22,7 @@ from jaxattn.kernels.moe.routing.token_sort import THREADS
 TOGETHER = 4  # rows of a block
 
 
-def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: bool) -> jax.Array:
+def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> jax.Array:
     """[R, F]: x [T, F] of each row's pair t * top_k + k, and 0 where the pair is below 0."""
     rows, features = len(pairs), x.shape[1]
     if features % THREADS or rows % TOGETHER:
