@@ -45,13 +45,9 @@ from jaxattn.nn import (
 
 P = jax.P
 BYTES = 256
-# What a layer keeps for its backward pass: what kernels name, and products with parameters. What
-# lies between them is computed again, as XLA would keep it as several arrays of float32.
-SAVED = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names(
-        "attention_out", "attention_lse", "delta_out", "moe_gate_up"
-    ),
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+# What kernels name of what they keep for a backward pass; the rest of a layer is computed again.
+SAVED = jax.checkpoint_policies.save_only_these_names(
+    "attention_out", "attention_lse", "delta_out", "moe_gate_up"
 )
 # bfloat16 products of a second, without sparsity.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
