@@ -75,11 +75,12 @@ class ExpertOperands(NamedTuple):
 
 
 class ExpertResiduals(NamedTuple):
-    """What the forward keeps: `saved` is [R, 2 I], gate x and up x of each row."""
+    """What the forward keeps: of each row its token [R, F], and gate x and up x, [R, 2 I]."""
 
     operands: ExpertOperands
     layer: jax.Array
     rows: ExpertRows
+    tokens: jax.Array
     saved: jax.Array
 
 
@@ -131,7 +132,7 @@ def forward_with_residuals(
     )[:, :features]  # fmt: skip
     rows = jax.tree.map(lambda x: checkpoint_name(x, SAVED_NAME), rows)
     saved = checkpoint_name(both["saved"], SAVED_NAME)
-    return out, ExpertResiduals(operands, number, rows, saved)
+    return out, ExpertResiduals(operands, number, rows, gathered, saved)
 
 
 def config_of(operands: ExpertOperands) -> MoeTileConfig:
@@ -184,7 +185,7 @@ class ExpertBackward:
         return ExpertOperands(
             self.summed_up(of_gates).astype(x.dtype),
             self.of_weights(of_shares).astype(weights.dtype),
-            self.stacked(self.weight_gradient(of_gates, self.gathered(x), "gate_up"), gate_up),
+            self.stacked(self.weight_gradient(of_gates, self.kept.tokens, "gate_up"), gate_up),
             self.stacked(self.weight_gradient(of_out, hidden, "down"), down),
             *(
                 None if one is None or stack is None else self.stacked(one, stack)
