@@ -1,11 +1,9 @@
 """Tokens in the rows of their pairs (token, expert), and zeros in rows of padding.
 
 A block copies a few rows, and reads all of them before it writes. Reads come from L2, in which the
-tokens lie. XLA's gather takes 1.6 times as long (V2-Lite's tokens, H200).
+tokens lie. Of 89,984 rows of 2,048 numbers it takes 140 us, and XLA's gather 181 (H200).
 
-Limits: F a multiple of 128; XLA gathers the rest.
-Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
-tests/kernels/moe/test_gradient.py.
+Limits: F a multiple of 128; XLA gathers the rest. Tests: tests/kernels/moe/test_gradient.py.
 """
 
 import functools
