@@ -4,7 +4,7 @@
     of_total = of_y silu'(total)                  written once, rounded to x's dtype
     of_taps[j] = sum_t of_total[t] x[t - (W - 1) + j]
 
-A block has some tokens of some channels, its threads 1 to 4 channels each: what comes before a
+A block has some tokens of some channels, its threads 1 or 2 channels each: what comes before a
 token is in registers. Blocks write their sums of taps, which XLA adds up in a fixed order.
 
 Limits: bfloat16 or float16; 4 taps; channels a multiple of 128. XLA computes the rest.
@@ -40,7 +40,8 @@ def conv_gradient(
     """
     require_hopper(OP, interpret=interpret)
     tokens, channels = x.shape
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or len(taps) != TAPS or channels % THREADS:
+    served = x.dtype in (jnp.bfloat16, jnp.float16) and len(taps) == TAPS
+    if not served or channels % THREADS or not tokens:
         raise Refusal(f"{OP}: no kernel has the gradient of {x.dtype} {x.shape}, {len(taps)} taps")
     more = -tokens % TOKENS
     if more:  # of padding nothing is added, as no gradient comes in

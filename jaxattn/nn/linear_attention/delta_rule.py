@@ -151,12 +151,13 @@ class DeltaLayer(nnx.Module):
         """q, k and v of heads, each convolved by itself: the gradient of a part is an array of its
         own, where XLA would compute that of all in a slow concatenation."""
         parts = self._split_heads(mixed)
-        ends = np.cumsum([math.prod(each.shape[2:]) for each in parts])[:-1]
+        widths = [math.prod(each.shape[2:]) for each in parts]
+        taps = jnp.split(self.conv1d[...], np.cumsum(widths)[:-1])
         return tuple(
             causal_conv1d_of_segments(
-                each.reshape(*each.shape[:2], -1), taps, bounds.first
+                each.reshape(*each.shape[:2], width), of_each, bounds.first
             ).reshape(each.shape)
-            for each, taps in zip(parts, jnp.split(self.conv1d[...], ends), strict=True)
+            for each, width, of_each in zip(parts, widths, taps, strict=True)
         )
 
     def prefill(
