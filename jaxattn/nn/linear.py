@@ -74,8 +74,12 @@ def _matmul_bwd(dtypes, residuals, gradient):
     dtype, _, x_dtype, weight_dtype = dtypes
     x, weight = residuals
     gradient = gradient.astype(dtype)
-    dx = _dot(gradient, weight, (1, 1)).astype(x_dtype)
-    return dx, _dot(x, gradient, (0, 0)).astype(weight_dtype)
+    # The product rounds its sums itself, where it can: an array of float32 less.
+    x_sums, weight_sums = (
+        to if to == dtype else jnp.float32 for to in (x_dtype, weight_dtype)
+    )  # fmt: skip
+    dx = _dot(gradient, weight, (1, 1), x_sums).astype(x_dtype)
+    return dx, _dot(x, gradient, (0, 0), weight_sums).astype(weight_dtype)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

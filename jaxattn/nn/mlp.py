@@ -69,7 +69,8 @@ class GatedMLP(nnx.Module):
                     implementation=gate.implementation,
                 )
                 return self.down_proj(hidden)
-            return self.down_proj(self._apart(x))
+            # Rounded here, its gradient is no float32 array.
+            return self.down_proj(self._apart(x).astype(self.down_proj.dtype))
 
     def _apart(self, x: Array) -> Array:
         """`silu(gate) * up` of two products."""

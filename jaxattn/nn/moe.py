@@ -17,11 +17,17 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
+from jaxattn.core.validation.shard_map_axes import match_varying_axes
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.linear.norm_linear import ExpertOutputs, PendingNorm, tokens_of
 from jaxattn.ops.moe.experts import RoutedToken, mixture_of_experts
-from jaxattn.ops.moe.router_logits import choose_experts, router_products, sum_split_logits
+from jaxattn.ops.moe.router_logits import (
+    choose_experts,
+    router_products,
+    sum_split_logits,
+    training_logits,
+)
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
 from jaxattn.ops.moe.routing import Router, route_serves
 
@@ -76,8 +82,9 @@ class MixtureOfExperts(nnx.Module):
         own_experts: how many of the router's experts the stacks have, where other GPUs have the
             rest; None: all.
         fp8: of a shared MLP beside the stacks, see `GatedMLP`.
-        dtype: the operands of every product but the router's and the gate's. Those are float32; in
-            `step`, if `dtype` is bfloat16, they are two bfloat16 products (`moe/router_logits.py`).
+        dtype: the operands of every product but the router's and the gate's. Those are float32; if
+            `dtype` is bfloat16, they are two bfloat16 products in `step`, and three of them in a
+            call, whose gradient has bfloat16 products (`moe/router_logits.py`).
 
     Raises:
         ValueError: there is a gate and nothing shared, or biases or an activation and shared
@@ -306,7 +313,10 @@ class MixtureOfExperts(nnx.Module):
         check_features("MixtureOfExperts", x, "F", "router", (self.hidden_size,), 0)
         weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        logits = jnp.matmul(tokens, weight, precision="highest")
+        if self.dtype == jnp.bfloat16:
+            logits = training_logits(*match_varying_axes((tokens, weight)))
+        else:
+            logits = jnp.matmul(tokens, weight, precision="highest")
         return logits if bias is None else logits + jnp.pad(bias, (0, weight.shape[1] - len(bias)))
 
     def _opening(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:

@@ -66,6 +66,24 @@ def delta_rule_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def attention_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients of the outputs and the LSE, of all floats."""
+
+    def call(*, implementation: Any, lengths: Any = None, **given: Any) -> Any:
+        static = {
+            name: given.pop(name) for name in ("scale", "window", "soft_cap") if name in given
+        }
+
+        def total(floats: Any) -> Any:
+            out, lse = op(**floats, **static, lengths=lengths, implementation=implementation)
+            seen = jnp.where(jnp.isfinite(lse), lse, 0)
+            return jnp.square(out.astype(jnp.float32)).sum() + seen.sum()
+
+        return tuple(jax.grad(total)(given).values())
+
+    return call
+
+
 def append_of(op: Callable[..., Any]) -> Callable[..., Any]:
     """An append; where no angles are given, of two tokens from each row's end, or `positions`."""
 

@@ -81,6 +81,7 @@ PAIRS, CODES = "kv_cache:fp8[*L,N,2,C,Hk,D]", "kv_cache:u8[*L,N,Hk,C*slot]"
 GATED = "sinks:f32[H]?sinks gate[B,T,H,D]?gate"
 NORMS = "weights:f32[*L,2*max(D,128)]"
 RULE = "q[B,T,Hk,Dk] k[B,T,Hk,Dk] v[B,T,Hv,Dv]"
+LATENT = "q[B,T,H,D] k[B,T,H,Dk] v[B,T,H,Dv] k_pe[B,T,shared]?shared lengths:i32[B]?lengths"
 DECAYS = "g:f32[B,T,Hv,*channels] beta:f32[B,T,Hv]"
 PACKED = "cu_seqlens:i32[S+1]?S"
 POOL = "state:state[*L,Z,Hv,Dv,Dk] state_indices:i32[S or B]"
@@ -114,10 +115,8 @@ OPS: dict[str, Op] = {
         "q[B,T,H,nope+rope] latent[B,T,rank+rope] w_uk[H,nope,rank] w_uv[H,rank,Dv] "
         f"kv_cache[*L,N,C,rank+rope] {PAGED} query_lens:i32[B]",
     ),
-    "causal_attention": Op(
-        mla.causal_attention,
-        "q[B,T,H,D] k[B,T,H,Dk] v[B,T,H,Dv] k_pe[B,T,shared]?shared lengths:i32[B]?lengths",
-    ),
+    "causal_attention": Op(mla.causal_attention, LATENT),
+    "causal_attention_gradient": Op(calls.attention_gradient(mla.causal_attention), LATENT),
     "mla_append": Op(
         append_of(mla.mla_append),
         f"kv[B,T,D] q[B,T,W]?W weights:f32[*L,D+W] kv_cache:cache[*L,N,C,D] {RAGGED} {LAYER}",
@@ -128,6 +127,9 @@ OPS: dict[str, Op] = {
     ),
     "gqa_prefill": Op(gqa.gqa_prefill, f"{QKV} {PAIRS} {PAGED} query_lens:i32[B] {GATED}"),
     "gqa_attention": Op(gqa.gqa_attention, f"{QKV} lengths:i32[B]?lengths {GATED}"),
+    "gqa_attention_gradient": Op(
+        calls.attention_gradient(gqa.gqa_attention), f"{QKV} lengths:i32[B]?lengths {GATED}"
+    ),
     "gqa_append": Op(
         append_of(gqa.gqa_append),
         f"q[B,T,H,D*(1+gated)] k[B,T,Hk,D] v[B,T,Hk,D] {NORMS} {PAIRS} {PAGED} "

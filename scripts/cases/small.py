@@ -117,6 +117,13 @@ def prefill() -> KernelCase:
     )
 
 
+def gradient_of_groups(dim: int, **options: Any) -> KernelCase:
+    """Both passes of attention whose key-value heads have two query heads; a row is padding."""
+    sizes = {"B": 3, "T": 300, "H": 4, "Hk": 2, "D": dim, "lengths": True}
+    values = {"lengths": [300, 0, 77]}
+    return KernelCase("gqa_attention_gradient", sizes, options=options, values=values)
+
+
 def prefill_with_a_prefix() -> KernelCase:
     """Prefixes of some blocks, of none, and of more."""
     paged, values = pages_of([300, 77, 200])
@@ -271,6 +278,10 @@ SMALL: dict[str, KernelCase] = {
     "mla_append": append(),
     "mla_prefill": prefill(),
     "mla_prefill_prefix": prefill_with_a_prefix(),
+    "mla_gradient": dataclasses.replace(prefill(), op="causal_attention_gradient"),
+    "gqa_gradient": gradient_of_groups(128),
+    "gqa_gradient_window": gradient_of_groups(64, window=100, soft_cap=9.0),
+    "gqa_gradient_256": gradient_of_groups(256),
     "gqa_append_decode": append_and_decode(128),
     "gqa_append_decode_window": append_and_decode(64, window=100),
     "gqa_append_decode_e4m3": append_and_decode(256, fp8=True),

@@ -73,7 +73,8 @@ def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
     shape = ["hybrid layer", 1, 8192]
     line = {"shape": shape, "burst": 9e-3, "seconds": 1e-2, "forward": 3e-3, "MiB": 2000.4,
             "version": "0.6.0", "how": "CUDA events"}  # fmt: skip
-    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: name)
+    found = lambda name: name if name == "fla" else None  # noqa: E731
+    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", found)
     monkeypatch.setattr(torch_baselines, "_run", lambda name, shapes: iter([line]))
     times, said = torch_baselines.measure("layer_gradients", [shape])
     assert {who: list(of.values()) for who, of in times.items()} == {
@@ -82,6 +83,7 @@ def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
     assert said == [
         f"torch-layer-gradient {shape}: 2000 MiB beside its operands",
         "torch-layer-gradient: flash-linear-attention 0.6.0, by CUDA events",
+        "flashqla-layer-gradient: not installed (python3 -m pip install flash-qla torch)",
     ]
 
 

@@ -12,7 +12,7 @@ from jaxattn.bench.model.expert_usage import ExpertChoices, RecordingExperts
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.nn import moe as nn_moe
-from jaxattn.ops.moe.router_logits import split_router
+from jaxattn.ops.moe.router_logits import split_router, training_logits
 from jaxattn.ops.moe.routing import Router
 from tests.helpers.kernel_cases import relative
 
@@ -73,3 +73,16 @@ def test_who_counts_experts_sees_them_where_they_are_opened(x):
     logits = x.reshape(1, -1).astype(jnp.float32) @ watched.router[...]
     assert ids.shape == (1, 3)
     assert set(ids[0].tolist()) == set(np.argsort(np.asarray(logits[0]))[-3:].tolist())
+
+
+def test_a_router_of_bfloat16_products_is_nearly_float32():
+    """Its gradients are rounded as those of every other product."""
+    rng = np.random.default_rng(0)
+    x, router, of_logits = (rng.standard_normal(shape) for shape in ((9, 128), (128, 33), (9, 33)))
+    given = (jnp.asarray(each, jnp.float32) for each in (x, router))
+    logits, pull = jax.vjp(training_logits, *given)
+    found = logits, *pull(jnp.asarray(of_logits, jnp.float32))
+    for got, wanted, most in zip(
+        found, (x @ router, of_logits @ router.T, x.T @ of_logits), (2e-5, 5e-3, 5e-3), strict=True
+    ):
+        assert got.dtype == jnp.float32 and relative(got, wanted) < most

@@ -287,6 +287,14 @@ PEERS = {
         torch_layers.layer_gradient,
         gradient=True,
     ),
+    "flashqla-layer-gradient": TorchBaseline(
+        "torch",
+        "layer_gradients",
+        "flash_qla",
+        "flash-qla",
+        torch_layers.flashqla_layer_gradient,
+        gradient=True,
+    ),
     "vllm-flashmla": TorchBaseline(
         "flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla
     ),

@@ -1,12 +1,17 @@
 """Whole layers of PyTorch, forward and backward: FLA's delta nets, and experts of transformers.
 
-A layer of Qwen3.5-35B's widths as a PyTorch user puts it together: FLA's `GatedDeltaNet`, or
-attention by `scaled_dot_product_attention`, and transformers' experts, whose products are
-`torch.nn.functional.grouped_mm`. Parameters and the stream are bfloat16.
+A layer of Qwen3.5-35B's widths as a PyTorch user puts it together: FLA's `GatedDeltaNet`, and
+transformers' block of experts. Its experts' products are `torch.nn.functional.grouped_mm`, between
+which this module sorts tokens itself: transformers leaves the gradients of its gathers to PyTorch,
+which sorts and adds rows one after another. Parameters and the stream are bfloat16.
+
+With FlashQLA's rule the delta net has FLA's convolution, norms and gate, as FLA's own backward pass
+refuses a Hopper GPU with Triton 3.4 to 3.7.0.
 """
 
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HIDDEN, EXPERTS, TAKEN, WIDTH = 2048, 256, 8, 512
@@ -15,6 +20,26 @@ DEVICE = "cuda"
 
 def torch() -> Any:
     return importlib.import_module("torch")
+
+
+def flashqla_delta_net() -> Any:
+    """FLA's layer, whose rule is FlashQLA's: gates by PyTorch, the norm of q and k by FLA."""
+    module: Any = importlib.import_module("fla.layers.gated_deltanet")
+    l2norm = importlib.import_module("fla.modules.l2norm").l2norm
+    flash_qla, f = importlib.import_module("flash_qla"), torch().nn.functional
+
+    def rule(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, **rest: Any
+    ) -> Any:
+        del rest  # FLA's options of what is done here
+        decays = -A_log.float().exp() * f.softplus(g.float() + dt_bias.float())
+        return flash_qla.chunk_gated_delta_rule(
+            q=l2norm(q), k=l2norm(k), v=v, g=decays, beta=beta.float().sigmoid(),
+            use_qk_l2norm_in_kernel=False,
+        )  # fmt: skip
+
+    module.chunk_gated_delta_rule = rule
+    return delta_net()
 
 
 def delta_net() -> Any:
@@ -33,10 +58,79 @@ def experts() -> Any:
     )  # fmt: skip
     config._experts_implementation = "grouped_mm"
     block = importlib.import_module("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
-    return block.Qwen3_5MoeSparseMoeBlock(config)
+    made = block.Qwen3_5MoeSparseMoeBlock(config)
+    made.experts.forward = functools.partial(sorted_experts, made.experts)
+    return made
 
 
-def hybrid_layer() -> Any:
+@functools.cache
+def permutations() -> tuple[Any, Any]:
+    """Gathers of rows, whose gradients are gathers too."""
+    t = torch()
+
+    class ToExperts(t.autograd.Function):  # type: ignore[name-defined]
+        """Tokens [T, F] to rows [T K, F] in the order of their experts."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any, order: Any, places: Any, top_k: int) -> Any:
+            ctx.save_for_backward(places)
+            ctx.top_k = top_k
+            return x.index_select(0, order // top_k)
+
+        @staticmethod
+        def backward(ctx: Any, of_rows: Any) -> Any:
+            (places,) = ctx.saved_tensors
+            of_pairs = of_rows.index_select(0, places).view(-1, ctx.top_k, of_rows.shape[1])
+            return of_pairs.sum(1), None, None, None
+
+    class ToTokens(t.autograd.Function):  # type: ignore[name-defined]
+        """The rows of experts to those of pairs of token and expert, token after token."""
+
+        @staticmethod
+        def forward(ctx: Any, rows: Any, order: Any, places: Any) -> Any:
+            ctx.save_for_backward(order)
+            return rows.index_select(0, places)
+
+        @staticmethod
+        def backward(ctx: Any, of_pairs: Any) -> Any:
+            return of_pairs.index_select(0, ctx.saved_tensors[0]), None, None
+
+    return ToExperts, ToTokens
+
+
+@functools.cache
+def pointwise() -> tuple[Any, Any]:
+    """What lies between the products, compiled: the activation, and the sum of a token's rows."""
+    t = torch()
+
+    def activated(gate_up: Any) -> Any:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return t.nn.functional.silu(gate) * up
+
+    def summed(rows: Any, weights: Any) -> Any:
+        return (rows * weights[..., None]).sum(1)
+
+    return t.compile(activated), t.compile(summed)
+
+
+def sorted_experts(module: Any, x: Any, ids: Any, weights: Any) -> Any:
+    """In place of the `forward` of transformers' experts."""
+    t, top_k = torch(), ids.shape[1]
+    to_experts, to_tokens = permutations()
+    activated, summed = pointwise()
+    _, order = t.sort(ids.reshape(-1), stable=True)
+    places = t.empty_like(order)
+    places[order] = t.arange(len(order), device=order.device)
+    counts = t.histc(ids.int(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    ends = {"offs": t.cumsum(counts, 0, dtype=t.int32)}
+    rows, product = to_experts.apply(x, order, places, top_k), t.nn.functional.grouped_mm
+    gate_up = product(rows, module.gate_up_proj.transpose(1, 2), **ends)
+    out = product(activated(gate_up), module.down_proj.transpose(1, 2), **ends)
+    pairs = to_tokens.apply(out, order, places).view(-1, top_k, x.shape[1])
+    return summed(pairs, weights)
+
+
+def hybrid_layer(mixer: Callable[[], Any] = delta_net) -> Any:
     t, modules = torch(), importlib.import_module("fla.modules")
 
     class HybridLayer(t.nn.Module):  # type: ignore[name-defined]
@@ -45,7 +139,7 @@ def hybrid_layer() -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.norms = t.nn.ModuleList([modules.RMSNorm(HIDDEN) for _ in range(2)])
-            self.parts = t.nn.ModuleList([delta_net(), experts()])
+            self.parts = t.nn.ModuleList([mixer(), experts()])
 
         def forward(self, x: Any) -> Any:
             for norm, part in zip(self.norms, self.parts, strict=True):
@@ -63,19 +157,31 @@ LAYERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def layer_gradient(name: str, rows: int, tokens: int) -> Callable[[int], Any]:
+FLASHQLA_LAYERS: dict[str, Callable[[], Any]] = {
+    "hybrid layer": functools.partial(hybrid_layer, flashqla_delta_net),
+    "delta net": flashqla_delta_net,
+}
+
+
+def flashqla_layer_gradient(name: str, rows: int, tokens: int) -> Callable[[int], Any]:
+    return layer_gradient(name, rows, tokens, FLASHQLA_LAYERS)
+
+
+def layer_gradient(
+    name: str, rows: int, tokens: int, layers: Mapping[str, Callable[[], Any]] = LAYERS
+) -> Callable[[int], Any]:
     """Both passes of a layer of `bench/layers/gradients/layer_gradients.py`, with gradients of the
     input and of all parameters; `forward` of what is returned is the forward pass alone.
 
     Raises:
         ValueError: PyTorch has no such layer here.
     """
-    if name not in LAYERS:
+    if name not in layers:
         raise ValueError(f"it has no {name}")
     t = torch()
     t.manual_seed(0)
     with t.device(DEVICE):
-        layer = LAYERS[name]()
+        layer = layers[name]()
     layer.to(t.bfloat16)
     for parameter in layer.parameters():
         if parameter.dim() > 1:  # experts and routers begin uninitialized

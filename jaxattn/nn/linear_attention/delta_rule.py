@@ -79,7 +79,9 @@ class DeltaLayer(nnx.Module):
         """What the projections give of tokens [B, T, hidden]."""
 
     @abc.abstractmethod
-    def _made(self, projected: tuple[Array, ...]) -> DeltaProjections: ...
+    def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
+        """Args: packed: whether the gate may be all of a projection, where a kernel reads it. The
+        gradient of what is split instead is written once, and not as a sum of padded arrays."""
 
     @abc.abstractmethod
     def _advance(
@@ -130,23 +132,33 @@ class DeltaLayer(nnx.Module):
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
         x, spoiled = bounds.isolated(x)
-        made, taps = self._made(self._projected(x)), self.conv1d[...]
+        made = self._made(self._projected(x), packed=False)
         g, beta = self._gates(made)
-        if segment_ids is None:
-            mixed, _ = causal_conv1d(made.mixed, taps, cu_seqlens=ends)
-        else:
+        q, k, v = self._convolved(made.mixed, bounds)
+        if segment_ids is not None:
             assert bounds.first is not None  # of ids it is known
-            mixed = causal_conv1d_of_segments(made.mixed, taps, bounds.first)
             begins = jnp.equal(bounds.first, jnp.arange(x.shape[1]))
             begins = begins.reshape(begins.shape + (1,) * (g.ndim - 2))
             g = jnp.where(begins, CLEARING_LOG_DECAY, g)
-        q, k, v = self._split_heads(mixed)
         o, _ = type(self).chunk_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=ends)
-        o = checkpoint_name(o, SAVED_NAME).astype(jnp.float32)  # as what out_proj gives back
+        o = checkpoint_name(o, SAVED_NAME)
         weight, eps = self.norm.weight[...], self.norm.eps
         normed = gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)
         y = self._project_out(normed)
         return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
+
+    def _convolved(self, mixed: Array, bounds: SegmentBounds) -> tuple[Array, ...]:
+        """q, k and v of heads, each convolved by itself: the gradient of a part is an array of its
+        own, where XLA would compute that of all in a slow concatenation."""
+        parts = self._split_heads(mixed)
+        widths = [math.prod(each.shape[2:]) for each in parts]
+        taps = jnp.split(self.conv1d[...], np.cumsum(widths)[:-1])
+        return tuple(
+            causal_conv1d_of_segments(
+                each.reshape(*each.shape[:2], width), of_each, bounds.first
+            ).reshape(each.shape)
+            for each, width, of_each in zip(parts, widths, taps, strict=True)
+        )
 
     def prefill(
         self,

@@ -186,10 +186,11 @@ class GatedDeltaNet(DeltaLayer):
         with jax.named_scope("gdn_in_proj"):
             return linears(x, self.in_proj_qkvz, self.in_proj_ba)
 
-    def _made(self, projected: tuple[Array, ...]) -> DeltaProjections:
+    def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
         qkvz, ba = projected
         b, a = jnp.split(ba[..., : 2 * self.num_v_heads], 2, axis=-1)
-        return DeltaProjections(qkvz[..., : self.conv_dim], a, b, qkvz)
+        mixed, gate = jnp.split(qkvz, [self.conv_dim], axis=-1)
+        return DeltaProjections(mixed, a, b, qkvz if packed else gate)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         return gdn.gdn_gates(made.decays, made.beta, self.A_log[...], self.dt_bias[...])

@@ -185,7 +185,8 @@ class KimiDeltaAttention(DeltaLayer):
                 f, gate = linears(fg, self.f_b_proj, self.g_b_proj, split=True)
             return qkv.astype(self.dtype), f, b, gate.astype(self.dtype)
 
-    def _made(self, projected: tuple[Array, ...]) -> DeltaProjections:
+    def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
+        del packed  # each projection is an array of its own
         return DeltaProjections(*projected)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:

@@ -7,6 +7,8 @@ A state pool is `[Z, ...]`, one slot a running sequence, or a stack of them `[L,
 layer's index as an operand. Slot -1 marks a padding row: nothing is read or written for it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +24,11 @@ from jaxattn.core.cache.slots import (
     state_write,
     write_slots,
 )
+from jaxattn.core.dispatch import Refusal
+from jaxattn.core.numerics.rounding import rounded
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.kernels.gdn.conv_gradient import conv_gradient
 
 LONG = 64  # tokens of a row from which on its inputs are not concatenated to those before
 
@@ -94,17 +99,66 @@ def causal_conv1d(
 
 
 def causal_conv1d_of_segments(
-    x: Float[Array, "B T Dc"], weight: Float[Array, "Dc W"], first: Int[Array, "#B T"]
+    x: Float[Array, "B T Dc"],
+    weight: Float[Array, "Dc W"],
+    first: Int[Array, "#B T"] | None,
 ) -> Float[Array, "B T Dc"]:
-    """`causal_conv1d` with SiLU of rows that hold several sequences, each from zeros.
+    """`causal_conv1d` with SiLU of rows that hold one sequence or several, each from zeros.
+
+    Differentiable in reverse mode only. The backward pass reads x and writes the gradient of what
+    the SiLU took once, rounded to x's dtype.
 
     Args:
-        first: the first token of each token's sequence, as `SegmentBounds` has it.
+        first: the first token of each token's sequence, as `SegmentBounds` has it; None: token 0.
     """
     with jax.named_scope("causal_conv1d"):
-        position = jnp.arange(x.shape[1], dtype=first.dtype) - first
-        taps = _taps_of_sequences(x, position, weight.shape[1])
-        return _activate(_weigh(taps, weight), None, "silu").astype(x.dtype)
+        position = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+        if first is not None:
+            position = position - first
+        return _convolved(*match_varying_axes((x, weight), position), position)
+
+
+@jax.custom_vjp
+def _convolved(x: Array, weight: Array, position: Array) -> Array:
+    taps = _taps_of_sequences(x, position, weight.shape[1])
+    return _activate(_weigh(taps, weight), None, "silu").astype(x.dtype)
+
+
+def _convolved_fwd(x: Array, weight: Array, position: Array) -> tuple[Array, Any]:
+    return _convolved(x, weight, position), (x, weight, position)
+
+
+def _convolved_bwd(kept: tuple[Array, ...], of_y: Array) -> tuple[Array, Array, None]:
+    x, weight, position = kept
+    width = weight.shape[1]
+    try:
+        places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
+        flat, of_flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
+        of_total, of_taps = conv_gradient(flat, of_flat, weight.T, places)
+        of_total = of_total.reshape(x.shape)
+    except Refusal:
+        of_total, of_taps = _gradient_of_taps(x, weight, position, of_y)
+
+    def of_token_before(back: int) -> Array:
+        met = jnp.where((position >= back)[..., None], of_total, 0)
+        return jnp.pad(met, ((0, 0), (0, back), (0, 0)))[:, back:]
+
+    of_x = _weigh([of_token_before(back) for back in reversed(range(width))], weight)
+    return of_x.astype(x.dtype), of_taps.T.astype(weight.dtype), None
+
+
+def _gradient_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> tuple[Array, Array]:
+    """What `conv_gradient` gives, in XLA: of_total [B, T, Dc] and of_taps [W, Dc]."""
+    taps = _taps_of_sequences(x, position, weight.shape[1])
+    _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
+    (of_total,) = through_silu(of_y.astype(jnp.float32))
+    # In memory once: XLA would compute it in each kernel that reads it, or write float32.
+    of_total = rounded(of_total, x.dtype)
+    wide = of_total.astype(jnp.float32)
+    return of_total, jnp.stack([(wide * tap.astype(jnp.float32)).sum((0, 1)) for tap in taps])
+
+
+_convolved.defvjp(_convolved_fwd, _convolved_bwd)
 
 
 def causal_conv1d_update(

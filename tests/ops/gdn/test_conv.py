@@ -1,11 +1,16 @@
 """The causal convolution against loops over tokens and taps in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxattn import gdn
+from jaxattn.kernels.gdn.conv_gradient import conv_gradient
+from jaxattn.ops.gdn.causal_conv1d import _gradient_of_taps, causal_conv1d_of_segments
+from tests.helpers.kernel_cases import relative
 
 STATIC = ("activation", "output_final_state")
 conv = jax.jit(gdn.causal_conv1d, static_argnames=STATIC)
@@ -228,3 +233,34 @@ def test_update_errors_name_the_argument_and_the_shape():
     refused(r"state_indices .*\[0\] more than once", slots=np.array([0, 0]))
     refused(r"state_indices .*\[-1, 3\)", slots=np.array([0, 3]))
     refused(r"state_indices must be integers", TypeError, slots=np.array([0.0, 1.0]))
+
+
+@pytest.mark.parametrize("ends", [None, [0, 1, 6, 11]])
+@pytest.mark.parametrize("dtype, most", [(np.float32, 1e-6), (jnp.bfloat16, 4e-3)])
+def test_the_gradient_written_by_hand_is_that_of_the_op(ends, dtype, most):
+    x, weight, _ = (jnp.asarray(each) for each in make(1, 11))
+    given = x.astype(dtype), weight.astype(dtype)
+    first = None if ends is None else jnp.repeat(jnp.array(ends[:-1]), jnp.diff(jnp.array(ends)))
+    offsets = None if ends is None else jnp.array(ends, jnp.int32)
+    of_y = jnp.asarray(np.random.default_rng(7).standard_normal(x.shape), dtype)
+
+    def gradients(op, operands):
+        y, pull = jax.vjp(op, *operands)
+        return y, *pull(of_y.astype(y.dtype))
+
+    by_hand = lambda x, w: causal_conv1d_of_segments(x, w, None if first is None else first[None])  # noqa: E731
+    op = lambda x, w: gdn.causal_conv1d(x, w, cu_seqlens=offsets)[0]  # noqa: E731
+    wide = tuple(each.astype(jnp.float32) for each in given)
+    for got, wanted in zip(gradients(by_hand, given), gradients(op, wide), strict=True):
+        assert got.dtype == dtype and relative(got, wanted) < most
+
+
+def test_the_kernel_of_the_gradient_computes_what_xla_does():
+    """Three sequences, the last of which a block's tokens begin in."""
+    rng = np.random.default_rng(0)
+    x, of_y = (jnp.asarray(rng.standard_normal((40, 128)), jnp.bfloat16) for _ in range(2))
+    taps = jnp.asarray(rng.standard_normal((128, 4)), jnp.bfloat16)
+    position = jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in (2, 27, 11)])
+    found = jax.jit(functools.partial(conv_gradient, interpret=True))(x, of_y, taps.T, position)
+    wanted = _gradient_of_taps(x[None], taps, position[None], of_y[None])
+    assert relative(found[0], wanted[0][0]) < 2e-3 and relative(found[1], wanted[1]) < 1e-3

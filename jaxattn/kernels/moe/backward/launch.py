@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
+from jaxattn.kernels.moe.backward.row_gather import tokens_in_rows
 from jaxattn.kernels.moe.backward.weight_gradient import DEPTH, weight_gradient
 from jaxattn.kernels.moe.combine import combine
 from jaxattn.kernels.moe.grouped_gemm import grouped_product
@@ -74,11 +75,12 @@ class ExpertOperands(NamedTuple):
 
 
 class ExpertResiduals(NamedTuple):
-    """What the forward keeps: `saved` is [R, 2 I], gate x and up x of each row."""
+    """What the forward keeps: of each row its token [R, F], and gate x and up x, [R, 2 I]."""
 
     operands: ExpertOperands
     layer: jax.Array
     rows: ExpertRows
+    tokens: jax.Array
     saved: jax.Array
 
 
@@ -106,7 +108,7 @@ def forward_with_residuals(
     common: dict[str, Any] = {
         "layer": number, "affine": affine, "columns": config.columns, **modes,
     }  # fmt: skip
-    gathered = x.astype(dtype)[jnp.maximum(rows.pairs, 0) // ids.shape[1]]
+    gathered = tokens_in_rows(x.astype(dtype), rows.pairs, ids.shape[1], **modes)
     count, wide = len(rows.pairs), output_columns(features)
     h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
     # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
@@ -130,7 +132,7 @@ def forward_with_residuals(
     )[:, :features]  # fmt: skip
     rows = jax.tree.map(lambda x: checkpoint_name(x, SAVED_NAME), rows)
     saved = checkpoint_name(both["saved"], SAVED_NAME)
-    return out, ExpertResiduals(operands, number, rows, saved)
+    return out, ExpertResiduals(operands, number, rows, gathered, saved)
 
 
 def config_of(operands: ExpertOperands) -> MoeTileConfig:
@@ -183,7 +185,7 @@ class ExpertBackward:
         return ExpertOperands(
             self.summed_up(of_gates).astype(x.dtype),
             self.of_weights(of_shares).astype(weights.dtype),
-            self.stacked(self.weight_gradient(of_gates, self.gathered(x), "gate_up"), gate_up),
+            self.stacked(self.weight_gradient(of_gates, self.kept.tokens, "gate_up"), gate_up),
             self.stacked(self.weight_gradient(of_out, hidden, "down"), down),
             *(
                 None if one is None or stack is None else self.stacked(one, stack)
@@ -192,9 +194,8 @@ class ExpertBackward:
         )
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        """The tokens' vectors in rows; a select, as a row of padding may meet NaN."""
-        token = jnp.maximum(self.rows.pairs, 0) // self.operands.weights.shape[1]
-        return jnp.where(self.taken[:, None], x.astype(self.dtype)[token], 0)
+        top_k = self.operands.weights.shape[1]
+        return tokens_in_rows(x.astype(self.dtype), self.rows.pairs, top_k, **self.modes)
 
     def product(
         self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
