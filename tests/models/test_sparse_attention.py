@@ -18,7 +18,7 @@ from jaxattn.models.families.components.config_fields import ConfigError, Config
 from jaxattn.models.interface import init_state, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
-from jaxattn.models.sharding.axis_sharding import ShardingError
+from jaxattn.models.sharding.axis_sharding import ShardingError, divided_layer
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.nn import IndexPages, SparseMultiHeadLatentAttention
 from jaxattn.parallel import Parallel
@@ -128,8 +128,9 @@ def test_several_gpus_divide_heads_and_have_each_the_whole_indexer():
     size = CacheSize(pages=2, slots=1)
     for one, other in zip(model.caches, local.caches, strict=False):
         assert one.shapes(size) == other.shapes(size)
-    with pytest.raises(ShardingError, match="context=2 spreads a row's pages, and an indexer"):
-        divided(model, Parallel(tensor=8, context=2, expert=8))
+    mixer = dataclasses.replace(model.spec.blocks[0].mixer, sinks=True)
+    with pytest.raises(ShardingError, match="context=2 .* attention with sinks cannot read so"):
+        divided_layer(mixer, model.spec.stream, Parallel(tensor=8, context=2))
 
 
 def test_a_cache_in_fp8_has_index_keys_in_fp8_with_a_scale_for_each_token():

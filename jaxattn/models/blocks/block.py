@@ -229,6 +229,13 @@ class Mixer(abc.ABC):
         """The same before the first layer over whole sequences; None where nothing is handed on."""
         return None
 
+    def whole(
+        self, module: Any, x: Array, packed: Mapping[str, Any], handed_on: Array | None
+    ) -> tuple[Array, Array | None]:
+        """(the output of whole sequences `x`, which is normed, and what is handed on behind the
+        layer); `packed` are the module's keywords."""
+        return module(x, **packed), handed_on
+
     def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
         """Tokens that a row's block table has places for; None where a row may be of any length,
         or the layer looks after longer ones itself."""
