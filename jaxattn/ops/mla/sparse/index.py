@@ -219,13 +219,13 @@ def _scores(
     A sort does not know that 0 and -0 are equal, and NaN of any sign is above all. What is not
     visible is below all that is, -inf included.
     """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    keys = keys.astype(wide)
+    if scale is not None:
+        keys = keys.astype(q.dtype)  # FP8 numbers are exact in any dtype of queries
     if keys.shape[1] == 1:
-        scores = dot("bshd,bkd->bshk", q.astype(wide), keys[:, 0])
+        scores = dot("bshd,bkd->bshk", q, keys[:, 0])
     else:
-        scores = dot("bshd,bskd->bshk", q.astype(wide), keys)
-    scores = dot("bsh,bshk->bsk", weights.astype(wide), jax.nn.relu(scores))
+        scores = dot("bshd,bskd->bshk", q, keys)
+    scores = dot("bsh,bshk->bsk", weights.astype(scores.dtype), jax.nn.relu(scores))
     if scale is not None:  # above 0: relu and the sum leave it out
         scores = scores * scale
     scores = jnp.where(scores == 0, 0, scores).astype(jnp.float32)
