@@ -9,7 +9,6 @@ from jax import Array
 
 from jaxattn.models.blocks import Block, Stream
 from jaxattn.nn import RMSNorm
-from jaxattn.nn.attention.paged_attention import PagedAttention
 from jaxattn.nn.linear import Linear
 
 # Of a large product of XLA's: of one row it makes a float32 copy of the whole weight (H200).
@@ -35,7 +34,7 @@ class DecoderLayer(nnx.Module):
             packed: how rows hold several, in the keywords of attention.
             handed_on: by the layers before, the choice of tokens; None if no layer needs it.
         """
-        rotated = isinstance(self.mixer, PagedAttention)
+        rotated = self.of.rotated
         given = {name: of for name, of in packed.items() if rotated or name != "positions"}
         y, handed_on = self.of.whole(self.mixer, self.read(self.norm, x), given, handed_on)
         x = x + self.given(self.norm, y)
