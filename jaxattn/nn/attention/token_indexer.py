@@ -156,22 +156,20 @@ def chosen(
         seen = seen_lengths(lens, query_lens, tokens=asked.q.shape[1], most=places)
         every = jnp.arange(places, dtype=jnp.int32)
         return jnp.where(every < seen[..., None], every, -1)
-    q, weights = asked.q, asked.weights
     given: Any = dict(layer=layer, k_scale=pages.scale)
     if spread is None:
         return mla.mla_index(
-            q, weights, pages.cache, block_tables, seq_lens, top_k=top_k, query_lens=query_lens,
-            implementation=implementation, **given,
+            asked.q, asked.weights, pages.cache, block_tables, seq_lens,
+            top_k=top_k, query_lens=query_lens, implementation=implementation, **given,
         )  # fmt: skip
     # Each new token is a row of its own.
-    q, weights = q.reshape(-1, 1, *q.shape[2:]), weights.reshape(-1, 1, weights.shape[-1])
-    own_lens: Any = BoundedLengths(spread.lens, spread.most)
-    own = mla.mla_index(
-        q, weights, pages.cache, spread.tables, own_lens, top_k=min(top_k, spread.most),
-        implementation=implementation, **given,
-    )  # fmt: skip
+    new = asked.q.shape[:2]
+    q, weights = (x.reshape(-1, 1, *x.shape[2:]) for x in (asked.q, asked.weights))
+    own_rows = spread.tables, BoundedLengths(spread.lens, spread.most), None
+    asked = asked._replace(q=q, weights=weights)
+    own = chosen(pages, asked, own_rows, top_k, layer, implementation)
     scores = scores_at(q, weights, pages.cache, spread.tables, own, **given)
     with jax.named_scope("context_top_k"):
         parts = scores, spread.row_positions(own)
         scores, found = lax.all_gather(parts, spread.axes, axis=2, tiled=True)
-        return best_of_parts(scores, found, top_k).reshape(*asked.q.shape[:2], top_k)
+        return best_of_parts(scores, found, top_k).reshape(*new, top_k)
