@@ -171,6 +171,20 @@ class ContextParallelPages:
         given = [each for each in (mailbox or self.mailbox,) if each is not None]
         return merged, rest, given
 
+    def row_positions(self, own: Int[Array, "*B"]) -> Int[Array, "*B"]:
+        """The places in their row of tokens in this GPU's pages; -1 of -1."""
+        page = self.most // self.tables.shape[1]
+        stripe, gpu = own // page * self.ways, lax.axis_index(self.axes)
+        return jnp.where(own < 0, -1, (stripe + gpu) * page + own % page)
+
+    def own_positions(self, positions: Int[Array, "B S K"]) -> Int[Array, "rows 1 K"]:
+        """The inverse, for rows of one new token; -1 of a token in another GPU's pages."""
+        page = self.most // self.tables.shape[1]
+        column = positions // page
+        there = (positions >= 0) & (column % self.ways == lax.axis_index(self.axes))
+        own = jnp.where(there, column // self.ways * page + positions % page, -1)
+        return own.reshape(-1, 1, positions.shape[-1])
+
     def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, SymmetricBuffer | None]:
         """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them). Where
         outputs meet, zeros fill up what the launch of decode takes."""

@@ -31,6 +31,21 @@ both_devices = pytest.mark.parametrize(
 )
 
 
+def behind(numbers: int, cache: Array, tables: np.ndarray) -> tuple[Array, np.ndarray]:
+    """A stack of layers, and tables of its pages, with at least so many numbers before the last
+    layer's pages; those are all NaN, and so are bytes of 255."""
+    layers, pages = cache.shape[:2]
+    more = -(-numbers // (layers * cache[0, 0].size))
+    nothing = 255 if cache.dtype == np.uint8 else np.nan
+
+    @jax.jit
+    def moved(cache: Array) -> Array:
+        before = jnp.full((layers, more, *cache.shape[2:]), nothing, cache.dtype)
+        return jnp.concatenate([before, cache], axis=1)
+
+    return moved(cache), np.where(tables < pages, tables + more, tables).astype(np.int32)
+
+
 def slow(*case: object) -> object:
     """A parameter that the interpreter takes with --slow alone: others check what it checks, and
     the test's `slow_cases` says which."""

@@ -17,14 +17,15 @@ SCALE = 192**-0.5
 
 @dataclasses.dataclass(frozen=True)
 class SparseCase:
-    """`latents` are what is stored, as float64 [B, tokens, 576]; NaN where no list has a token."""
+    """`latents` are what is stored of each row, as float64 [tokens, 576]; NaN where no list has a
+    token."""
 
     q: Any
     kv_cache: Any
     block_tables: Any
     seq_lens: Any
     indices: Any
-    latents: np.ndarray
+    latents: list[np.ndarray]
     query_lens: Any = None
     sinks: Any = None
     kv_scale: Any = None
@@ -51,7 +52,6 @@ def sparse_case(
     ascending: bool = False,
     query_lens: list[int] | None = None,
     sinks: bool = False,
-    first_page: int = 0,
     seed: int = 0,
 ) -> SparseCase:
     """Random lists of each token's positions with holes and positions beyond its own, of a cache
@@ -66,19 +66,19 @@ def sparse_case(
     scale = 2.0**-6 if format.per_tensor else None
     batch, tokens = len(lens), max(max(lens), 1)
     needed = [-(-n // page) for n in lens]
-    pages = first_page + sum(needed) + 3
-    shuffled = iter(first_page + rng.permutation(pages - first_page))
+    pages = sum(needed) + 3
+    shuffled = iter(rng.permutation(pages))
     tables = np.full((batch, width or max(needed) + 1), 2**30, np.int32)
     for row in range(batch):
         for j in range(needed[row]):
             tables[row, j] = next(shuffled)
     dtype = jnp.dtype(jnp.bfloat16) if format.quantized else format.dtype
     q = jnp.asarray(rng.normal(size=(batch, q_len, heads, RANK + ROPE)).astype(dtype))
-    empty = SparseCase(q, None, tables, np.array(lens, np.int32), None, np.zeros(0))
+    empty = SparseCase(q, None, tables, np.array(lens, np.int32), None, [])
     given = None if query_lens is None else jnp.asarray(query_lens, jnp.int32)
     visible = dataclasses.replace(empty, query_lens=given).visible()
     indices = np.full((batch, q_len, top_k), -1, np.int32)
-    listed = np.zeros((batch, tokens), bool)
+    listed = [np.zeros(max(n, 1), bool) for n in lens]
     for b, s in np.ndindex(batch, q_len):
         sees = visible[b, s]
         number = min(sees, top_k)
@@ -91,16 +91,18 @@ def sparse_case(
         else:
             indices[b, s] = rng.integers(tokens, size=top_k)
         valid = indices[b, s][(indices[b, s] >= 0) & (indices[b, s] < sees)]
-        listed[b, valid] = True
-    numbers = rng.normal(size=(batch, tokens, RANK + ROPE)).astype(np.float32)
-    numbers = np.where(listed[..., None], numbers, np.nan)
-    stored = np.asarray(format.pack(jnp.asarray(numbers), scale))
-    latents = np.asarray(format.unpack(jnp.asarray(stored), scale), np.float64)
+        listed[b][valid] = True
+    latents, stored = [], []
+    for of_row in listed:
+        numbers = np.full((len(of_row), RANK + ROPE), np.nan, np.float32)
+        numbers[of_row] = rng.normal(size=(of_row.sum(), RANK + ROPE))
+        stored.append(np.asarray(format.pack(jnp.asarray(numbers), scale)))
+        latents.append(np.asarray(format.unpack(jnp.asarray(stored[-1]), scale), np.float64))
     nothing = np.asarray(format.pack(jnp.full((1, RANK + ROPE), jnp.nan), scale))[0]
     kv_cache = np.broadcast_to(nothing, (2, pages, page, format.width)).copy()
     for b in range(batch):
         for j in range(needed[b]):
-            some = stored[b, j * page : min((j + 1) * page, lens[b])]
+            some = stored[b][j * page : (j + 1) * page]
             kv_cache[1, tables[b, j], : len(some)] = some
     return SparseCase(
         q, jnp.asarray(kv_cache), jnp.asarray(tables), jnp.asarray(lens, jnp.int32),
@@ -119,7 +121,7 @@ def sparse_reference(case: SparseCase) -> tuple[np.ndarray, np.ndarray]:
         some = some[(some >= 0) & (some < visible[b, s])]
         if not some.size:
             continue
-        keys = case.latents[b, some]
+        keys = case.latents[b][some]
         scores = q[b, s] @ keys.T * SCALE
         logits = scores
         if case.sinks is not None:

@@ -1,7 +1,6 @@
 """DeepSeek Sparse Attention in models: layers without an indexer, shared pages, several GPUs."""
 
 import dataclasses
-import functools
 from pathlib import Path
 
 import jax
@@ -18,7 +17,7 @@ from jaxattn.models.families.components.config_fields import ConfigError, Config
 from jaxattn.models.interface import init_state, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
-from jaxattn.models.sharding.axis_sharding import ShardingError
+from jaxattn.models.sharding.axis_sharding import ShardingError, divided_layer
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.nn import IndexPages, SparseMultiHeadLatentAttention
 from jaxattn.parallel import Parallel
@@ -128,8 +127,9 @@ def test_several_gpus_divide_heads_and_have_each_the_whole_indexer():
     size = CacheSize(pages=2, slots=1)
     for one, other in zip(model.caches, local.caches, strict=False):
         assert one.shapes(size) == other.shapes(size)
-    with pytest.raises(ShardingError, match="context=2 spreads a row's pages, and an indexer"):
-        divided(model, Parallel(tensor=8, context=2, expert=8))
+    mixer = dataclasses.replace(model.spec.blocks[0].mixer, sinks=True)
+    with pytest.raises(ShardingError, match="context=2 .* attention with sinks cannot read so"):
+        divided_layer(mixer, model.spec.stream, Parallel(tensor=8, context=2))
 
 
 def test_a_cache_in_fp8_has_index_keys_in_fp8_with_a_scale_for_each_token():
@@ -153,26 +153,6 @@ def layer(**options):
     )  # fmt: skip
 
 
-def test_packed_sequences_are_those_in_rows_of_their_own_and_have_a_gradient():
-    x = jax.random.normal(jax.random.key(0), (1, 21, 32))
-    graphdef, params = nnx.split(layer())
-
-    @jax.jit
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def run(params, x, ids):
-        y = nnx.merge(graphdef, params)(x, segment_ids=ids)
-        return jnp.sum(jnp.where(ids[..., None] > 0, y, 0) ** 2), y
-
-    ids = np.repeat([[1, 2, 0]], [9, 10, 2], axis=1).astype(np.int32)
-    (_, packed), gradients = run(params, x, ids)
-    for begin, end in ((0, 9), (9, 19)):  # in the same program: behind it all is padding
-        own = np.int32([np.arange(21) < end - begin])
-        (_, alone), _ = run(params, jnp.roll(x, -begin, axis=1), own)
-        np.testing.assert_allclose(packed[:, begin:end], alone[:, : end - begin], atol=2e-6)
-    found = {key[0]: float(jnp.abs(leaf).max()) for key, leaf in nnx.to_flat_state(gradients)}
-    assert found.pop("indexer") == 0 and min(found.values()) > 0, found
-
-
 def test_a_layer_without_an_indexer_takes_the_choice_of_another():
     first, second = layer(), layer(index_heads=0)
     x = jax.random.normal(jax.random.key(0), (1, 12, 32))
@@ -194,8 +174,11 @@ def test_a_layer_without_an_indexer_takes_the_choice_of_another():
 
 
 def test_of_a_table_with_few_places_a_token_attends_to_all_that_it_sees():
-    """A chunk, and then two tokens of each row, are those of whole sequences; caches are NaN."""
-    own = layer(top_k=64)
+    """A chunk, and then two tokens of each row, are those of whole sequences; caches are NaN. One
+    head's sink takes all, and one head's is none."""
+    own, plain = layer(top_k=64, sinks=True), layer(top_k=64)
+    own.sinks[...] = jnp.float32([1e30, -1e30])
+    plain.w_uv[...] = plain.w_uv[...].at[0].set(0)
     x = jax.random.normal(jax.random.key(0), (2, 11, 32))
     tables, new = np.array([[1, 3], [2, 0]], np.int32), np.array([9, 7], np.int32)
 
@@ -207,9 +190,10 @@ def test_of_a_table_with_few_places_a_token_attends_to_all_that_it_sees():
         later = jnp.stack([x[0, 9:11], x[1, 7:9]])
         rows = dict(block_tables=tables, seq_lens=new + 2)
         last, _, _, indices, _ = own.decode(later, kv_cache, index=index, **rows)
-        return first, last, indices, own(x)
+        return first, last, indices, own(x), plain(x)
 
-    first, last, indices, whole = run(x)
+    first, last, indices, whole, without_sinks = run(x)
+    np.testing.assert_allclose(whole, without_sinks, atol=1e-6)
     np.testing.assert_array_equal(indices[1, 0], np.where(np.arange(16) < 8, np.arange(16), -1))
     for row, n in enumerate(new):
         np.testing.assert_allclose(first[row, :n], whole[row, :n], atol=1e-6)

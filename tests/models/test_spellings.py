@@ -89,12 +89,15 @@ def test_what_is_missing_is_named_as_the_folder_spells_it(tmp_path, prefix, head
     assert str(refused.value).endswith(f"missing {lost[1]!r}, {lost[0]!r}")
 
 
-@pytest.mark.parametrize("layers", ["model.", *SPELLED])
-def test_a_name_comes_back_from_the_families_spelling(layers):
+@pytest.mark.parametrize(
+    "layers, word",
+    [("language_model.model.", "blocks"), *((each, "layers") for each in ["model.", *SPELLED])],
+)
+def test_a_name_comes_back_from_the_families_spelling(layers, word):
     head = SPELLED.get(layers, "lm_head.")
-    names = [f"{layers}layers.0.a", f"{layers}embed_tokens.weight", f"{layers}norm.b", f"{head}c"]
+    names = [f"{layers}{word}.0.a", f"{layers}embed_tokens.weight", f"{layers}norm.b", f"{head}c"]
     prefix = TensorPrefix.of(names)
-    assert prefix == TensorPrefix(layers, head)
+    assert prefix == TensorPrefix(layers, head, word)
     plain = ["model.layers.0.a", "model.embed_tokens.weight", "model.norm.b", "lm_head.c"]
     assert list(map(prefix.plain, names)) == plain
     assert list(map(prefix.spelled, plain)) == names
@@ -102,12 +105,20 @@ def test_a_name_comes_back_from_the_families_spelling(layers):
         assert layers == "model." or prefix.plain(other) == other
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_of_kimi_k2_5_the_text_model_is_read(tmp_path, prefix):
+@pytest.mark.parametrize(
+    "prefix, word",
+    [
+        ("language_model.model.", "layers"),
+        ("language_model.model.", "blocks"),
+        ("model.language_model.", "layers"),
+    ],
+)
+def test_of_kimi_k2_5_the_text_model_is_read(tmp_path, prefix, word):
     """Published or as transformers saves it: fields in text_config, a vision tower beside."""
     nested = prefix == "language_model.model."
     head, tower = ("language_model.lm_head.", "") if nested else ("lm_head.", "model.")
     tensors = respelled(tensors_of("kimi_k2_int4"), prefix, head)
+    tensors = {name.replace(".layers.", f".{word}."): x for name, x in tensors.items()}
     for name in ("vision_tower.encoder.blocks.0.norm0.weight", "mm_projector.linear_1.bias"):
         tensors[tower + name] = np.ones(4, np.float32)
     folder = written(tmp_path / "model", "kimi_k2_int4", tensors)

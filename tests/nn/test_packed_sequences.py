@@ -24,6 +24,10 @@ ATTENTION = {
         HIDDEN, 2, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6,
         rope=RopeConfig(dim=4), rngs=rngs, **OPTIONS,
     ),
+    "SparseMultiHeadLatentAttention": lambda rngs: nn.SparseMultiHeadLatentAttention(
+        HIDDEN, 2, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=6, top_k=4, index_heads=2, index_head_dim=6, sinks=True, rngs=rngs, **OPTIONS,
+    ),
 }  # fmt: skip
 DELTA = {
     "GatedDeltaNet": lambda rngs: nn.GatedDeltaNet(
@@ -98,6 +102,9 @@ def test_a_packed_sequence_is_what_it_is_alone(name, keyword):
     wanted = out_alone, *grads_alone
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
     assert np.abs(out_alone[:, 0]).min() > 0
+    # A choice has no gradient.
+    without = {path[0] for path, leaf in nnx.to_flat_state(grads[0]) if not np.any(leaf)}
+    assert without == ({"indexer"} if name.startswith("Sparse") else set())
 
 
 @pytest.mark.slow_cases(reason="another rule in the same layer, which zeroes the tokens")

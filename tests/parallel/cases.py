@@ -16,7 +16,19 @@ from jaxattn.bench.model.random_weights import draw_of
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models import CacheSize, DecodeBatch, DecoderModel, DecoderSpec, PrefillBatch, divided
-from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, FeedForward, Mixer, MoE, Stream
+from jaxattn.models.blocks import (
+    GDN,
+    GQA,
+    KDA,
+    MLA,
+    MLP,
+    Block,
+    FeedForward,
+    Mixer,
+    MoE,
+    SparseMLA,
+    Stream,
+)
 from jaxattn.models.interface import init_state, jit_step, scratch_spec
 from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import DeviceGroup, Parallel
@@ -50,10 +62,19 @@ LATENT = MLA(
     v_head_dim=8,
     rope=ROPE,
 )
+SPARSE = SparseMLA(
+    **{each.name: getattr(LATENT, each.name) for each in dataclasses.fields(LATENT)},
+    top_k=9,
+    index_heads=2,
+    index_head_dim=12,
+    hands_on=True,
+)
 MIXERS: dict[str, Mixer] = {
     "mla": LATENT,
     "unrotated mla": dataclasses.replace(LATENT, rope=RopeConfig(dim=8, theta=None)),
     "gated mla": dataclasses.replace(LATENT, gated=True),
+    "sparse mla": SPARSE,
+    "sparse mla without indexer": dataclasses.replace(SPARSE, index_heads=0),
     "gqa": GQA(num_heads=8, num_kv_heads=2, head_dim=16, rope=ROPE, qk_norm=True, gated=True),
     "gdn": GDN(num_k_heads=2, num_v_heads=8, head_k_dim=8, head_v_dim=8),
     "kda": KDA(num_heads=8, head_dim=8, gate_rank=4),

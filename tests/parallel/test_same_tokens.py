@@ -2,8 +2,8 @@
 
 One small decoder has MLA with shared experts behind a gate, a delta net with a wide shared MLP, and
 MLA with a dense MLP; the other has gated grouped-query attention and one matrix as embedding and
-head. Two more have Kimi Delta Attention beside MLA, as Kimi-Linear and Ling-3.0 do. Their 61 tokens
-go evenly over no group.
+head. Two more have Kimi Delta Attention beside MLA, as Kimi-Linear and Ling-3.0 do. In another an
+indexer chooses fewer tokens than most rows have. Their 61 tokens go evenly over no group.
 """
 
 import numpy as np
@@ -15,6 +15,7 @@ from tests.parallel.cases import decoder, followed, on_one_device
 
 HYBRID = (("mla", "moe"), ("gdn", "wide"), ("mla", "mlp"))
 GROUPED = (("gqa", "moe"), ("gdn", "mlp"))
+SPARSE = (("sparse mla", "mlp"), ("sparse mla without indexer", "moe"))
 KIMI = (("kda", "mlp"), ("unrotated mla", "moe"))
 LING = (("bounded kda", "wide"), ("gated mla", "mlp"))
 
@@ -64,6 +65,20 @@ def test_a_hybrid_with_experts(layout):
 @on_virtual_devices
 def test_grouped_query_attention_and_a_tied_head(layout):
     assert_same(GROUPED, True, layout)
+
+
+@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(tensor=2, context=2),
+        pytest.param(dict(data=2, tensor=4, context=4, expert=8), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@on_virtual_devices
+def test_a_choice_of_tokens_over_all_devices_and_handed_on(layout):
+    assert_same(SPARSE, False, layout)
 
 
 @pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gqa
+from jaxattn.bench.attention.shuffled_pages import shuffled_pages
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, kernel_seconds, rotation
 from jaxattn.core.cache.formats import KVFormat
@@ -106,7 +107,7 @@ def inputs(shape: GqaDecodeShape) -> dict[str, Any]:
     layers = min(layers, max(1, 2**34 // (batch * tokens * kv_heads * stored.nbytes)))
     keys = jax.random.split(jax.random.key(0), 5)
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-    numbers = jax.random.permutation(keys[2], batch * pages).astype(jnp.int32)
+    tables, lens = shuffled_pages(keys[2], batch, pages, tokens)
     q = normal(keys[0], (batch, 1, heads, dim))
     kv = normal(keys[1], (layers, batch * pages, 2, page, kv_heads, dim))
     scales = None
@@ -117,8 +118,8 @@ def inputs(shape: GqaDecodeShape) -> dict[str, Any]:
         "q": q,
         "kv_cache": kv,
         "kv_scale": scales,
-        "block_tables": numbers.reshape(batch, pages),
-        "seq_lens": jnp.full(batch, tokens, jnp.int32),
+        "block_tables": tables,
+        "seq_lens": lens,
         "sinks": jax.random.normal(keys[3], (heads,)) if dim == 64 else None,
         "gate": normal(keys[4], q.shape) if dim == 256 else None,
     }

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gqa
+from jaxattn.bench.attention.shuffled_pages import shuffled_pages
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
@@ -80,10 +81,9 @@ def inputs(shape: GqaPrefillShape, seed: int) -> tuple[Any, ...]:
     paged: tuple[jax.Array, ...] = ()
     if prefix:
         pages = -(-(prefix + tokens) // page)
-        tables = jax.random.permutation(keys[3], batch * pages).reshape(batch, pages)
         cache = draw(keys[4], batch * pages, 2, page, kv_heads, dim)
-        lens = jnp.full(batch, prefix + tokens, jnp.int32)
-        paged = cache, tables.astype(jnp.int32), lens, jnp.full(batch, tokens, jnp.int32)
+        rows = shuffled_pages(keys[3], batch, pages, prefix + tokens)
+        paged = cache, *rows, jnp.full(batch, tokens, jnp.int32)
     sinks = jax.random.normal(keys[5], (heads,)) if dim == 64 else None
     gate = draw(keys[6], batch, tokens, heads, dim) if dim == 256 else None
     return *new, *paged, sinks, gate

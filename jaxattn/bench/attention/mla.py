@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import mla
+from jaxattn.bench.attention.shuffled_pages import shuffled_pages
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, kernel_seconds, rotation
 from jaxattn.core.cache.formats import LatentFormat
@@ -101,9 +102,9 @@ def inputs(
     stored = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
     if latents.quantized:
         stored = latents.pack(stored, scale_of(cache))
-    tables = jax.random.permutation(keys[2], batch * pages).reshape(batch, pages)
+    tables, _ = shuffled_pages(keys[2], batch, pages, pages * PAGE)
     tables = jnp.pad(tables, ((0, 0), (0, width - pages)))
-    return q, stored, tables.astype(jnp.int32), jnp.asarray(lengths(batch, tokens))
+    return q, stored, tables, jnp.asarray(lengths(batch, tokens))
 
 
 def scale_of(cache: str) -> float | None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxattn import mla
+from jaxattn.bench.attention.shuffled_pages import shuffled_pages
 from jaxattn.bench.harness.numpy_reference import exact
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
@@ -51,9 +52,8 @@ def inputs(batch: int, q_len: int, heads: int, tokens: int, stored: str) -> tupl
     weights = jax.random.normal(numbers[1], (batch, q_len, heads)) * heads**-0.5
     shape = layers, batch * pages, PAGE
     keys = jax.random.normal(numbers[2], (*shape, DIM), jnp.bfloat16).astype(stored)
-    tables = jax.random.permutation(numbers[3], batch * pages).reshape(batch, pages)
     scale = jnp.ones(shape) if stored == E4M3 else None
-    return q, weights, keys, tables.astype(jnp.int32), jnp.full(batch, tokens, jnp.int32), scale
+    return q, weights, keys, *shuffled_pages(numbers[3], batch, pages, tokens), scale
 
 
 def top_k_of_scores(

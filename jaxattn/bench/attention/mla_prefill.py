@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import mla
+from jaxattn.bench.attention.shuffled_pages import shuffled_pages
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
@@ -68,9 +69,8 @@ def chunk(batch: int, tokens: int, heads: int, prefix: int, seed: int = 0) -> tu
     keys = jax.random.split(jax.random.key(seed), len(shapes) + 1)
     floats = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=False)]
     floats[2:4] = [w * RANK**-0.5 for w in floats[2:4]]
-    tables = jax.random.permutation(keys[-1], batch * pages).reshape(batch, pages)
-    lens = jnp.full(batch, prefix + tokens, jnp.int32)
-    return (*floats, tables.astype(jnp.int32), lens, jnp.full(batch, tokens, jnp.int32))
+    rows = shuffled_pages(keys[-1], batch, pages, prefix + tokens)
+    return (*floats, *rows, jnp.full(batch, tokens, jnp.int32))
 
 
 def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:

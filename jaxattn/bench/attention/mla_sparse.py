@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxattn import mla
+from jaxattn.bench.attention.shuffled_pages import shuffled_pages
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.cache.formats import LatentFormat
@@ -55,8 +56,6 @@ def inputs(
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
     drawn = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
-    tables = jax.random.permutation(keys[2], batch * pages).reshape(batch, pages)
-    lens = jnp.full(batch, tokens, jnp.int32)
 
     def chosen(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         key, visible = given
@@ -66,7 +65,7 @@ def inputs(
     visible = jnp.tile(tokens - q_len + 1 + jnp.arange(q_len), batch)
     lists = lax.map(chosen, (jax.random.split(keys[3], len(visible)), visible), batch_size=64)
     indices = lists.reshape(batch, q_len, top_k)
-    return q, latents.pack(drawn), tables.astype(jnp.int32), lens, indices
+    return q, latents.pack(drawn), *shuffled_pages(keys[2], batch, pages, tokens), indices
 
 
 def attend(arrays: tuple[jax.Array, ...], implementation: Implementation | None) -> TimedOp:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxattn import gqa
 from jaxattn.bench.attention import gqa as grouped
 from jaxattn.bench.attention.gqa import PAGE
+from jaxattn.bench.attention.shuffled_pages import shuffled_pages
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, rotation
 from jaxattn.core.cache.formats import TURBOQUANT
@@ -89,12 +90,12 @@ def inputs(shape: TurboquantDecodeShape) -> dict[str, Any]:
     plain = jnp.asarray(np.repeat(numbers, GROUP).view(np.uint8))
     plain = jnp.broadcast_to(plain, (*groups, plain.size))
     cache = jnp.concatenate([key_codes, value_codes, plain], axis=-1)
-    table = jax.random.permutation(keys[2], batch * pages).astype(jnp.int32)
+    tables, lens = shuffled_pages(keys[2], batch, pages, tokens)
     return {
         "q": jax.random.normal(keys[3], (batch, 1, heads, dim), jnp.bfloat16),
         "kv_cache": cache.reshape(*groups[:3], PAGE * form.slot_bytes),
-        "block_tables": table.reshape(batch, pages),
-        "seq_lens": jnp.full(batch, tokens, jnp.int32),
+        "block_tables": tables,
+        "seq_lens": lens,
     }
 
 

@@ -91,6 +91,7 @@ class Mixer(abc.ABC):
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`, or
             `FourBitLinears` of 4 bits.
         norms: whether the module's `decode` takes tokens as a `PendingNorm`.
+        rotated: whether the module takes `positions` of whole sequences.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
@@ -99,6 +100,7 @@ class Mixer(abc.ABC):
     fp8: tuple[str, ...] | FourBitLinears = ()
 
     norms: ClassVar[bool] = False
+    rotated: ClassVar[bool] = False
     cache_formats: ClassVar[tuple[str, ...]] = ()
     read_apart: ClassVar[tuple[str, ...]] = ()
 
@@ -228,6 +230,13 @@ class Mixer(abc.ABC):
     def handed_on_whole(self, rows: int, tokens: int) -> Array | None:
         """The same before the first layer over whole sequences; None where nothing is handed on."""
         return None
+
+    def whole(
+        self, module: Any, x: Array, packed: Mapping[str, Any], handed_on: Array | None
+    ) -> tuple[Array, Array | None]:
+        """(the output of whole sequences `x`, which is normed, and what is handed on behind the
+        layer); `packed` are the module's keywords."""
+        return module(x, **packed), handed_on
 
     def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
         """Tokens that a row's block table has places for; None where a row may be of any length,

@@ -9,19 +9,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn import gqa
-from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import FP8_BITS, TURBOQUANT, KVFormat
-from jaxattn.core.cache.prompt_lines import PromptLines
-from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
-from jaxattn.models.blocks.paged_mixer import PagedMixer, addressing, attended, spread_of
+from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
 from jaxattn.models.caches.cache_layouts import KeyValuePages, TurboquantPages
 from jaxattn.models.caches.layer_cache import Arrays
-from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.models.interface import DecodeBatch
 from jaxattn.nn import GroupedQueryAttention, TurboQuantAttention
-from jaxattn.ops.linear.norm_linear import PendingNorm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,49 +173,6 @@ class GQA(PagedMixer):
             max_pages=max_pages,
             page_size=page_size,
         )
-
-    def mixed(
-        self,
-        module: GroupedQueryAttention,
-        x: Array,
-        arrays: Arrays,
-        arena: Arena | None,
-        prompts: PrefillBatch,
-        lines: PromptLines,
-        rows: DecodeBatch | None,
-        layer: StackedLayer,
-        weights: Array | None,
-        shared: dict[str, Any],
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays, Arena | None]:
-        return self.mixed_attention(
-            module, x, arrays, arena, prompts, lines, rows, layer, weights, shared, implementation
-        )
-
-    def decode(
-        self,
-        module: GroupedQueryAttention,
-        x: Array | PendingNorm,
-        arrays: Arrays,
-        arena: Arena,
-        batch: DecodeBatch,
-        layer: StackedLayer,
-        weights: Array | None,
-        shared: dict[str, Any],
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays, Arena]:
-        y, kv_cache, after, *sent = module.decode(
-            x,
-            arrays[self.array],
-            **addressing(batch, shared, self.most_tokens(arrays, batch)),
-            layer=layer,
-            weights=weights,
-            arena=arena,
-            implementation=implementation,
-            **self.exchanging(shared, arrays, implementation),
-        )
-        assert after is not None  # an arena came in
-        return y, {self.array: kv_cache, **self.exchanged_by(sent)}, after
 
     @property
     def exchanged(self) -> tuple[int, int, int]:

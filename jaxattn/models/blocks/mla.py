@@ -8,19 +8,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxattn import mla
-from jaxattn.arena import Arena, ArenaSpec
+from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.core.cache.prompt_lines import PromptLines
-from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
-from jaxattn.models.blocks.paged_mixer import PagedMixer, addressing, attended, spread_of
+from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
 from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import Arrays
-from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.models.interface import DecodeBatch
 from jaxattn.nn import MultiHeadLatentAttention
-from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.mla.context_parallel_merge import max_mailbox_shape
 
 
@@ -113,58 +110,8 @@ class MLA(PagedMixer):
             page_size=page_size,
         )
 
-    def mixed(
-        self,
-        module: MultiHeadLatentAttention,
-        x: Array,
-        arrays: Arrays,
-        arena: Arena | None,
-        prompts: PrefillBatch,
-        lines: PromptLines,
-        rows: DecodeBatch | None,
-        layer: StackedLayer,
-        weights: Array | None,
-        shared: dict[str, Any],
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays, Arena | None]:
-        return self.mixed_attention(
-            module,
-            x,
-            arrays,
-            arena,
-            prompts,
-            lines,
-            rows,
-            layer.index,
-            weights,
-            shared,
-            implementation,
-        )
-
-    def decode(
-        self,
-        module: MultiHeadLatentAttention,
-        x: Array | PendingNorm,
-        arrays: Arrays,
-        arena: Arena,
-        batch: DecodeBatch,
-        layer: StackedLayer,
-        weights: Array | None,
-        shared: dict[str, Any],
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays, Arena]:
-        y, kv_cache, after, *sent = module.decode(
-            x,
-            arrays["kv_cache"],
-            **addressing(batch, shared, self.most_tokens(arrays, batch)),
-            layer=layer.index,
-            weights=weights,
-            arena=arena,
-            implementation=implementation,
-            **self.exchanging(shared, arrays, implementation),
-        )
-        assert after is not None  # an arena came in
-        return y, {"kv_cache": kv_cache, **self.exchanged_by(sent)}, after
+    def in_cache(self, layer: StackedLayer) -> Any:
+        return layer.index
 
     @property
     def exchanged(self) -> tuple[int, int, int]:

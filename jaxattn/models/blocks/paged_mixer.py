@@ -10,6 +10,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.models.blocks.block import Mixer
 from jaxattn.models.caches.layer_cache import Arrays
@@ -21,6 +22,7 @@ from jaxattn.models.caches.symmetric_memory import (
     symmetric_buffer,
 )
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
+from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, gathered_in, pieces_of
 
@@ -69,6 +71,8 @@ class PagedMixer(Mixer):
 
     parallel: Parallel = ALONE
 
+    rotated = True
+
     @property
     def array(self) -> str:
         """The name of the cache's array."""
@@ -102,7 +106,7 @@ class PagedMixer(Mixer):
         spread = spread.exchanging(mailbox, implementation=implementation, **options)
         return {**shared, "spread": spread}
 
-    def mixed_attention(
+    def mixed(
         self,
         module: Any,
         x: Array,
@@ -111,13 +115,11 @@ class PagedMixer(Mixer):
         prompts: PrefillBatch,
         lines: PromptLines,
         rows: DecodeBatch | None,
-        layer: Any,
+        layer: StackedLayer,
         weights: Array | None,
         shared: dict[str, Any],
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena | None]:
-        """`mixed` of a module over the cache's array; `layer` is its number, as the module takes
-        it."""
         of_rows: dict[str, Any] | None = None
         if rows is not None:
             of_rows = {
@@ -126,19 +128,60 @@ class PagedMixer(Mixer):
                 "arena": arena,
                 **self.exchanging(shared, arrays, implementation),
             }
-        y, kv_cache, after, *sent = module.mixed(
+        y, *found = module.mixed(
             x,
             arrays[self.array],
+            **self.read_beside(arrays, mixed=True),
             lines=lines,
             block_tables=prompts.block_tables,
             seq_lens=prompts.seq_lens,
             query_lens=prompts.query_lens,
             rows=of_rows,
-            layer=layer,
+            layer=self.in_cache(layer),
             parallel=self.parallel,
             implementation=implementation,
         )
-        return y, {self.array: kv_cache, **self.exchanged_by(sent)}, after
+        return y, *self.arrays_of(found)
+
+    def decode(
+        self,
+        module: Any,
+        x: Array | PendingNorm,
+        arrays: Arrays,
+        arena: Arena,
+        batch: DecodeBatch,
+        layer: StackedLayer,
+        weights: Array | None,
+        shared: dict[str, Any],
+        implementation: Implementation | None,
+    ) -> tuple[Array, Arrays, Arena]:
+        y, *found = module.decode(
+            x,
+            arrays[self.array],
+            **self.read_beside(arrays, mixed=False),
+            **addressing(batch, shared, self.most_tokens(arrays, batch)),
+            layer=self.in_cache(layer),
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+            **self.exchanging(shared, arrays, implementation),
+        )
+        arrays, after = self.arrays_of(found)
+        assert after is not None  # an arena came in
+        return y, arrays, after
+
+    def in_cache(self, layer: StackedLayer) -> Any:
+        """The layer as the module takes it."""
+        return layer
+
+    def read_beside(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
+        """What else the module's `decode`, or with `mixed` its `mixed`, reads of the arrays."""
+        return {}
+
+    def arrays_of(self, found: list[Any]) -> tuple[Arrays, Arena | None]:
+        """(the arrays, the arena) of what the module's `mixed` or `decode` gives after y."""
+        kv_cache, after, *sent = found
+        return {self.array: kv_cache, **self.exchanged_by(sent)}, after
 
     def exchanged_by(self, sent: list[SymmetricBuffer]) -> Arrays:
         """The arrays of the mailboxes after rows were sent through them, if they were."""

@@ -1,6 +1,7 @@
 """Sparse latent attention as a mixer of tokens: the indexer's pages, and choices handed on."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,17 +11,13 @@ from jaxtyping import Array
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import FP8, IndexKeyFormat
-from jaxattn.core.cache.prompt_lines import PromptLines
-from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
 from jaxattn.models.blocks.mla import MLA
-from jaxattn.models.blocks.paged_mixer import addressing
+from jaxattn.models.blocks.paged_mixer import attended, spread_of
 from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.nn import IndexPages, SparseMultiHeadLatentAttention
-from jaxattn.ops.linear.norm_linear import PendingNorm
 
 # What a layer with an indexer leaves to those without one: positions of prompts' and rows' tokens.
 OF_PROMPTS, OF_ROWS = "chosen_by_prompts", "chosen_by_rows"
@@ -37,6 +34,7 @@ class SparseMLA(MLA):
         index_head_dim: of its queries and keys.
         index_interleaved: the layout of its rotated dims.
         hands_on: whether layers without an indexer follow.
+        sinks: each head has a logit without a value in its softmax.
     """
 
     top_k: int
@@ -44,9 +42,10 @@ class SparseMLA(MLA):
     index_head_dim: int = 128
     index_interleaved: bool = False
     hands_on: bool = False
+    sinks: bool = False
 
     norms = False  # of one token too the indexer reads the norm
-    read_apart = ("indexer",)
+    read_apart = ("indexer", "sinks")
 
     @property
     def cache_name(self) -> str:
@@ -55,6 +54,10 @@ class SparseMLA(MLA):
     @property
     def array(self) -> str:
         return "kv_cache" if self.index_heads else "kv_cache_without_indexer"
+
+    @property
+    def meeting(self) -> None:
+        return None
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -68,6 +71,7 @@ class SparseMLA(MLA):
             index_heads=self.index_heads,
             index_head_dim=self.index_head_dim,
             index_interleaved=self.index_interleaved,
+            sinks=self.sinks,
             rngs=rngs,
         )
 
@@ -95,11 +99,13 @@ class SparseMLA(MLA):
     def scratch(
         self, stream: Stream, rows: int, *, q_len: int, max_pages: int, page_size: int
     ) -> ArenaSpec:
+        places = max_pages * page_size * self.parallel.context
+        rows, q_len, heads = attended(self.parallel, rows, q_len, self.num_heads)
         return mla.sparse_scratch(
             batch=rows,
             q_len=q_len,
-            num_heads=self.num_heads,
-            top_k=min(self.top_k, max_pages * page_size),
+            num_heads=heads,
+            top_k=min(self.top_k, places),
             kv_lora_rank=self.kv_lora_rank,
             dtype=stream.dtype,
             batch_invariant=self.batch_invariant,
@@ -115,11 +121,20 @@ class SparseMLA(MLA):
             found[OF_PROMPTS] = prompts.tokens, prompts.block_tables
         if rows is not None:
             found[OF_ROWS] = rows.tokens, rows.block_tables
-        page = self.page_size(arrays)
+        page = self.page_size(arrays) * self.parallel.context
         return {
             name: jnp.full((*tokens.shape, min(self.top_k, tables.shape[1] * page)), -1, jnp.int32)
             for name, (tokens, tables) in found.items()
         }
+
+    def whole(
+        self, module: Any, x: Array, packed: Mapping[str, Any], handed_on: Array | None
+    ) -> tuple[Array, Array | None]:
+        if handed_on is None:
+            return module(x, **packed), None
+        if self.index_heads:
+            handed_on = module.choose(x, **packed)
+        return module(x, indices=handed_on, **packed), handed_on
 
     def handed_on_whole(self, rows: int, tokens: int) -> Array | None:
         if not self.hands_on:
@@ -133,84 +148,24 @@ class SparseMLA(MLA):
         batch: DecodeBatch,
         implementation: Any,
     ) -> dict[str, Any]:
-        rotation = module.decode_rotation(batch.seq_lens, batch.tokens.shape[1])
-        return {"rotation": rotation, "spread": None}
+        return {
+            "rotation": module.decode_rotation(batch.seq_lens, batch.tokens.shape[1]),
+            "spread": spread_of(self.parallel, batch, self.page_size(arrays)),
+            "batch_invariant": self.batch_invariant,
+        }
 
-    def mixed(
-        self,
-        module: Any,
-        x: Array,
-        arrays: Arrays,
-        arena: Arena | None,
-        prompts: PrefillBatch,
-        lines: PromptLines,
-        rows: DecodeBatch | None,
-        layer: StackedLayer,
-        weights: Array | None,
-        shared: dict[str, Any],
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays, Arena | None]:
-        of_rows: dict[str, Any] | None = None
-        if rows is not None:
-            of_rows = {
-                **addressing(rows, shared, self.most_tokens(arrays, rows)),
-                "rotation": shared["rotation"],
-                "weights": weights,
-                "batch_invariant": self.batch_invariant,
-                "arena": arena,
-            }
-        y, kv_cache, index, indices, after = module.mixed(
-            x,
-            arrays[self.array],
-            index=self._pages(arrays),
-            indices=(arrays.get(OF_PROMPTS), arrays.get(OF_ROWS)),
-            lines=lines,
-            block_tables=prompts.block_tables,
-            seq_lens=prompts.seq_lens,
-            query_lens=prompts.query_lens,
-            rows=of_rows,
-            layer=layer.index,
-            implementation=implementation,
-        )
-        chosen = dict(zip((OF_PROMPTS, OF_ROWS), indices, strict=True))
-        return y, self._arrays(kv_cache, index, chosen), after
+    def read_beside(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
+        of_prompts, of_rows = arrays.get(OF_PROMPTS), arrays.get(OF_ROWS)
+        index = None
+        if self.index_heads:
+            index = IndexPages(arrays["index_cache"], arrays.get("index_scale"))
+        return {"index": index, "indices": (of_prompts, of_rows) if mixed else of_rows}
 
-    def decode(
-        self,
-        module: Any,
-        x: Array | PendingNorm,
-        arrays: Arrays,
-        arena: Arena,
-        batch: DecodeBatch,
-        layer: StackedLayer,
-        weights: Array | None,
-        shared: dict[str, Any],
-        implementation: Implementation | None,
-    ) -> tuple[Array, Arrays, Arena]:
-        y, kv_cache, index, indices, after = module.decode(
-            x,
-            arrays[self.array],
-            index=self._pages(arrays),
-            indices=arrays.get(OF_ROWS),
-            **addressing(batch, shared, self.most_tokens(arrays, batch)),
-            layer=layer.index,
-            rotation=shared["rotation"],
-            weights=weights,
-            batch_invariant=self.batch_invariant,
-            arena=arena,
-            implementation=implementation,
-        )
-        assert after is not None  # an arena came in
-        return y, self._arrays(kv_cache, index, {OF_ROWS: indices}), after
-
-    def _pages(self, arrays: Arrays) -> IndexPages | None:
-        if not self.index_heads:
-            return None
-        return IndexPages(arrays["index_cache"], arrays.get("index_scale"))
-
-    def _arrays(self, kv_cache: Array, index: IndexPages | None, chosen: dict[str, Any]) -> Arrays:
-        """The arrays of a layer's cache, and what it hands on."""
-        found = {self.array: kv_cache, **chosen}
+    def arrays_of(self, found: list[Any]) -> tuple[Arrays, Arena | None]:
+        kv_cache, index, chosen, after, *sent = found
+        of_prompts, of_rows = chosen if isinstance(chosen, tuple) else (None, chosen)
+        given = {self.array: kv_cache, OF_PROMPTS: of_prompts, OF_ROWS: of_rows}
         if index is not None:
-            found |= {"index_cache": index.cache, "index_scale": index.scale}
-        return {name: array for name, array in found.items() if array is not None}
+            given |= {"index_cache": index.cache, "index_scale": index.scale}
+        given = {name: array for name, array in given.items() if array is not None}
+        return given | self.exchanged_by(sent), after

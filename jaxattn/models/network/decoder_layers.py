@@ -8,8 +8,7 @@ from flax import nnx
 from jax import Array
 
 from jaxattn.models.blocks import Block, Stream
-from jaxattn.nn import RMSNorm, SparseMultiHeadLatentAttention
-from jaxattn.nn.attention.paged_attention import PagedAttention
+from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import Linear
 
 # Of a large product of XLA's: of one row it makes a float32 copy of the whole weight (H200).
@@ -20,7 +19,7 @@ class DecoderLayer(nnx.Module):
     """A block with its parameters."""
 
     def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
-        self.norms_after, self.dtype = block.norms_after, stream.dtype
+        self.of, self.norms_after, self.dtype = block.mixer, block.norms_after, stream.dtype
         self.norm = norm_of(stream)
         self.mixer = block.mixer.build(stream, rngs)
         self.mlp_norm = norm_of(stream)
@@ -35,14 +34,10 @@ class DecoderLayer(nnx.Module):
             packed: how rows hold several, in the keywords of attention.
             handed_on: by the layers before, the choice of tokens; None if no layer needs it.
         """
-        rotated = isinstance(self.mixer, PagedAttention)
+        rotated = self.of.rotated
         given = {name: of for name, of in packed.items() if rotated or name != "positions"}
-        read = self.read(self.norm, x)
-        if handed_on is not None and isinstance(self.mixer, SparseMultiHeadLatentAttention):
-            if self.mixer.indexer is not None:
-                handed_on = self.mixer.choose(read, **given)
-            given["indices"] = handed_on
-        x = x + self.given(self.norm, self.mixer(read, **given))
+        y, handed_on = self.of.whole(self.mixer, self.read(self.norm, x), given, handed_on)
+        x = x + self.given(self.norm, y)
         x = x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
         return x, handed_on
 

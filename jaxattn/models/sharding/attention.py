@@ -1,7 +1,7 @@
 """Attention on several GPUs: by heads, and its pages by heads or by the place in a row.
 
-MLA's latents and an indexer's keys have no heads. Each GPU of a group has all of them; of latents
-that have no indexer, with `context` a part of each row's pages. Grouped-query attention has the
+MLA's latents and an indexer's keys have no heads. Each GPU of a group has all of them, or with
+`context` a part of each row's pages. Grouped-query attention has the
 key-value heads of its queries; GPUs that share a row's pages have the same ones.
 """
 
@@ -28,11 +28,8 @@ def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[
     heads, ways = mixer.num_heads, parallel.tensor
     if heads % ways:
         raise refuse("attention heads", heads, "tensor", ways)
-    if isinstance(mixer, SparseMLA) and parallel.context > 1:
-        raise ShardingError(
-            f"context={parallel.context} spreads a row's pages, and an indexer chooses among all "
-            "of its tokens; use context=1"
-        )
+    if isinstance(mixer, SparseMLA) and mixer.sinks and parallel.context > 1:
+        raise spread_refused(parallel, "sinks")
     queries = (heads, mixer.qk_nope_head_dim + mixer.qk_rope_head_dim)
     by_columns = (AxisSharding(-1, "tensor", (queries,)),)
     by_heads = (AxisSharding(-3, "tensor", ((heads, 1),)),)
@@ -42,6 +39,7 @@ def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[
             "q_proj": by_columns,
             "q_b_proj": by_columns,
             "g_proj": (AxisSharding(-1, "tensor", ((heads, 1),)),),
+            "sinks": (AxisSharding(-1, "tensor", ((heads, 1),)),),
             "w_uk": by_heads,
             "w_uv": by_heads,
             "o_proj": (AxisSharding(-2, "tensor", ((heads, mixer.v_head_dim),)),),
@@ -59,11 +57,7 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
     if not divides(kv_heads, kv_ways):
         raise refuse("key-value heads", kv_heads, "tensor / context", kv_ways)
     if parallel.context > 1 and (mixer.window is not None or mixer.sinks):
-        what = "a window" if mixer.window is not None else "sinks"
-        raise ShardingError(
-            f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
-            "read so; use context=1"
-        )
+        raise spread_refused(parallel, "sinks" if mixer.window is None else "a window")
     if parallel.context > 1 and mixer.coded is not None:
         raise ShardingError(
             f"context={parallel.context} spreads a row's pages, and those of "
@@ -103,4 +97,11 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
             "sinks": (AxisSharding(-1, "tensor", ((heads, 1),)),),
             "o_proj": (AxisSharding(-2, "tensor", ((heads, dim),)),),
         },
+    )
+
+
+def spread_refused(parallel: Parallel, what: str) -> ShardingError:
+    return ShardingError(
+        f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
+        "read so; use context=1"
     )

@@ -2,7 +2,8 @@
 
 model.                  the text model; families place their tensors under these names
 model.language_model.   in a model with a vision tower, as transformers 5 saves it
-language_model.model.   the same as publishers and transformers 4 spell it
+language_model.model.   the same as publishers and transformers 4 spell it; transformers 5.24
+                        writes Kimi-K2.5's layers as "blocks" there
 language_model.         the text model without its head, inside another one
 (none)                  the text model without its head, saved alone
 """
@@ -22,28 +23,33 @@ class TensorPrefix:
     Attributes:
         layers: in the place of "model.".
         head: in the place of "lm_head.".
+        numbered: the word before a layer's number.
     """
 
     layers: str = PLAIN
     head: str = HEAD
+    numbered: str = "layers"
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "TensorPrefix":
         """The spelling of a folder with tensors of these names; a family's own where none fits."""
         names = list(names)
         for layers in PREFIXES:
-            if any(name.startswith(f"{layers}layers.") for name in names):
-                nested = layers == NESTED and not any(name.startswith(HEAD) for name in names)
-                return cls(layers, f"language_model.{HEAD}" if nested else HEAD)
+            for word in ("layers", "blocks") if layers == NESTED else ("layers",):
+                if any(name.startswith(f"{layers}{word}.") for name in names):
+                    nested = layers == NESTED and not any(name.startswith(HEAD) for name in names)
+                    return cls(layers, f"language_model.{HEAD}" if nested else HEAD, word)
         return cls()
 
     def spelled(self, name: str) -> str:
         """A family's name as the folder spells it."""
-        return _replaced(name, (PLAIN, self.layers), (HEAD, self.head))
+        name = _replaced(name, (PLAIN, self.layers), (HEAD, self.head))
+        return _replaced(name, (f"{self.layers}layers.", f"{self.layers}{self.numbered}."))
 
     def plain(self, name: str) -> str:
         """A folder's name as the families spell it; of other parts of a model it stays."""
         if self.layers or name.startswith(("layers.", "embed", "word_embeddings.", "norm.")):
+            name = _replaced(name, (f"{self.layers}{self.numbered}.", f"{self.layers}layers."))
             return _replaced(name, (self.head, HEAD), (self.layers, PLAIN))
         return name
 

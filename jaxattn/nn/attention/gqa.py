@@ -20,6 +20,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.nn.attention.gqa_projections import GroupedQueryProjections
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
+from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.gqa.cache import check_cache
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
@@ -69,7 +70,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
     """
 
     def _attend_whole(
-        self, x: Array, positions: Array, packed: dict[str, Any]
+        self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
         q, k, v, gate = self._heads(x, positions)
         out, _ = gqa.gqa_attention(q, k, v, gate=gate, **packed, **self._masking)

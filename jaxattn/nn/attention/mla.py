@@ -6,7 +6,7 @@ query and the output (weight absorption), so that the heads attend over the late
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,29 @@ from jaxattn.core.validation.array_checks import FLOATS
 from jaxattn.nn.attention.mla_projections import LatentProjections
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
 from jaxattn.nn.linear import matmul
+from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 from jaxattn.ops.mla.append import mla_append
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 from jaxattn.parallel.context_parallel import prefix_of, written_places
+
+
+class WrittenTokens(NamedTuple):
+    """The tokens of a mixed step, whose latents are in the cache.
+
+    Attributes:
+        q: what the heads' queries of all tokens are made of, [1, N, Q].
+        latent, positions: of the prompts' lines.
+        rotation: of the other rows; None if there are none.
+        written: the tables by which the lines' latents were written.
+    """
+
+    q: Array
+    latent: Array
+    positions: Array
+    rotation: Any
+    kv_cache: Array
+    written: Array
 
 
 class MultiHeadLatentAttention(LatentProjections):
@@ -53,7 +72,7 @@ class MultiHeadLatentAttention(LatentProjections):
     """
 
     def _attend_whole(
-        self, x: Array, positions: Array, packed: dict[str, Any]
+        self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
         q_nope, q_pe = self._queries(x, positions)
         latent = self._latents(x, positions)
@@ -112,6 +131,7 @@ class MultiHeadLatentAttention(LatentProjections):
         if self.q_lora_rank is not None:
             q = self.q_a_norm(q)
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
+        positions = jnp.maximum(positions, 0)
         latent, kv_cache, written = self._write_prompts(
             latents, positions, kv_cache, rows, layer, kv_scale, parallel
         )
@@ -136,7 +156,7 @@ class MultiHeadLatentAttention(LatentProjections):
         `rows`: block tables, lengths with the chunk, and of the chunk, of each line of `latents`.
         """
         block_tables, seq_lens, query_lens = rows
-        latent = self._latents_of(latents, jnp.maximum(positions, 0))
+        latent = self._latents_of(latents, positions)
         latent = latent.astype(self._dtype_beside(kv_cache))
         written = written_places(parallel, block_tables)
         kv_cache = mla.mla_cache_write(
@@ -169,7 +189,7 @@ class MultiHeadLatentAttention(LatentProjections):
         block_tables, seq_lens, query_lens = rows
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = mla.mla_prefill(
-            jnp.concatenate(self._turned(q, jnp.maximum(positions, 0)), axis=-1),
+            jnp.concatenate(self._turned(q, positions), axis=-1),
             latent,
             self.w_uk[...].astype(self.dtype),
             self.w_uv[...].astype(self.dtype),
@@ -214,29 +234,15 @@ class MultiHeadLatentAttention(LatentProjections):
         Returns:
             (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
         """
-        q, latents = self._down(x)
-        (of_prompts_q, of_rows_q), (own, others) = lines.split(q), lines.split(latents)
-        positions = (lines.seq_lens - lines.query_lens)[:, None] + jnp.arange(lines.tokens)
-        of_lines = lines.of_row(block_tables, 0), lines.seq_lens, lines.query_lens
-        latent, kv_cache, written = self._write_prompts(
-            own, positions, kv_cache, of_lines, layer, kv_scale, parallel
-        )
-        rotation: Any = None
-        compressed = of_rows_q
-        if rows is not None:
-            rotation = self._rotation_of(rows["seq_lens"], rows.get("rotation"))
-            compressed, kv_cache = self._append_rows(
-                others, of_rows_q, kv_cache,
-                rows["block_tables"], rows["seq_lens"], rotation=rotation,
-                weights=rows.get("weights"), kv_scale=kv_scale, layer=layer,
-                implementation=implementation,
-            )  # fmt: skip
-        if self.q_lora_rank is not None:
-            normed = self.q_a_norm(of_prompts_q).astype(compressed.dtype)
-            q = lines.join(normed, None if rows is None else compressed)
-        of_prompts_q, of_rows_q = lines.split(self._heads(x, q))
+        tokens = self._write_mixed(
+            x, kv_cache, lines, block_tables, rows,
+            layer=layer, kv_scale=kv_scale, parallel=parallel, implementation=implementation,
+        )  # fmt: skip
+        kv_cache = tokens.kv_cache
+        of_prompts_q, of_rows_q = lines.split(self._heads(x, tokens.q))
         out = self._attend_prompts(
-            of_prompts_q, latent, positions, kv_cache, (block_tables, seq_lens, query_lens),
+            of_prompts_q, tokens.latent, tokens.positions, kv_cache,
+            (block_tables, seq_lens, query_lens),
             lines=None if lines.one_each else lines.rows,
             layer=layer, kv_scale=kv_scale, parallel=parallel,
             implementation=implementation if implementation == "xla" else None,
@@ -245,12 +251,61 @@ class MultiHeadLatentAttention(LatentProjections):
         if rows is not None:
             given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
             values, *rest = self._attend_rows(
-                of_rows_q, rotation, kv_cache, layer=layer, kv_scale=kv_scale,
+                of_rows_q, tokens.rotation, kv_cache, layer=layer, kv_scale=kv_scale,
                 implementation=implementation, **given,
             )  # fmt: skip
-            values = values.astype(out.dtype)
+        y = self._join_mixed(x, out, values, lines, tokens, rows)
+        return y, kv_cache, *rest
+
+    def _write_mixed(
+        self,
+        x: Array,
+        kv_cache: Array,
+        lines: PromptLines,
+        block_tables: Any,
+        rows: Mapping[str, Any] | None,
+        *,
+        layer: Any,
+        kv_scale: Any,
+        parallel: Parallel,
+        implementation: Implementation | None,
+    ) -> WrittenTokens:
+        """The tokens of `mixed`, projected and written to the cache."""
+        q, latents = self._down(x)
+        (of_prompts_q, compressed), (own, others) = lines.split(q), lines.split(latents)
+        positions = (lines.seq_lens - lines.query_lens)[:, None] + jnp.arange(lines.tokens)
+        positions = jnp.maximum(positions, 0)
+        of_lines = lines.of_row(jnp.asarray(block_tables), 0), lines.seq_lens, lines.query_lens
+        latent, kv_cache, written = self._write_prompts(
+            own, positions, kv_cache, of_lines, layer, kv_scale, parallel
+        )
+        rotation: Any = None
+        if rows is not None:
+            rotation = self._rotation_of(rows["seq_lens"], rows.get("rotation"))
+            compressed, kv_cache = self._append_rows(
+                others, compressed, kv_cache,
+                rows["block_tables"], rows["seq_lens"], rotation=rotation,
+                weights=rows.get("weights"), kv_scale=kv_scale, layer=layer,
+                implementation=implementation,
+            )  # fmt: skip
+        if self.q_lora_rank is not None:
+            normed = self.q_a_norm(of_prompts_q).astype(compressed.dtype)
+            q = lines.join(normed, None if rows is None else compressed)
+        return WrittenTokens(q, latent, positions, rotation, kv_cache, written)
+
+    def _join_mixed(
+        self,
+        x: Array,
+        out: Array,
+        values: Array | None,
+        lines: PromptLines,
+        tokens: WrittenTokens,
+        rows: Mapping[str, Any] | None,
+    ) -> Float[Array, "1 N hidden"]:
+        """The projection of the heads' outputs of `mixed`: of lines, and of other rows."""
+        values = None if values is None else values.astype(out.dtype)
         y = self._project_out(x, lines.join(out, values))
-        return self._marked(y, lines, kv_cache, written, rows), kv_cache, *rest
+        return self._marked(y, lines, tokens.kv_cache, tokens.written, rows)
 
     def decode(
         self,
@@ -299,13 +354,41 @@ class MultiHeadLatentAttention(LatentProjections):
                 that is concrete; it is named.
             Refusal: the named implementation refuses, and says why.
         """
-        arguments = self._check_tokens("MultiHeadLatentAttention.decode", x, "B S hidden")
-        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
-        block_tables, seq_lens, query_lens = self._as_given(
-            arguments, x, block_tables, seq_lens, query_lens, optional=True
-        )
         if self.g_proj is not None:  # which reads x too
             x = tokens_of(x)
+        compressed, rotation, kv_cache, rows = self._write_rows(
+            x, kv_cache, block_tables, seq_lens, query_lens, rotation=rotation, weights=weights,
+            layer=layer, kv_scale=kv_scale, implementation=implementation,
+        )  # fmt: skip
+        block_tables, seq_lens, query_lens = rows
+        values, *rest = self._attend_rows(
+            self._heads(x, compressed), rotation, kv_cache,
+            block_tables=block_tables, seq_lens=seq_lens, query_lens=query_lens,
+            layer=layer, kv_scale=kv_scale, schedule=schedule, spread=spread, arena=arena,
+            implementation=implementation,
+        )  # fmt: skip
+        return self._output(x, values, kv_cache, *rows), kv_cache, *rest
+
+    def _write_rows(
+        self,
+        x: Array | PendingNorm,
+        kv_cache: Array,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any,
+        *,
+        rotation: Rotation | None,
+        weights: Array | None,
+        layer: Any,
+        kv_scale: Any,
+        implementation: Implementation | None,
+    ) -> tuple[Array, Rotation, Array, tuple[Any, Any, Any]]:
+        """(what the heads' queries are made of, the rotation, the cache with the tokens' latents,
+        the checked tables and lengths) of the tokens of `decode`."""
+        arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
+        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
+        rows = self._as_given(arguments, x, block_tables, seq_lens, query_lens, optional=True)
+        block_tables, seq_lens, query_lens = rows
         q, latents = self._down(x)
         rotation = self._rotation_of(seq_lens, rotation, x.shape[1], query_lens)
         compressed, kv_cache = self._append_rows(
@@ -313,14 +396,7 @@ class MultiHeadLatentAttention(LatentProjections):
             rotation=rotation, weights=weights, kv_scale=kv_scale, layer=layer,
             query_lens=query_lens, implementation=implementation,
         )  # fmt: skip
-        values, *rest = self._attend_rows(
-            self._heads(x, compressed), rotation, kv_cache,
-            block_tables=block_tables, seq_lens=seq_lens, query_lens=query_lens,
-            layer=layer, kv_scale=kv_scale, schedule=schedule, spread=spread, arena=arena,
-            implementation=implementation,
-        )  # fmt: skip
-        y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
-        return y, kv_cache, *rest
+        return compressed, rotation, kv_cache, rows
 
     def _rotation_of(
         self, seq_lens: Any, rotation: Rotation | None, tokens: int = 1, query_lens: Any = None

@@ -56,16 +56,16 @@ class PagedAttention(nnx.Module):
         self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any, **more: Any
     ) -> Float[Array, "B T hidden"]:
         """`__call__`; `more` is what `_attend_whole` of a subclass reads too."""
-        x, spoiled, positions = self._isolated(x, segment_ids, cu_seqlens, positions)
-        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens, **more}
-        y = self._attend_whole(x, positions, packed)
+        x, spoiled, positions, bounds = self._isolated(x, segment_ids, cu_seqlens, positions)
+        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        y = self._attend_whole(x, positions, bounds, packed, **more)
         return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
 
     def _isolated(
         self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any
-    ) -> tuple[Array, Bool[Array, "B T"] | None, Int[Array, "B T"]]:
+    ) -> tuple[Array, Bool[Array, "B T"] | None, Int[Array, "B T"], SegmentBounds]:
         """(x without what would reach other sequences, the tokens whose outputs are NaN for it, all
-        positions), after the checks of `__call__`."""
+        positions, where sequences begin and end), after the checks of `__call__`."""
         arguments = self._check_tokens(type(self).__name__, x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, cu_seqlens)
         if positions is not None:
@@ -73,12 +73,13 @@ class PagedAttention(nnx.Module):
         else:
             first = 0 if bounds.first is None else bounds.first
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]) - first, x.shape[:2])
-        return *bounds.isolated(x), positions
+        return *bounds.isolated(x), positions, bounds
 
     def _attend_whole(
-        self, x: Array, positions: Array, packed: dict[str, Any]
+        self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
-        """`__call__` of checked arguments; `packed` are keywords of the op."""
+        """`__call__` of checked arguments; `packed` are keywords of the op, which finds `bounds` in
+        them."""
         raise NotImplementedError
 
     def decode_rotation(

@@ -17,13 +17,19 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import Rotation, in_layout
-from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.attention.mla import MultiHeadLatentAttention
-from jaxattn.nn.attention.token_indexer import IndexPages, TokenIndexer, chosen, written
+from jaxattn.nn.attention.token_indexer import (
+    IndexPages,
+    TokenIndexer,
+    chosen,
+    written,
+)
 from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 from jaxattn.ops.mla.sparse.index import index_xla
+from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
+from jaxattn.parallel.context_parallel import prefix_of
 
 type Rows = tuple[Any, Any, Any]
 
@@ -34,7 +40,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     Differentiable in whole sequences, where attention runs in plain JAX. The choice has no
     gradient, and so the indexer has none.
 
-    Parameters: those of `MultiHeadLatentAttention`, and `indexer`, a `TokenIndexer`.
+    Parameters: those of `MultiHeadLatentAttention`, `indexer`, a `TokenIndexer`, and with `sinks`
+    sinks float32 [H].
 
     Args:
         q_lora_rank: of the queries, which the indexer reads too.
@@ -43,6 +50,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         index_head_dim: of its queries and keys.
         index_interleaved: the layout of its rotated dims: GLM-5 has pairs side by side,
             DeepSeek-V3.2 has halves.
+        sinks: each head has a logit without a value in its softmax.
         options: of `MultiHeadLatentAttention`.
 
     Raises:
@@ -59,6 +67,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         index_heads: int = 64,
         index_head_dim: int = 128,
         index_interleaved: bool = False,
+        sinks: bool = False,
         fp8: Collection[str] = (),
         dtype: DTypeLike = jnp.bfloat16,
         param_dtype: DTypeLike = jnp.float32,
@@ -69,6 +78,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         given: dict[str, Any] = dict(fp8=fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(hidden_size, num_heads, q_lora_rank=q_lora_rank, **given, **options)
         self.top_k = top_k
+        self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32)) if sinks else None
         rope = dataclasses.replace(self.rope, interleaved=index_interleaved)
         self.indexer = (
             TokenIndexer(
@@ -105,25 +115,16 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         positions: Int[Array, "B T"] | None = None,
     ) -> Int[Array, "B T K"]:
         """The places in the row that each token of whole sequences attends to."""
-        x, _, positions = self._isolated(x, segment_ids, cu_seqlens, positions)
+        x, _, positions, bounds = self._isolated(x, segment_ids, cu_seqlens, positions)
         compressed = self.q_a_norm(self.q_a_proj(x)).astype(self.dtype)
-        bounds = self._bounds(x, {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens})
         return self._choose_whole(x, compressed, positions, bounds)
-
-    def _bounds(self, x: Array, packed: Mapping[str, Any]) -> SegmentBounds:
-        arguments = OpArguments(type(self).__name__)
-        given = packed["segment_ids"], packed["cu_seqlens"]
-        return SegmentBounds.checked(arguments, x, None, *given)
 
     def _choose_whole(
         self, x: Array, compressed: Array, positions: Array, bounds: SegmentBounds
     ) -> Int[Array, "B T K"]:
         """Of sequences in a row each as if it were alone: a row is one page."""
         if self.indexer is None:
-            raise ValueError(
-                "SparseMultiHeadLatentAttention: a layer without an indexer (index_heads=0) needs "
-                "indices=, the choice of a layer before it"
-            )
+            raise self._missing_choice()
         asked = self.indexer.turned(self.indexer(x, compressed), positions)
         tables, lens = self._as_pages(x)
         most = min(self.top_k, x.shape[1])
@@ -133,6 +134,12 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             begins=first,
         )  # fmt: skip
 
+    def _missing_choice(self) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__}: a layer without an indexer (index_heads=0) needs indices=, "
+            "the choice of a layer before it"
+        )
+
     @staticmethod
     def _as_pages(x: Array) -> tuple[Array, Array]:
         """The block tables and lengths of rows that are a page each."""
@@ -140,11 +147,14 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         return rows[:, None], jnp.full_like(rows, x.shape[1])
 
     def _attend_whole(
-        self, x: Array, positions: Array, packed: dict[str, Any]
+        self,
+        x: Array,
+        positions: Array,
+        bounds: SegmentBounds,
+        packed: dict[str, Any],
+        indices: Array | None = None,
     ) -> Float[Array, "B T hidden"]:
         compressed = self.q_a_norm(self.q_a_proj(x)).astype(self.dtype)
-        bounds = self._bounds(x, packed)
-        indices = packed["indices"]
         if indices is None:
             indices = self._choose_whole(x, compressed, positions, bounds)
         q_nope, q_pe = self._turned(self._heads(x, compressed), positions)
@@ -154,9 +164,14 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         out, _ = mla.mla_sparse_prefill(
             queries, self._latents(x, positions), tables, lens,
             jnp.where(there[..., None], indices, -1),
-            scale=self.scale, kv_lora_rank=self.kv_lora_rank, implementation="xla",
+            scale=self.scale, kv_lora_rank=self.kv_lora_rank, sinks=self._sink_logits,
+            implementation="xla",
         )  # fmt: skip
         return self._project_out(x, self._values_of(out))
+
+    @property
+    def _sink_logits(self) -> Array | None:
+        return None if self.sinks is None else self.sinks[...]
 
     def prefill(  # type: ignore[override]
         self,
@@ -170,6 +185,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         query_lens: Int[Array, "B"],
         layer: int | Int[Array, ""] | None = None,
         kv_scale: Array | float | None = None,
+        parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array, IndexPages | None, Int[Array, "B T K"]]:
         """A chunk of each row's prompt, as in `MultiHeadLatentAttention`.
@@ -189,10 +205,10 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         rows = jnp.asarray(query_lens), jnp.asarray(seq_lens)
         lines = PromptLines.of(None, *rows, x.shape[1])
         flat = x.reshape(1, -1, x.shape[-1])
-        y, kv_cache, index, (indices, _), _ = self.mixed(
+        y, kv_cache, index, (indices, _), *_ = self.mixed(
             flat, kv_cache, index=index, indices=(indices, None), lines=lines,
             block_tables=block_tables, seq_lens=seq_lens, query_lens=query_lens, rows=None,
-            layer=layer, kv_scale=kv_scale, implementation=implementation,
+            layer=layer, kv_scale=kv_scale, parallel=parallel, implementation=implementation,
         )  # fmt: skip
         return y.reshape(*x.shape[:2], -1), kv_cache, index, indices
 
@@ -210,6 +226,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         rows: Mapping[str, Any] | None,
         layer: int | Int[Array, ""] | None = None,
         kv_scale: Array | float | None = None,
+        parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
         """Pieces of prompts in lines and a token of each of other rows, as in
@@ -220,61 +237,54 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             indices: of a layer without an indexer, the choices [L, T, K] and [R, 1, K].
 
         Returns:
-            (float32 [1, N, hidden], the cache, the pages of keys, the choices, the arena or None).
+            (float32 [1, N, hidden], the cache, the pages of keys, the choices, and what follows the
+            choice in the result of `decode`).
         """
         del seq_lens, query_lens  # each line has its own
         index = self._checked(kv_cache, index)
-        q, latents = self._down(x)
-        (of_lines_q, of_rows_q), (own, others) = lines.split(q), lines.split(latents)
-        positions = (lines.seq_lens - lines.query_lens)[:, None] + jnp.arange(lines.tokens)
-        positions = jnp.maximum(positions, 0)
-        # To the ops each line is a row, whose earlier lines are its prefix.
-        of_lines = lines.of_row(jnp.asarray(block_tables), 0), lines.seq_lens, lines.query_lens
-        latent = self._latents_of(own, positions).astype(self._dtype_beside(kv_cache))
-        tables, lens, new = of_lines
-        kv_cache = mla.mla_cache_write(
-            kv_cache, latent, tables, lens, query_lens=new, layer=layer, kv_scale=kv_scale
-        )
-        rotation, compressed = None, None
-        if rows is not None:
-            rotation = self._rotation_of(rows["seq_lens"], rows.get("rotation"))
-            compressed, kv_cache = self._append_rows(
-                others, of_rows_q, kv_cache,
-                rows["block_tables"], rows["seq_lens"], rotation=rotation,
-                weights=rows.get("weights"), kv_scale=kv_scale, layer=layer,
-                implementation=implementation,
-            )  # fmt: skip
-        of_lines_q = self.q_a_norm(of_lines_q).astype(self.dtype)
-        q = lines.join(of_lines_q, compressed)
-        of_lines_q, of_rows_q = lines.split(self._heads(x, q))
-        picked, of_rows_picked = indices
-        asked: list[tuple[Array, Array]] = []
-        if self.indexer is not None:
-            asked = [lines.split(each) for each in self.indexer(x, q)]
-        given: dict[str, Any] = dict(layer=layer, kv_scale=kv_scale)
+        tokens = self._write_mixed(
+            x, kv_cache, lines, block_tables, rows,
+            layer=layer, kv_scale=kv_scale, parallel=parallel, implementation=implementation,
+        )  # fmt: skip
+        kv_cache = tokens.kv_cache
+        of_lines_q, of_rows_q = lines.split(self._heads(x, tokens.q))
         chunked = implementation if implementation == "xla" else None
-        index, picked = self._choose(
-            [each for each, _ in asked], positions, index, of_lines, layer, picked, chunked
-        )
-        out, _ = self._attend(
-            of_lines_q, positions, kv_cache, picked, of_lines, implementation=chunked, **given
-        )
-        values, arena = None, None
+
+        def read(pages: Array) -> tuple[Array, Rows, Any]:
+            """Pages of all GPUs in the order of rows. To the ops each line is a row, whose earlier
+            lines are its prefix."""
+            pages, tables, read_layer = prefix_of(parallel, pages, jnp.asarray(block_tables), layer)
+            return pages, (lines.of_row(tables, 0), lines.seq_lens, lines.query_lens), read_layer
+
+        picked, of_rows_picked = indices
+        asked: Sequence[Array] = ()
+        if self.indexer is not None and index is not None:
+            parts = map(lines.split, self.indexer(x, tokens.q))
+            of_lines, asked = zip(*parts, strict=True)
+            one = self.indexer.turned(of_lines, tokens.positions)
+            places = tokens.written, lines.seq_lens, lines.query_lens
+            index = written(index, one.keys, places, layer)
+            keys, where, read_layer = read(index.cache)
+            scale = None if index.scale is None else read(index.scale)[0]
+            picked = chosen(IndexPages(keys, scale), one, where, self.top_k, read_layer, chunked)
+        if picked is None:
+            raise self._missing_choice()
+        q_nope, q_pe = self._turned(of_lines_q, tokens.positions)
+        queries = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe
+        latents, where, read_layer = read(kv_cache)
+        out, *_ = self._attend_chosen(
+            [each.astype(self._dtype_beside(kv_cache)) for each in queries],
+            latents, where, picked, layer=read_layer, kv_scale=kv_scale, implementation=chunked,
+        )  # fmt: skip
+        out, values, rest = self._values_of(out), None, [None]
         if rows is not None:
-            of_rows = rows["block_tables"], rows["seq_lens"], None
-            index, of_rows_picked = self._choose(
-                [each for _, each in asked], rotation, index, of_rows, layer, of_rows_picked,
-                implementation,
+            given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
+            values, index, of_rows_picked, *rest = self._attend_rows(
+                of_rows_q, tokens.rotation, kv_cache, index, asked, indices=of_rows_picked,
+                layer=layer, kv_scale=kv_scale, implementation=implementation, **given,
             )  # fmt: skip
-            values, arena = self._attend(
-                of_rows_q, rotation, kv_cache, of_rows_picked, of_rows, arena=rows.get("arena"),
-                decoding=True, batch_invariant=rows.get("batch_invariant", False),
-                implementation=implementation, **given,
-            )  # fmt: skip
-            values = values.astype(out.dtype)
-        y = self._project_out(x, lines.join(out, values))
-        y = self._marked(y, lines, kv_cache, block_tables, rows)
-        return y, kv_cache, index, (picked, of_rows_picked), arena
+        y = self._join_mixed(x, out, values, lines, tokens, rows)
+        return y, kv_cache, index, (picked, of_rows_picked), *rest
 
     def decode(  # type: ignore[override]
         self,
@@ -291,6 +301,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
         batch_invariant: bool = False,
+        spread: ContextParallelPages | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
@@ -298,36 +309,30 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
 
         Args:
             index: the pages of the indexer's keys, with the layers and pages of `kv_cache`.
-            indices: of a layer without an indexer, the choice of a layer before it.
+            indices: of a layer without an indexer, the choice of a layer before it: positions in
+                the row, whichever GPU has them.
             batch_invariant: see `mla_sparse_decode`.
+            spread: of pages that several GPUs have a part of each. Not with sinks.
 
         Returns:
-            (float32 [B, S, hidden], the cache, the pages of keys, the choice, the arena or None).
+            (float32 [B, S, hidden], the cache, the pages of keys, the choice, the arena or None;
+            and the mailbox of a `spread` that has one).
         """
         x = tokens_of(x)  # which the indexer reads too
-        arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
-        arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
         index = self._checked(kv_cache, index)
-        block_tables, seq_lens, query_lens = self._as_given(
-            arguments, x, block_tables, seq_lens, query_lens, optional=True
-        )
-        q, latents = self._down(x)
-        rotation = self._rotation_of(seq_lens, rotation, x.shape[1], query_lens)
-        compressed, kv_cache = self._append_rows(
-            latents, q, kv_cache, block_tables, seq_lens,
-            rotation=rotation, weights=weights, kv_scale=kv_scale, layer=layer,
-            query_lens=query_lens, implementation=implementation,
+        compressed, rotation, kv_cache, rows = self._write_rows(
+            x, kv_cache, block_tables, seq_lens, query_lens, rotation=rotation, weights=weights,
+            layer=layer, kv_scale=kv_scale, implementation=implementation,
         )  # fmt: skip
-        rows = block_tables, seq_lens, query_lens
+        block_tables, seq_lens, query_lens = rows
         asked = () if self.indexer is None else self.indexer(x, compressed)
-        index, indices = self._choose(asked, rotation, index, rows, layer, indices, implementation)
-        values, arena = self._attend(
-            self._heads(x, compressed), rotation, kv_cache, indices, rows, layer=layer,
-            kv_scale=kv_scale, arena=arena, decoding=True, batch_invariant=batch_invariant,
-            implementation=implementation,
+        values, *rest = self._attend_rows(
+            self._heads(x, compressed), rotation, kv_cache, index, asked, indices=indices,
+            block_tables=block_tables, seq_lens=seq_lens, query_lens=query_lens,
+            layer=layer, kv_scale=kv_scale, batch_invariant=batch_invariant, spread=spread,
+            arena=arena, implementation=implementation,
         )  # fmt: skip
-        y = self._output(x, values, kv_cache, block_tables, seq_lens, query_lens)
-        return y, kv_cache, index, indices, arena
+        return self._output(x, values, kv_cache, *rows), kv_cache, *rest
 
     def _checked(self, kv_cache: Array, index: IndexPages | None) -> IndexPages | None:
         """The pages of keys, if they are there as they are needed."""
@@ -345,38 +350,64 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             )
         return index
 
-    def _choose(
-        self,
-        asked: Sequence[Array],
-        positions: Array | Rotation | None,
-        index: IndexPages | None,
-        rows: Rows,
-        layer: Any,
-        indices: Array | None,
-        implementation: Implementation | None,
-    ) -> tuple[IndexPages | None, Array]:
-        """(the pages with new tokens' keys, the positions that these attend to)."""
-        if self.indexer is None or index is None:
-            if indices is None:
-                raise ValueError(
-                    f"{type(self).__name__}: a layer without an indexer (index_heads=0) needs "
-                    "indices=, the choice of a layer before it"
-                )
-            return None, indices
-        assert positions is not None
-        if isinstance(positions, Rotation):
-            positions = in_layout(positions, self.rope, self.indexer.rope.interleaved)
-        turned = self.indexer.turned(asked, positions)
-        index = written(index, turned.keys, rows, layer)
-        return index, chosen(index, turned, rows, self.top_k, layer, implementation)
-
-    def _attend(
+    def _attend_rows(  # type: ignore[override]
         self,
         q: Array,
-        positions: Array | Rotation | None,
+        rotation: Rotation,
         kv_cache: Array,
-        indices: Array,
+        index: IndexPages | None,
+        asked: Sequence[Array],
+        *,
+        indices: Array | None = None,
+        block_tables: Any,
+        seq_lens: Any,
+        query_lens: Any = None,
+        layer: Any,
+        kv_scale: Any,
+        batch_invariant: bool = False,
+        spread: ContextParallelPages | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None,
+    ) -> tuple[Any, ...]:
+        """(heads' outputs, the pages with the tokens' keys, the choice, the arena or None,
+        mailboxes) of queries before rotation; `asked` is what the indexer gave, if there is one."""
+        rows = block_tables, seq_lens, query_lens
+        if spread is not None and self.sinks is not None:
+            raise ValueError(
+                f"{type(self).__name__}: GPUs with parts of a row's pages cannot attend with "
+                "sinks; use context=1"
+            )
+        if self.indexer is not None and index is not None:
+            turned = in_layout(rotation, self.rope, self.indexer.rope.interleaved)
+            one = self.indexer.turned(asked, turned)
+            index = written(index, one.keys, rows, layer)
+            indices = chosen(index, one, rows, self.top_k, layer, implementation, spread)
+        if indices is None:
+            raise self._missing_choice()
+        queries = self._latent_queries(q, rotation)
+        queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
+        own = indices if spread is None else spread.own_positions(indices)
+
+        def attend(queries: Any, tables: Any, lens: Any, query_lens: Any = None) -> Any:
+            return self._attend_chosen(
+                queries, kv_cache, (tables, lens, query_lens), own, layer=layer, kv_scale=kv_scale,
+                batch_invariant=batch_invariant, arena=arena, decoding=True,
+                implementation=implementation,
+            )  # fmt: skip
+
+        sent: list[Any] = []
+        if spread is None:
+            out, _, rest = attend(queries, *rows)
+        else:
+            out, rest, sent = spread.attend(queries, attend)
+        return self._values_of(out), index, indices, rest[0] if rest else None, *sent
+
+    def _attend_chosen(
+        self,
+        queries: Sequence[Array],
+        kv_cache: Array,
         rows: Rows,
+        indices: Array,
         *,
         layer: Any,
         kv_scale: Any,
@@ -384,30 +415,19 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         decoding: bool = False,
         batch_invariant: bool = False,
         implementation: Implementation | None,
-    ) -> tuple[Array, Arena | None]:
-        """(heads' values, the arena or None) of the heads' queries before rotation."""
-        block_tables, seq_lens, query_lens = rows
-        if isinstance(positions, Rotation):
-            queries = self._latent_queries(q, positions)
-        else:
-            assert positions is not None
-            q_nope, q_pe = self._turned(q, positions)
-            queries = [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe]
-        queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
+    ) -> tuple[Array, Array, list[Arena]]:
+        """(outputs in the latent, log-sum-exps, the arena if one came in) of absorbed queries."""
         both: Any = tuple(queries) if len(queries) > 1 else queries[0]
-        given: Any = dict(
-            scale=self.scale,
-            query_lens=query_lens,
-            layer=layer,
-            kv_lora_rank=self.kv_lora_rank,
-            kv_scale=kv_scale,
-            implementation=implementation,
-        )
+        block_tables, seq_lens, query_lens = rows
         arrays = both, kv_cache, block_tables, seq_lens, indices
+        given: Any = dict(
+            scale=self.scale, query_lens=query_lens, layer=layer, kv_lora_rank=self.kv_lora_rank,
+            kv_scale=kv_scale, sinks=self._sink_logits,
+            implementation=implementation,
+        )  # fmt: skip
         if not decoding:
-            out, _ = mla.mla_sparse_prefill(*arrays, **given)
-            return self._values_of(out), None
-        out, _, *rest = mla.mla_sparse_decode(
+            return *mla.mla_sparse_prefill(*arrays, **given), []
+        out, lse, *rest = mla.mla_sparse_decode(
             *arrays, arena=arena, batch_invariant=batch_invariant, **given
         )
-        return self._values_of(out), rest[0] if rest else None
+        return out, lse, rest

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -14,10 +15,12 @@ from jaxattn.core.cache.pages import seen_lengths
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.array_checks import check_sizes
+from jaxattn.core.validation.array_checks import BoundedLengths, check_sizes
 from jaxattn.nn.fp8_linear import new_linear
 from jaxattn.nn.linear import Linear
 from jaxattn.nn.norm import LayerNorm
+from jaxattn.ops.mla.sparse.index import best_of_parts, scores_at
+from jaxattn.parallel import ContextParallelPages
 
 
 class IndexPages(NamedTuple):
@@ -133,10 +136,15 @@ def chosen(
     top_k: int,
     layer: Any,
     implementation: Implementation | None,
+    spread: ContextParallelPages | None = None,
 ) -> Int[Array, "B S K"]:
     """The positions that tokens attend to; K is `top_k`, or a table's places where it has fewer.
 
     Of such a table every token attends to all that it sees, whatever the scores are.
+
+    Args:
+        spread: of pages that several GPUs have a part of each. Each GPU finds the best of its own
+            keys, and the best of all GPUs' are the same on each.
     """
     block_tables, seq_lens, query_lens = rows
     places = block_tables.shape[1] * pages.cache.shape[-2]
@@ -148,8 +156,20 @@ def chosen(
         seen = seen_lengths(lens, query_lens, tokens=asked.q.shape[1], most=places)
         every = jnp.arange(places, dtype=jnp.int32)
         return jnp.where(every < seen[..., None], every, -1)
-    return mla.mla_index(
-        asked.q, asked.weights, pages.cache, block_tables, seq_lens,
-        top_k=top_k, query_lens=query_lens, layer=layer, k_scale=pages.scale,
-        implementation=implementation,
-    )  # fmt: skip
+    given: Any = dict(layer=layer, k_scale=pages.scale)
+    if spread is None:
+        return mla.mla_index(
+            asked.q, asked.weights, pages.cache, block_tables, seq_lens,
+            top_k=top_k, query_lens=query_lens, implementation=implementation, **given,
+        )  # fmt: skip
+    # Each new token is a row of its own.
+    new = asked.q.shape[:2]
+    q, weights = (x.reshape(-1, 1, *x.shape[2:]) for x in (asked.q, asked.weights))
+    own_rows = spread.tables, BoundedLengths(spread.lens, spread.most), None
+    asked = asked._replace(q=q, weights=weights)
+    own = chosen(pages, asked, own_rows, top_k, layer, implementation)
+    scores = scores_at(q, weights, pages.cache, spread.tables, own, **given)
+    with jax.named_scope("context_top_k"):
+        parts = scores, spread.row_positions(own)
+        scores, found = lax.all_gather(parts, spread.axes, axis=2, tiled=True)
+        return best_of_parts(scores, found, top_k).reshape(*new, top_k)

@@ -68,6 +68,24 @@ def test_the_top_k_are_numpys_in_any_blocks(pool, monkeypatch, block, most):
     index.index_xla.clear_cache()
 
 
+def test_one_row_of_131072_tokens_is_chosen_of_and_attended_to_among_short_ones():
+    """Keys and latents are the same numbers here."""
+    lens = [3, 131072, 0, 40]
+    pool = make_pool(lens, page=64, dim=DIM)
+    rows, q = (pool.cache, pool.tables, pool.lens), normal(4, 1, HEADS, DIM)
+    asked, weights = normal(4, 1, INDEX_HEADS, DIM), normal(4, 1, INDEX_HEADS, seed=1)
+    picked = np.asarray(mla.mla_index(asked, weights, *rows, top_k=TOP_K))
+    out, _ = mla.mla_sparse_decode(q, *rows, picked, scale=0.3, kv_lora_rank=RANK)
+    for row, n in enumerate(lens):
+        best = top_k_numpy(asked[row, 0], weights[row, 0], pool.latents[row], n)
+        np.testing.assert_array_equal(picked[row, 0], best)
+        held = pool.latents[row][best[best >= 0]]
+        for head in range(HEADS if n else 0):
+            found, _ = attend_numpy(q[row, 0, head], held, held[:, :RANK], 0.3)
+            np.testing.assert_allclose(out[row, 0, head], found, atol=2e-6)
+    assert picked[1].max() > 2**16 and not np.asarray(out[2]).any()
+
+
 def test_of_equal_scores_the_lower_position_wins():
     """Most scores are 0, some of which are sums of -0; keys of three tokens in four are equal."""
     pool = make_pool(LENS, page=PAGE, dim=INDEX_DIM, poison=np.inf)

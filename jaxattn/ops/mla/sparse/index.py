@@ -141,19 +141,9 @@ def index_xla(
 
         def add(best: tuple[jax.Array, jax.Array], pages: jax.Array, first: jax.Array):
             keys, positions = read(pages, first)
-            wide = jnp.promote_types(q.dtype, jnp.float32)
-            keys = keys.astype(wide if k_scale is not None else keys.dtype)
-            scores = jax.nn.relu(dot("bshd,bkd->bshk", q.astype(wide), keys.astype(wide)))
-            scores = dot("bsh,bshk->bsk", weights.astype(wide), scores)
-            if k_scale is not None:  # above 0: relu and the sum leave it out
-                scores = scores * read_scales(pages, first)[0][:, None, :, 0]
+            scale = None if k_scale is None else read_scales(pages, first)[0][:, None, :, 0]
             visible = (positions < limits[..., None]) & (positions >= begins[..., None])
-            # What a sort does not know: 0 and -0 are equal, and NaN of any sign is above all. What
-            # is not seen is below all that is, -inf included.
-            scores = jnp.where(scores == 0, 0, scores).astype(jnp.float32)
-            lowest = jnp.finfo(jnp.float32).min
-            scores = jnp.where(jnp.isnan(scores), jnp.nan, jnp.maximum(scores, lowest))
-            scores = jnp.where(visible, scores, -jnp.inf)
+            scores = _scores(q, weights, keys[:, None], scale, visible)
             positions = jnp.where(visible, positions, -1)
             # Equal ones stay in their order, and those before are of lower positions.
             joined = [jnp.concatenate(x, -1) for x in zip(best, (scores, positions), strict=True)]
@@ -172,8 +162,7 @@ def index_xla(
         every = begins[..., None] + jnp.arange(top_k)
         few = (limits - begins <= top_k)[..., None]
         found = jnp.where(few, jnp.where(every < limits[..., None], every, -1), found)
-        found = jnp.sort(jnp.where(found < 0, most, found), axis=-1)
-        return jnp.where(found == most, -1, found)
+        return _ascending(found)
 
     of_token = batch * (heads * size + 3 * (top_k + size))
     together = max(1, min(tokens, MOST_SCORES // of_token))
@@ -186,3 +175,67 @@ def index_xla(
 
     found = lax.map(of_queries, tuple(map(cut, (q, weights, limits, begins))))
     return found.swapaxes(0, 1).reshape(batch, steps * together, top_k)[:, :tokens]
+
+
+def best_of_parts(
+    scores: Float[Array, "*B n"], positions: Int[Array, "*B n"], top_k: int
+) -> Int[Array, "*B K"]:
+    """The positions of the `top_k` highest of scores as `scores_at` gives them, ascending; of equal
+    scores the lower positions. Positions of -1 are none, and fill up what is returned."""
+    bits = lax.bitcast_convert_type(scores, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as the scores, NaN above all
+    order = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, ~order)
+    _, found = lax.sort((order, positions), num_keys=2)
+    return _ascending(found[..., :top_k])
+
+
+@jax.jit
+def scores_at(
+    q: Float[Array, "B S Hi D"],
+    weights: Float[Array, "B S Hi"],
+    index_cache: Num[Array, "L N C D"] | Num[Array, "N C D"],
+    block_tables: Int[Array, "B M"],
+    positions: Int[Array, "B S K"],
+    *,
+    layer: Array | int | None = None,
+    k_scale: Array | None = None,
+) -> Float[Array, "B S K"]:
+    """The float32 scores of `mla_index` at positions of each row, as it compares them; -inf where a
+    position is -1."""
+    seen, page = positions >= 0, index_cache.shape[-2]
+    own = jnp.arange(len(block_tables))[:, None, None]
+    pages = jnp.where(seen, block_tables[own, jnp.where(seen, positions, 0) // page], 0)
+    place: Any = (pages, positions % page)
+    place = place if layer is None else (jnp.asarray(layer, jnp.int32), *place)
+    scale = None if k_scale is None else k_scale[place]
+    return _scores(q, weights, index_cache[place], scale, seen)
+
+
+def _scores(
+    q: jax.Array, weights: jax.Array, keys: jax.Array, scale: jax.Array | None, visible: jax.Array
+) -> jax.Array:
+    """What [B, S, K] of keys, each token's or [B, 1, K, D] of all, are compared by, in float32.
+
+    A sort does not know that 0 and -0 are equal, and NaN of any sign is above all. What is not
+    visible is below all that is, -inf included.
+    """
+    if scale is not None:
+        keys = keys.astype(q.dtype)  # FP8 numbers are exact in any dtype of queries
+    if keys.shape[1] == 1:
+        scores = dot("bshd,bkd->bshk", q, keys[:, 0])
+    else:
+        scores = dot("bshd,bskd->bshk", q, keys)
+    scores = dot("bsh,bshk->bsk", weights.astype(scores.dtype), jax.nn.relu(scores))
+    if scale is not None:  # above 0: relu and the sum leave it out
+        scores = scores * scale
+    scores = jnp.where(scores == 0, 0, scores).astype(jnp.float32)
+    lowest = jnp.finfo(jnp.float32).min
+    scores = jnp.where(jnp.isnan(scores), jnp.nan, jnp.maximum(scores, lowest))
+    return jnp.where(visible, scores, -jnp.inf)
+
+
+def _ascending(positions: jax.Array) -> jax.Array:
+    """Ascending, and -1 behind them."""
+    none = jnp.iinfo(jnp.int32).max
+    found = jnp.sort(jnp.where(positions < 0, none, positions), axis=-1)
+    return jnp.where(found == none, -1, found)

@@ -11,7 +11,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla.index import top_k, work_tiles
 from jaxattn.kernels.mla.index.launch import mla_index_mosaic, refuse_index
 from jaxattn.kernels.mla.index.work_tiles import IndexTiling
-from tests.helpers.kernel_cases import NO_SUCH_PAGE, no_races
+from tests.helpers.kernel_cases import NO_SUCH_PAGE, behind, no_races
 
 FP8 = "float8_e4m3fn"
 DIM = 128
@@ -105,7 +105,7 @@ def test_fp8_keys_have_scales_of_their_own():
     [
         (partial(IndexCase, [5000, 0, 3000, 40], 2, 64, 64), 512, None),
         (partial(IndexCase, [9000, 2500, 1500], 3, 32, 16, "float16", None, [3, 1, 0]), 1024, None),
-        (partial(IndexCase, [131072], 1, 64, 64), 2048, None),
+        (partial(IndexCase, [131072, 70, 0, 2100], 1, 64, 64), 2048, None),
         (partial(IndexCase, [40000, 2049, 2048], 8, 32, 128), 2048, [0, 3, 7]),
         (partial(IndexCase, [4300, 300], 300, 64, 32), 1024, [0, 1, 150, 299]),
         (partial(IndexCase, [9000, 4100], 4, 64, 64, keys=FP8), 512, None),
@@ -136,6 +136,18 @@ def test_a_row_has_the_places_that_it_has_by_itself(keys):
             held = getattr(case, name)
             setattr(own, name, held if name in ("cache", "scale") else held[some])
         np.testing.assert_array_equal(own.run(512)[0], together[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("keys", [None, FP8])
+def test_keys_behind_two_to_the_31_numbers_are_read(keys):
+    case = IndexCase([3000, 0, 70], 2, 64, 64, keys=keys)
+    tables = case.tables
+    case.cache, case.tables = behind(2**31, case.cache, tables)
+    if case.scale is not None:
+        case.scale, _ = behind(2**31 // DIM, case.scale, tables)
+    case.check(case.run(512))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized import fp8_dequantization
 from jaxattn.kernels.mla.sparse.launch import _splits, mla_sparse_mosaic, scratch
-from tests.helpers.kernel_cases import both_devices, no_races, slow
+from tests.helpers.kernel_cases import behind, both_devices, no_races, slow
 from tests.helpers.mla_sparse_cases import (
     SCALE,
     assert_sparse_close,
@@ -59,6 +59,16 @@ def attend(case, implementation, **options):
 def test_a_token_attends_to_its_list_alone(given, implementation):
     case = sparse_case(**given)
     assert_sparse_close(case, attend(case, implementation, batch_invariant=given is CUT))
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("cache", ["bfloat16", "uint8"])
+def test_a_long_row_among_short_ones_behind_two_to_the_31_numbers(cache):
+    case = sparse_case([131072, 3, 0, 700], q_len=2, heads=128, top_k=2048, cache=cache)
+    moved = behind(2**31, case.kv_cache, np.asarray(case.block_tables))
+    case = dataclasses.replace(case, kv_cache=moved[0], block_tables=moved[1])
+    assert_sparse_close(case, launch_mla_sparse(case))
 
 
 @pytest.mark.gpu
