@@ -1,6 +1,6 @@
 """Rows of exact mode in random company, each answered twice: drawn, and replayed by `score`.
 
-python -m tests.helpers.exact_rows kda 60      so many seconds of it on a GPU, with the kernels
+python -m tests.helpers.exact_rows kda 60 [SEED]   so many seconds of it on a GPU, with the kernels
 """
 
 import hashlib
@@ -180,10 +180,10 @@ def on_gpu(family: str) -> Engine:
     return engine
 
 
-def main(family: str, seconds: str) -> None:
+def main(family: str, seconds: str, seed: str = "7") -> None:
     """Compares 250 rows at a time until the time is over."""
     begin = time.perf_counter()
-    engine, draw = on_gpu(family), random.Random(7)
+    engine, draw = on_gpu(family), random.Random(int(seed))
     print(family, f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     while time.perf_counter() - begin < float(seconds):
         found = compare(engine, random_rows(draw, 250, LEAST["vocab"]), draw)
