@@ -35,6 +35,7 @@ from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import round_of
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
+from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import prefill_step
 
 # Rounds that are sent and not read while the host waits for a token. With two the device has a
@@ -166,7 +167,7 @@ class OverlapLoop:
         sources = np.full(limits.batch, -1, np.int32)
         ended: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
-        scores = PromptScores(layout, scheduler.vocab_size)
+        scores = PromptScores(layout, ScoreStep.of(limits), scheduler.vocab_size)
         for row, tokens in self._shared_out(rows, pieces):
             group = int(scheduler.group_of(row.index))
             if row.read_last < 0 and self._has_history(row):  # what it does not read of its prompt
