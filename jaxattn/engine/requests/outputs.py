@@ -118,7 +118,7 @@ class PromptLogprobs(Sequence[Logprobs | None]):
     def tokens(self) -> Float[np.ndarray, "T"]:
         """Of the tokens themselves, float32; NaN of the first."""
         bits = np.ascontiguousarray(self._lines[:, 1])
-        return np.concatenate([np.float32([np.nan]), bits.view(np.float32)])
+        return np.concatenate([np.full(1, np.nan, np.float32), bits.view(np.float32)])
 
     def __len__(self) -> int:
         return 1 + len(self._lines)
