@@ -118,6 +118,21 @@ def test_an_array_for_a_trainer_has_what_was_told_and_names_what_does_not_fit():
         token_logprobs(logits, tokens[0])
 
 
+def test_a_token_that_filters_left_out_is_left_out_of_a_ratio():
+    """The way of docs/reproducibility.md: no NaN, and no gradient of that token."""
+    tokens, scored = np.array([[1, 2, 3]]), np.float32([[np.nan, -1.5, -np.inf]])
+    answered = np.isfinite(scored)
+    old = np.where(answered, scored, 0)
+
+    def loss(logits):
+        new = token_logprobs(logits, tokens, scored=scored)
+        return jnp.where(answered, jnp.exp(new - old), 0).sum(), new
+
+    (ratio, new), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.zeros((1, 3, 4)))
+    assert ratio == 1 and new[0, 2] == -np.inf and new[0, 1] == -1.5
+    np.testing.assert_allclose(gradient[0], [[-0.25, -0.25, 0.75, -0.25], [0] * 4, [0] * 4])
+
+
 @functools.cache
 def drawn(family: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(tokens [B, T], what was told of them as they were drawn, what is told by their prefill)."""
