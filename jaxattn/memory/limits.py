@@ -216,11 +216,6 @@ class Limits:
             raise ValueError(f"reproducible must be True or False; got {self.reproducible!r}")
         if not self.reproducible:
             return
-        if self.prefill_rows > self.groups:
-            raise ValueError(
-                f"prefill_rows={self.prefill_rows} reads several prompts together, and "
-                "reproducible=True one of each data group; leave one of them out"
-            )
         if self.mixed_tokens:
             raise ValueError(
                 f"mixed_tokens={self.mixed_tokens} reads prompts beside rows that decode, and "
@@ -326,6 +321,8 @@ class Limits:
     def prefill_sizes(self) -> tuple[int, ...]:
         """Prompt tokens of the prefill executables, of a data group, ascending, in whole lines."""
         longest, line = self.chunks[-1], self.line_tokens
+        if self.reproducible:  # one shape, in which whole chunks of several prompts may be
+            return (-(-longest // line) * line,)
         whole = self.prompt_rows * longest
         most = max(min(self.prefill_tokens or whole, whole), longest)
         sizes = {-(-size // line) * line for size in (*self.chunks, most)}

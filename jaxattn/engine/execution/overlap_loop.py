@@ -17,6 +17,7 @@ rounds, and what those told of the row is dropped.
 import functools
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -233,7 +234,8 @@ class OverlapLoop:
         for row in rows:
             waiting[int(scheduler.group_of(row.index))].append(scheduler.readable(row))
         sizes = limits.prefill_sizes if running is None else limits.mixed_sizes
-        return prompt_pieces(sizes, waiting, line=limits.line_tokens, rows=limits.prompt_rows)
+        bounds: Any = dict(line=limits.line_tokens, rows=limits.prompt_rows)
+        return prompt_pieces(sizes, waiting, **bounds, whole=limits.reproducible)
 
     def _shared_out(
         self, rows: Sequence[RunningRequest], pieces: Sequence[Sequence[int]]
