@@ -88,9 +88,9 @@ class Limits:
             its host takes. On one GPU alone, and not beside `speculate`.
         reproducible: exact mode. A row's log-probabilities have the same bits whatever rows are
             beside it and whether it lost its pages, and `Engine.score` finds the same bits again.
-            Prompts are read one at a time, in steps in which no row decodes. One executable decodes
-            all rows, without buckets, several steps or drafts, and attention cuts rows by their own
-            length. A row that lost its pages decodes again what it had said.
+            Prompts are read by whole chunks, in steps in which no row decodes, all of one size. One
+            executable decodes all rows, without buckets, several steps or drafts, and attention
+            cuts rows by their own length. A row that lost its pages decodes again what it had said.
         reserved_bytes: of each device, that the plan leaves to others in the process, such as a
             trainer's optimizer. Arrays that are there before the engine count without it.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;

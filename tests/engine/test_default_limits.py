@@ -197,7 +197,7 @@ def test_a_length_that_was_given_and_does_not_fit_is_refused_with_what_would():
 def test_reproducible_has_one_shape_of_each_step():
     limits = chosen(Limits(reproducible=True)).limits
     assert limits.prefill_sizes == (1024,) and limits.batches == (256,)
-    assert limits.prompt_rows == 1 and not limits.mixes
+    assert limits.prompt_rows == 16 and not limits.mixes
     assert limits.max_model_len == LITE.max_position_embeddings
     cut = LITE.with_batch_invariance()
     assert all(block.mixer.batch_invariant for block in cut.spec.blocks)
@@ -208,7 +208,6 @@ def test_reproducible_has_one_shape_of_each_step():
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"prefill_rows": 8}, "prefill_rows=8 reads several prompts together"),
         ({"decode_buckets": (1,)}, r"decode_buckets=\(1,\) are several shapes"),
         ({"prefill_buckets": (16,)}, r"prefill_buckets=\(16,\) are several shapes"),
         ({"speculate": 2}, "speculate=2 decodes as many tokens as a batch may guess"),

@@ -255,6 +255,9 @@ def test_pieces_fill_the_size_that_is_worth_most():
     assert pieces([[2148]]) == (2048, [[2048]])  # and then 100 by 256
     # The third has what is left: seven lines of 128 are taken.
     assert prompt_pieces([1024], [[300, 500, 600]], line=128, rows=4) == (1024, [[300, 500, 128]])
+    whole = functools.partial(prompt_pieces, [1024], line=128, rows=4, whole=True)
+    assert whole([[300, 600, 500, 20]]) == (1024, [[300, 600]])
+    assert whole([[1024, 20], [300, 900, 500]]) == (1024, [[1024], [300, 0, 500]])
     assert pieces([[1, 1, 1, 1, 1]])[1] == [[1, 1, 1, 1]]
     assert pieces([[5], []]) == (256, [[5], []])
 

@@ -168,9 +168,11 @@ class FilteredScoreStep(ScoreStep):
         return min(self.size(model.vocab_size), FEWEST) + ScoreControls.LINES
 
     def wanted(self, lines: Int[np.ndarray, "S+3 2"]) -> Int[np.ndarray, "R+3 2"]:
-        """Of the lines of a `ScoreStep`."""
-        size = len(lines) - ScoreControls.LINES
-        return np.concatenate([lines[: min(size, FEWEST)], lines[-ScoreControls.LINES :]])
+        """Of the lines of a `ScoreStep`; the places are those among the S tokens."""
+        count = min(len(lines) - ScoreControls.LINES, FEWEST)
+        found = np.concatenate([lines[:count], lines[-ScoreControls.LINES :]])
+        found[:count, 0] = np.arange(count)
+        return found
 
     def with_head(self, head: Head) -> Callable:
         return partial(_filtered_score, head)
@@ -284,7 +286,7 @@ def _filtered_score(
     head: Head, hidden: Float[Array, "S hidden"], weights: Any, wanted: Int[Array, "R+3 2"]
 ) -> tuple[Float[Array, "S hidden"], Int[Array, "R 2+2*20"]]:
     """(`hidden` as it was, the rank of each token among all and `logprobs`)."""
-    rows = hidden[: len(wanted) - ScoreControls.LINES]
+    rows = hidden[wanted[: -ScoreControls.LINES, 0]]
     scored = _Scored.of(head, rows, weights, wanted)
     (most, top_k), (_, top_p), (min_p, _) = wanted[-ScoreControls.LINES :]
     top_p, min_p = (lax.bitcast_convert_type(x, jnp.float32) for x in (top_p, min_p))
