@@ -9,7 +9,12 @@ STEP_TOKENS = 1024
 
 
 def prompt_pieces(
-    sizes: Sequence[int], waiting: Sequence[Sequence[int]], *, line: int, rows: int, whole: bool = False
+    sizes: Sequence[int],
+    waiting: Sequence[Sequence[int]],
+    *,
+    line: int,
+    rows: int,
+    whole: bool = False,
 ) -> tuple[int, list[list[int]]]:
     """The size of the next step, and the tokens that it reads of each prompt.
 
