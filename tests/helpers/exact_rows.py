@@ -89,7 +89,7 @@ def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
 def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
     """An engine in exact mode whose pages do not hold all rows at full length."""
     model = exact_model(family, sizes)
-    given: dict[str, Any] = dict(max_model_len=512, prefill_chunk=128, checkpoints=2)
+    given: dict[str, Any] = dict(max_model_len=512, prefill_chunk=256, prefill_rows=2, checkpoints=2)
     engine = Engine(
         model,
         model.init_params(jax.random.key(1)),
@@ -102,7 +102,7 @@ def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
 
 def random_rows(draw: random.Random, count: int, vocab: int) -> list[Request]:
     """Requests of which some begin alike, with all ways to sample."""
-    beginnings = [[draw.randrange(vocab) for _ in range(length)] for length in (100, 128, 200, 256)]
+    beginnings = [[draw.randrange(vocab) for _ in range(length)] for length in (100, 200, 256, 256)]
     found = []
     for number in range(count):
         own = [draw.randrange(vocab) for _ in range(draw.choice([1, 3, 40, 70, 130]))]
