@@ -89,7 +89,9 @@ def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
 def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
     """An engine in exact mode whose pages do not hold all rows at full length."""
     model = exact_model(family, sizes)
-    given: dict[str, Any] = dict(max_model_len=512, prefill_chunk=256, prefill_rows=2, checkpoints=2)
+    given: dict[str, Any] = dict(
+        max_model_len=512, prefill_chunk=256, prefill_rows=2, checkpoints=2
+    )
     engine = Engine(
         model,
         model.init_params(jax.random.key(1)),
