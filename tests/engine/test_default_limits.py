@@ -81,7 +81,7 @@ def test_a_gpu_gets_the_model_s_own_context_and_packed_prompts():
 def test_a_cpu_gets_what_is_quick_to_compile():
     small = choose_limits(LITE, Limits(), H200, platform="cpu").limits
     assert (small.batch, small.max_model_len, small.prefill_chunk) == (4, 1024, 128)
-    assert len(all_steps(small)) <= 14
+    assert len(all_steps(small)) <= 15
     assert small.utilization is None and not small.unset - {"utilization"}
     # So does a GPU of which nothing says how much memory it has, and a model that is shorter.
     assert choose_limits(LITE, Limits(), None, platform="gpu").limits == small
