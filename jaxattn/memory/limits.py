@@ -55,8 +55,8 @@ class Limits:
         prefill_rows: prompts that a step may read of. A row's bits may depend on how many it does,
             as other shapes take other matmuls.
         prefill_tokens: prompt tokens of a step, of a data group, at most. None is `prefill_chunk`
-            of each of `prefill_rows`, or what `choose_limits` chooses where one of the two is left
-            out.
+            of each of `prefill_rows` (of one if `reproducible`), or what `choose_limits` chooses
+            where one of the two is left out.
         mixed_tokens: prompt tokens of a step in which other rows decode, at most, and a line at
             least: their next token waits for these. Where all other steps have more, one of as many
             is compiled too. 0 decodes and reads prompts in steps of their own. None is as many as
@@ -321,11 +321,12 @@ class Limits:
     def prefill_sizes(self) -> tuple[int, ...]:
         """Prompt tokens of the prefill executables, of a data group, ascending, in whole lines."""
         longest, line = self.chunks[-1], self.line_tokens
-        if self.reproducible:  # one shape, in which whole chunks of several prompts may be
-            return (-(-longest // line) * line,)
         whole = self.prompt_rows * longest
-        most = max(min(self.prefill_tokens or whole, whole), longest)
-        sizes = {-(-size // line) * line for size in (*self.chunks, most)}
+        most = self.prefill_tokens or (longest if self.reproducible else whole)
+        most = max(min(most, whole), longest)
+        # One shape that is reproducible, in which whole chunks of several prompts may be.
+        several = () if self.reproducible else self.chunks
+        sizes = {-(-size // line) * line for size in (*several, most)}
         if self.mixed_tokens and self.mixes and self.mixed_tokens < min(sizes):
             sizes.add(max(self.mixed_tokens // line, 1) * line)
         return tuple(sorted(sizes))

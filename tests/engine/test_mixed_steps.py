@@ -287,6 +287,9 @@ def test_a_packed_step_says_whose_every_token_is():
 def test_a_reproducible_engine_gives_prompts_steps_of_their_own():
     limits = Limits(batch=2, prefill_rows=1, reproducible=True, decode_buckets=())
     assert not limits.mixes and not dataclasses.replace(LIMITS, mixed_tokens=0).mixes
+    shared = dataclasses.replace(limits, prefill_rows=2, prefill_chunk=256)
+    assert shared.prefill_sizes == (256,)
+    assert dataclasses.replace(shared, prefill_tokens=512).prefill_sizes == (512,)
     small = dataclasses.replace(LIMITS, mixed_tokens=200, prefill_buckets=())
     assert small.prefill_sizes == (128, 256, 384) and small.mixed_sizes == (128,)
     assert LIMITS.mixes and LIMITS.mixed_sizes == (128, 256) and LIMITS.prefill_sizes[-1] == 384
