@@ -211,7 +211,7 @@ class Engine(EngineLifecycle):
         top_p: float = 1.0,
         min_p: float = 0.0,
         starts: Iterable[int] | None = None,
-    ) -> list[tuple[Logprobs | None, ...]]:
+    ) -> list[Sequence[Logprobs | None]]:
         """The log-probabilities of the tokens of texts, each given the tokens before it.
 
             [found] = engine.score([tokens])
@@ -227,7 +227,8 @@ class Engine(EngineLifecycle):
 
         Returns:
             Of each text what each of its tokens had; None of the first, before which nothing
-            stands, and with `starts` of all of the prompt.
+            stands, and with `starts` of all of the prompt. `jaxattn.logprob_array` makes an array
+            of them.
 
         Raises:
             TypeError, ValueError: see `Request` and `generate`; `starts` are not one for each text,

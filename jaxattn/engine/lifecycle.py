@@ -169,8 +169,10 @@ class EngineLifecycle:
                 self._replan(profile_memory(self._prepared, weights, ran=ran))
             finally:
                 PROCESS_STATE.opened(self)
-            if len(self._prepared.devices) == 1:
-                self._weights.programs.compile()
+            devices = self._prepared.devices
+            # Not for the virtual devices of a CPU: it would take longer than what they are for.
+            if len(devices) == 1 or (self._one_process and devices[0].platform == "gpu"):
+                self._weights.compile_own()
             self._allocate = allocator(self._prepared)
             state, rows = allocate_state(self._prepared, weights, self._allocate)
             self._prepared = measured_plan(self._prepared)
@@ -199,9 +201,10 @@ class EngineLifecycle:
     def expect_updates(self, params: Any) -> None:
         """Compiles what `update` needs for parameters that lie over the devices like these.
 
-        An engine compiles at its start what it needs for parameters that lie as its own do. Others,
-        such as those that a trainer shards by FSDP, need programs of their own: `update` compiles
-        them when it first meets them, or this does so before the engine is sealed.
+        An engine compiles at its start what it needs for parameters that lie as those do which it
+        was made of. Others, such as those that a trainer shards by FSDP, need programs of their
+        own: `update` compiles them when it first meets them, or this does so before the engine is
+        sealed. So it does over several devices of a CPU, for which a start compiles none.
 
         Args:
             params: arrays, or shapes with shardings.

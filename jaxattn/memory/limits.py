@@ -55,8 +55,8 @@ class Limits:
         prefill_rows: prompts that a step may read of. A row's bits may depend on how many it does,
             as other shapes take other matmuls.
         prefill_tokens: prompt tokens of a step, of a data group, at most. None is `prefill_chunk`
-            of each of `prefill_rows`, or what `choose_limits` chooses where one of the two is left
-            out.
+            of each of `prefill_rows` (of one if `reproducible`), or what `choose_limits` chooses
+            where one of the two is left out.
         mixed_tokens: prompt tokens of a step in which other rows decode, at most, and a line at
             least: their next token waits for these. Where all other steps have more, one of as many
             is compiled too. 0 decodes and reads prompts in steps of their own. None is as many as
@@ -88,9 +88,9 @@ class Limits:
             its host takes. On one GPU alone, and not beside `speculate`.
         reproducible: exact mode. A row's log-probabilities have the same bits whatever rows are
             beside it and whether it lost its pages, and `Engine.score` finds the same bits again.
-            Prompts are read one at a time, in steps in which no row decodes. One executable decodes
-            all rows, without buckets, several steps or drafts, and attention cuts rows by their own
-            length. A row that lost its pages decodes again what it had said.
+            Prompts are read by whole chunks, in steps in which no row decodes, all of one size. One
+            executable decodes all rows, without buckets, several steps or drafts, and attention
+            cuts rows by their own length. A row that lost its pages decodes again what it had said.
         reserved_bytes: of each device, that the plan leaves to others in the process, such as a
             trainer's optimizer. Arrays that are there before the engine count without it.
         spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
@@ -216,11 +216,6 @@ class Limits:
             raise ValueError(f"reproducible must be True or False; got {self.reproducible!r}")
         if not self.reproducible:
             return
-        if self.prefill_rows > self.groups:
-            raise ValueError(
-                f"prefill_rows={self.prefill_rows} reads several prompts together, and "
-                "reproducible=True one of each data group; leave one of them out"
-            )
         if self.mixed_tokens:
             raise ValueError(
                 f"mixed_tokens={self.mixed_tokens} reads prompts beside rows that decode, and "
@@ -327,8 +322,11 @@ class Limits:
         """Prompt tokens of the prefill executables, of a data group, ascending, in whole lines."""
         longest, line = self.chunks[-1], self.line_tokens
         whole = self.prompt_rows * longest
-        most = max(min(self.prefill_tokens or whole, whole), longest)
-        sizes = {-(-size // line) * line for size in (*self.chunks, most)}
+        most = self.prefill_tokens or (longest if self.reproducible else whole)
+        most = max(min(most, whole), longest)
+        # One shape that is reproducible, in which whole chunks of several prompts may be.
+        several = () if self.reproducible else self.chunks
+        sizes = {-(-size // line) * line for size in (*several, most)}
         if self.mixed_tokens and self.mixes and self.mixed_tokens < min(sizes):
             sizes.add(max(self.mixed_tokens // line, 1) * line)
         return tuple(sorted(sizes))

@@ -22,7 +22,9 @@ def token_logprobs(
     Args:
         logits: of a forward, such as `model.bind(params)(tokens)`.
         scored: float32, what an engine told of the tokens (`jaxattn.logprob_array`) with the
-            weights that `logits` are of; NaN where it told nothing.
+            weights that `logits` are of; NaN where it told nothing. A token that its filters left
+            out has -inf, and the difference of two such tokens is NaN: leave them out of a ratio
+            by `jnp.isfinite(scored)`.
 
     Raises:
         TypeError, ValueError: the dtype or the shape of `tokens` or `scored` does not fit.

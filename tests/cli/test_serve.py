@@ -118,10 +118,9 @@ BAD_INPUT = {
         "--batch 1048576000 times --max-model-len 256 is 4,194,304,000 pages",
     ),
     "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
-    "several prompts": (
-        ["--reproducible", "--prefill-rows", "8"],
-        "--prefill-rows 8 reads several prompts together, and --reproducible one of each data "
-        "group; leave one of them out",
+    "several shapes": (
+        ["--reproducible", "--decode-buckets", "2"],
+        "--decode-buckets 2 are several shapes, and --reproducible has one; leave one of them out",
     ),
     "bucket": (
         ["--decode-buckets", "8", "--batch", "4"],

@@ -257,6 +257,9 @@ def test_pieces_fill_the_size_that_is_worth_most():
     assert pieces([[2148]]) == (2048, [[2048]])  # and then 100 by 256
     # The third has what is left: seven lines of 128 are taken.
     assert prompt_pieces([1024], [[300, 500, 600]], line=128, rows=4) == (1024, [[300, 500, 128]])
+    whole = functools.partial(prompt_pieces, [1024], line=128, rows=4, whole=True)
+    assert whole([[300, 600, 500, 20]]) == (1024, [[300, 600]])
+    assert whole([[1024, 20], [300, 900, 500]]) == (1024, [[1024], [300, 0, 500]])
     assert pieces([[1, 1, 1, 1, 1]])[1] == [[1, 1, 1, 1]]
     assert pieces([[5], []]) == (256, [[5], []])
 
@@ -286,6 +289,9 @@ def test_a_packed_step_says_whose_every_token_is():
 def test_a_reproducible_engine_gives_prompts_steps_of_their_own():
     limits = Limits(batch=2, prefill_rows=1, reproducible=True, decode_buckets=())
     assert not limits.mixes and not dataclasses.replace(LIMITS, mixed_tokens=0).mixes
+    shared = dataclasses.replace(limits, prefill_rows=2, prefill_chunk=256)
+    assert shared.prefill_sizes == (256,)
+    assert dataclasses.replace(shared, prefill_tokens=512).prefill_sizes == (512,)
     small = dataclasses.replace(LIMITS, mixed_tokens=200, prefill_buckets=())
     assert small.prefill_sizes == (128, 256, 384) and small.mixed_sizes == (128,)
     assert LIMITS.mixes and LIMITS.mixed_sizes == (128, 256) and LIMITS.prefill_sizes[-1] == 384

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.sampling import penalties
-from jaxattn.engine.sampling.logprobs import logprobs, unpack_logprobs
+from jaxattn.engine.sampling.logprobs import logprobs
 
 VOCAB = 12
 LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(3, VOCAB)), jnp.float32)
@@ -78,7 +79,7 @@ def test_logprobs_are_those_of_the_softmax_with_the_likeliest_first(count):
     for row, token in enumerate([2, 4, 7]):
         exact = np.asarray(logits[row], np.float64)
         exact = exact - np.log(np.exp(exact).sum())
-        found = unpack_logprobs(lines[row], count)
+        found = Logprobs.of(lines[row], count)
         np.testing.assert_allclose(found.token, exact[token], rtol=1e-5)
         order = np.argsort(-exact, kind="stable")[:count]
         assert [token for token, _ in found.top] == order.tolist()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import Engine, Request
+from jaxattn import Engine, Request, logprob_array
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason, PromptEvent, TokenEvent
 from jaxattn.engine.startup.executable_memory import bound_of
 from jaxattn.engine.startup.memory_plan import packed_shapes
@@ -61,6 +61,20 @@ def check(text, found, expected, top):
 def test_a_score_is_that_of_one_forward_pass(engine, expected, top):
     for text, found in zip(TEXTS, engine.score(TEXTS, top=top), strict=True):
         check(text, found, expected, top)
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_a_score_is_a_sequence_and_an_array_of_the_same_numbers(engine, top):
+    [found] = engine.score(TEXTS[1:2], top=top)
+    tokens = [np.nan, *(each.token for each in found[1:])]
+    np.testing.assert_array_equal(found.tokens, np.float32(tokens))
+    np.testing.assert_array_equal(logprob_array([found], 160)[0, :150], found.tokens)
+    assert found == tuple(found) and hash(found) == hash(tuple(found)) and tuple(found) == found
+    assert found != tuple(found)[:-1] and found != 3 and len(found[1].top) == top
+    assert found[-1] == found[149] and found[-3:] == tuple(found)[-3:] and found[0] is None
+    with pytest.raises(IndexError):
+        found[150]
+    assert repr(found) == f"PromptLogprobs({tuple(found)})"
 
 
 def drawn_from(chances, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -193,8 +207,8 @@ def test_a_prompt_of_nan_ends_and_others_go_on(engine):
     spoiled = dict(real)
 
     def score(hidden, weights, wanted):
-        hidden, told, rows = real["score of 64 tokens"](hidden, weights, wanted)
-        return hidden, jnp.asarray(told).at[:, 1].set(np.float32(np.nan).view(np.int32)), rows
+        hidden, told = real["score of 64 tokens"](hidden, weights, wanted)
+        return hidden, jnp.asarray(told).at[:, 1].set(np.float32(np.nan).view(np.int32))
 
     spoiled["score of 64 tokens"] = score
     with_steps(engine, spoiled)

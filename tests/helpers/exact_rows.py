@@ -1,6 +1,6 @@
 """Rows of exact mode in random company, each answered twice: drawn, and replayed by `score`.
 
-python -m tests.helpers.exact_rows kda 60      so many seconds of it on a GPU, with the kernels
+python -m tests.helpers.exact_rows kda 60 [SEED]   so many seconds of it on a GPU, with the kernels
 """
 
 import hashlib
@@ -89,7 +89,9 @@ def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
 def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
     """An engine in exact mode whose pages do not hold all rows at full length."""
     model = exact_model(family, sizes)
-    given: dict[str, Any] = dict(max_model_len=512, prefill_chunk=128, checkpoints=2)
+    given: dict[str, Any] = dict(
+        max_model_len=512, prefill_chunk=256, prefill_rows=2, checkpoints=2
+    )
     engine = Engine(
         model,
         model.init_params(jax.random.key(1)),
@@ -102,7 +104,7 @@ def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
 
 def random_rows(draw: random.Random, count: int, vocab: int) -> list[Request]:
     """Requests of which some begin alike, with all ways to sample."""
-    beginnings = [[draw.randrange(vocab) for _ in range(length)] for length in (100, 128, 200, 256)]
+    beginnings = [[draw.randrange(vocab) for _ in range(length)] for length in (100, 200, 256, 256)]
     found = []
     for number in range(count):
         own = [draw.randrange(vocab) for _ in range(draw.choice([1, 3, 40, 70, 130]))]
@@ -180,10 +182,10 @@ def on_gpu(family: str) -> Engine:
     return engine
 
 
-def main(family: str, seconds: str) -> None:
+def main(family: str, seconds: str, seed: str = "7") -> None:
     """Compares 250 rows at a time until the time is over."""
     begin = time.perf_counter()
-    engine, draw = on_gpu(family), random.Random(7)
+    engine, draw = on_gpu(family), random.Random(int(seed))
     print(family, f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     while time.perf_counter() - begin < float(seconds):
         found = compare(engine, random_rows(draw, 250, LEAST["vocab"]), draw)

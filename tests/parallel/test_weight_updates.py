@@ -87,3 +87,5 @@ def test_other_layouts_are_brought_into_the_engines_buffers(layers, tied, layout
     buffers.check(sharded[1], strict=True)
     with pytest.raises(ValueError, match=r"'embedding' lies as .*; parameter .*expect_updates"):
         buffers.check(trees[1], strict=True)
+    buffers.compile_own()  # for those that it was made of, which are whole, as these are
+    buffers.check(trees[1], strict=True)

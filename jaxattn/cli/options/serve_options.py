@@ -245,8 +245,8 @@ def _add_rows(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--reproducible",
         action="store_true",
-        help="make each answer independent of other requests: the engine processes prompts one at "
-        "a time and in steps of their own, and compiles one shape of each step",
+        help="make each answer independent of other requests: the engine processes prompts in "
+        "whole chunks and in steps of their own, and compiles one shape of each step",
     )
 
 

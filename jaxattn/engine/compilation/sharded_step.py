@@ -19,7 +19,7 @@ from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
-from jaxattn.engine.steps.score_step import FilteredScoreStep, ScoreStep, head_of
+from jaxattn.engine.steps.score_step import HiddenStep, ScoreStep, head_of
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model, compiler_options, jit_step
@@ -48,9 +48,9 @@ def hidden_spec(model: Model) -> PartitionSpec:
     return PartitionSpec(model.parallel.axes("data") or None)
 
 
-def _read_spec(step: ScoreStep, model: Model) -> PartitionSpec:
+def _read_spec(step: HiddenStep, model: Model) -> PartitionSpec:
     """Of what a step reads of tokens."""
-    return REPLICATED if isinstance(step, FilteredScoreStep) else hidden_spec(model)
+    return REPLICATED if isinstance(step, ScoreStep) else hidden_spec(model)
 
 
 def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceGroup | None) -> Any:
@@ -60,7 +60,7 @@ def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceG
     if isinstance(step, SampleStep | BitmaskStep):
         logits, rest = given
         return group.put(logits, logits_spec(model)), group.put(rest, REPLICATED)
-    if isinstance(step, ScoreStep):
+    if isinstance(step, HiddenStep):
         hidden, wanted = given
         return group.put(hidden, _read_spec(step, model)), group.put(wanted, REPLICATED)
     return jax.tree.map(lambda x: group.put(x, REPLICATED), given)
@@ -104,7 +104,7 @@ def arguments(
         return group.shapes(shapes, (weights, (state, whole), whole))
     if isinstance(step, StateCopyStep):
         return group.shapes(shapes, (model.state_specs(), REPLICATED))
-    if isinstance(step, ScoreStep):  # whose tokens are counted of all data groups together
+    if isinstance(step, HiddenStep):  # whose tokens are counted of all data groups together
         hidden, weights, wanted = shapes
         [weights] = group.shapes((weights,), (_specs(model)[0],))
         where = group.sharding(_read_spec(step, model))
@@ -157,12 +157,11 @@ def jitted_step(
     function, out = step.function(model, limits, tree), replicated_sharding(group)
     if group is not None and isinstance(step, BitmaskStep):
         out = group.sharding(logits_spec(model))
-    elif group is not None and isinstance(step, ScoreStep):
+    elif group is not None and isinstance(step, HiddenStep):
         # Each device has logits of its own tokens; XLA divides what comes after them.
         whole, columns = _specs(model)[0], PartitionSpec(None, *logits_spec(model)[1:])
         function = step.with_head(group.step(head_of(model, tree), (whole, REPLICATED), columns))
-        told = (REPLICATED,) * (2 if type(step) is ScoreStep else 1)
-        out = group.shardings((_read_spec(step, model), *told))
+        out = group.shardings((_read_spec(step, model), REPLICATED))
     elif group is not None and isinstance(step, StateCopyStep):
         states = model.state_specs()
         function, out = group.step(function, (states, REPLICATED), states), group.shardings(states)

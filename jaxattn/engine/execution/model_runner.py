@@ -23,7 +23,7 @@ from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
 from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
 from jaxattn.engine.steps.pooling_step import PoolingStep
-from jaxattn.engine.steps.score_step import FilteredScoreStep, ScoreControls, ScoreStep
+from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreControls, ScoreStep
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.parallel import DeviceGroup
@@ -114,11 +114,12 @@ class ModelRunner:
         self, tokens: int, hidden: jax.Array, wanted: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
         """(`hidden`, what is told of tokens behind a prefill step of so many)."""
-        score = self._step(ScoreStep.of(self.limits, tokens))
-        hidden, told, rows = score(hidden, self.weights, wanted)
+        gather, step = GatherStep.of(self.limits, tokens), ScoreStep.of(self.limits)
+        hidden, read = self._step(gather)(hidden, self.weights, wanted)
         if ScoreControls.filters(wanted):
-            step = FilteredScoreStep.of(self.limits, tokens)
-            _, told = self._step(step)(rows, self.weights, step.wanted(wanted))
+            step = FilteredScoreStep.of(self.limits)
+            wanted = step.wanted(wanted)
+        _, told = self._step(step)(read, self.weights, wanted)
         return hidden, told
 
     def remember(self, tokens: int, packed: np.ndarray) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +20,6 @@ from jaxattn.engine.requests.outputs import (
 )
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.requests.stats import GenerationStats, RequestTimes
-from jaxattn.engine.sampling.logprobs import unpack_logprobs
 from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.token_selection import FinishCode
@@ -95,20 +93,20 @@ class OutputProcessor:
                 continue
             chances = None
             if row.request.logprobs is not None:
-                chances = unpack_logprobs(lines[line, 2:], row.request.logprobs)
+                chances = Logprobs.of(lines[line, 2:], row.request.logprobs)
             self._accept(row, token, end, chances, now)
         return taken
 
-    def take_scores(self, found: Sequence[tuple[RunningRequest, Sequence[Logprobs]]]) -> None:
+    def take_scores(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
         """Log-probabilities of rows' next prompt tokens; all of a prompt's are announced."""
-        for row, scores in found:
+        for row, lines in found:
             if row.ended:
                 continue
-            row.prompt_logprobs += scores
-            if any(math.isnan(each.token) for each in scores):
+            assert row.prompt_logprobs is not None
+            told = row.prompt_logprobs = row.prompt_logprobs.behind(lines)
+            if np.isnan(lines[:, 1].view(np.float32)).any():
                 self.end(row, FinishReason.NOT_FINITE, NOT_FINITE)
-            elif len(row.prompt_logprobs) == len(row.request.prompt):
-                told = tuple(row.prompt_logprobs)
+            elif len(told) == len(row.request.prompt):
                 self.events.append(PromptEvent(row.request, told, self.weights_version))
 
     def take_sums(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
@@ -199,7 +197,7 @@ class OutputProcessor:
                 done,
                 tokens=tuple(of.tokens),
                 logprobs=tuple(of.logprobs),
-                prompt_logprobs=tuple(of.prompt_logprobs),
+                prompt_logprobs=of.prompt_logprobs or (),
                 cached_tokens=of.cached_tokens,
                 seconds_queued=queued,
                 embedding=of.embedding,

@@ -17,6 +17,7 @@ rounds, and what those told of the row is dropped.
 import functools
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,6 +36,7 @@ from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import round_of
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
+from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import prefill_step
 
 # Rounds that are sent and not read while the host waits for a token. With two the device has a
@@ -166,7 +168,7 @@ class OverlapLoop:
         sources = np.full(limits.batch, -1, np.int32)
         ended: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
-        scores = PromptScores(layout, scheduler.vocab_size)
+        scores = PromptScores(layout, ScoreStep.of(limits), scheduler.vocab_size)
         for row, tokens in self._shared_out(rows, pieces):
             group = int(scheduler.group_of(row.index))
             if row.read_last < 0 and self._has_history(row):  # what it does not read of its prompt
@@ -232,7 +234,8 @@ class OverlapLoop:
         for row in rows:
             waiting[int(scheduler.group_of(row.index))].append(scheduler.readable(row))
         sizes = limits.prefill_sizes if running is None else limits.mixed_sizes
-        return prompt_pieces(sizes, waiting, line=limits.line_tokens, rows=limits.prompt_rows)
+        bounds: Any = dict(line=limits.line_tokens, rows=limits.prompt_rows)
+        return prompt_pieces(sizes, waiting, **bounds, whole=limits.reproducible)
 
     def _shared_out(
         self, rows: Sequence[RunningRequest], pieces: Sequence[Sequence[int]]

@@ -1,6 +1,7 @@
 """Tokens of prompts that a prefill step scores or pools: whose they are, and what was told."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -8,8 +9,6 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jaxattn.engine.requests.outputs import Logprobs
-from jaxattn.engine.sampling.logprobs import unpack_prompt_logprobs
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.steps.pooling_step import wanted_ranges
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
@@ -24,6 +23,7 @@ class PromptScores:
 
     Attributes:
         layout: of the step.
+        score: that scores them.
         vocab_size: of the model.
         rows: whose tokens are scored, in the order of `wanted`, and where these are: of each the
             place of the one before it among the step's tokens, and the token.
@@ -32,6 +32,7 @@ class PromptScores:
     """
 
     layout: PromptLayout
+    score: ScoreStep
     vocab_size: int
     rows: dict[ScoreControls, list[_Places]] = dataclasses.field(default_factory=dict)
     pooled: list[tuple[RunningRequest, tuple[int, int]]] = dataclasses.field(default_factory=list)
@@ -58,10 +59,11 @@ class PromptScores:
         # One call scores in one way; the likeliest tokens are told to those who asked.
         self.rows.setdefault(ScoreControls.of(row.request), []).append((row, places))
 
-    @property
+    @functools.cached_property
     def calls(self) -> list[tuple[ScoreControls, int, list[_Places]]]:
-        """How `ScoreStep` is called: of each way, so many tokens at a time."""
-        found, size = [], self._size
+        """How `ScoreStep` is called once all rows are there: of each way, so many tokens at a
+        time."""
+        found, size = [], self.score.size(self.vocab_size)
         for controls, rows in self.rows.items():
             most = max(row.request.prompt_logprobs or 0 for row, _ in rows)
             asked = dataclasses.replace(controls, most=most)
@@ -69,16 +71,12 @@ class PromptScores:
         return found
 
     @property
-    def _size(self) -> int:
-        return ScoreStep(self.layout.tokens).size(self.vocab_size)
-
-    @property
     def wanted(self) -> list[np.ndarray]:
         """What the calls of `ScoreStep` are given."""
-        found = []
+        found, size = [], self.score.size(self.vocab_size)
         for controls, count, rows in self.calls:
             places = np.concatenate([own for _, own in rows])
-            found += wanted_tokens(self._size, places, controls, count)
+            found += wanted_tokens(size, places, controls, count)
         return found
 
     @property
@@ -93,8 +91,8 @@ class PromptScores:
         told = np.concatenate([np.asarray(each) for each in self.told[-len(self.ranges) :]])
         return [(row, sum_) for (row, _), sum_ in zip(self.pooled, told, strict=False)]
 
-    def read(self) -> list[tuple[RunningRequest, list[Logprobs]]]:
-        """Waits for what was scored: of each row its next tokens."""
+    def read(self) -> list[tuple[RunningRequest, Int[np.ndarray, "n 2+2*most"]]]:
+        """Waits for what was scored: of each row the lines of its next tokens."""
         if not self.rows:
             return []
         scored, found = iter(self.told[: len(self.told) - len(self.ranges)]), []
@@ -103,9 +101,6 @@ class PromptScores:
             calls = itertools.islice(scored, -(-count // size))
             lines, first = np.concatenate([np.asarray(each) for each in calls]), 0
             for row, places in rows:
-                most = row.request.prompt_logprobs
-                assert most is not None
-                own = lines[first : first + len(places)]
-                found.append((row, unpack_prompt_logprobs(own, most)))
+                found.append((row, lines[first : first + len(places)]))
                 first += len(places)
         return found

@@ -3,12 +3,12 @@
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from jaxattn.engine.requests.request import Request
+from jaxattn.engine.requests.request import MOST_LOGPROBS, Request
 
 
 class FinishReason(enum.StrEnum):
@@ -61,7 +61,7 @@ class Completion:
     logprobs: tuple["Logprobs", ...] = ()
     cached_tokens: int = 0
     seconds_queued: float | None = None
-    prompt_logprobs: "tuple[Logprobs | None, ...]" = ()
+    prompt_logprobs: "Sequence[Logprobs | None]" = ()
     embedding: Float[np.ndarray, "hidden"] | None = dataclasses.field(default=None, compare=False)
     weights_version: int = 0
     older_tokens: int = 0
@@ -80,6 +80,72 @@ class Logprobs:
     token: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
+
+    @classmethod
+    def of(cls, found: Int[np.ndarray, "1+2*20"], count: int, rank: int | None = None) -> Self:
+        """What a row of `sampling.logprobs` tells of `count` alternatives, on the host."""
+        own, values = found[0].view("float32"), found[1 + MOST_LOGPROBS :].view("float32")
+        top = zip(found[1 : 1 + count].tolist(), values[:count].tolist(), strict=True)
+        return cls(float(own), tuple((token, value) for token, value in top if token >= 0), rank)
+
+
+class PromptLogprobs(Sequence[Logprobs | None]):
+    """Log-probabilities of a text's tokens: a sequence that makes a `Logprobs` of a token when it
+    is asked for one, as a text may have very many. Nothing stands before the first: its is None.
+
+    Args:
+        lines: of the other tokens, as a score step tells them: (the rank of the token among all,
+            then the bits of its log-probability, then those of alternatives).
+        count: alternatives of each.
+    """
+
+    __slots__ = ("_count", "_lines")
+
+    def __init__(self, lines: Int[np.ndarray, "n m"], count: int):
+        self._lines, self._count = lines if count else lines[:, :2], count
+
+    @classmethod
+    def none(cls, count: int) -> Self:
+        """Of a text of one token."""
+        return cls(np.zeros((0, 2 + 2 * MOST_LOGPROBS), np.int32), count)
+
+    def behind(self, lines: Int[np.ndarray, "n m"]) -> Self:
+        """With further tokens behind these."""
+        own = lines if self._count else lines[:, :2]
+        return type(self)(np.concatenate([self._lines, own]), self._count)
+
+    @property
+    def tokens(self) -> Float[np.ndarray, "T"]:
+        """Of the tokens themselves, float32; NaN of the first."""
+        bits = np.ascontiguousarray(self._lines[:, 1])
+        return np.concatenate([np.full(1, np.nan, np.float32), bits.view(np.float32)])
+
+    def __len__(self) -> int:
+        return 1 + len(self._lines)
+
+    @overload
+    def __getitem__(self, place: int) -> Logprobs | None: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Logprobs | None, ...]: ...
+    def __getitem__(self, place: int | slice) -> Any:
+        if isinstance(place, slice):
+            return tuple(self[each] for each in range(*place.indices(len(self))))
+        number = range(len(self))[place]
+        if not number:
+            return None
+        line = self._lines[number - 1]
+        if self._count:
+            return Logprobs.of(line[1:], self._count, int(line[0]))
+        return Logprobs(float(line[1].view("float32")), (), int(line[0]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({tuple(self)})"
 
 
 def logprob_array(
@@ -104,7 +170,10 @@ def logprob_array(
             raise ValueError(
                 f"logprob_array: text {place} has {len(text)} tokens, and length is {length}"
             )
-        line[: len(text)] = [np.nan if each is None else each.token for each in text]
+        if isinstance(text, PromptLogprobs):
+            line[: len(text)] = text.tokens
+        else:
+            line[: len(text)] = [np.nan if each is None else each.token for each in text]
     return found
 
 
@@ -133,7 +202,7 @@ class PromptEvent(NamedTuple):
     """
 
     request: Request
-    logprobs: tuple[Logprobs | None, ...]
+    logprobs: Sequence[Logprobs | None]
     weights_version: int = 0
 
 

@@ -2,11 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.engine.requests.outputs import Logprobs
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 
 
@@ -41,21 +39,3 @@ def logprobs(
     _, ids, values = lax.fori_loop(0, most, next_best, (logits, ids, values))
     bits = lax.bitcast_convert_type(jnp.concatenate([own[:, None], values], axis=1), jnp.int32)
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
-
-
-def unpack_logprobs(found: np.ndarray, count: int, rank: int | None = None) -> Logprobs:
-    """What a row of `logprobs`, int32 [1 + 2 * 20] on the host, tells of `count` alternatives."""
-    own, values = found[0].view("float32"), found[1 + MOST_LOGPROBS :].view("float32")
-    ids = found[1 : 1 + count]
-    top = zip(ids.tolist(), values[:count].tolist(), strict=True)
-    return Logprobs(float(own), tuple((token, value) for token, value in top if token >= 0), rank)
-
-
-def unpack_prompt_logprobs(found: np.ndarray, count: int) -> list[Logprobs]:
-    """What lines of a score, int32 [N, 2 + 2 * 20] on the host, tell of `count` alternatives."""
-    if count:
-        return [unpack_logprobs(line[1:], count, int(line[0])) for line in found]
-    own = np.ascontiguousarray(found[:, 1]).view(np.float32).tolist()
-    return [
-        Logprobs(token, (), rank) for token, rank in zip(own, found[:, 0].tolist(), strict=True)
-    ]

@@ -9,7 +9,12 @@ STEP_TOKENS = 1024
 
 
 def prompt_pieces(
-    sizes: Sequence[int], waiting: Sequence[Sequence[int]], *, line: int, rows: int
+    sizes: Sequence[int],
+    waiting: Sequence[Sequence[int]],
+    *,
+    line: int,
+    rows: int,
+    whole: bool = False,
 ) -> tuple[int, list[list[int]]]:
     """The size of the next step, and the tokens that it reads of each prompt.
 
@@ -23,6 +28,7 @@ def prompt_pieces(
             their turns.
         line: tokens that a prompt's piece is padded to a multiple of.
         rows: prompts of a data group that a step reads of, at most.
+        whole: read of a prompt all that it may be read of, or nothing.
     """
     lines = max(sum(-(-left // line) for left in group[:rows]) for group in waiting)
     size = _largest_step(tuple(size // line for size in sizes), line, lines) * line
@@ -32,6 +38,9 @@ def prompt_pieces(
         for left in group[:rows]:
             if free <= 0:
                 break
+            if whole and left > free * line:  # a shorter one may fit behind it
+                found.append(0)
+                continue
             found.append(min(left, free * line))
             free -= -(-left // line)
         return found

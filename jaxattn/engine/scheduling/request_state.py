@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from jaxattn.engine.requests.outputs import Logprobs
+from jaxattn.engine.requests.outputs import Logprobs, PromptLogprobs
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.scheduling.prefix_cache import PendingInsert
@@ -30,7 +30,7 @@ class WaitingRequest:
     cached_tokens: int = 0
     keys: list[bytes] | None = None
     admitted: float | None = None
-    prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     embedding: None = None  # a row that loses its pages pools its prompt again
     older_tokens: int = 0
 
@@ -41,8 +41,8 @@ class WaitingRequest:
     def outlives_weights(self) -> None:
         """Goes on with other weights: its tokens stay, and its prompt is read and told again."""
         self.older_tokens = len(self.tokens)
-        if len(self.prompt_logprobs) < len(self.request.prompt):
-            self.prompt_logprobs = []
+        if self.prompt_logprobs and len(self.prompt_logprobs) < len(self.request.prompt):
+            self.prompt_logprobs = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,7 +63,8 @@ class RunningRequest:
         admitted: when the request first had a row, of `time.perf_counter`.
         cached_tokens: of its prompt, that it found in the cache of prefixes.
         prefix: what it enters there; None if it does not.
-        prompt_logprobs: of its prompt's first tokens, that have come back from the device.
+        prompt_logprobs: of its prompt's first tokens, that have come back from the device; None if
+            the request did not ask for them.
         scored: how many of them are there, or under way.
         pooled: the sum of the hidden states of its prompt that have come back from the device.
         older_tokens: how many of its tokens earlier weights gave.
@@ -88,15 +89,15 @@ class RunningRequest:
     read_last: int = -1
     cached_tokens: int = 0
     prefix: PendingInsert | None = None
-    prompt_logprobs: list[Logprobs | None] = dataclasses.field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     scored: int = 0
     pooled: Float[np.ndarray, "hidden"] | float = 0.0
     older_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.request.prompt_logprobs is not None and not self.prompt_logprobs:
-            self.prompt_logprobs.append(None)  # nothing stands before the first token
-        self.scored = len(self.prompt_logprobs)
+        if self.request.prompt_logprobs is not None and self.prompt_logprobs is None:
+            self.prompt_logprobs = PromptLogprobs.none(self.request.prompt_logprobs)
+        self.scored = len(self.prompt_logprobs or ())
 
     def next_scored(self, cached: int, tokens: int) -> range:
         """Where the tokens stand that are scored with a chunk of its prompt, which begins behind so

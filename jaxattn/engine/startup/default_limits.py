@@ -18,7 +18,8 @@ from jaxattn.engine.startup.gpu_limits import DRIVER, Bounds, GpuLimits, LimitsC
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import ModelStep
-from jaxattn.engine.steps.score_step import FilteredScoreStep, ScoreStep
+from jaxattn.engine.steps.pooling_step import PoolingStep
+from jaxattn.engine.steps.score_step import GatherStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
@@ -70,9 +71,7 @@ def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
         step
         for step in steps
         if step not in prefills and getattr(step, "rows", limits.batch) == limits.batch
-        if not isinstance(step, ScoreStep)
-        or isinstance(step, FilteredScoreStep)
-        or step.tokens == read
+        if not isinstance(step, GatherStep | PoolingStep) or step.tokens == read
     ]
     return (*(step for step in prefills if step.size == most), *whole)
 

@@ -116,7 +116,8 @@ class GpuLimits:
         choose("batch", rows, "rows of a GPU that decode together")
         if asked.reproducible:
             choose("prefill_chunk", min(REPRODUCIBLE_CHUNK, length), "one shape for all prompts")
-            choose("prefill_rows", asked.groups, "reproducible reads one prompt at a time")
+            rows = PREFILL_ROWS * asked.groups
+            choose("prefill_rows", rows, "short prompts, whole, that are read together")
             for name in ("decode_buckets", "prefill_buckets"):
                 choose(name, (), "reproducible has one shape")
             return dataclasses.replace(asked, **chosen), reasons

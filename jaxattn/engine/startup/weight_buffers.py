@@ -109,14 +109,6 @@ class WeightPrograms:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def compile(self) -> None:
-        """Compiles what parameters need that lie as the engine's own do."""
-        for place in self.places:
-            if place.leaf is not None:
-                self.program(place, place.own)
-        if self.made:
-            self.pack()
-
     def is_own(self, place: ParamPlace, given: Any) -> bool:
         """Whether a parameter lies as the engine has it."""
         own = place.own
@@ -257,6 +249,12 @@ class WeightBuffers:
         given = set[tuple[jax.Device, int]]().union(*map(_buffers, jax.tree.leaves(params.given)))
         self.owned = [given.isdisjoint(_buffers(leaf)) for leaf in self._leaves]
         self.version, self.torn, self.watched = 0, False, False
+        self._made_of = {
+            name: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None)
+            )
+            for name, leaf in named_params(params.given).items()
+        }
 
     @property
     def gone(self) -> bool:
@@ -321,6 +319,12 @@ class WeightBuffers:
                 self.programs.program(each.place, each.shape, donates=donates)
         if self.programs.made:
             self.programs.pack()
+
+    def compile_own(self) -> None:
+        """Compiles what parameters need that lie as those which it was made of."""
+        places = self.programs.places  # by other names they were packed: they lie as the engine's
+        given = [self._made_of.get(each.name, each.own) for each in places]
+        self.compile([self.programs.arriving(*each) for each in zip(places, given, strict=True)])
 
     def _uncompiled(self, each: ArrivingParam) -> list[bool]:
         """The programs (`donates`) that a parameter needs, now and in later updates."""

@@ -6,6 +6,7 @@ token is a sum of one.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,25 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.engine.steps.score_step import Head, ScoreStep
+from jaxattn.engine.steps.score_step import Head, HiddenStep
+from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
 
 RANGES = 8  # of a call
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolingStep(ScoreStep):
-    """Sums where a `ScoreStep` scores, and needs no head: (hidden, weights, wanted) -> (hidden,
-    float32 [8, hidden]).
+class PoolingStep(HiddenStep):
+    """Sums behind a prefill step of so many tokens, and needs no head: `told` is float32
+    [8, hidden].
 
     `wanted` is int32 [8, 2]: a range of places among the step's tokens, the second one behind it.
     """
+
+    @classmethod
+    def of(cls, limits: Limits, tokens: int) -> Self:
+        """Behind a prefill step of so many tokens of each data group."""
+        return cls(limits.groups * tokens)
 
     def __str__(self) -> str:
         return f"pooling of {self.tokens} tokens"

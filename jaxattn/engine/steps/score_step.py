@@ -4,6 +4,7 @@ The host says which tokens are wanted, a slice of them per call. So the logits o
 that exists at a time, whatever the chunk, and a step without such prompts pays for nothing.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,7 @@ from jaxattn.models.interface import Model
 
 # The head's matrix is read once for the tokens of a call: they are as many as have float32 logits
 # of so many bytes, within these bounds.
-LOGITS_BYTES, FEWEST, MOST = 2**28, 128, 1024
+LOGITS_BYTES, FEWEST, MOST = 2**29, 128, 1024
 Head = Callable[[Any, Float[Array, "S hidden"]], Float[Array, "S vocab"]]
 
 
@@ -74,45 +75,28 @@ class ScoreControls:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScoreStep(EngineStep):
-    """Scores tokens behind a prefill step of so many: (hidden, weights, wanted) -> (hidden, told,
-    what the head reads of the first R tokens, for a `FilteredScoreStep`).
-
-    `wanted` is int32 [S + 3, 2]: (place among the step's tokens, the token behind it), and in the
-    last lines `ScoreControls`.
+class HiddenStep(EngineStep):
+    """Reads hidden states of tokens: (hidden, weights, wanted) -> (hidden, told).
 
     Attributes:
-        tokens: of prompts in the prefill step, of all data groups together.
+        tokens: whose states these are.
     """
 
     tokens: int
 
-    @classmethod
-    def of(cls, limits: Limits, tokens: int) -> Self:
-        """Behind a prefill step of so many tokens of each data group."""
-        return cls(limits.groups * tokens)
-
-    def __str__(self) -> str:
-        return f"score of {self.tokens} tokens"
-
-    def size(self, vocab_size: int) -> int:
-        """Tokens of a call."""
-        fit = max(LOGITS_BYTES // (4 * vocab_size), 1)
-        return min(self.tokens, max(FEWEST, min(2 ** (fit.bit_length() - 1), MOST)))
-
+    @abc.abstractmethod
     def lines(self, model: Model) -> int:
-        """Of `wanted`."""
-        return self.size(model.vocab_size) + ScoreControls.LINES
+        """Of `wanted`, int32 [lines, 2]."""
+
+    @abc.abstractmethod
+    def with_head(self, head: Head) -> Callable:
+        """The step, of (weights, hidden [S, hidden]) -> logits."""
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         return self.with_head(head_of(model, tree))
 
-    def with_head(self, head: Head) -> Callable:
-        """The step, of (weights, hidden [S, hidden]) -> logits."""
-        return partial(_score, head)
-
     def hidden(self, model: Model) -> jax.ShapeDtypeStruct:
-        """What the prefill step gives for the head, as a shape."""
+        """The hidden states, as a shape."""
         each = model.hidden_shape
         return jax.ShapeDtypeStruct((self.tokens, *each.shape), each.dtype)
 
@@ -130,31 +114,94 @@ class ScoreStep(EngineStep):
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
         hidden, wanted = given
-        _, told, *_ = executable(on_device(hidden), weights, wanted)
+        _, told = executable(on_device(hidden), weights, wanted)
         return state, rows, told
 
 
 @dataclasses.dataclass(frozen=True)
+class ScoreStep(HiddenStep):
+    """Scores tokens whose hidden states a `GatherStep` gave.
+
+    `wanted` is int32 [S + 3, 2]: (place among the tokens of the prefill step, the token behind it),
+    and in the last lines `ScoreControls`.
+
+    Attributes:
+        tokens: of prompts in the largest prefill step, of all data groups together.
+    """
+
+    @classmethod
+    def of(cls, limits: Limits) -> Self:
+        """Behind the prefill steps of an engine."""
+        return cls(limits.groups * limits.prefill_sizes[-1])
+
+    def __str__(self) -> str:
+        return f"score of {self.tokens} tokens"
+
+    def size(self, vocab_size: int) -> int:
+        """S: tokens of a call."""
+        fit = max(LOGITS_BYTES // (4 * vocab_size), 1)
+        return min(self.tokens, max(FEWEST, min(2 ** (fit.bit_length() - 1), MOST)))
+
+    def lines(self, model: Model) -> int:
+        return self.size(model.vocab_size) + ScoreControls.LINES
+
+    def hidden(self, model: Model) -> jax.ShapeDtypeStruct:
+        each = model.hidden_shape
+        return jax.ShapeDtypeStruct((self.size(model.vocab_size), *each.shape), each.dtype)
+
+    def with_head(self, head: Head) -> Callable:
+        return partial(_score, head)
+
+
+@dataclasses.dataclass(frozen=True)
 class FilteredScoreStep(ScoreStep):
-    """Filters the vocabulary, or looks for the likeliest tokens, behind a `ScoreStep` that gives
-    what the head reads of these tokens. XLA has the host wait for such searches.
+    """Filters the vocabulary, or looks for the likeliest tokens, in the place of a `ScoreStep`: of
+    the first R tokens of a call. XLA has the host wait for such searches.
 
     `wanted` is int32 [R + 3, 2], as of a `ScoreStep`.
     """
 
-    @classmethod
-    def of(cls, limits: Limits, tokens: int) -> Self:
-        return cls(min(limits.groups * tokens, FEWEST))
-
     def __str__(self) -> str:
         return f"filtered score of {self.tokens} tokens"
 
+    def lines(self, model: Model) -> int:
+        return min(self.size(model.vocab_size), FEWEST) + ScoreControls.LINES
+
     def wanted(self, lines: Int[np.ndarray, "S+3 2"]) -> Int[np.ndarray, "R+3 2"]:
-        """Of the lines of the `ScoreStep` before it."""
-        return np.concatenate([lines[: self.tokens], lines[-ScoreControls.LINES :]])
+        """Of the lines of a `ScoreStep`; the places are those among the S tokens."""
+        count = min(len(lines) - ScoreControls.LINES, FEWEST)
+        found = np.concatenate([lines[:count], lines[-ScoreControls.LINES :]])
+        found[:count, 0] = np.arange(count)
+        return found
 
     def with_head(self, head: Head) -> Callable:
         return partial(_filtered_score, head)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherStep(HiddenStep):
+    """What the head reads of a `ScoreStep`'s tokens, behind a prefill step of so many: `told` is
+    [S, hidden].
+
+    Attributes:
+        score: what reads it.
+    """
+
+    score: ScoreStep
+
+    @classmethod
+    def of(cls, limits: Limits, tokens: int) -> Self:
+        """Behind a prefill step of so many tokens of each data group."""
+        return cls(limits.groups * tokens, ScoreStep.of(limits))
+
+    def __str__(self) -> str:
+        return f"gather of {self.tokens} tokens"
+
+    def lines(self, model: Model) -> int:
+        return self.score.lines(model)
+
+    def with_head(self, head: Head) -> Callable:
+        return _gathered
 
 
 def head_of(model: Model, tree: Any) -> Head:
@@ -212,29 +259,35 @@ class _Scored(NamedTuple):
         return jnp.concatenate([rank, jnp.where(finite, found[:, :1], nan), found[:, 1:]], axis=1)
 
 
+def _gathered(
+    hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
+) -> tuple[Float[Array, "N hidden"], Float[Array, "S hidden"]]:
+    """(`hidden` as it was, those of the places)."""
+    return hidden, hidden[wanted[: -ScoreControls.LINES, 0]]
+
+
 @jax.named_scope("score")
 def _score(
-    head: Head, hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
-) -> tuple[Float[Array, "N hidden"], Int[Array, "S 2"], Float[Array, "R hidden"]]:
-    """(`hidden` as it was, the rank of each token among all and the bits of its log-probability,
-    what a `FilteredScoreStep` reads).
+    head: Head, hidden: Float[Array, "S hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
+) -> tuple[Float[Array, "S hidden"], Int[Array, "S 2"]]:
+    """(`hidden` as it was, the rank of each token among all and the bits of its log-probability).
 
     The logits are read twice: for the largest, then for all sums.
     """
-    rows = hidden[wanted[: -ScoreControls.LINES, 0]]
-    scored = _Scored.of(head, rows, weights, wanted)
-    sums = jnp.exp((scored.logits - scored.most) / scored.heat).sum(axis=1, keepdims=True)
-    whole = jnp.log(sums) + scored.most / scored.heat
-    chance = lax.bitcast_convert_type(scored.own / scored.heat - whole, jnp.int32)
-    return hidden, scored.told(chance), rows[:FEWEST]
+    scored = _Scored.of(head, hidden, weights, wanted)
+    warmth = 1 / scored.heat  # a division of each logit would take as long as to read it
+    sums = jnp.exp((scored.logits - scored.most) * warmth).sum(axis=1, keepdims=True)
+    chance = (scored.own - scored.most) * warmth - jnp.log(sums)
+    return hidden, scored.told(lax.bitcast_convert_type(chance, jnp.int32))
 
 
 @jax.named_scope("filtered score")
 def _filtered_score(
-    head: Head, hidden: Float[Array, "R hidden"], weights: Any, wanted: Int[Array, "R+3 2"]
-) -> tuple[Float[Array, "R hidden"], Int[Array, "R 2+2*20"]]:
+    head: Head, hidden: Float[Array, "S hidden"], weights: Any, wanted: Int[Array, "R+3 2"]
+) -> tuple[Float[Array, "S hidden"], Int[Array, "R 2+2*20"]]:
     """(`hidden` as it was, the rank of each token among all and `logprobs`)."""
-    scored = _Scored.of(head, hidden, weights, wanted)
+    rows = hidden[wanted[: -ScoreControls.LINES, 0]]
+    scored = _Scored.of(head, rows, weights, wanted)
     (most, top_k), (_, top_p), (min_p, _) = wanted[-ScoreControls.LINES :]
     top_p, min_p = (lax.bitcast_convert_type(x, jnp.float32) for x in (top_p, min_p))
     each_of = partial(jnp.full, len(scored.tokens))

@@ -4,10 +4,10 @@
                                walked up to the whole block table), last ones
     prefill of N tokens beside B rows   the same, while all rows that decode get a token; of up to
                                `mixed_tokens`
-    score of N tokens          log-probabilities of prompts, behind their prefill (score_step.py)
-    filtered score of N tokens with alternatives, or of what top-k, top-p and min-p leave; behind a
-                               score
-    pooling of N tokens        embeddings of prompts, likewise (pooling_step.py)
+    gather of N tokens         what the head reads of prompts, behind their prefill (score_step.py)
+    score of N tokens          log-probabilities of it, N of the largest prefill
+    filtered score of N tokens with alternatives, or of what top-k, top-p and min-p leave
+    pooling of N tokens        embeddings of prompts, behind their prefill (pooling_step.py)
     decode of B x 1 tokens     the last token of each row, from the rows on the device
     decode of B x S tokens     of tokens that are given, for callers of `Engine.executables`
     mask of B rows             what grammars do not allow, out of the logits (grammar_bitmask.py)
@@ -40,7 +40,7 @@ from jaxattn.engine.steps.batch_steps import (
 from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import ModelStep, rounds
 from jaxattn.engine.steps.pooling_step import PoolingStep
-from jaxattn.engine.steps.score_step import FilteredScoreStep, ScoreStep
+from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreStep
 from jaxattn.memory.limits import Limits
 
 
@@ -65,9 +65,8 @@ def entry_points(limits: Limits) -> tuple[ModelStep, ...]:
 def all_steps(limits: Limits) -> tuple[EngineStep, ...]:
     """Every step that an engine of these limits can run."""
     entries, sizes = entry_points(limits), limits.prefill_sizes
-    kinds = ScoreStep, FilteredScoreStep, PoolingStep
-    # Prefill steps of several sizes share what filters.
-    scores = dict.fromkeys(step.of(limits, tokens) for step in kinds for tokens in sizes)
+    behind = (kind.of(limits, tokens) for kind in (GatherStep, PoolingStep) for tokens in sizes)
+    scores = *behind, ScoreStep.of(limits), FilteredScoreStep.of(limits)
     histories = (HistoryAppendStep(tokens) for tokens in sizes)
     samples = (
         SampleStep(rows, level) for rows in limits.batches for level in sampled_levels(limits)
