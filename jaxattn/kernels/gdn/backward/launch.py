@@ -5,7 +5,8 @@
     input_gradients.py              of every chunk alone again: gradients of q, k, v, and the gates
     channel_gradients.py            the same where every channel of the key decays by itself
 
-Nothing of the forward pass is kept but its arguments. States are kept for each chunk, in bfloat16.
+Of the forward pass its arguments are kept and, where the chunks are the same, the inverses and
+scores. States are kept for each chunk, in bfloat16.
 
 Limits: those of gdn/prefill/launch.py; float16 is taken as bfloat16. Reference: the gradient of
 `jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn/backward/test_kernel.py.
@@ -25,7 +26,11 @@ from jaxattn.kernels.gdn.backward.gate_gradients import (
 )
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
-from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
+from jaxattn.kernels.gdn.prefill.intra_chunk.launch import (
+    ChunkMatrices,
+    whole_chunk_matrices,
+    whole_chunks,
+)
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 
@@ -48,6 +53,7 @@ class DeltaRuleBackwardCall(NamedTuple):
         runs: int32 [2, n], first chunk of a sequence, and how many it has.
         initial_state, dfinal: float32 [n, Hv, 128, 128], the latter the gradient of the final
             states; None: zeros.
+        matrices: of the chunks where the forward pass has left them, not by channel.
     """
 
     tokens: ChunkedTokens
@@ -57,6 +63,7 @@ class DeltaRuleBackwardCall(NamedTuple):
     dfinal: jax.Array | None
     scale: float
     use_qk_l2norm: bool
+    matrices: ChunkMatrices | None = None
 
 
 def gdn_backward_mosaic(
@@ -70,11 +77,14 @@ def gdn_backward_mosaic(
         do, scale = do.astype(jnp.float32) * scale, 1.0
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
     g, beta = (x.astype(jnp.float32) for x in tokens[3:])
-    count = q.shape[0] // CHUNK
-    m, p, vectors, _ = chunk_matrices(
-        q, k, g, beta, _whole_chunks(count), count,
-        scale=scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, **mode,
-    )  # fmt: skip
+    count, matrices = q.shape[0] // CHUNK, call.matrices
+    if matrices is None:
+        matrices = whole_chunk_matrices(
+            q, k, g, beta, scale=scale, use_qk_l2norm=call.use_qk_l2norm,
+            forward=False, backward=True, **mode,
+        )  # fmt: skip
+    m, p, vectors = matrices.m, matrices.p, matrices.vectors
+    assert m is not None
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
     start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
     states, dstates, y, dstart = state_pass(
@@ -99,7 +109,7 @@ def kda_backward_mosaic(
     g, beta = (x.astype(jnp.float32) for x in call.tokens[3:])
     count, heads = q.shape[0] // CHUNK, v.shape[1]
     of_chunks = channel_chunks(
-        q, k, g, beta, _whole_chunks(count), count,
+        q, k, g, beta, whole_chunks(count), count,
         scale=call.scale, use_qk_l2norm=False, backward=True, **mode,
     )  # fmt: skip
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
@@ -125,9 +135,3 @@ def kda_backward_mosaic(
     of_tokens = dq, dk, dv.reshape(-1, heads, DIM), of_g, of_beta
     cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
     return ChunkedTokens(*cast), dstart[0]
-
-
-def _whole_chunks(count: int) -> jax.Array:
-    """The plan of chunks that the kernels of prefill take, of which every chunk is full."""
-    first = np.arange(count, dtype=np.int32) * CHUNK
-    return jnp.asarray(np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32))
