@@ -20,10 +20,10 @@ class ChunkGradientRefs:
     do_ref: Any
     m_ref: Any
     vectors_ref: Any
-    states_ref: Any
+    states_ref: Any  # by head those that are not in the place of dQ and dK, or None
     dstates_ref: Any
     y_ref: Any  # Y, then dV
-    dq_ref: Any
+    dq_ref: Any  # by head states, then dQ and dK
     dk_ref: Any
     q_smem: Any
     k_smem: Any

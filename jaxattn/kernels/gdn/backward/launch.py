@@ -122,9 +122,9 @@ def kda_backward_mosaic(
     )  # fmt: skip
     dq, dk, dv, of_g, of_beta = channel_gradients(
         q, k, of_chunks.k, two_terms(g).reshape(2, *v.shape), v, do, of_chunks.x, vectors,
-        states, dstates, y, scale=call.scale, **mode,
+        states.others, dstates, y, scale=call.scale, **mode,
     )  # fmt: skip
-    of_g = channel_gate_gradients(of_g, of_chunks.ends, states, dstates, g)
+    of_g = channel_gate_gradients(of_g, of_chunks.ends, states.others, dstates, g)
     of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
     group = heads // k.shape[2]
     dq, dk = (
