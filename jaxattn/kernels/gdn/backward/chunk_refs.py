@@ -40,3 +40,7 @@ class ChunkGradientRefs:
 
 def tile(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=TILE).astype(jnp.float32)
+
+
+def vector(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False)

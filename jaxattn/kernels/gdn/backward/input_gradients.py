@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.backward.chunk_refs import tile
+from jaxattn.kernels.gdn.backward.chunk_refs import tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import (
     LANE,
     OF_BETA,
@@ -39,7 +39,6 @@ from jaxattn.kernels.gdn.backward.head_gradients import (
     KeyGradients,
     ValueHead,
     release,
-    vector,
 )
 from jaxattn.kernels.gdn.backward.state_pass import ChunkStates
 from jaxattn.kernels.gdn.prefill.tiles import (

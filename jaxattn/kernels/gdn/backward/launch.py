@@ -19,11 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.kernels.gdn.backward.channel_gradients import channel_gradients
-from jaxattn.kernels.gdn.backward.gate_gradients import (
-    channel_gate_gradients,
-    gate_gradients,
-    two_terms,
-)
+from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients, two_terms
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import (
@@ -120,11 +116,12 @@ def kda_backward_mosaic(
         of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p, vectors,
         jnp.asarray(call.runs), written=of_chunks.written, start=start, dend=dend, **mode,
     )  # fmt: skip
+    assert states.others is not None
+    rounded, rest = (x.reshape(v.shape) for x in two_terms(g))
     dq, dk, dv, of_g, of_beta = channel_gradients(
-        q, k, of_chunks.k, two_terms(g).reshape(2, *v.shape), v, do, of_chunks.x, vectors,
+        q, k, of_chunks.k, (rounded, rest), v, do, of_chunks.x, vectors,
         states.others, dstates, y, scale=call.scale, **mode,
     )  # fmt: skip
-    of_g = channel_gate_gradients(of_g, of_chunks.ends, states.others, dstates, g)
     of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
     group = heads // k.shape[2]
     dq, dk = (
@@ -132,6 +129,6 @@ def kda_backward_mosaic(
         else x.reshape(-1, heads, DIM)
         for x in (dq, dk)
     )  # fmt: skip
-    of_tokens = dq, dk, dv.reshape(-1, heads, DIM), of_g, of_beta
+    of_tokens = dq, dk, dv.reshape(-1, heads, DIM), of_g.reshape(g.shape), of_beta
     cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
     return ChunkedTokens(*cast), dstart[0]
