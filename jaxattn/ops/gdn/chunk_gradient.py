@@ -17,7 +17,7 @@ from jaxattn.kernels.gdn.backward.launch import (
 )
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import ChunkMatrices, whole_chunk_matrices
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
-from jaxattn.ops.gdn.chunk_xla import l2norm, pack
+from jaxattn.ops.gdn.chunk_xla import pack
 from jaxattn.ops.gdn.delta_rule import DeltaRule
 
 
@@ -43,20 +43,12 @@ def chunk_gradient(
     """
     do, dfinal = cotangents
     *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
-    backward = gdn_backward_mosaic
-    if normalised := rule.channels and use_qk_l2norm:  # which those kernels do not undo
-        unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *chunked[:2])
-        chunked = [*unit, *chunked[2:]]
-    if rule.channels:
-        backward = kda_backward_mosaic
+    backward = kda_backward_mosaic if rule.channels else gdn_backward_mosaic
     call = DeltaRuleBackwardCall(
         ChunkedTokens(*chunked), do, runs, initial_state, dfinal, scale, use_qk_l2norm, matrices
     )
-    (dq, dk, *others), dstart = backward(call, interpret=interpret)
-    if normalised:
-        dq, dk = of_lengths((dq, dk))
-    dq, dk, *others = map(restore, (dq, dk, *others))
-    return dq, dk, *others, None if initial_state is None else dstart
+    of_tokens, dstart = backward(call, interpret=interpret)
+    return *map(restore, of_tokens), None if initial_state is None else dstart
 
 
 def matrices_of_both_passes(

@@ -80,13 +80,14 @@ def channel_gradients(
     y: jax.Array,
     *,
     scale: float,
+    l2norm: bool,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
 
     Args:
-        q, k: [N, 64, Hk, 128], of the length that they have in products.
+        q, k: [N, 64, Hk, 128]; with l2norm they are divided by their lengths in products.
         read: keys of `channel_chunks` [N, Hv, 64, 128].
         g: bfloat16 [N, 64, Hv, 128], log2 decays, rounded, and what the rounding left.
         v, do, m, vectors, states, dstates, y: as `state_pass` has them.
@@ -104,7 +105,7 @@ def channel_gradients(
     of_v = jax.new_ref(y)
     out = launch(
         lambda **refs: ChannelGradientCta(
-            ChannelGradientRefs(**refs), scale=scale, interpret=interpret
+            ChannelGradientRefs(**refs), scale=scale, l2norm=l2norm, interpret=interpret
         ).run(),
         name="kda_backward_inputs",
         grid={"block": chunks * value_heads},
@@ -141,6 +142,7 @@ def channel_gradients(
             "dstate_smem": state,
             "m_smem": triangles(1, dtype),
             "vectors_smem": plgpu.SMEM(vectors.shape[2:], jnp.float32),
+            "products_smem": plgpu.SMEM((WARPGROUPS, 4, CHUNK), jnp.float32),
             "dbeta_smem": plgpu.SMEM((WARPGROUPS, CHUNK), jnp.float32),
             "first": plgpu.Barrier(num_arrivals=9),
             "rest": plgpu.Barrier(num_arrivals=14),
@@ -157,8 +159,8 @@ def channel_gradients(
 class ChannelGradientCta:
     """A chunk of a value head."""
 
-    def __init__(self, refs: ChannelGradientRefs, *, scale: float, interpret: bool):
-        self.refs, self.scale, self.interpret = refs, scale, interpret
+    def __init__(self, refs: ChannelGradientRefs, *, scale: float, l2norm: bool, interpret: bool):
+        self.refs, self.scale, self.l2norm, self.interpret = refs, scale, l2norm, interpret
         self.dtype = refs.q_ref.dtype
         self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
         heads = refs.v_ref.shape[2]
@@ -175,6 +177,8 @@ class ChannelGradientCta:
         values = self._values()
         self._meet()
         plgpu.barrier_wait(refs.rest)
+        if self.l2norm:
+            self._measure()
         y = tile(refs.y_smem.at[wg])
         dbeta = (y * values).sum(axis=1)
         sums = self._with_states()
@@ -209,6 +213,43 @@ class ChannelGradientCta:
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.met)
         plgpu.barrier_wait(self.refs.met)
+
+    def _across(self, *rows: jax.Array) -> list[jax.Array]:
+        """Sums [64] of both warpgroups' rows."""
+        products = self.refs.products_smem
+        for i, of_half in enumerate(rows):
+            products[self.wg, i, :] = of_half
+        self._meet()
+        halves = [[vector(products.at[wg, i], BY_ROW) for wg in range(2)] for i in range(len(rows))]
+        return [left + right for left, right in halves]
+
+    def _measure(self) -> None:
+        """Keeps the inverse lengths of q and k behind the products."""
+        rows = [tile(ref.at[self.wg]) for ref in (self.refs.q_smem, self.refs.k_smem)]
+        for i, square in enumerate(self._across(*((x * x).sum(axis=1) for x in rows))):
+            self.refs.products_smem[self.wg, 2 + i, :] = lax.rsqrt(square + 1e-6)
+        plgpu.commit_smem()
+
+    def _over_length(self, of_key: int, x: jax.Array) -> jax.Array:
+        """Rows divided by the lengths of queries or keys."""
+        if not self.l2norm:
+            return x
+        return over_rows(vector(self.refs.products_smem.at[self.wg, 2 + of_key], BY_ROW)) * x
+
+    def _queries(self) -> jax.Array:
+        return self._over_length(0, tile(self.refs.q_smem.at[self.wg]))
+
+    def _keys(self) -> jax.Array:
+        return self._over_length(1, tile(self.refs.k_smem.at[self.wg]))
+
+    def _of_lengths(self, *pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+        """Gradients of unit vectors, pairs of both, to those of q and k."""
+        along = self._across(*((unit * of_unit).sum(axis=1) for unit, of_unit in pairs))
+        rests = [
+            of_unit - over_rows(part) * unit
+            for (unit, of_unit), part in zip(pairs, along, strict=True)
+        ]
+        return [self._over_length(i, rest) for i, rest in enumerate(rests)]
 
     def _product(self, *pairs: Any) -> jax.Array:
         """The sum of the pairs' products."""
@@ -276,7 +317,7 @@ class ChannelGradientCta:
         written = written * self._decays(self._chosen(self.column > self.row))
         # The last token's sum has all of them, and the decay of the state before the chunk.
         decay = over_columns(vector(refs.vectors_smem.at[wg], BY_COLUMN))
-        total = written * tile(refs.k_smem.at[wg])
+        total = written * self._keys()
         for rows in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
             states = tile(refs.state_smem.at[wg, rows]) * tile(refs.dstate_smem.at[wg, rows])
             total = total + decay * states
@@ -327,8 +368,9 @@ class ChannelGradientCta:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Adds the products of each token with itself."""
         f = self._masked(self._f, self.row == self.column)
-        of_q = of_q + self._product((f, self.refs.k_smem.at[self.wg]))
-        of_column = of_column + self._product((f, self.refs.q_smem.at[self.wg]))
+        of_q = of_q + self._over_length(1, self._product((f, self.refs.k_smem.at[self.wg])))
+        of_queries = self._product((f, self.refs.q_smem.at[self.wg]))
+        of_column = of_column + self._over_length(0, of_queries)
         return of_q, of_row, of_column
 
     def _masked(self, ref: Any, which: jax.Array) -> jax.Array:
@@ -341,8 +383,8 @@ class ChannelGradientCta:
         # From the place between the halves up to a token, or from behind it up to there.
         decays = self._decays(up_to_each(level, self.zero))
         keys, queries = self._times_decays()
-        for smem, rows in ((keys, self.refs.k_smem), (queries, self.refs.q_smem)):
-            smem[...] = (decays * tile(rows.at[self.wg])).astype(self.dtype)
+        for smem, rows in ((keys, self._keys()), (queries, self._queries())):
+            smem[...] = (decays * rows).astype(self.dtype)
         plgpu.commit_smem()
 
         def met(scores: Any, *, second: bool) -> jax.Array:
@@ -365,7 +407,7 @@ class ChannelGradientCta:
         of_column: jax.Array,
     ) -> None:
         refs, wg = self.refs, self.wg
-        keys, queries = (tile(rows.at[wg]) for rows in (refs.k_smem, refs.q_smem))
+        keys, queries = self._keys(), self._queries()
         refs.dbeta_smem.at[wg][...] = dbeta + (keys * of_row).sum(axis=1)
         of_row = self._beta() * of_row
         target = self._of_gates()
@@ -377,13 +419,16 @@ class ChannelGradientCta:
         log_decays = tile(refs.g_smem.at[0, wg]) + tile(refs.g_smem.at[1, wg])
         of_gates = jnp.where(log_decays > LOWEST_LOG2_DECAY, of_gates, 0.0)
         store(target, of_gates, interpret=self.interpret)
+        of_k = of_row + of_column
+        if self.l2norm:
+            of_q, of_k = self._of_lengths((queries, of_q), (keys, of_k))
         staged = (*self._times_decays(), refs.y_smem.at[wg])
         results = [
             (smem, ref.at[self.chunk, :, self.head, self.own], x)
             for smem, ref, x in zip(
                 staged,
                 (refs.dq_ref, refs.dk_ref, refs.y_ref),
-                (of_q, of_row + of_column, self._beta() * y),
+                (of_q, of_k, self._beta() * y),
                 strict=True,
             )
         ]

@@ -33,6 +33,7 @@ class ChunkGradientRefs:
     state_smem: Any  # S, then results or operands
     dstate_smem: Any
     m_smem: Any
+    products_smem: Any  # of q and k with their gradients, of each half of the channels
     first: Any  # what the first products read
     rest: Any
     met: Any

@@ -39,7 +39,6 @@ class InputGradientRefs(ChunkGradientRefs):
     scores_smem: Any  # F and H, then dV
     vectors_smem: Any
     parts_smem: Any
-    products_smem: Any  # of q and k with their gradients, of each half of the channels
     keys: Any  # and queries
     solve: Any  # M
     behind: Any  # the gradient of the state

@@ -98,7 +98,7 @@ def gdn_backward_mosaic(
 def kda_backward_mosaic(
     call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
 ) -> tuple[ChunkedTokens, jax.Array]:
-    """The same where g is [N * 64, Hv, 128], decays per channel; q and k come normalised."""
+    """The same where g is [N * 64, Hv, 128], decays per channel."""
     mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     dtypes = [x.dtype for x in call.tokens]
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*call.tokens[:3], call.do))
@@ -106,7 +106,7 @@ def kda_backward_mosaic(
     count, heads = q.shape[0] // CHUNK, v.shape[1]
     of_chunks = channel_chunks(
         q, k, g, beta, whole_chunks(count), count,
-        scale=call.scale, use_qk_l2norm=False, backward=True, **mode,
+        scale=call.scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, **mode,
     )  # fmt: skip
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
     by_head = beta.reshape(count, CHUNK, heads).swapaxes(1, 2)[:, :, None]
@@ -120,7 +120,7 @@ def kda_backward_mosaic(
     rounded, rest = (x.reshape(v.shape) for x in two_terms(g))
     dq, dk, dv, of_g, of_beta = channel_gradients(
         q, k, of_chunks.k, (rounded, rest), v, do, of_chunks.x, vectors,
-        states.others, dstates, y, scale=call.scale, **mode,
+        states.others, dstates, y, scale=call.scale, l2norm=call.use_qk_l2norm, **mode,
     )  # fmt: skip
     of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
     group = heads // k.shape[2]
