@@ -1,5 +1,7 @@
 """Gated delta rule over whole sequences, in chunks; the XLA reference is in chunk_xla.py."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -164,7 +166,7 @@ def chunk_rule(
                 interpret=interpret,
             )
 
-        options = dict(scale=factor, use_qk_l2norm=use_qk_l2norm, interpret=interpret)
+        options: Any = dict(scale=factor, use_qk_l2norm=use_qk_l2norm, interpret=interpret)
 
         def offsets(cu_seqlens):
             return cu_seqlens if known is None else np.asarray(known)

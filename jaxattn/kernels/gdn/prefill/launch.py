@@ -278,6 +278,7 @@ def gdn_prefill_mosaic(
                 matrices = chunk_matrices(
                     q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
                 )
+            assert matrices.x is not None
             x, p, vectors, drawn = matrices.x, matrices.p, matrices.vectors, matrices.zero
     if segment:
         ends, transitions = transition_pass(

@@ -134,10 +134,8 @@ def chunk_matrices(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return ChunkMatrices(
-        *(out.get(name) for name in ("x_ref", "m_ref")),
-        *(out[name] for name in ("p_ref", "vectors_ref", "zero_ref")),
-    )
+    x, m, p = out.get("x_ref"), out.get("m_ref"), out["p_ref"]
+    return ChunkMatrices(x, m, p, out["vectors_ref"], out["zero_ref"])
 
 
 def whole_chunk_matrices(
