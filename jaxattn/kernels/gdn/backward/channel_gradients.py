@@ -87,7 +87,7 @@ def channel_gradients(
     """Gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
 
     Args:
-        q, k: [N, 64, Hk, 128]; with l2norm they are divided by their lengths in products.
+        q, k: [N, 64, Hk, 128]; with l2norm the kernel makes unit vectors of them.
         read: keys of `channel_chunks` [N, Hv, 64, 128].
         g: bfloat16 [N, 64, Hv, 128], log2 decays, rounded, and what the rounding left.
         v, do, m, vectors, states, dstates, y: as `state_pass` has them.
@@ -178,7 +178,7 @@ class ChannelGradientCta:
         self._meet()
         plgpu.barrier_wait(refs.rest)
         if self.l2norm:
-            self._measure()
+            self._normalise()
         y = tile(refs.y_smem.at[wg])
         dbeta = (y * values).sum(axis=1)
         sums = self._with_states()
@@ -223,33 +223,25 @@ class ChannelGradientCta:
         halves = [[vector(products.at[wg, i], BY_ROW) for wg in range(2)] for i in range(len(rows))]
         return [left + right for left, right in halves]
 
-    def _measure(self) -> None:
-        """Keeps the inverse lengths of q and k behind the products."""
-        rows = [tile(ref.at[self.wg]) for ref in (self.refs.q_smem, self.refs.k_smem)]
-        for i, square in enumerate(self._across(*((x * x).sum(axis=1) for x in rows))):
-            self.refs.products_smem[self.wg, 2 + i, :] = lax.rsqrt(square + 1e-6)
+    def _normalise(self) -> None:
+        """Makes unit vectors of q and k, and keeps their inverse lengths behind the products."""
+        places = [ref.at[self.wg] for ref in (self.refs.q_smem, self.refs.k_smem)]
+        rows = [tile(place) for place in places]
+        squares = self._across(*((x * x).sum(axis=1) for x in rows))
+        for i, (place, x, square) in enumerate(zip(places, rows, squares, strict=True)):
+            inverse = lax.rsqrt(square + 1e-6)
+            self.refs.products_smem[self.wg, 2 + i, :] = inverse
+            place[...] = (over_rows(inverse) * x).astype(self.dtype)
         plgpu.commit_smem()
-
-    def _over_length(self, of_key: int, x: jax.Array) -> jax.Array:
-        """Rows divided by the lengths of queries or keys."""
-        if not self.l2norm:
-            return x
-        return over_rows(vector(self.refs.products_smem.at[self.wg, 2 + of_key], BY_ROW)) * x
-
-    def _queries(self) -> jax.Array:
-        return self._over_length(0, tile(self.refs.q_smem.at[self.wg]))
-
-    def _keys(self) -> jax.Array:
-        return self._over_length(1, tile(self.refs.k_smem.at[self.wg]))
 
     def _of_lengths(self, *pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
         """Gradients of unit vectors, pairs of both, to those of q and k."""
         along = self._across(*((unit * of_unit).sum(axis=1) for unit, of_unit in pairs))
-        rests = [
-            of_unit - over_rows(part) * unit
-            for (unit, of_unit), part in zip(pairs, along, strict=True)
+        inverse = [vector(self.refs.products_smem.at[self.wg, 2 + i], BY_ROW) for i in range(2)]
+        return [
+            over_rows(length) * (of_unit - over_rows(part) * unit)
+            for (unit, of_unit), part, length in zip(pairs, along, inverse, strict=True)
         ]
-        return [self._over_length(i, rest) for i, rest in enumerate(rests)]
 
     def _product(self, *pairs: Any) -> jax.Array:
         """The sum of the pairs' products."""
@@ -317,7 +309,7 @@ class ChannelGradientCta:
         written = written * self._decays(self._chosen(self.column > self.row))
         # The last token's sum has all of them, and the decay of the state before the chunk.
         decay = over_columns(vector(refs.vectors_smem.at[wg], BY_COLUMN))
-        total = written * self._keys()
+        total = written * tile(refs.k_smem.at[wg])
         for rows in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
             states = tile(refs.state_smem.at[wg, rows]) * tile(refs.dstate_smem.at[wg, rows])
             total = total + decay * states
@@ -368,9 +360,8 @@ class ChannelGradientCta:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Adds the products of each token with itself."""
         f = self._masked(self._f, self.row == self.column)
-        of_q = of_q + self._over_length(1, self._product((f, self.refs.k_smem.at[self.wg])))
-        of_queries = self._product((f, self.refs.q_smem.at[self.wg]))
-        of_column = of_column + self._over_length(0, of_queries)
+        of_q = of_q + self._product((f, self.refs.k_smem.at[self.wg]))
+        of_column = of_column + self._product((f, self.refs.q_smem.at[self.wg]))
         return of_q, of_row, of_column
 
     def _masked(self, ref: Any, which: jax.Array) -> jax.Array:
@@ -383,8 +374,8 @@ class ChannelGradientCta:
         # From the place between the halves up to a token, or from behind it up to there.
         decays = self._decays(up_to_each(level, self.zero))
         keys, queries = self._times_decays()
-        for smem, rows in ((keys, self._keys()), (queries, self._queries())):
-            smem[...] = (decays * rows).astype(self.dtype)
+        for smem, rows in ((keys, self.refs.k_smem), (queries, self.refs.q_smem)):
+            smem[...] = (decays * tile(rows.at[self.wg])).astype(self.dtype)
         plgpu.commit_smem()
 
         def met(scores: Any, *, second: bool) -> jax.Array:
@@ -407,7 +398,7 @@ class ChannelGradientCta:
         of_column: jax.Array,
     ) -> None:
         refs, wg = self.refs, self.wg
-        keys, queries = self._keys(), self._queries()
+        keys, queries = (tile(rows.at[wg]) for rows in (refs.k_smem, refs.q_smem))
         refs.dbeta_smem.at[wg][...] = dbeta + (keys * of_row).sum(axis=1)
         of_row = self._beta() * of_row
         target = self._of_gates()
