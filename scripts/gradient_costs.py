@@ -5,7 +5,8 @@
     JAX_PLATFORMS=cpu python -m scripts.gradient_costs --small  # tiny shapes, run on a CPU
 
 Forward and backward run by kernels where they serve. `GiB` is XLA's temporary
-memory of one layer's op, beside its arguments and results.
+memory of one layer's op, beside its arguments and results: the cotangent is an
+argument, the output and the gradients are results.
 """
 
 import argparse
@@ -78,9 +79,13 @@ SMALL = (functools.partial(attention, 1, 96, 2), functools.partial(delta_rule, 1
 
 
 def gradient(case: Case) -> Callable[..., Any]:
-    """Forward and backward, of a sum of the outputs."""
-    total = lambda *operands: case.op(*operands).astype(jnp.float32).sum()  # noqa: E731
-    return jax.value_and_grad(total, argnums=tuple(range(len(case.arguments))))
+    """(cotangent, *operands) -> output and gradients."""
+
+    def both(cotangent: jax.Array, *operands: jax.Array) -> tuple[Any, ...]:
+        out, pull = jax.vjp(case.op, *operands)
+        return out, *pull(cotangent)
+
+    return both
 
 
 def executable(op: Callable[..., Any], arguments: tuple[Any, ...], *, here: bool) -> Any:
@@ -95,14 +100,16 @@ def executable(op: Callable[..., Any], arguments: tuple[Any, ...], *, here: bool
 def measure(case: Case, *, here: bool) -> dict[str, Any]:
     """A row: temporary memory of both passes; where it runs, milliseconds too."""
     row: dict[str, Any] = {"op": case.name, "shape": case.shape}
-    keys = jax.random.split(jax.random.key(0), len(case.arguments))
-    for name, op in (("forward", case.op), ("with gradient", gradient(case))):
-        step = executable(op, case.arguments, here=here)
+    out = jax.eval_shape(case.op, *case.arguments)
+    both = "with gradient", gradient(case), (out, *case.arguments)
+    for name, op, arguments in (("forward", case.op, case.arguments), both):
+        step = executable(op, arguments, here=here)
         row[f"{name} GiB"] = step.memory_analysis().temp_size_in_bytes / GIB
         if here:
+            keys = jax.random.split(jax.random.key(0), len(arguments))
             operands = [
                 jax.random.normal(key, x.shape, x.dtype)
-                for key, x in zip(keys, case.arguments, strict=True)
+                for key, x in zip(keys, arguments, strict=True)
             ]
             row[f"{name} ms"] = 1e3 * seconds(functools.partial(step, *operands))
     return row

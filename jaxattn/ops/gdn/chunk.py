@@ -1,5 +1,7 @@
 """Gated delta rule over whole sequences, in chunks; the XLA reference is in chunk_xla.py."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -19,6 +21,7 @@ from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk_gradient import (
     chunk_gradient,
+    matrices_of_both_passes,
     reverse_mode_only,
     with_chunk_gradient,
 )
@@ -73,6 +76,8 @@ def chunk_gated_delta_rule(
 
     Where the kernel runs forward, kernels compute the gradient too, and take float16 as bfloat16.
     They keep two bfloat16 states per chunk and head, [Dv, Dk]: of the state and of its gradient.
+    In bfloat16, where each sequence is a multiple of 64 tokens and cu_seqlens is concrete or None,
+    14 KiB per chunk and head are kept from the forward pass, so that it is not repeated in part.
     "xla" keeps one float32 state per chunk and head. Both recompute the forward pass from the
     arguments, and what else they keep grows as T x (Dk + Dv + chunk_size) per head.
 
@@ -145,7 +150,7 @@ def chunk_rule(
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
         known = None if isinstance(ends, jax.core.Tracer) else ends
 
-        def kernel(q, k, v, g, beta, initial_state, cu_seqlens):
+        def kernel(matrices, q, k, v, g, beta, initial_state, cu_seqlens):
             return gdn_prefill_mosaic(
                 q,
                 k,
@@ -157,23 +162,32 @@ def chunk_rule(
                 cu_seqlens=cu_seqlens if known is None else known,  # here a tracer
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
+                matrices=matrices,
                 interpret=interpret,
             )
 
-        def backward(arguments, cotangents):
+        options: Any = dict(scale=factor, use_qk_l2norm=use_qk_l2norm, interpret=interpret)
+
+        def offsets(cu_seqlens):
+            return cu_seqlens if known is None else np.asarray(known)
+
+        def matrices(*arguments):
+            *tokens, _, cu_seqlens = arguments
+            return matrices_of_both_passes(rule, tuple(tokens), offsets(cu_seqlens), **options)
+
+        def backward(arguments, made, cotangents):
             *tokens, initial_state, cu_seqlens = arguments
             return chunk_gradient(
                 rule,
                 tuple(tokens),
                 initial_state,
-                cu_seqlens if known is None else np.asarray(known),
+                offsets(cu_seqlens),
+                made,
                 cotangents,
-                scale=factor,
-                use_qk_l2norm=use_qk_l2norm,
-                interpret=interpret,
+                **options,
             )
 
-        return run(with_chunk_gradient(kernel, backward))
+        return run(with_chunk_gradient(kernel, matrices, backward))
 
     def run(function):
         with jax.named_scope(op), reverse_mode_only(op):

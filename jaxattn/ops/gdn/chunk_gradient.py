@@ -1,6 +1,7 @@
 """The gradient of the chunked delta rules where a kernel ran forward, by kernels."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +15,9 @@ from jaxattn.kernels.gdn.backward.launch import (
     gdn_backward_mosaic,
     kda_backward_mosaic,
 )
+from jaxattn.kernels.gdn.prefill.intra_chunk.launch import ChunkMatrices, whole_chunk_matrices
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
-from jaxattn.ops.gdn.chunk_xla import l2norm, pack
+from jaxattn.ops.gdn.chunk_xla import pack
 from jaxattn.ops.gdn.delta_rule import DeltaRule
 
 
@@ -24,6 +26,7 @@ def chunk_gradient(
     tokens: tuple[jax.Array, ...],
     initial_state: jax.Array | None,
     cu_seqlens: Any,
+    matrices: ChunkMatrices | None,
     cotangents: tuple[jax.Array, jax.Array],
     *,
     scale: float,
@@ -35,24 +38,48 @@ def chunk_gradient(
     Args:
         tokens: q, k, v [B, T, H, 128], g and beta [B, T, Hv].
         cu_seqlens: a traced array, NumPy's, or None.
+        matrices: of `matrices_of_both_passes`.
         cotangents: of o [B, T, Hv, 128] and the final states [n, Hv, 128, 128].
     """
     do, dfinal = cotangents
     *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
-    backward = gdn_backward_mosaic
-    if normalised := rule.channels and use_qk_l2norm:  # which those kernels do not undo
-        unit, of_lengths = jax.vjp(lambda *x: tuple(map(l2norm, x)), *chunked[:2])
-        chunked = [*unit, *chunked[2:]]
-    if rule.channels:
-        backward = kda_backward_mosaic
+    backward = kda_backward_mosaic if rule.channels else gdn_backward_mosaic
     call = DeltaRuleBackwardCall(
-        ChunkedTokens(*chunked), do, runs, initial_state, dfinal, scale, use_qk_l2norm
+        ChunkedTokens(*chunked), do, runs, initial_state, dfinal, scale, use_qk_l2norm, matrices
     )
-    (dq, dk, *others), dstart = backward(call, interpret=interpret)
-    if normalised:
-        dq, dk = of_lengths((dq, dk))
-    dq, dk, *others = map(restore, (dq, dk, *others))
-    return dq, dk, *others, None if initial_state is None else dstart
+    of_tokens, dstart = backward(call, interpret=interpret)
+    return *map(restore, of_tokens), None if initial_state is None else dstart
+
+
+def matrices_of_both_passes(
+    rule: DeltaRule,
+    tokens: tuple[jax.Array, ...],
+    cu_seqlens: Any,
+    *,
+    scale: float,
+    use_qk_l2norm: bool,
+    interpret: bool,
+) -> ChunkMatrices | None:
+    """What the forward pass makes of the chunks, and more for the backward pass.
+
+    None where either pass makes its own: chunks that are not full begin elsewhere in the other one,
+    which takes float16 as bfloat16. By channel keys and queries would be kept for each value head.
+    """
+    q, k, v, g, beta = tokens
+    length, lengths = v.shape[1], None
+    if cu_seqlens is None:
+        lengths = np.array([length])
+    elif isinstance(cu_seqlens, np.ndarray) and cu_seqlens[-1] == length:
+        lengths = np.diff(cu_seqlens)
+    if rule.channels or q.dtype != jnp.bfloat16 or lengths is None:
+        return None
+    if (lengths == 0).any() or (lengths % CHUNK).any():
+        return None
+    q, k, g, beta = (x.reshape(-1, *x.shape[2:]) for x in (q, k, g, beta))
+    return whole_chunk_matrices(
+        q, k, g.astype(jnp.float32), beta.astype(jnp.float32),
+        scale=scale, use_qk_l2norm=use_qk_l2norm, backward=True, interpret=interpret,
+    )  # fmt: skip
 
 
 def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...]:
@@ -93,15 +120,22 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
     return *map(gathered, arrays), runs, scattered
 
 
-def with_chunk_gradient(kernel: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
-    """`kernel(q, k, v, g, beta, initial_state, cu_seqlens)`, differentiated in reverse mode by
-    `gradient` of those arguments and the cotangents."""
-    differentiable = jax.custom_vjp(kernel)
+def with_chunk_gradient(
+    kernel: Callable[..., Any], matrices: Callable[..., Any], gradient: Callable[..., Any]
+) -> Any:
+    """`kernel(None, q, k, v, g, beta, initial_state, cu_seqlens)`, differentiated in reverse mode
+    by `gradient` of those arguments, what `matrices` makes of them, and the cotangents."""
+    differentiable = jax.custom_vjp(functools.partial(kernel, None))
 
-    def backward(arguments: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
-        return *gradient(arguments, cotangents), None
+    def forward(*arguments: Any) -> Any:
+        made = matrices(*arguments)
+        kept = None if made is None else made._replace(x=None)
+        return kernel(made, *arguments), (arguments, kept)
 
-    differentiable.defvjp(lambda *arguments: (kernel(*arguments), arguments), backward)
+    def backward(kept: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
+        return *gradient(*kept, cotangents), None
+
+    differentiable.defvjp(forward, backward)
     return differentiable
 
 

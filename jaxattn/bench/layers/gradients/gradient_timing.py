@@ -3,7 +3,7 @@
 `ms` is the GPU time of the kernels of both passes, from a profile, and `forward ms` of the forward
 alone; `backward ms` is the rest. `call ms` is a call's share of calls dispatched one after another.
 `forward MiB` and `MiB` are XLA's temporary memory of both executables, beside their arguments and
-results: gradients are results.
+results: outputs and gradients are results, and the output's cotangent is an argument.
 """
 
 import functools
@@ -23,13 +23,16 @@ type Differentiated = Callable[[Any, Any], jax.Array]
 
 
 def value_and_gradient(function: Differentiated) -> Callable[..., Any]:
-    """(floats, fixed, cotangent) -> the value that has the cotangent for its gradient, and the
-    gradients of all floats."""
+    """(floats, fixed, cotangent) -> the output, and the gradients of all floats.
 
-    def total(floats: Any, fixed: Any, cotangent: jax.Array) -> jax.Array:
-        return (function(floats, fixed).astype(jnp.float32) * cotangent).sum()
+    The cotangent is given, as PyTorch's libraries are: a loss has kernels of its own.
+    """
 
-    return jax.value_and_grad(total)
+    def both(floats: Any, fixed: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+        out, pull = jax.vjp(lambda floats: function(floats, fixed), floats)
+        return out, pull(cotangent.astype(out.dtype))[0]
+
+    return both
 
 
 class CompiledPass:

@@ -231,8 +231,8 @@ def label(shape: Shape) -> dict[str, str]:
 def check(op: TrainedOp, tokens: int, implementation: Implementation | None) -> float:
     """The largest relative L2 error of the gradients of some tokens, beside float32."""
     floats, fixed = op.floats(1, tokens), op.fixed(1, tokens)
-    shape = jax.eval_shape(lambda: op.call(floats, fixed, "xla")).shape
-    cotangent = draw(9, *shape, dtype=jnp.float32)
+    out = jax.eval_shape(lambda: op.call(floats, fixed, "xla"))
+    cotangent = draw(9, *out.shape, dtype=out.dtype)
 
     def gradients(floats: Any, implementation: Implementation | None) -> Any:
         call = lambda floats, fixed: op.call(floats, fixed, implementation)  # noqa: E731
@@ -255,7 +255,7 @@ def measure(
         raise AssertionError(f"train {shape}: gradients differ by {error} in relative L2")
     floats, fixed = op.floats(rows, tokens), op.fixed(rows, tokens)
     out = jax.eval_shape(lambda: op.call(floats, fixed, "xla"))
-    cotangent = draw(9, *out.shape, dtype=jnp.float32)
+    cotangent = draw(9, *out.shape, dtype=out.dtype)
     ours = lambda floats, fixed: op.call(floats, fixed, implementation)  # noqa: E731
     row: dict[str, Any] = {**label(shape), "sizes": op.sizes}
     row |= gradient_columns(ours, floats, fixed, cotangent)

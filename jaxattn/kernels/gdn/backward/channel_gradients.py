@@ -22,11 +22,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile
+from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
 from jaxattn.kernels.gdn.backward.half_masks import across_halves, up_to_each
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
+from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import LOWEST_LOG2_DECAY
 from jaxattn.kernels.gdn.prefill.tiles import (
+    BY_COLUMN,
     BY_ROW,
     CHANNEL_BETA,
     CHUNK,
@@ -36,6 +38,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     copy_rows,
     copy_triangle,
     iota,
+    over_columns,
     over_rows,
     triangles,
 )
@@ -59,7 +62,7 @@ class ChannelGradientRefs(ChunkGradientRefs):
     dbeta_ref: Any
     read_smem: Any  # keys that read the state, then scratch
     g_smem: Any  # log2 decays, rounded and the rest
-    beta_smem: Any
+    vectors_smem: Any
     dbeta_smem: Any
 
 
@@ -67,7 +70,7 @@ def channel_gradients(
     q: jax.Array,
     k: jax.Array,
     read: jax.Array,
-    g: jax.Array,
+    g: tuple[jax.Array, jax.Array],
     v: jax.Array,
     do: jax.Array,
     m: jax.Array,
@@ -77,21 +80,21 @@ def channel_gradients(
     y: jax.Array,
     *,
     scale: float,
+    l2norm: bool,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
 
     Args:
-        q, k: [N, 64, Hk, 128], of the length that they have in products.
+        q, k: [N, 64, Hk, 128]; with l2norm the kernel makes unit vectors of them.
         read: keys of `channel_chunks` [N, Hv, 64, 128].
-        g: bfloat16 [2, N, 64, Hv, 128], log2 decays, rounded, and what the rounding left.
+        g: bfloat16 [N, 64, Hv, 128], log2 decays, rounded, and what the rounding left.
         v, do, m, vectors, states, dstates, y: as `state_pass` has them.
 
     Returns:
         dv in q's dtype, dq and dk too unless value heads share a key head, whose sum of float32 is
-        then to be taken; float32 [N, 64, Hv, 128], in which the decay of the state before the chunk
-        is missing; and float32 [N, Hv, 2, 64], whose sum is beta's.
+        then to be taken; float32 [N, 64, Hv, 128]; and float32 [N, Hv, 2, 64], whose sum is beta's.
     """
     chunks, _, value_heads, _ = v.shape
     dtype = q.dtype
@@ -102,7 +105,7 @@ def channel_gradients(
     of_v = jax.new_ref(y)
     out = launch(
         lambda **refs: ChannelGradientCta(
-            ChannelGradientRefs(**refs), scale=scale, interpret=interpret
+            ChannelGradientRefs(**refs), scale=scale, l2norm=l2norm, interpret=interpret
         ).run(),
         name="kda_backward_inputs",
         grid={"block": chunks * value_heads},
@@ -138,7 +141,8 @@ def channel_gradients(
             "state_smem": state,
             "dstate_smem": state,
             "m_smem": triangles(1, dtype),
-            "beta_smem": plgpu.SMEM((CHUNK,), jnp.float32),
+            "vectors_smem": plgpu.SMEM(vectors.shape[2:], jnp.float32),
+            "products_smem": plgpu.SMEM((WARPGROUPS, 4, CHUNK), jnp.float32),
             "dbeta_smem": plgpu.SMEM((WARPGROUPS, CHUNK), jnp.float32),
             "first": plgpu.Barrier(num_arrivals=9),
             "rest": plgpu.Barrier(num_arrivals=14),
@@ -155,8 +159,8 @@ def channel_gradients(
 class ChannelGradientCta:
     """A chunk of a value head."""
 
-    def __init__(self, refs: ChannelGradientRefs, *, scale: float, interpret: bool):
-        self.refs, self.scale, self.interpret = refs, scale, interpret
+    def __init__(self, refs: ChannelGradientRefs, *, scale: float, l2norm: bool, interpret: bool):
+        self.refs, self.scale, self.l2norm, self.interpret = refs, scale, l2norm, interpret
         self.dtype = refs.q_ref.dtype
         self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
         heads = refs.v_ref.shape[2]
@@ -173,6 +177,8 @@ class ChannelGradientCta:
         values = self._values()
         self._meet()
         plgpu.barrier_wait(refs.rest)
+        if self.l2norm:
+            self._normalise()
         y = tile(refs.y_smem.at[wg])
         dbeta = (y * values).sum(axis=1)
         sums = self._with_states()
@@ -192,21 +198,50 @@ class ChannelGradientCta:
         copy_rows(refs.states_ref.at[chunk, head], refs.state_smem, refs.first)
         copy_rows(refs.v_ref.at[chunk, :, head], refs.v_smem, refs.first)
         copy_triangle(refs.m_ref.at[chunk, head], refs.m_smem.at[0], refs.first)
-        beta = refs.vectors_ref.at[chunk, head, CHANNEL_BETA]
-        plgpu.copy_gmem_to_smem(beta, refs.beta_smem, refs.first)
+        vectors = refs.vectors_ref.at[chunk, head]
+        plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem, refs.first)
         copy_rows(refs.dstates_ref.at[chunk, head], refs.dstate_smem, refs.rest)
         for ref, smem in ((refs.do_ref, refs.do_smem), (refs.y_ref, refs.y_smem)):
             copy_rows(ref.at[chunk, :, head], smem, refs.rest)
         for ref, smem in ((refs.q_ref, refs.q_smem), (refs.k_ref, refs.k_smem)):
             copy_rows(ref.at[chunk, :, self.key_head], smem, refs.rest)
         for term in range(2):
-            copy_rows(refs.g_ref.at[term, chunk, :, head], refs.g_smem.at[term], refs.rest)
+            copy_rows(refs.g_ref[term].at[chunk, :, head], refs.g_smem.at[term], refs.rest)
 
     def _meet(self) -> None:
         """Both warpgroups see what either has written, and have done with what it has read."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.met)
         plgpu.barrier_wait(self.refs.met)
+
+    def _across(self, *rows: jax.Array) -> list[jax.Array]:
+        """Sums [64] of both warpgroups' rows."""
+        products = self.refs.products_smem
+        for i, of_half in enumerate(rows):
+            products[self.wg, i, :] = of_half
+        self._meet()
+        halves = [[vector(products.at[wg, i], BY_ROW) for wg in range(2)] for i in range(len(rows))]
+        return [left + right for left, right in halves]
+
+    def _normalise(self) -> None:
+        """Makes unit vectors of q and k, and keeps their inverse lengths behind the products."""
+        places = [ref.at[self.wg] for ref in (self.refs.q_smem, self.refs.k_smem)]
+        rows = [tile(place) for place in places]
+        squares = self._across(*((x * x).sum(axis=1) for x in rows))
+        for i, (place, x, square) in enumerate(zip(places, rows, squares, strict=True)):
+            inverse = lax.rsqrt(square + 1e-6)
+            self.refs.products_smem[self.wg, 2 + i, :] = inverse
+            place[...] = (over_rows(inverse) * x).astype(self.dtype)
+        plgpu.commit_smem()
+
+    def _of_lengths(self, *pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+        """Gradients of unit vectors, pairs of both, to those of q and k."""
+        along = self._across(*((unit * of_unit).sum(axis=1) for unit, of_unit in pairs))
+        inverse = [vector(self.refs.products_smem.at[self.wg, 2 + i], BY_ROW) for i in range(2)]
+        return [
+            over_rows(length) * (of_unit - over_rows(part) * unit)
+            for (unit, of_unit), part, length in zip(pairs, along, inverse, strict=True)
+        ]
 
     def _product(self, *pairs: Any) -> jax.Array:
         """The sum of the pairs' products."""
@@ -245,7 +280,7 @@ class ChannelGradientCta:
         return total + self._product((ones, scratch))
 
     def _beta(self) -> jax.Array:
-        return over_rows(plgpu.load(self.refs.beta_smem, layout=BY_ROW, optimized=False))
+        return over_rows(vector(self.refs.vectors_smem.at[CHANNEL_BETA], BY_ROW))
 
     def _values(self) -> jax.Array:
         """V, of the warpgroup's channels; U takes its place."""
@@ -272,8 +307,13 @@ class ChannelGradientCta:
 
         written = with_state(refs.v_smem, refs.dstate_smem)
         written = written * self._decays(self._chosen(self.column > self.row))
-        # The last token's sum has all of them.
-        total = self._summed(self.row == CHUNK - 1, written * tile(refs.k_smem.at[wg]))
+        # The last token's sum has all of them, and the decay of the state before the chunk.
+        decay = over_columns(vector(refs.vectors_smem.at[wg], BY_COLUMN))
+        total = written * tile(refs.k_smem.at[wg])
+        for rows in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
+            states = tile(refs.state_smem.at[wg, rows]) * tile(refs.dstate_smem.at[wg, rows])
+            total = total + decay * states
+        total = self._summed(self.row == CHUNK - 1, total)
         store(self._of_gates(), total, interpret=self.interpret)
         read = self._decays(self._chosen(self.column <= self.row))
         of_q = self.scale * read * with_state(refs.do_smem, refs.state_smem)
@@ -366,14 +406,20 @@ class ChannelGradientCta:
         # A gate is in the sums of its own token and of the ones behind it.
         of_gates = queries * of_q + keys * (of_row - of_column) + of_last
         of_gates = self._summed(self.column >= self.row, of_gates)
+        # Of a decay of 0 the sums' rounding would be left, and its gradient is 0.
+        log_decays = tile(refs.g_smem.at[0, wg]) + tile(refs.g_smem.at[1, wg])
+        of_gates = jnp.where(log_decays > LOWEST_LOG2_DECAY, of_gates, 0.0)
         store(target, of_gates, interpret=self.interpret)
+        of_k = of_row + of_column
+        if self.l2norm:
+            of_q, of_k = self._of_lengths((queries, of_q), (keys, of_k))
         staged = (*self._times_decays(), refs.y_smem.at[wg])
         results = [
             (smem, ref.at[self.chunk, :, self.head, self.own], x)
             for smem, ref, x in zip(
                 staged,
                 (refs.dq_ref, refs.dk_ref, refs.y_ref),
-                (of_q, of_row + of_column, self._beta() * y),
+                (of_q, of_k, self._beta() * y),
                 strict=True,
             )
         ]

@@ -20,10 +20,10 @@ class ChunkGradientRefs:
     do_ref: Any
     m_ref: Any
     vectors_ref: Any
-    states_ref: Any
+    states_ref: Any  # by head those that are not in the place of dQ and dK, or None
     dstates_ref: Any
     y_ref: Any  # Y, then dV
-    dq_ref: Any
+    dq_ref: Any  # by head states, then dQ and dK
     dk_ref: Any
     q_smem: Any
     k_smem: Any
@@ -33,6 +33,7 @@ class ChunkGradientRefs:
     state_smem: Any  # S, then results or operands
     dstate_smem: Any
     m_smem: Any
+    products_smem: Any  # of q and k with their gradients, of each half of the channels
     first: Any  # what the first products read
     rest: Any
     met: Any
@@ -40,3 +41,7 @@ class ChunkGradientRefs:
 
 def tile(ref: Any) -> jax.Array:
     return plgpu.load(ref, layout=TILE).astype(jnp.float32)
+
+
+def vector(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False)

@@ -42,22 +42,12 @@ def gate_gradients(
     return jnp.where(g * LOG2E > LOWEST_LOG2_DECAY, of_g, 0.0), of_beta
 
 
-def channel_gate_gradients(
-    of_g: jax.Array, ends: jax.Array, states: jax.Array, dstates: jax.Array, g: jax.Array
-) -> jax.Array:
-    """Those of decays per channel, g [N * 64, Hv, 128], of what `channel_gradients` leaves."""
-    of_decay = (states.astype(jnp.float32) * dstates.astype(jnp.float32)).sum(axis=2)
-    of_decay = of_decay * ends.reshape(of_decay.shape)
-    of_g = (of_g + of_decay[:, None]).reshape(g.shape)
-    return jnp.where(g * LOG2E > LOWEST_LOG2_DECAY, of_g, 0.0)
-
-
-def two_terms(g: jax.Array) -> jax.Array:
+def two_terms(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log2 decays in bfloat16: rounded, and what the rounding left."""
     decays = jnp.maximum(g * LOG2E, LOWEST_LOG2_DECAY)
     # XLA may take a conversion to bfloat16 and back for nothing.
     rounded = lax.reduce_precision(decays, exponent_bits=8, mantissa_bits=7)
-    return jnp.stack([rounded, decays - rounded]).astype(jnp.bfloat16)
+    return rounded.astype(jnp.bfloat16), (decays - rounded).astype(jnp.bfloat16)
 
 
 def _behind() -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile
+from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import OF_DECAY, OF_SUM, OF_WRITE
 from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import zero_tile
@@ -39,7 +39,6 @@ class InputGradientRefs(ChunkGradientRefs):
     scores_smem: Any  # F and H, then dV
     vectors_smem: Any
     parts_smem: Any
-    products_smem: Any  # of q and k with their gradients, of each half of the channels
     keys: Any  # and queries
     solve: Any  # M
     behind: Any  # the gradient of the state
@@ -223,10 +222,6 @@ def release(barrier: Any, *, interpret: bool) -> None:
     if interpret:  # it knows no other order
         plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
-
-
-def vector(ref: Any, layout: Any) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def _add_scores(acc: WgmmaAccumulator, left: Any, right: Any) -> None:

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.backward.chunk_refs import tile
+from jaxattn.kernels.gdn.backward.chunk_refs import tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import (
     LANE,
     OF_BETA,
@@ -39,8 +39,8 @@ from jaxattn.kernels.gdn.backward.head_gradients import (
     KeyGradients,
     ValueHead,
     release,
-    vector,
 )
+from jaxattn.kernels.gdn.backward.state_pass import ChunkStates
 from jaxattn.kernels.gdn.prefill.tiles import (
     BACKWARD_VECTORS,
     BY_ROW,
@@ -69,7 +69,7 @@ def input_gradients(
     do: jax.Array,
     m: jax.Array,
     vectors: jax.Array,
-    states: jax.Array,
+    states: ChunkStates,
     dstates: jax.Array,
     y: jax.Array,
     *,
@@ -88,7 +88,8 @@ def input_gradients(
     tokens = plgpu.SMEM((1, 2, CHUNK, 64), dtype, transforms=swizzle)
     blocks = min(chunks * key_heads, NUM_SMS)
     parts = jax.ShapeDtypeStruct((chunks, value_heads, WARPGROUPS, PARTS, CHUNK), jnp.float32)
-    of_v = jax.new_ref(y)
+    assert states.upper is not None and states.lower is not None
+    of_q, of_k, of_v = (jax.new_ref(x) for x in (states.upper, states.lower, y))
     read = plgpu.Barrier(num_arrivals=WARPGROUPS)
     out = launch(
         lambda **refs: _by_warpgroup(
@@ -110,15 +111,13 @@ def input_gradients(
             "do_ref": do,
             "m_ref": m,
             "vectors_ref": vectors,
-            "states_ref": states,
+            "states_ref": states.others,
             "dstates_ref": dstates,
             "y_ref": of_v,
+            "dq_ref": of_q,
+            "dk_ref": of_k,
         },
-        outputs={
-            "dq_ref": jax.ShapeDtypeStruct(q.shape, dtype),
-            "dk_ref": jax.ShapeDtypeStruct(k.shape, dtype),
-            "parts_ref": parts,
-        },
+        outputs={"parts_ref": parts},
         scratch={
             "q_smem": tokens,
             "k_smem": tokens,
@@ -133,7 +132,7 @@ def input_gradients(
             "parts_smem": plgpu.SMEM((WARPGROUPS, PARTS, CHUNK), jnp.float32),
             "products_smem": plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.float32),
             "keys": plgpu.Barrier(num_arrivals=4),
-            "first": plgpu.Barrier(num_arrivals=5, num_barriers=SLOTS),
+            "first": plgpu.Barrier(num_arrivals=7, num_barriers=SLOTS),
             "solve": plgpu.Barrier(num_arrivals=2),
             "rest": plgpu.Barrier(num_arrivals=4),
             "behind": plgpu.Barrier(num_arrivals=2),
@@ -149,13 +148,19 @@ def input_gradients(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return out["dq_ref"], out["dk_ref"], jax.freeze(of_v), out["parts_ref"]
+    return *(jax.freeze(ref) for ref in (of_q, of_k, of_v)), out["parts_ref"]
 
 
 def _by_warpgroup(body: Callable[[int], None]) -> None:
     """Traces the body for each warpgroup: where its number is known, so are its addresses."""
     for wg in range(WARPGROUPS + 1):
         pl.when(lax.axis_index("wg") == wg)(functools.partial(body, wg))
+
+
+def _copy_state(halves: list[Any], destination: Any, barrier: Any) -> None:
+    """Rows 0 to 63 and 64 to 127 of a state."""
+    for i, rows in enumerate(halves):
+        copy_rows(rows, destination.at[:, pl.ds(CHUNK * i, CHUNK)], barrier)
 
 
 class InputGradientCta:
@@ -231,7 +236,13 @@ class InputGradientCta:
 
             when_read(refs.first_read.at[slot], SLOTS)
             first = refs.first.at[slot]
-            copy_rows(refs.states_ref.at[chunk, head], refs.state_smem.at[slot], first)
+            place = refs.state_smem.at[slot]
+            of_keys = [ref.at[chunk, :, key_head] for ref in (refs.dq_ref, refs.dk_ref)]
+            pl.when(begins)(functools.partial(_copy_state, of_keys, place, first))
+            if refs.states_ref is not None:
+                state = refs.states_ref.at[chunk, jnp.maximum(head - key_head - 1, 0)]
+                rows = [state.at[pl.ds(at, CHUNK)] for at in (0, CHUNK)]
+                pl.when(~begins)(functools.partial(_copy_state, rows, place, first))
             copy_rows(refs.v_ref.at[chunk, :, head], refs.v_smem.at[slot], first)
             vectors = refs.vectors_ref.at[chunk, head]
             plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], first)

@@ -5,7 +5,8 @@
     input_gradients.py              of every chunk alone again: gradients of q, k, v, and the gates
     channel_gradients.py            the same where every channel of the key decays by itself
 
-Nothing of the forward pass is kept but its arguments. States are kept for each chunk, in bfloat16.
+Of the forward pass its arguments are kept and, where the chunks are the same, the inverses and
+scores. States are kept for each chunk, in bfloat16.
 
 Limits: those of gdn/prefill/launch.py; float16 is taken as bfloat16. Reference: the gradient of
 `jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn/backward/test_kernel.py.
@@ -18,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.kernels.gdn.backward.channel_gradients import channel_gradients
-from jaxattn.kernels.gdn.backward.gate_gradients import (
-    channel_gate_gradients,
-    gate_gradients,
-    two_terms,
-)
+from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients, two_terms
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
-from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
+from jaxattn.kernels.gdn.prefill.intra_chunk.launch import (
+    ChunkMatrices,
+    whole_chunk_matrices,
+    whole_chunks,
+)
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 
@@ -48,6 +49,7 @@ class DeltaRuleBackwardCall(NamedTuple):
         runs: int32 [2, n], first chunk of a sequence, and how many it has.
         initial_state, dfinal: float32 [n, Hv, 128, 128], the latter the gradient of the final
             states; None: zeros.
+        matrices: of the chunks where the forward pass has left them, not by channel.
     """
 
     tokens: ChunkedTokens
@@ -57,6 +59,7 @@ class DeltaRuleBackwardCall(NamedTuple):
     dfinal: jax.Array | None
     scale: float
     use_qk_l2norm: bool
+    matrices: ChunkMatrices | None = None
 
 
 def gdn_backward_mosaic(
@@ -70,11 +73,14 @@ def gdn_backward_mosaic(
         do, scale = do.astype(jnp.float32) * scale, 1.0
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
     g, beta = (x.astype(jnp.float32) for x in tokens[3:])
-    count = q.shape[0] // CHUNK
-    m, p, vectors, _ = chunk_matrices(
-        q, k, g, beta, _whole_chunks(count), count,
-        scale=scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, **mode,
-    )  # fmt: skip
+    count, matrices = q.shape[0] // CHUNK, call.matrices
+    if matrices is None:
+        matrices = whole_chunk_matrices(
+            q, k, g, beta, scale=scale, use_qk_l2norm=call.use_qk_l2norm,
+            forward=False, backward=True, **mode,
+        )  # fmt: skip
+    m, p, vectors = matrices.m, matrices.p, matrices.vectors
+    assert m is not None
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
     start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
     states, dstates, y, dstart = state_pass(
@@ -92,15 +98,15 @@ def gdn_backward_mosaic(
 def kda_backward_mosaic(
     call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
 ) -> tuple[ChunkedTokens, jax.Array]:
-    """The same where g is [N * 64, Hv, 128], decays per channel; q and k come normalised."""
+    """The same where g is [N * 64, Hv, 128], decays per channel."""
     mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     dtypes = [x.dtype for x in call.tokens]
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*call.tokens[:3], call.do))
     g, beta = (x.astype(jnp.float32) for x in call.tokens[3:])
     count, heads = q.shape[0] // CHUNK, v.shape[1]
     of_chunks = channel_chunks(
-        q, k, g, beta, _whole_chunks(count), count,
-        scale=call.scale, use_qk_l2norm=False, backward=True, **mode,
+        q, k, g, beta, whole_chunks(count), count,
+        scale=call.scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, **mode,
     )  # fmt: skip
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
     by_head = beta.reshape(count, CHUNK, heads).swapaxes(1, 2)[:, :, None]
@@ -110,11 +116,12 @@ def kda_backward_mosaic(
         of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p, vectors,
         jnp.asarray(call.runs), written=of_chunks.written, start=start, dend=dend, **mode,
     )  # fmt: skip
+    assert states.others is not None
+    rounded, rest = (x.reshape(v.shape) for x in two_terms(g))
     dq, dk, dv, of_g, of_beta = channel_gradients(
-        q, k, of_chunks.k, two_terms(g).reshape(2, *v.shape), v, do, of_chunks.x, vectors,
-        states, dstates, y, scale=call.scale, **mode,
+        q, k, of_chunks.k, (rounded, rest), v, do, of_chunks.x, vectors,
+        states.others, dstates, y, scale=call.scale, l2norm=call.use_qk_l2norm, **mode,
     )  # fmt: skip
-    of_g = channel_gate_gradients(of_g, of_chunks.ends, states, dstates, g)
     of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
     group = heads // k.shape[2]
     dq, dk = (
@@ -122,12 +129,6 @@ def kda_backward_mosaic(
         else x.reshape(-1, heads, DIM)
         for x in (dq, dk)
     )  # fmt: skip
-    of_tokens = dq, dk, dv.reshape(-1, heads, DIM), of_g, of_beta
+    of_tokens = dq, dk, dv.reshape(-1, heads, DIM), of_g.reshape(g.shape), of_beta
     cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
     return ChunkedTokens(*cast), dstart[0]
-
-
-def _whole_chunks(count: int) -> jax.Array:
-    """The plan of chunks that the kernels of prefill take, of which every chunk is full."""
-    first = np.arange(count, dtype=np.int32) * CHUNK
-    return jnp.asarray(np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32))

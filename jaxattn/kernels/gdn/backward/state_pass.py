@@ -20,7 +20,9 @@ write and out are 1: see `ChunkStateUpdate`.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +78,9 @@ class StatePassRefs:
     runs_ref: Any
     start_ref: Any  # None: zeros
     dend_ref: Any  # None: zeros
-    states_ref: Any
+    states_ref: Any  # None: all of them lie in the next two
+    upper_ref: Any  # None: all of them lie in the one before
+    lower_ref: Any
     dstates_ref: Any
     y_ref: Any
     dstart_ref: Any
@@ -94,6 +98,19 @@ class StatePassRefs:
     read: Any
 
 
+class ChunkStates(NamedTuple):
+    """States before the chunks, each where it costs no memory of its own if it can.
+
+    A key head's gradients of q and k take as much as a state of one value head, and are written by
+    the block that has read it: there lies the state of the first value head of each key head, rows
+    0 to 63 and 64 to 127. By channel all of them lie in `others`.
+    """
+
+    upper: jax.Array | None  # [N, 64, Hk, 128]
+    lower: jax.Array | None
+    others: jax.Array | None  # [N, Hv - Hk, 128, 128] in order, or [N, Hv, 128, 128]
+
+
 def state_pass(
     q: jax.Array,
     k: jax.Array,
@@ -109,7 +126,7 @@ def state_pass(
     dend: jax.Array | None,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[ChunkStates, jax.Array, jax.Array, jax.Array]:
     """States, their gradients, Y, and the gradients of the first states.
 
     Args:
@@ -124,7 +141,7 @@ def state_pass(
             those behind them; None: zeros.
 
     Returns:
-        Before each chunk [N, Hv, 128, 128] and behind it, Y [N, 64, Hv, 128], in q's dtype, and
+        Before each chunk, behind it [N, Hv, 128, 128], Y [N, 64, Hv, 128], in q's dtype, and
         float32 [1, n, Hv, 128, 128]. Nothing is written of chunks that no sequence has.
     """
     chunks, _, value_heads, _ = v.shape
@@ -134,7 +151,9 @@ def state_pass(
     tile = swizzled(dtype)
     tokens = plgpu.SMEM((stages, 2, CHUNK, 64), dtype, transforms=tile)
     part = plgpu.SMEM((stages, halves, CHUNK, 64), dtype, transforms=tile)
-    states = jax.ShapeDtypeStruct((chunks, value_heads, DIM, DIM), dtype)
+    others = value_heads if channels else value_heads - k.shape[2]
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    of_keys = None if channels else shape(k.shape)
     out = launch(
         lambda **refs: StatePassCta(
             StatePassRefs(**refs), halves=halves, stages=stages, interpret=interpret
@@ -155,9 +174,11 @@ def state_pass(
             "dend_ref": dend,
         },
         outputs={
-            "states_ref": states,
-            "dstates_ref": states,
-            "y_ref": jax.ShapeDtypeStruct(v.shape, dtype),
+            "states_ref": shape((chunks, others, DIM, DIM)) if others else None,
+            "upper_ref": of_keys,
+            "lower_ref": of_keys,
+            "dstates_ref": shape((chunks, value_heads, DIM, DIM)),
+            "y_ref": shape(v.shape),
             "dstart_ref": jax.ShapeDtypeStruct((1, count, value_heads, DIM, DIM), jnp.float32),
         },
         scratch={
@@ -179,7 +200,8 @@ def state_pass(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return out["states_ref"], out["dstates_ref"], out["y_ref"], out["dstart_ref"]
+    states = ChunkStates(*(out.get(f"{name}_ref") for name in ("upper", "lower", "states")))
+    return states, out["dstates_ref"], out["y_ref"], out["dstart_ref"]
 
 
 class StatePassCta:
@@ -187,17 +209,17 @@ class StatePassCta:
 
     def __init__(self, refs: StatePassRefs, *, halves: int, stages: int, interpret: bool):
         self.refs, self.halves, self.stages, self.interpret = refs, halves, stages, interpret
-        self.dtype, self.channels = refs.states_ref.dtype, refs.written_ref is not None
+        self.dtype, self.channels = refs.dstates_ref.dtype, refs.written_ref is not None
         self.wg, block = lax.axis_index("wg"), lax.axis_index("block")
         self.kind = lax.rem(block, jnp.int32(2))
         index, self.first_part = first_half(lax.div(block, jnp.int32(2)), halves)
         heads = refs.v_ref.shape[2]
-        group = 1 if self.channels else heads // refs.k_ref.shape[2]
+        self.group = 1 if self.channels else heads // refs.k_ref.shape[2]
         self.sequence, self.head = (
             lax.div(index, jnp.int32(heads)),
             lax.rem(index, jnp.int32(heads)),
         )
-        self.key_head = lax.div(self.head, jnp.int32(group))
+        self.key_head = lax.div(self.head, jnp.int32(self.group))
         self.beta = CHANNEL_BETA if self.channels else BETA  # row of the vectors
         self.part = self.first_part + self.wg  # of a warpgroup that computes
         self.first, self.steps = refs.runs_ref[0, self.sequence], refs.runs_ref[1, self.sequence]
@@ -283,16 +305,34 @@ class StatePassCta:
         fence_proxy_async(interpret=self.interpret)
         plgpu.barrier_arrive(self.refs.read.at[slot])
 
-    def _keep(self, tiles: tuple[jax.Array, ...], ref: Any, chunk: jax.Array) -> None:
-        """Copies a state's rows out."""
+    def _keep(self, tiles: tuple[jax.Array, ...], copy: Callable[[Any], None]) -> None:
+        """Copies a state's rows out by `copy`, from [2, 64, 64]."""
         smem = self.refs.state_smem.at[self.wg]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, tile in enumerate(tiles):
             smem.at[half][...] = tile
         plgpu.commit_smem()
-        for half in range(2):
-            target = ref.at[chunk, self.head, pl.ds(self.part * 64, 64), pl.ds(64 * half, 64)]
-            plgpu.copy_smem_to_gmem(smem.at[half], target)
+        copy(smem)
+
+    def _copy_gradient(self, chunk: jax.Array, smem: Any) -> None:
+        _copy_out(smem, self.refs.dstates_ref.at[chunk, self.head, self._own_rows()])
+
+    def _copy_state(self, chunk: jax.Array, smem: Any) -> None:
+        """To its place in `ChunkStates`."""
+        refs, number = self.refs, self.head
+        if not self.channels:
+            of_keys = lax.rem(self.head, jnp.int32(self.group)) == 0
+            for part, ref in enumerate((refs.upper_ref, refs.lower_ref)):
+                here = functools.partial(_copy_out, smem, ref.at[chunk, :, self.key_head])
+                pl.when(of_keys & (self.part == part))(here)
+            if refs.states_ref is None:
+                return
+            number = self.head - self.key_head - 1
+        target = refs.states_ref.at[chunk, jnp.maximum(number, 0), self._own_rows()]
+        pl.when(self.channels or ~of_keys)(functools.partial(_copy_out, smem, target))
+
+    def _own_rows(self) -> Any:
+        return pl.ds(self.part * 64, 64)
 
     def _state_step(self, i: jax.Array, carry: Any) -> Any:
         refs, (state, slot) = self.refs, carry
@@ -303,7 +343,7 @@ class StatePassCta:
             operand, decayed = step.rounded(state), step.decayed(state)
             seen, u = (WgmmaAccumulator(ref) for ref in accs[:2])
             step.times_transposed(seen, operand, step.k)
-            self._keep(operand.tiles, refs.states_ref, self.first + i)
+            self._keep(operand.tiles, functools.partial(self._copy_state, self.first + i))
             w = step.values().astype(jnp.float32) + times(step.factor(READ), seen.read())
             u.add_transposed((step.vector(self.beta) * w).astype(self.dtype), step.x)
             added = u.read()
@@ -333,7 +373,7 @@ class StatePassCta:
             out = times(step.factor(OUT), values.astype(jnp.float32)).astype(self.dtype)
             for half, acc in enumerate(into):
                 acc.add(out, refs.q_smem.at[slot, half])
-            self._keep(operand.tiles, refs.dstates_ref, chunk)
+            self._keep(operand.tiles, functools.partial(self._copy_gradient, chunk))
             added = times(step.factor(WRITE), written.read(pending=4)) + inside.read(pending=2)
             solved.add(added.astype(self.dtype), refs.m_smem.at[slot])
             y = solved.read()
@@ -360,6 +400,12 @@ class StatePassCta:
         plgpu.commit_smem()
         rows = self.refs.y_ref.at[chunk, :, self.head, pl.ds(self.part * 64, 64)]
         plgpu.copy_smem_to_gmem(smem, rows)
+
+
+def _copy_out(smem: Any, rows: Any) -> None:
+    """[2, 64, 64] to [64, 128]."""
+    for half in range(2):
+        plgpu.copy_smem_to_gmem(smem.at[half], rows.at[:, pl.ds(64 * half, 64)])
 
 
 class _Halves:

@@ -26,7 +26,7 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.launch import (
 )
 from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpilogueParams
 from jaxattn.kernels.gdn.prefill.inter_chunk.segment_scan import segment_starts, transition_pass
-from jaxattn.kernels.gdn.prefill.intra_chunk.launch import chunk_matrices
+from jaxattn.kernels.gdn.prefill.intra_chunk.launch import ChunkMatrices, chunk_matrices
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
@@ -226,6 +226,7 @@ def gdn_prefill_mosaic(
     use_qk_l2norm: bool = False,
     segment: int | None = None,
     norm: NormEpilogueParams | None = None,
+    matrices: ChunkMatrices | None = None,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -234,7 +235,8 @@ def gdn_prefill_mosaic(
     With a pool it is `jaxattn.gdn.gated_delta_rule_prefill`: output and the pool's states.
     For arguments that `refuse_prefill` accepts. `segment` is the number of tokens, a multiple of
     64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
-    A g of [B, T, Hv, Dk] has a decay for every channel of the key.
+    A g of [B, T, Hv, Dk] has a decay for every channel of the key. `matrices` are those of
+    `whole_chunk_matrices` where they are there already.
     """
     batch, length = v.shape[:2]
     tokens = batch * length
@@ -272,9 +274,12 @@ def gdn_prefill_mosaic(
                 q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
             )
         else:
-            x, p, vectors, drawn = chunk_matrices(
-                q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
-            )
+            if matrices is None:
+                matrices = chunk_matrices(
+                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
+                )
+            assert matrices.x is not None
+            x, p, vectors, drawn = matrices.x, matrices.p, matrices.vectors, matrices.zero
     if segment:
         ends, transitions = transition_pass(
             k, v, x, vectors, table.table, busy=busy - count, written=written, **mode

@@ -74,6 +74,11 @@ def copy_rows(source: Any, destination: Any, barrier: Any, first: Any = 0, halve
         plgpu.copy_gmem_to_smem(columns, destination.at[half], barrier)
 
 
+def copy_vectors(source: Any, destination: Any, barrier: Any) -> None:
+    """Of a chunk, as many as there is room for: the backward pass's stand behind the others."""
+    plgpu.copy_gmem_to_smem(source.at[pl.ds(0, destination.shape[0])], destination, barrier)
+
+
 def triangles(stages: int, dtype: Any) -> Any:
     """Scratch for lower triangular matrices: columns 0 to 31 and 32 to 63 of all rows."""
     return plgpu.SMEM((stages, 2, CHUNK, 32), dtype, transforms=swizzled(dtype, 64))

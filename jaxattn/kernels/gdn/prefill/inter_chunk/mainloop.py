@@ -49,6 +49,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     clear_triangles,
     copy_rows,
     copy_triangle,
+    copy_vectors,
     token_tiles,
     triangles,
 )
@@ -229,8 +230,7 @@ class InterChunkCta:
             copy_rows(values, self.v_copied.at[slot], barrier, first_part, self.cut.halves)
             copy_triangle(refs.x_ref.at[chunk, head], refs.x_smem.at[slot], barrier)
             copy_triangle(refs.p_ref.at[chunk, head], refs.p_smem.at[slot], barrier)
-            vectors = refs.vectors_ref.at[chunk, head]
-            plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], barrier)
+            copy_vectors(refs.vectors_ref.at[chunk, head], refs.vectors_smem.at[slot], barrier)
 
         steps = refs.runs_ref[STEPS, run]
         return stream(refs.loaded, refs.read, copied, steps, issue, self.cut.stages)

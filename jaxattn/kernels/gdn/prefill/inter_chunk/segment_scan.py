@@ -46,12 +46,14 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     CHUNK,
     DIM,
     READ,
+    VECTORS,
     WRITE,
     both_views,
     clear_triangles,
     compiler_params,
     copy_rows,
     copy_triangle,
+    copy_vectors,
     iota,
     token_tiles,
     triangles,
@@ -112,7 +114,7 @@ def transition_pass(
             "written_union": tokens if channels else None,
             "v_union": token_tiles((STAGES, halves), dtype, interpret=interpret),
             "x_smem": triangles(STAGES, dtype),
-            "vectors_smem": plgpu.SMEM((STAGES, vectors.shape[2], CHUNK), jnp.float32),
+            "vectors_smem": plgpu.SMEM((STAGES, 2 if channels else VECTORS, CHUNK), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=5 + 2 * channels + halves, num_barriers=STAGES),
             "read": plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # by all
             "cleared": plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
@@ -225,7 +227,7 @@ def _transition_body(
                     copy_rows(written_ref.at[keys], written_copied.at[slot], barrier)
                 copy_rows(v_ref.at[rows, head], v_copied.at[slot], barrier, first_part, halves)
                 copy_triangle(x_ref.at[chunk, head], x_smem.at[slot], barrier)
-                plgpu.copy_gmem_to_smem(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
+                copy_vectors(vectors_ref.at[chunk, head], vectors_smem.at[slot], barrier)
 
             clear_triangles(x_smem)
             plgpu.commit_smem()

@@ -13,8 +13,11 @@ as leave no warpgroup idle; the next keys and queries are on their way while the
 inverts.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import COPIED_HEADS, copyable
 from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import (
@@ -33,6 +36,16 @@ from jaxattn.kernels.gdn.prefill.tiles import (
 )
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
+
+
+class ChunkMatrices(NamedTuple):
+    """What is known of chunks by themselves; undefined for chunks without a token."""
+
+    x: jax.Array | None  # [N, Hv, *TRIANGLE] in q's dtype, of the forward pass
+    m: jax.Array | None  # the same without beta, of the backward pass
+    p: jax.Array
+    vectors: jax.Array  # float32 [N, Hv, VECTORS or BACKWARD_VECTORS, 64]
+    zero: jax.Array  # int32 [1], for attention/work_queue.py
 
 
 def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
@@ -59,11 +72,12 @@ def chunk_matrices(
     *,
     scale: float,
     use_qk_l2norm: bool,
+    forward: bool = True,
     backward: bool = False,
     interpret: bool = False,
     detect_races: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """X, P and the vectors of every chunk, and a 0 for attention/work_queue.py.
+) -> ChunkMatrices:
+    """X, P and the vectors of every chunk.
 
     Args:
         q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
@@ -72,11 +86,8 @@ def chunk_matrices(
             and in column N how many chunks from the first are to be done.
         count: N.
         scale: greater than 0.
-        backward: X is the inverse alone, without beta, and there are BACKWARD_VECTORS vectors.
-
-    Returns:
-        X and P [N, Hv, *TRIANGLE] in q's dtype, vectors float32 [N, Hv, 4, 64]; undefined for
-        chunks without a token. The 0 is int32 [1].
+        forward, backward: which passes it is for, at least one of them. The vectors of the backward
+            pass begin with those of the forward pass.
     """
     value_heads, dtype = g.shape[1], q.dtype
     group = value_heads // k.shape[1]
@@ -111,7 +122,8 @@ def chunk_matrices(
             "chunks_ref": chunks,
         },
         outputs={
-            "x_ref": matrix,
+            "x_ref": matrix if forward else None,
+            "m_ref": matrix if backward else None,
             "p_ref": matrix,
             "vectors_ref": vectors,
             "zero_ref": jax.ShapeDtypeStruct((1,), jnp.int32),
@@ -122,4 +134,22 @@ def chunk_matrices(
         interpret=interpret,
         detect_races=detect_races,
     )
-    return out["x_ref"], out["p_ref"], out["vectors_ref"], out["zero_ref"]
+    x, m, p = out.get("x_ref"), out.get("m_ref"), out["p_ref"]
+    return ChunkMatrices(x, m, p, out["vectors_ref"], out["zero_ref"])
+
+
+def whole_chunk_matrices(
+    q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, *, scale: float, **options: Any
+) -> ChunkMatrices:
+    """Those of tokens [N * 64, ...] in whole chunks. Of a scale that has no logarithm P is without
+    the scale, which what is made of it is to be multiplied by."""
+    count = q.shape[0] // CHUNK
+    if scale <= 0:
+        scale = 1.0
+    return chunk_matrices(q, k, g, beta, whole_chunks(count), count, scale=scale, **options)
+
+
+def whole_chunks(count: int) -> jax.Array:
+    """The plan of so many chunks, of which every one is full."""
+    first = np.arange(count, dtype=np.int32) * CHUNK
+    return jnp.asarray(np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32))

@@ -98,7 +98,8 @@ class GdnIntraChunkRefs:
     g_ref: Any
     beta_ref: Any
     chunks_ref: Any
-    x_ref: Any
+    x_ref: Any  # None: the backward pass alone
+    m_ref: Any  # None: the forward pass alone
     p_ref: Any
     vectors_ref: Any
     zero_ref: Any
@@ -107,7 +108,7 @@ class GdnIntraChunkRefs:
     copied_smem: Any  # log decay, beta
     gates_smem: Any  # running sums of log2 decay, beta
     sums_smem: Any  # running sums less log2 |k|^-1
-    out_smem: Any  # P, then X
+    out_smem: Any  # P, then M, then X
     vectors_smem: Any
     low_smem: Any  # two halves of a matrix that is inverted
     high_smem: Any
@@ -253,7 +254,7 @@ class GdnIntraChunkCta:
         self.q_copied, self.q_smem = both_views(refs.q_union, interpret=interpret)
         refs.own_smem[self.wg] = self.wg  # by each of its threads, and nowhere else
         plgpu.commit_smem()
-        self.each = refs.x_ref.shape[1] // cut.share
+        self.each = refs.p_ref.shape[1] // cut.share
         self.items = refs.chunks_ref[0, cut.count] * self.each
         self.steps = lax.div(self.items - self.worker + (cut.workers - 1), jnp.int32(cut.workers))
 
@@ -365,8 +366,8 @@ class GdnIntraChunkCta:
     def _value_head(
         self, chunk: jax.Array, head: jax.Array, n: jax.Array, lengths: LogScales, then: Any
     ) -> None:
-        """P, the vectors and X of a value head, the n-th of an item; `then` runs when K and Q have
-        been read."""
+        """P, the vectors, M and X of a value head, the n-th of an item; `then` runs when K and Q
+        have been read."""
         cut, refs, wg = self.cut, self.refs, self._own()
         gates = refs.gates_smem.at[wg, n]
         sums = gates.at[DECAYS]
@@ -393,11 +394,19 @@ class GdnIntraChunkCta:
 
         weights = None if cut.backward else betas
         x = unit_lower_inverse(a, weights, half_smem, interpret=cut.interpret)
+        if refs.m_ref is not None:
+            self._write(x, refs.m_ref.at[chunk, head])
+            if refs.x_ref is not None:
+                x = x[0] * betas(0), x[1] * betas(CHUNK // 2)
+        if refs.x_ref is not None:
+            self._write(x, refs.x_ref.at[chunk, head])
+
+    def _write(self, halves: tuple[jax.Array, jax.Array], matrix_ref: Any) -> None:
         wg = self._own()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self._keep(wg, *x)
+        self._keep(wg, *halves)
         plgpu.commit_smem()
-        self._copy_out(wg, refs.x_ref.at[chunk, head])
+        self._copy_out(wg, matrix_ref)
 
     def _matrices(
         self, gates: Any, sums: Any, running: jax.Array, beta: jax.Array, lengths: LogScales,
