@@ -266,3 +266,38 @@ def check(case: Case, implementation: str = "mosaic_gpu") -> dict[str, float]:
 def test_matches_float64(case):
     errors = check(case)
     assert max(errors.values()) <= 1e-2, errors
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        gqa_case(8, 4, 2, 7, batch=2, lens=(7, 4), bounds="lengths", sinks=True, gate=True),
+        gqa_case(8, 2, 1, 9, lens=(4, 5), bounds="cu_seqlens", window=3, soft_cap=2.0, sinks=True),
+    ],
+    ids=str,
+)
+def test_the_gradients_of_float64_are_finite_differences(case):
+    rng = np.random.default_rng(0)
+    _, lengths, first = bounds_of(case)
+    there = np.arange(case.tokens) < lengths[:, None]
+    draw = lambda *shape: rng.normal(size=shape)  # noqa: E731
+    lead = case.batch, case.tokens
+    x = {"q": draw(*lead, case.heads, case.dim), "sinks": draw(case.heads)}
+    x |= {name: draw(*lead, case.kv_heads, case.dim) for name in ("k", "v")}
+    if dict(case.options).get("gate"):
+        x["gate"] = draw(*lead, case.heads, case.dim)
+    d_out = draw(*lead, case.heads, case.dim) * there[..., None, None]
+    d_lse = draw(*lead, case.heads) * there[..., None]
+
+    def loss(x):
+        out, lse, _ = dense(case, x, first, lengths)
+        return (out * d_out).sum() + (np.where(there[..., None], lse, 0) * d_lse).sum()
+
+    grads = dense(case, x, first, lengths)[2](d_out, d_lse)
+    assert grads.keys() == x.keys()
+    for name in x:
+        along = draw(*x[name].shape)
+        ahead, behind = (loss(x | {name: x[name] + step * along}) for step in (1e-5, -1e-5))
+        np.testing.assert_allclose(
+            (grads[name] * along).sum(), (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-7, err_msg=name
+        )

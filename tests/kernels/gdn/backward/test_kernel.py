@@ -1,5 +1,7 @@
 """Backward kernels of the chunked delta rules against float64, interpreted and on a GPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ from jaxattn.kernels.gdn.backward.launch import (
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import whole_chunk_matrices
 from jaxattn.ops.gdn import chunk
 from jaxattn.ops.gdn.chunk_gradient import matrices_of_both_passes
-from tests.helpers.gdn_gradients import assert_gradients, oracle_gradients
+from tests.helpers.gdn_gradients import NAMES, assert_gradients, oracle_gradients, recurrence
 from tests.helpers.gdn_prefill_cases import make_case
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow
 
@@ -57,6 +59,32 @@ def assert_right(case, implementation, *, of_state=1.0, bound=BOUND, **options):
         assert ours.shape == argument.shape and ours.dtype == argument.dtype
     assert_gradients(case, actual, expected, bound=bound)
     return actual, expected
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_the_gradients_of_float64_are_finite_differences(channels):
+    case = make_case([6], value_heads=2, padding=0, channels=channels, gates=0.1)
+    dout, dfinal = make_cotangents(case)
+    expected = oracle_gradients(case, dout, dfinal)
+    arguments = [np.asarray(x, np.float64)[0] for x in case.args]
+    arguments.append(np.asarray(case.initial_state, np.float64)[0])
+    rng = np.random.default_rng(2)
+    with jax.enable_x64(True):
+        run = jax.jit(partial(recurrence, scale=128**-0.5, l2norm=True))
+        weights = [np.asarray(x, np.float64)[0] for x in (dout, dfinal)]
+
+        def loss(place, given):
+            results = run(*arguments[:place], given, *arguments[place + 1 :])
+            return sum(
+                (np.asarray(x) * weight).sum() for x, weight in zip(results, weights, strict=True)
+            )
+
+        for place, (name, gradient) in enumerate(zip(NAMES, expected, strict=True)):
+            along = rng.normal(size=arguments[place].shape)
+            ahead, behind = (loss(place, arguments[place] + step * along) for step in (1e-5, -1e-5))
+            np.testing.assert_allclose(
+                (gradient[0] * along).sum(), (ahead - behind) / 2e-5, rtol=1e-5, err_msg=name
+            )
 
 
 @pytest.mark.slow_cases(
