@@ -54,16 +54,16 @@ from jaxattn.bench.attention import (
     turboquant_prefill,
 )
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.peak_rates import ceilings, peak_fractions
+from jaxattn.bench.harness.measured_peaks import ceilings, peak_fractions
 from jaxattn.bench.harness.result_tables import check_files, show, store
-from jaxattn.bench.host import command as host
+from jaxattn.bench.host import host_overhead as host
 from jaxattn.bench.layers import decode_step, linear, moe, moe_tile_configs
 from jaxattn.bench.layers.gradients import layer_gradients, op_gradients
 from jaxattn.bench.linear_attention import (
-    gdn_decode,
+    gdn_layer_decode,
     gdn_output_norm,
     gdn_prefill,
-    kda_decode,
+    kda_layer_decode,
     kda_prefill,
 )
 from jaxattn.bench.load import command as load_command
@@ -85,8 +85,8 @@ MODULES: dict[str, list[Any]] = {
     "mla-sparse": [mla_sparse],
     "gqa": [gqa, turboquant],
     "gqa-prefill": [gqa_prefill, turboquant_prefill],
-    "gdn": [gdn_decode, gdn_prefill, gdn_output_norm],
-    "kda": [kda_decode, kda_prefill],
+    "gdn": [gdn_layer_decode, gdn_prefill, gdn_output_norm],
+    "kda": [kda_layer_decode, kda_prefill],
     "moe": [moe],
     "moe-cuts": [moe_tile_configs],
     "train": [op_gradients, layer_gradients],
@@ -238,9 +238,9 @@ def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
 
 def baselines() -> tuple[ModuleType, ModuleType]:
     """Those in PyTorch, and those by jax-triton. A wheel has neither."""
-    from jaxattn.bench.baselines import torch_baselines, triton_baselines
+    from jaxattn.bench.baselines import torch_runner, triton_baselines
 
-    return torch_baselines, triton_baselines
+    return torch_runner, triton_baselines
 
 
 def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, Times]:
@@ -248,13 +248,13 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
     if args.what not in COMPARED:
         return {}
     times = {}
-    torch_baselines, triton_baselines = baselines()
+    torch_runner, triton_baselines = baselines()
     for module in MODULES[args.what]:
         shapes = shapes_of(module, args)
         if not shapes:
             continue
         name = module.__name__.rpartition(".")[2]
-        times[module], said = torch_baselines.measure(name, shapes)
+        times[module], said = torch_runner.measure(name, shapes)
         said += triton_baselines.said(name)
         facts.setdefault("peers", []).extend(said)
         for line in said:

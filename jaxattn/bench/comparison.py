@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxattn.bench.harness.engine_comparison import OURS, THEIRS
 from jaxattn.bench.harness.result_tables import show
+from jaxattn.bench.harness.speedup_report import OURS, THEIRS
 from jaxattn.cli.options.parser import ProseHelpFormatter
 
 UNITS = ("us", "ms", "s", "tokens/s", OURS, THEIRS)  # of whole requests, a column says whose it is

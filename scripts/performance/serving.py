@@ -1,6 +1,6 @@
 """Tables of whole requests beside vLLM, and the losses of all of them in words."""
 
-from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, summary, times_as_fast, verdict
+from jaxattn.bench.harness.speedup_report import OURS, THEIRS, summary, times_as_fast, verdict
 from scripts.performance.cells import RESULTS, Cell, Row, Table, number, rows_of, text
 
 OFFLINE, SERVE = "offline-*", "serve-*"

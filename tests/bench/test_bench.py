@@ -18,10 +18,10 @@ from jaxattn import mla as ops
 from jaxattn.aliasing.checker import AliasingReport, BufferCopy
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench.attention import gqa_prefill, mla, mla_fp8, mla_prefill
-from jaxattn.bench.baselines import torch_baselines, triton_baselines
-from jaxattn.bench.harness import peak_rates, result_tables, run_metadata, timing
+from jaxattn.bench.baselines import torch_runner, triton_baselines
+from jaxattn.bench.harness import measured_peaks, result_tables, run_metadata, timing
 from jaxattn.bench.layers import decode_step, moe
-from jaxattn.bench.linear_attention import gdn_decode, gdn_output_norm, gdn_prefill
+from jaxattn.bench.linear_attention import gdn_layer_decode, gdn_output_norm, gdn_prefill
 from jaxattn.bench.plots import roofline_plot
 
 STORED = "benchmarks/results/mla.json"
@@ -130,7 +130,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(timing.TimedOp, "time", lambda op: times(op)[0])
     monkeypatch.setattr(timing.TimedOp, "__call__", lambda op, i=0: (None, None))
     monkeypatch.setattr(mla, "kernel_seconds", lambda op: 3e-3)
-    for module in (mla, mla_prefill, gdn_decode, gdn_prefill, gdn_output_norm, moe):
+    for module in (mla, mla_prefill, gdn_layer_decode, gdn_prefill, gdn_output_norm, moe):
         monkeypatch.setattr(module, "check", lambda *_: 1e-3)
         monkeypatch.setattr(module, "inputs", functools.partial(zeros, inputs=module.inputs))
     monkeypatch.setattr(mla_prefill, "chunk", functools.partial(zeros, inputs=mla_prefill.chunk))
@@ -180,7 +180,7 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
 @pytest.mark.parametrize(
     ("module", "shape"),
     [
-        (gdn_decode, (1, 1, 1, 1, "float32")),
+        (gdn_layer_decode, (1, 1, 1, 1, "float32")),
         (gdn_prefill, (1, 1, 2, 3)),
         (gdn_output_norm, (1, 1, 2, 3)),
         (mla_prefill, (1, 8, 1, 0)),
@@ -196,7 +196,7 @@ def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / roofline_plot.TIMES[unit])
     assert row[f"call {unit}"] == 2 * row[unit]
     ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
-    assert peak_rates.peak_fractions(row, {"burst": ones})
+    assert measured_peaks.peak_fractions(row, {"burst": ones})
     assert roofline_plot.shape(row) == module.label(shape)
 
 
@@ -210,7 +210,7 @@ def bits(tree):
         (mla, mla.SMALL_SHAPES[0]),
         (mla_prefill, (2, 8, 1, 0)),
         (mla_prefill, (1, 8, 1, 8)),
-        (gdn_decode, gdn_decode.SMALL_SHAPES[0]),
+        (gdn_layer_decode, gdn_layer_decode.SMALL_SHAPES[0]),
         (gdn_prefill, gdn_prefill.SMALL_SHAPES[0]),
     ],
 )
@@ -222,7 +222,7 @@ def test_every_timed_call_has_the_operands_that_were_checked(module, shape, monk
     monkeypatch.setattr(ops, "mla_prefill", lambda q, *_, **__: (q / 2, q))
     monkeypatch.setattr(ops, "mla_decode", lambda q, *_, **__: (q / 2, q))
     monkeypatch.setattr(
-        gdn_decode,
+        gdn_layer_decode,
         "gated_delta_net_decode",
         lambda x, a, b, conv, state, *_, **__: (x, conv, state),
     )
@@ -246,7 +246,7 @@ def test_every_timed_call_has_the_operands_that_were_checked(module, shape, monk
 
 def test_states_stay_random_and_of_order_1_for_thousands_of_calls(monkeypatch):
     monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
-    op = gdn_decode.decode((1, 1, 2, 1, "float32"), "xla")
+    op = gdn_layer_decode.decode((1, 1, 2, 1, "float32"), "xla")
     _, drawn = jax.device_get(op.state)
     _, (conv, state) = jax.jit(op.loop(2000, 1), donate_argnums=1)(op.operands[0], op.state)
     assert 0.9 < np.std(state) < 1.1
@@ -263,7 +263,7 @@ def test_states_stay_random_and_of_order_1_for_thousands_of_calls(monkeypatch):
         (mla_prefill, (1, 24, 2, 70)),
         (gqa_prefill, gqa_prefill.SMALL_SHAPES[0]),
         (gqa_prefill, gqa_prefill.SMALL_SHAPES[1]),
-        (gdn_decode, (2, 1, 2, 2, "bfloat16")),
+        (gdn_layer_decode, (2, 1, 2, 2, "bfloat16")),
         (gdn_prefill, (1, 2, 2, 70)),
         (gdn_output_norm, (1, 2, 2, 70)),
     ],
@@ -368,22 +368,22 @@ def test_kernels_are_counted_in_the_last_calls_of_a_warm_profile(monkeypatch):
 def test_the_ceiling_that_binds_is_named_and_is_that_of_a_burst():
     burst = {"copy_GB_s": 3800.0, "read_GB_s": 4000.0, "matmul_TFLOP_s": 800.0}
     facts = {"copy_GB_s": 3900.0, "matmul_TFLOP_s": 600.0, "burst": burst}
-    shares = peak_rates.peak_fractions({"GB/s": 1000.0, "TFLOP/s": 600.0}, facts)
+    shares = measured_peaks.peak_fractions({"GB/s": 1000.0, "TFLOP/s": 600.0}, facts)
     assert shares == {"of memory": 0.25, "of matmul": 0.75, "% of roof": "75.0% matmul"}
-    shares = peak_rates.peak_fractions({"GB/s": 3000.0, "TFLOP/s": 80.0}, facts)
+    shares = measured_peaks.peak_fractions({"GB/s": 3000.0, "TFLOP/s": 80.0}, facts)
     assert shares["% of roof"] == "75.0% memory"
 
 
 def test_ceilings_are_rates():
-    assert peak_rates.copy_bandwidth(1024) > 0
-    assert peak_rates.matmul_rate(32) > 0
-    assert min(peak_rates.burst_peaks(2048, 32).values()) > 0
+    assert measured_peaks.copy_bandwidth(1024) > 0
+    assert measured_peaks.matmul_rate(32) > 0
+    assert min(measured_peaks.burst_peaks(2048, 32).values()) > 0
 
 
 def test_a_burst_s_ceilings_are_taken_as_a_row_s_time_is(monkeypatch):
-    monkeypatch.setattr(peak_rates, "kernel_seconds", lambda call: call(0).size and 1e-3)
+    monkeypatch.setattr(measured_peaks, "kernel_seconds", lambda call: call(0).size and 1e-3)
     wanted = {"copy_GB_s": 8192e-6, "read_GB_s": 4096e-6, "matmul_TFLOP_s": 2 * 32**3 * 1e-9}
-    assert peak_rates.burst_peaks(2048, 32) == pytest.approx(wanted)
+    assert measured_peaks.burst_peaks(2048, 32) == pytest.approx(wanted)
 
 
 def test_notes_compare_drawn_lengths_with_even_ones():
@@ -417,8 +417,8 @@ def test_outside_of_a_checkout_there_are_no_baselines(measured, tmp_path, monkey
 
 
 def test_a_peer_that_is_not_installed_is_named_and_skipped(measured, monkeypatch, capsys):
-    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(torch_baselines.subprocess, "run", None)
+    monkeypatch.setattr(torch_runner.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(torch_runner.subprocess, "run", None)
     monkeypatch.setattr(run_metadata, "card", dict)  # which asks programs
     monkeypatch.setattr(run_metadata, "commit", str)
     assert bench.main(["mla", "--small"]) == 0
@@ -466,13 +466,13 @@ def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     def hang(command, **_):
         raise subprocess.TimeoutExpired(command, 1)
 
-    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(torch_baselines.subprocess, "run", crash)
-    times, said = torch_baselines.measure("gdn_decode", [(1,), (2,)])
+    monkeypatch.setattr(torch_runner.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torch_runner.subprocess, "run", crash)
+    times, said = torch_runner.measure("gdn_layer_decode", [(1,), (2,)])
     assert times == {"fla": {"[1]": 1.0}, "fla call": {"[1]": 2.0}}
     assert said == ["fla-decode: fla-core 1, by so", "fla-decode: exit code -11: last"]
-    monkeypatch.setattr(torch_baselines.subprocess, "run", hang)
-    times, said = torch_baselines.measure("gdn_decode", [(1,)])
+    monkeypatch.setattr(torch_runner.subprocess, "run", hang)
+    times, said = torch_runner.measure("gdn_layer_decode", [(1,)])
     assert times == {} and said == ["fla-decode: took more than 1200 seconds"]
 
 
@@ -556,15 +556,15 @@ def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
         for what, modules in bench.MODULES.items()
         for module in modules
     }
-    assert all(peer.package for peer in torch_baselines.PEERS.values())
-    of_torch = {peer.bench for peer in torch_baselines.PEERS.values()}
+    assert all(peer.package for peer in torch_runner.PEERS.values())
+    of_torch = {peer.bench for peer in torch_runner.PEERS.values()}
     assert {benches[name] for name in of_torch | set(triton_baselines.PEERS)} == set(bench.COMPARED)
     with pytest.raises(ValueError, match="float32, not bfloat16"):
-        torch_baselines.fla_decode(1, 1, 1, 1, "bfloat16")
+        torch_runner.fla_decode(1, 1, 1, 1, "bfloat16")
 
 
 def test_what_overlaps_counts_once_in_a_burst():
-    assert torch_baselines.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
+    assert torch_runner.covered([(0, 4), (2, 6), (3, 5), (8, 9)]) == 7
 
 
 def test_labels_are_spread_as_little_as_they_need():

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxattn.bench.host import command, executable_replay, word_grammar
+from jaxattn.bench.host import executable_replay, host_overhead, word_grammar
 from jaxattn.engine.engine import Engine
 from jaxattn.memory.limits import Limits
 from jaxattn.models import Hybrid
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lazy_steps
 def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "2", "--steps", "20", "--repeats", "2", "--json", str(file)]
-    assert command.main(given, "bench") == 0
+    assert host_overhead.main(given, "bench") == 0
     assert "exposed us" in capsys.readouterr().out
     result = json.loads(file.read_text())
     [row] = result["rows"]
@@ -35,10 +35,10 @@ def test_rounds_stand_beside_their_queued_executables(tmp_path, capsys):
 
 
 def test_the_rows_of_the_default_options_fit_the_embedded_model():
-    given = command.parse([], "bench")
+    given = host_overhead.parse([], "bench")
     model = Hybrid(read_config(EMBEDDED))
     for rows in given.rows:
-        assert command.longest(rows, given.steps) <= model.max_position_embeddings
+        assert host_overhead.longest(rows, given.steps) <= model.max_position_embeddings
 
 
 @pytest.mark.slow_cases(
@@ -49,7 +49,7 @@ def test_several_steps_of_a_call_count_one_by_one(several, tmp_path):
     file = tmp_path / "host.json"
     given = ["--small", "--rows", "3", "--steps", "40", "--repeats", "1", "--json", str(file)]
     given += ["--grammars", "1", "3", "--steps-per-round", str(several)]
-    assert command.main(given, "bench") == 0
+    assert host_overhead.main(given, "bench") == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["steps"] == several and row["sealed"] == row["same tokens"] == "yes"
     for rows in (1, 3):  # rows that follow a grammar have columns of their own
@@ -66,7 +66,7 @@ def test_the_queue_decodes_what_the_rounds_decode(several):
     config, params = load(EMBEDDED)
     model = Hybrid(config)
     rows, steps = 2, 72  # the last tokens have a page of their own
-    length = command.longest(rows, steps)
+    length = host_overhead.longest(rows, steps)
     limits = Limits(batch=rows, max_model_len=length, prefill_chunk=16, steps_per_round=several)
     with Engine(model, params, limits) as engine:
         for _ in range(2):  # the queue's pages come from nowhere else; then behind rounds
@@ -74,8 +74,8 @@ def test_the_queue_decodes_what_the_rounds_decode(several):
             more = len(alone.texts[-1]) - (executable_replay.WARM + 1 + steps)
             assert 0 <= more < several  # it ends with the last call that counts
             pages = [np.asarray(engine._runner.rows.tables)]
-            run = command.rounds(engine, rows, steps)
-            assert command.differing(run.texts, alone.texts) == "yes"
+            run = host_overhead.rounds(engine, rows, steps)
+            assert host_overhead.differing(run.texts, alone.texts) == "yes"
             pages.append(np.asarray(engine._runner.rows.tables))
             used = -(
                 -(len(executable_replay.PROMPT) + len(alone.texts[-1])) // engine.limits.page_tokens
@@ -86,8 +86,8 @@ def test_the_queue_decodes_what_the_rounds_decode(several):
 
 
 def test_tokens_that_differ_are_counted():
-    assert command.differing([[1, 2, 3], [4, 5]], [[1, 2], [4, 5]]) == "yes"
-    assert command.differing([[1, 2, 3], [4, 5]], [[1, 3], [4, 5, 6]]) == "2 of 5 differ"
+    assert host_overhead.differing([[1, 2, 3], [4, 5]], [[1, 2], [4, 5]]) == "yes"
+    assert host_overhead.differing([[1, 2, 3], [4, 5]], [[1, 3], [4, 5, 6]]) == "2 of 5 differ"
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def test_tokens_that_differ_are_counted():
 )
 def test_what_cannot_be_measured_is_refused_by_name(given, message, capsys):
     with pytest.raises(SystemExit):
-        command.parse(given, "bench")
+        host_overhead.parse(given, "bench")
     assert message in capsys.readouterr().err
 
 
 def test_grammars_without_their_library_are_refused_at_once(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(SystemExit):
-        command.parse(["--small", "--grammars", "1"], "bench")
+        host_overhead.parse(["--small", "--grammars", "1"], "bench")
     assert "--grammars needs llguidance" in capsys.readouterr().err
 
 
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
-    assert command.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
+    assert host_overhead.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
     assert "4 rows of 9000 steps take 9,082 tokens" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.bench import __main__ as bench
-from jaxattn.bench.baselines import torch_baselines, torch_layers
+from jaxattn.bench.baselines import torch_layers, torch_runner
 from jaxattn.bench.layers.gradients import gradient_timing, layer_gradients, op_gradients
 
 
@@ -74,9 +74,9 @@ def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
     line = {"shape": shape, "burst": 9e-3, "seconds": 1e-2, "forward": 3e-3, "MiB": 2000.4,
             "version": "0.6.0", "how": "CUDA events"}  # fmt: skip
     found = lambda name: name if name == "fla" else None  # noqa: E731
-    monkeypatch.setattr(torch_baselines.importlib.util, "find_spec", found)
-    monkeypatch.setattr(torch_baselines, "_run", lambda name, shapes: iter([line]))
-    times, said = torch_baselines.measure("layer_gradients", [shape])
+    monkeypatch.setattr(torch_runner.importlib.util, "find_spec", found)
+    monkeypatch.setattr(torch_runner, "_run", lambda name, shapes: iter([line]))
+    times, said = torch_runner.measure("layer_gradients", [shape])
     assert {who: list(of.values()) for who, of in times.items()} == {
         "torch": [9e-3], "torch call": [1e-2], "torch forward": [3e-3],
     }  # fmt: skip

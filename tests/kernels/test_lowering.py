@@ -19,7 +19,7 @@ from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule a
 from jaxattn.kernels.gqa.prefill import launch as gqa_prefill
 from jaxattn.kernels.mla import append
 from jaxattn.kernels.mla.decode import launch as mla_decode
-from jaxattn.kernels.mla.decode.workspace import decode_schedule
+from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule
 from jaxattn.kernels.mla.prefill import launch as mla_prefill_kernel
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer import gated_delta_net_decode

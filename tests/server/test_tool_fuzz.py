@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxattn.server.decoding.message_format import FORMATS
-from jaxattn.server.decoding.tool_formats.json_arguments import parsed
+from jaxattn.server.decoding.tool_formats.lossless_json import parsed
 from tests.helpers.tool_calls import THINK, TOOLS, UNBEGUN, call, read
 
 QUICK = 60

@@ -1,4 +1,4 @@
-"""Calls of FlashMLA and FlashAttention-3 as vLLM ships them, for torch_baselines.py.
+"""Calls of FlashMLA and FlashAttention-3 as vLLM ships them, for torch_runner.py.
 
 Both are libraries in vLLM's wheel that register operators with PyTorch. They are loaded from the
 wheel's folder without importing vllm, so any PyTorch 2.11 or later with CUDA 13 will do.

@@ -1,4 +1,4 @@
-"""FlashInfer's XQA decode, as its users call it, for `jaxattn.bench.baselines.torch_baselines`."""
+"""FlashInfer's XQA decode, as its users call it, for `jaxattn.bench.baselines.torch_runner`."""
 
 import importlib
 from collections.abc import Callable

@@ -4,7 +4,7 @@ FLA's recurrence runs beside our decode of a gated delta net. It leaves out the 
 gates and the norm of our op. It reads and writes states of the same layout and dtype. FlagGems'
 kernel runs beside our MLA decode, on the same cache. It gives no LSE and does not cut rows.
 vLLM's TurboQuant runs beside ours, over slots of its own (vllm_turboquant.py).
-torch_baselines.py times FLA's and FlagGems' as PyTorch launches them.
+torch_runner.py times FLA's and FlagGems' as PyTorch launches them.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxattn.bench.attention import mla
 from jaxattn.bench.baselines import vllm_turboquant
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, rotation
-from jaxattn.bench.linear_attention import gdn_decode
+from jaxattn.bench.linear_attention import gdn_layer_decode
 from jaxattn.ops.mla.decode import mla_decode
 
 COMMON = {"jax_triton": "jax-triton", "triton": "triton", "torch": "torch"}
@@ -101,7 +101,7 @@ def times(bench: str, shape: Any) -> dict[str, float | str]:
 
 def inputs(batch: int, key_heads: int, value_heads: int, tokens: int) -> list[tuple[Any, ...]]:
     """(q, k, v, g, beta, state), with as many states as do not fit in L2."""
-    dim = gdn_decode.DIM
+    dim = gdn_layer_decode.DIM
     keys = iter(jax.random.split(jax.random.key(0), 6))
 
     def normal(heads: int) -> jax.Array:
@@ -206,7 +206,7 @@ def latent_error(op: TimedOp) -> float:
 
 
 PEERS: dict[str, TritonBaseline] = {
-    "gdn_decode": TritonBaseline(
+    "gdn_layer_decode": TritonBaseline(
         name="fla",
         packages=COMMON | {"fla": "fla-core"},
         takes=lambda shape: shape[-1] == "float32",  # as its states are

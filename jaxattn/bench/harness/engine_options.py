@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxattn.bench.harness.engine_comparison import OURS, THEIRS
 from jaxattn.bench.harness.result_tables import check_files
+from jaxattn.bench.harness.speedup_report import OURS, THEIRS
 from jaxattn.bench.model.model_folder import SMALL, write_folder
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
 

@@ -1,4 +1,4 @@
-"""Replay of the executables of `jaxattn.bench.host.command`'s rounds without the engine.
+"""Replay of the executables of `jaxattn.bench.host.host_overhead`'s rounds without the engine.
 
 An engine reads the prompts of the rounds anew, in the same order, and is stopped there. Its own
 executable goes on from its own state and rows, so nothing is copied. Pages are those of the rounds:

@@ -1,4 +1,4 @@
-"""Grammars for `jaxattn.bench.host.command` that allow words only, in a vocabulary of any size."""
+"""Grammars for the bench of the host that allow words only, in a vocabulary of any size."""
 
 import string
 from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ from jax import lax
 
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.hlo_writes import hlo_writes
-from jaxattn.bench.harness.peak_rates import copy_bandwidth
+from jaxattn.bench.harness.measured_peaks import copy_bandwidth
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.harness.timing import launches, rotation, seconds
 from jaxattn.cli.options.parser import ProseHelpFormatter

@@ -127,7 +127,7 @@ def main(argv: list[str], program: str) -> int:
     args = parse(argv, program)
     try:
         from jaxattn.bench.load import latency_plot, load_test, server_pair
-        from jaxattn.bench.load.arrivals import LoadPattern
+        from jaxattn.bench.load.load_pattern import LoadPattern
         from jaxattn.bench.load.load_test import LoadTest
     except ModuleNotFoundError as error:
         print(f"{program} serve needs {error.name}: pip install 'jaxattn[bench]'", file=sys.stderr)

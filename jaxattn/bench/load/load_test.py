@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from jaxattn.bench.load.arrivals import LoadPattern
 from jaxattn.bench.load.client import RequestOutcome, ServerClient
+from jaxattn.bench.load.load_pattern import LoadPattern
 from jaxattn.bench.load.metrics import measured
 from jaxattn.bench.load.request_lengths import (
     LengthDistribution,

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.engine_comparison import OURS, THEIRS, compared, report
 from jaxattn.bench.harness.engine_options import EngineChoice
 from jaxattn.bench.harness.result_tables import store
+from jaxattn.bench.harness.speedup_report import OURS, THEIRS, compared, report
 from jaxattn.bench.load import server_process
 from jaxattn.bench.load.load_test import LoadTest, OnRow, top_rates
 from jaxattn.bench.load.server_process import ServerStartError as ServerStartError

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.peak_rates import copy_bandwidth, matmul_rate
+from jaxattn.bench.harness.measured_peaks import copy_bandwidth, matmul_rate
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.model import roofline
 from jaxattn.bench.model.batches import BenchBatches

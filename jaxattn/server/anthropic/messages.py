@@ -2,8 +2,8 @@
 
 import time
 
-from jaxattn.server.anthropic.content_blocks import MessageForm
-from jaxattn.server.anthropic.message_input import NAMES, as_chat
+from jaxattn.server.anthropic.message_request import NAMES, as_chat
+from jaxattn.server.anthropic.message_response import MessageForm
 from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import renamed_errors
 from jaxattn.server.http.request import HttpRequest

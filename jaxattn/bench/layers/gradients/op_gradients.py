@@ -3,7 +3,7 @@
 Before it is timed, each op's gradients of `CHECKED` tokens are compared with XLA's in float32.
 gradient_timing.py says what the columns are. A peer takes the same operands, or says why it cannot;
 `xla` is this package's reference, of experts by `jax.lax.ragged_dot`. FLA and FlashQLA run in
-processes of their own (`baselines/torch_baselines.py`). TFLOP/s count three times the products of
+processes of their own (`baselines/torch_runner.py`). TFLOP/s count three times the products of
 the forward pass.
 """
 

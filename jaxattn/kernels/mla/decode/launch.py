@@ -29,6 +29,7 @@ from jaxattn.kernels.mla.decode.swap_ab.launch import (
     mla_decode_swap_ab,
     refuse_swap_ab,
 )
+from jaxattn.kernels.mla.decode.tile_scheduler import PAGE_SIZES, scheduled
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     RANK,
@@ -37,7 +38,6 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     MlaDecodeRefs,
     scratch_types,
 )
-from jaxattn.kernels.mla.decode.workspace import PAGE_SIZES, scheduled
 
 
 def takes_split_queries(num_heads: int) -> bool:

@@ -1,102 +1,20 @@
-"""The schedule's shape and the arena workspace of both MLA decode kernels."""
+"""The arena workspace of both MLA decode kernels."""
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import (
     PAGE,
-    Schedule,
-    make_schedule,
     may_split,
-    merge_cost,
-    most_pieces,
     num_parts,
     num_steps,
     packed_rows,
-    row_cost,
-    split_thresholds,
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
-
-PAGE_SIZES = (16, 32, 64, 128)
-INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
-
-
-def decode_schedule(
-    seq_lens: jax.Array,
-    *,
-    q_len: int,
-    num_heads: int,
-    max_pages: int,
-    page_size: int = PAGE,
-    batch_invariant: bool = False,
-    interpret: bool = False,
-) -> Schedule:
-    """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
-
-    Args:
-        seq_lens: int32 [B], as for `mla_decode`: traced lengths beyond M * C are padding here too.
-        q_len: S.
-        num_heads: H.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page. The kernels have 16, 32, 64 and 128; `mla_decode` runs any
-            other in XLA, which does not read the schedule.
-        batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
-            by B, M and their own length alone, into as many pieces as each has blocks: a long row
-            has no more of them than short ones beside it. Of more rows than blocks none is cut.
-        interpret: for the interpreter, which takes fewer blocks.
-
-    Raises:
-        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
-    """
-    arguments = OpArguments("mla.decode_schedule")
-    sizes = {"max_pages": max_pages, "page_size": page_size}
-    check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
-    seq_lens = arguments.lengths(
-        "seq_lens",
-        seq_lens,
-        max_pages * page_size,
-        f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
-        "block_tables, and their width",
-    )[1]
-    refuse_explicit_axes(arguments.op, seq_lens)
-    num_sms = INTERPRETED_SMS if interpret else NUM_SMS
-    batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)
-    parts = num_parts(batch, q_len, num_heads, steps, num_sms)
-    schedule = make_schedule(
-        seq_lens,
-        parts=parts,
-        max_pages=steps,
-        row_cost=row_cost(q_len, num_heads),
-        merge_cost=merge_cost(q_len, num_heads),
-        pieces=most_pieces(batch, parts) if batch_invariant else 0,
-        least=split_thresholds(batch, q_len, num_heads),
-    )
-    return dataclasses.replace(schedule, seq_lens=seq_lens)
-
-
-def scheduled(call: MlaDecodeCall, *, interpret: bool) -> MlaDecodeCall:
-    """The call with its schedule, or one that is made of its own lengths."""
-    if call.schedule is not None:
-        return call
-    schedule = decode_schedule(
-        call.seq_lens,
-        q_len=call.q_len,
-        num_heads=call.num_heads,
-        max_pages=call.max_pages,
-        page_size=call.page_size,
-        interpret=interpret,
-    )
-    return dataclasses.replace(call, schedule=dataclasses.replace(schedule, seq_lens=None))
 
 
 def scratch(

@@ -2,7 +2,7 @@
 
 Each token is a row of its own, whose keys are the K entries of its list, 64 a page. The three
 warpgroups, their shared memory and the order of their products are warp_specialized/kernel.py's;
-token_producer.py brings the keys, and list_mask.py says which count.
+token_loader.py brings the keys, and list_mask.py says which count.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from jaxattn.kernels.attention.work_partition import WorkPartition
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
 from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeConfig, MlaDecodeRefs
 from jaxattn.kernels.mla.sparse.list_mask import ListMask
-from jaxattn.kernels.mla.sparse.token_producer import (
-    Fp8TokenProducer,
-    TokenProducer,
-    WideTokenProducer,
+from jaxattn.kernels.mla.sparse.token_loader import (
+    Fp8TokenLoader,
+    TokenLoader,
+    WideTokenLoader,
 )
 
 
@@ -87,8 +87,8 @@ class MlaSparseKernel(MlaDecodeKernel):
     def partition(self) -> WorkPartition:
         return ListPartition.of_lists(self.refs, self.index, self.cut.parts, self.whole)
 
-    def page_producer(self) -> TokenProducer:
-        return (Fp8TokenProducer if self.cut.latents.quantized else WideTokenProducer)(self)
+    def page_loader(self) -> TokenLoader:
+        return (Fp8TokenLoader if self.cut.latents.quantized else WideTokenLoader)(self)
 
     def visible(self, row: jax.Array) -> jax.Array:
         """The positions that the token sees."""

@@ -36,6 +36,7 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
+from jaxattn.kernels.mla.decode.tile_scheduler import INTERPRETED_SMS, PAGE_SIZES
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     RANK,
     ROPE,
@@ -43,7 +44,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     MlaDecodeRefs,
     scratch_types,
 )
-from jaxattn.kernels.mla.decode.workspace import INTERPRETED_SMS, PAGE_SIZES, spec_of
+from jaxattn.kernels.mla.decode.workspace import spec_of
 from jaxattn.kernels.mla.sparse.kernel import MlaSparseKernel, visible_positions
 
 OP = "mla_sparse"

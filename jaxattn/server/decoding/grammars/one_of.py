@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxattn.server.decoding.tool_formats.json_arguments import declared_types, referred
+from jaxattn.server.decoding.tool_formats.schema_types import declared_types, referred
 
 MOST_PAIRS = 2000
 MOST_DEPTH = 8

@@ -10,7 +10,7 @@ from jaxattn.server.decoding.message_events import (
     ReasoningDelta,
     ToolCall,
 )
-from jaxattn.server.decoding.tool_formats.json_arguments import object_text
+from jaxattn.server.decoding.tool_formats.lossless_json import object_text
 from jaxattn.server.decoding.tool_formats.text_cursor import (
     MarkSet,
     Scan,

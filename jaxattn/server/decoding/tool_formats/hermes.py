@@ -1,6 +1,6 @@
 """Calls as JSON in <tool_call> tags, as Hermes and Qwen3 write them."""
 
-from jaxattn.server.decoding.tool_formats import json_arguments
+from jaxattn.server.decoding.tool_formats import lossless_json
 from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
 from jaxattn.server.decoding.tool_formats.tool_format import (
     CallDraft,
@@ -59,7 +59,7 @@ def draft(text: str) -> CallDraft:
     Raises:
         Unreadable: the text is no such object.
     """
-    given = json_arguments.members(text)
+    given = lossless_json.members(text)
     keys = [key for key in ("arguments", "parameters") if key in given]
     if "name" not in given or len(keys) > 1:
         raise Unreadable
@@ -68,7 +68,7 @@ def draft(text: str) -> CallDraft:
         value = given[keys[0]]
         arguments = value.text
         if isinstance(value.value, str):  # some models quote the object
-            arguments = json_arguments.compacted(json_arguments.object_text(value.string))
+            arguments = lossless_json.compacted(lossless_json.object_text(value.string))
         elif not isinstance(value.value, dict):
             raise Unreadable
     if not name:

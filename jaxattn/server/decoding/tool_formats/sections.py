@@ -3,7 +3,7 @@
 import abc
 import re
 
-from jaxattn.server.decoding.tool_formats.json_arguments import object_text
+from jaxattn.server.decoding.tool_formats.lossless_json import object_text
 from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
 from jaxattn.server.decoding.tool_formats.tool_format import (
     CallDraft,

@@ -4,7 +4,7 @@ A value is the text between its tags; only the tool's schema says whether `12345
 end tag within a value ends it only where what follows an argument follows the tag.
 """
 
-from jaxattn.server.decoding.tool_formats import json_arguments
+from jaxattn.server.decoding.tool_formats import lossless_json, schema_types
 from jaxattn.server.decoding.tool_formats.hermes import BEGIN, END, HermesFormat
 from jaxattn.server.decoding.tool_formats.text_cursor import (
     MOST_NAME,
@@ -178,7 +178,7 @@ class DsmlFormat(ToolFormat):
             name = yield from _name(cursor, '">')
             yield from cursor.space()
             if cursor.text.startswith("{"):
-                arguments = json_arguments.object_text((yield from cursor.json()))
+                arguments = lossless_json.object_text((yield from cursor.json()))
                 yield from cursor.space()
                 yield from cursor.literal(INVOKE_END)
             else:
@@ -199,7 +199,7 @@ class DsmlFormat(ToolFormat):
                 raise Unreadable
             text, mark = yield from self._value(cursor)
             is_text = kind.startswith("true")
-            found[key] = json_arguments.quoted(text) if is_text else json_arguments.literal(text)
+            found[key] = lossless_json.quoted(text) if is_text else lossless_json.literal(text)
         if mark is None:
             raise Unreadable
         return _object(found)
@@ -233,7 +233,7 @@ def _name(cursor: TextCursor, end: str) -> Scan[str]:
 def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
     root = tools.parameters.get(name, {})
     spelled = {
-        key: json_arguments.spelled(value, tools.arguments(name).get(key), root)
+        key: schema_types.spelled(value, tools.arguments(name).get(key), root)
         for key, value in values.items()
     }
     return CallDraft(name, _object(spelled))
@@ -241,5 +241,5 @@ def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
 
 def _object(values: dict[str, str]) -> str:
     """The JSON of an object, of that of its values."""
-    pairs = (f"{json_arguments.quoted(key)}:{value}" for key, value in values.items())
+    pairs = (f"{lossless_json.quoted(key)}:{value}" for key, value in values.items())
     return "{" + ",".join(pairs) + "}"

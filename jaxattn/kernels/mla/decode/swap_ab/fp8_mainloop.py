@@ -23,7 +23,7 @@ from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.mla.decode.fp8_operands import MlaFp8Operands, unknown_zero
-from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
+from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import (
     Accumulators,
     SwapAbMainloop,

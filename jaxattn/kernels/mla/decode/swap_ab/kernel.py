@@ -28,7 +28,7 @@ from jaxattn.kernels.attention.softmax import EMPTY
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
 from jaxattn.kernels.hopper.device import issue_loads
-from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
+from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import merge
 from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import LEAST_UNIT, SwapAbFp8Mainloop
 from jaxattn.kernels.mla.decode.swap_ab.interpreter import (

@@ -24,7 +24,7 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.fp8_operands import order_queries
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
-from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbConfig, SwapAbRefs
+from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbConfig, SwapAbRefs
 from jaxattn.kernels.mla.decode.swap_ab.kernel import SwapAbKernel
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE

@@ -20,7 +20,7 @@ from jaxattn.kernels.attention.softmax import MASKED
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.device import warpgroup_barrier
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
-from jaxattn.kernels.mla.decode.swap_ab.cta import SwapAbCta
+from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, over_out
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
 

@@ -28,8 +28,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import CausalMask
-from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import Fp8PageProducer
-from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_loader import Fp8PageLoader
+from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.pv_gemm import PvWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import QkSoftmaxWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeCta
@@ -40,8 +40,8 @@ REGISTERS = 168  # of a thread: three warpgroups share 65,536
 class MlaDecodeKernel(MlaDecodeCta):
     """The three warpgroups of a block."""
 
-    def page_producer(self) -> PageProducer:
-        return (Fp8PageProducer if self.cut.latents.quantized else PageProducer)(self)
+    def page_loader(self) -> PageLoader:
+        return (Fp8PageLoader if self.cut.latents.quantized else PageLoader)(self)
 
     def mask(self, row: Any, start: Any, length: Any) -> Any:
         """Of the piece of a row of `length` tokens that begins at page `start`."""

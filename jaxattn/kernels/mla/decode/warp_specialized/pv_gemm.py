@@ -2,7 +2,7 @@
 
 Each has a half of the output's columns, and of a page those that it multiplies: two quarters of
 128. kernel.py says what is where in shared memory, and in which order the tensor cores work;
-page_producer.py and fp8_page_producer.py bring the pages.
+page_loader.py and fp8_page_loader.py bring the pages.
 """
 
 import functools
@@ -38,7 +38,7 @@ class PvWarpgroup:
     def __init__(self, block: Any):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
         self.shared = block.refs.shared
-        self.pages = block.page_producer()
+        self.pages = block.page_loader()
         self.is_right, self.columns = self.pages.is_right, self.pages.columns
         self.zero = plgpu.layout_cast(jnp.zeros((TILE, QUARTER), jnp.float32), LAYOUT)
 

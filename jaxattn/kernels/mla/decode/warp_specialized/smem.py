@@ -51,7 +51,7 @@ class PageSlots:
 
     @classmethod
     def of(cls, latents: LatentFormat) -> "PageSlots":
-        """kernel.py has the reasons for those of 16 bits, fp8_page_producer.py for those of FP8."""
+        """kernel.py has the reasons for those of 16 bits, fp8_page_loader.py for those of FP8."""
         if latents.quantized:
             return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
         return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=True)

@@ -1,4 +1,4 @@
-"""The producers of a list's tokens, in warpgroups 1 and 2: they stand in for those of pages.
+"""The loads of a list's tokens, in warpgroups 1 and 2: they stand in for those of pages.
 
 What is called a page is 64 entries of a token's list. Warpgroups 1 and 2 copy the tokens' columns
 to where a page's would be, by `token_copies`. Where a token is takes two reads, one after another:
@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled, warpgroup_barrier
-from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_producer import AHEAD, Fp8PageProducer
-from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_loader import AHEAD, Fp8PageLoader
+from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     PAGES,
     QUARTER,
@@ -51,7 +51,7 @@ def _chosen(condition: Any, there: Any, other: Any) -> Any:
     return jax.tree.map(choose, there, other)
 
 
-class TokenProducer(PageProducer):
+class TokenLoader(PageLoader):
     """Where a part's tokens are.
 
     `pages`, which the caller carries: the page before the next (of 16 bits, to load of columns
@@ -142,7 +142,7 @@ class TokenProducer(PageProducer):
             end_group()
 
 
-class WideTokenProducer(TokenProducer):
+class WideTokenLoader(TokenLoader):
     """Of 16 bits: copies go to where the products read.
 
     A step begins two groups of copies: the first quarter's, once it was multiplied, and the
@@ -235,7 +235,7 @@ class WideTokenProducer(TokenProducer):
         pl.when(at[1] & self.is_right)(gather)
 
 
-class Fp8TokenProducer(TokenProducer, Fp8PageProducer):
+class Fp8TokenLoader(TokenLoader, Fp8PageLoader):
     """Of FP8: a warp copies the tokens that it widens, as they are stored, and waits for them.
 
     A step begins three groups of copies: rope columns, and two quarters. Rope columns of a

@@ -1,7 +1,7 @@
-"""The producer of 16-bit pages in `mla_decode`, in warpgroups 1 and 2.
+"""The loads of 16-bit pages in `mla_decode`, in warpgroups 1 and 2.
 
 Each brings what it multiplies by P: two quarters of 128 columns; and the second the rope columns.
-fp8_page_producer.py is of FP8 caches.
+fp8_page_loader.py is of FP8 caches.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
 )
 
 
-class PageProducer:
+class PageLoader:
     """A warpgroup's half of the part's pages, in the order in which they are multiplied.
 
     `pages`, which the caller carries: the next to load of columns 0:128, which have two places, and

@@ -1,4 +1,4 @@
-"""The producer of FP8 pages in `mla_decode`, in warpgroups 1 and 2.
+"""The loads of FP8 pages in `mla_decode`, in warpgroups 1 and 2.
 
 A page comes by TMA as it is stored, to places of its own, and each warpgroup widens what it will
 multiply, once, to where the products read it. Both products then are those of a bfloat16 cache.
@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.hopper.device import warpgroup_barrier
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_dequantization import dequantize_tile
-from jaxattn.kernels.mla.decode.warp_specialized.page_producer import PageProducer
+from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     PAGES,
     QUARTER,
@@ -38,7 +38,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
 AHEAD = 2  # widened pages
 
 
-class Fp8PageProducer(PageProducer):
+class Fp8PageLoader(PageLoader):
     """`pages`: the one that is stored in shared memory, and the one after it."""
 
     def __init__(self, block: MlaDecodeCta):

@@ -3,7 +3,7 @@
 Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
 runs in a process of its own, which starts before JAX takes memory:
 
-    python -m jaxattn.bench.baselines.torch_baselines flashinfer-mla '[128, 128, 4096, 1]' \\
+    python -m jaxattn.bench.baselines.torch_runner flashinfer-mla '[128, 128, 4096, 1]' \\
         '[1, 16, 32768, 1]'
 
 prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
@@ -264,7 +264,7 @@ PEERS = {
         "flashinfer", "mla", "flashinfer", "flashinfer-python", flashinfer_mla
     ),
     "flaggems-mla": TorchBaseline("flaggems", "mla", "flag_gems", "flag_gems", flaggems_mla),
-    "fla-decode": TorchBaseline("fla", "gdn_decode", "fla", "fla-core", fla_decode),
+    "fla-decode": TorchBaseline("fla", "gdn_layer_decode", "fla", "fla-core", fla_decode),
     "fla-prefill": TorchBaseline("fla", "gdn_prefill", "fla", "fla-core", fla_prefill),
     "fla-kda-prefill": TorchBaseline("fla", "kda_prefill", "fla", "fla-core", fla_kda_prefill),
     "flashqla-prefill": TorchBaseline(
@@ -345,7 +345,7 @@ def _run(name: str, shapes: Sequence[Any]) -> Iterator[dict[str, Any]]:
     command = [
         sys.executable,
         "-m",
-        "jaxattn.bench.baselines.torch_baselines",
+        "jaxattn.bench.baselines.torch_runner",
         name,
         *map(json.dumps, shapes),
     ]
@@ -464,7 +464,7 @@ def version(module: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxattn.bench.baselines.torch_baselines",
+        prog="python -m jaxattn.bench.baselines.torch_runner",
         description="Times another package, in JSON lines.",
     )
     parser.add_argument("peer", choices=PEERS)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
-from jaxattn.bench.linear_attention import delta_rule_decode, gdn_decode
+from jaxattn.bench.linear_attention import gdn_layer_decode, timed_decode
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.kda.layer import kimi_delta_attention_decode, pack_kda_weights
 
@@ -62,13 +62,11 @@ def inputs(
 
 def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
     layer = kimi_delta_attention_decode
-    return delta_rule_decode.decode(layer, partial(inputs, *shape), implementation)
+    return timed_decode.decode(layer, partial(inputs, *shape), implementation)
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    return delta_rule_decode.check(
-        op, partial(inputs, *shape), numpy_reference.kimi_delta_attention
-    )
+    return timed_decode.check(op, partial(inputs, *shape), numpy_reference.kimi_delta_attention)
 
 
 def measure(
@@ -84,13 +82,13 @@ def measure(
     time, _ = times = op.times()
     del op  # before the pools of the others
     beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
-    of_heads = gdn_decode.decode((batch, heads, heads, tokens, "float32"), implementation)
+    of_heads = gdn_layer_decode.decode((batch, heads, heads, tokens, "float32"), implementation)
     return {
         **label(shape),
         **columns("us", times),
         "gdn us": of_heads.time() * 1e6,
         **beside,
-        "TFLOP/s": gdn_decode.FLOP * batch * tokens * heads / time / 1e12,
+        "TFLOP/s": gdn_layer_decode.FLOP * batch * tokens * heads / time / 1e12,
         "GB/s": 2 * batch * heads * DIM * DIM * 4 / time / 1e9,
         "relative error": error,
     }

@@ -1,7 +1,7 @@
 """A gated delta net layer's decoding between its projections, checked and timed.
 
 Times are `timing`'s. Every call has the same projections and updates the next layer's states; there
-are as many as do not fit in L2. How much a state decays, says delta_rule_decode.py.
+are as many as do not fit in L2. How much a state decays, says timed_decode.py.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
-from jaxattn.bench.linear_attention import delta_rule_decode
+from jaxattn.bench.linear_attention import timed_decode
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
 
@@ -68,11 +68,11 @@ def inputs(
 
 
 def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
-    return delta_rule_decode.decode(gated_delta_net_decode, partial(inputs, *shape), implementation)
+    return timed_decode.decode(gated_delta_net_decode, partial(inputs, *shape), implementation)
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    return delta_rule_decode.check(op, partial(inputs, *shape), numpy_reference.delta_net)
+    return timed_decode.check(op, partial(inputs, *shape), numpy_reference.delta_net)
 
 
 def measure(

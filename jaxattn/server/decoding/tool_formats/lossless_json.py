@@ -1,4 +1,4 @@
-"""Arguments as a model wrote them: JSON text that is checked and kept.
+"""JSON text of a model that is checked and kept as it was written.
 
 A number keeps its digits, whatever their count: 2**64 + 1 read into a float and written again
 would be another number.
@@ -7,15 +7,12 @@ would be another number.
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jaxattn.server.decoding.tool_formats.text_cursor import Unreadable
 
-TYPES = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
 _SPACE = re.compile(r"[ \t\n\r]*")
-_PYTHON = {"True": "true", "False": "false", "None": "null"}
-_MOST_REFERENCES = 16
+PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 class _Number(str):
@@ -82,7 +79,7 @@ def literal(text: str) -> str:
         Unreadable: it is something else.
     """
     text = text.strip()
-    text = _PYTHON.get(text, text)
+    text = PYTHON_LITERALS.get(text, text)
     try:
         parsed(text)
     except ValueError:
@@ -155,29 +152,7 @@ def _space(text: str, at: int) -> int:
     return match.end()
 
 
-def spelled(text: str, schema: object, root: Mapping[str, Any]) -> str:
-    """The JSON of an argument that a model wrote without quotes, by the type that is declared.
-
-    A text that reads as no declared type is a string.
-
-    Args:
-        schema: of the argument; None where the tool declares none.
-        root: the schema that `$ref` refers to.
-    """
-    kinds, plain = declared_types(schema, root), text.strip()
-    kind, text_is_one = _type(plain), "string" in kinds
-    if kinds != TYPES:
-        if kind == "string" and text_is_one:  # the quotes are part of it
-            kind = None
-        python = _PYTHON.get(plain, "")
-        if _type(python) in kinds and not (python == "null" and text_is_one):
-            return python
-    if kind in kinds or (kind == "integer" and "number" in kinds) or (kind and not text_is_one):
-        return compacted(plain)
-    return quoted(text)
-
-
-def _type(text: str) -> str | None:
+def json_type(text: str) -> str | None:
     """The JSON type that a text reads as; None if it is no JSON."""
     try:
         value = parsed(text)
@@ -195,43 +170,3 @@ def _type(text: str) -> str | None:
         case str():
             return "string"
     return "object" if isinstance(value, dict) else "array"
-
-
-def declared_types(schema: object, root: Mapping[str, Any], references: int = 0) -> set[str]:
-    """The types that a schema accepts, as far as it says; all of them where it says nothing."""
-    if not isinstance(schema, Mapping) or references > _MOST_REFERENCES:
-        return set(TYPES)
-    kinds = set(TYPES)
-    given = schema.get("type")
-    if isinstance(given, str):
-        kinds &= {given}
-    elif isinstance(given, list):
-        kinds &= {each for each in given if isinstance(each, str)}
-    if schema.get("nullable") is True and given is not None:
-        kinds |= {"null"}
-    if "const" in schema:
-        kinds &= {_type(json.dumps(schema["const"])) or ""}
-    if isinstance(schema.get("enum"), list):
-        kinds &= {_type(json.dumps(each)) or "" for each in schema["enum"]}
-    if isinstance(reference := schema.get("$ref"), str):
-        kinds &= declared_types(referred(reference, root), root, references + 1)
-    for union in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(union), list) and branches:
-            each = [declared_types(branch, root, references + 1) for branch in branches]
-            kinds &= set().union(*each)
-    for branch in schema.get("allOf") or ():
-        kinds &= declared_types(branch, root, references + 1)
-    return kinds or set(TYPES)
-
-
-def referred(reference: str, root: Mapping[str, Any]) -> object:
-    """What `#/$defs/name` names in a schema; None where there is none."""
-    if not reference.startswith("#"):
-        return None
-    found: Any = root
-    for step in reference[1:].split("/")[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or key not in found:
-            return None
-        found = found[key]
-    return found
