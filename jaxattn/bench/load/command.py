@@ -127,8 +127,8 @@ def main(argv: list[str], program: str) -> int:
     args = parse(argv, program)
     try:
         from jaxattn.bench.load import latency_plot, load_test, server_pair
-        from jaxattn.bench.load.load_pattern import LoadPattern
         from jaxattn.bench.load.load_test import LoadTest
+        from jaxattn.bench.load.traffic_pattern import LoadPattern
     except ModuleNotFoundError as error:
         print(f"{program} serve needs {error.name}: pip install 'jaxattn[bench]'", file=sys.stderr)
         return 2

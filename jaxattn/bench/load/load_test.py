@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 
 from jaxattn.bench.load.client import RequestOutcome, ServerClient
-from jaxattn.bench.load.load_pattern import LoadPattern
 from jaxattn.bench.load.metrics import measured
 from jaxattn.bench.load.request_lengths import (
     LengthDistribution,
@@ -19,6 +18,7 @@ from jaxattn.bench.load.request_lengths import (
     token_ids,
 )
 from jaxattn.bench.load.request_lengths import text as words_of
+from jaxattn.bench.load.traffic_pattern import LoadPattern
 
 TEXTS = (40, 180)  # characters of the texts from which the length of a token is found
 TOP_CONCURRENCY = 128  # as many wait in our server before one is refused
