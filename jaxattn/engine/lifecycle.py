@@ -201,10 +201,11 @@ class EngineLifecycle:
     def expect_updates(self, params: Any) -> None:
         """Compiles what `update` needs for parameters that lie over the devices like these.
 
-        An engine compiles at its start what it needs for parameters that lie as those do which it
-        was made of. Others, such as those that a trainer shards by FSDP, need programs of their
-        own: `update` compiles them when it first meets them, or this does so before the engine is
-        sealed. So it does over several devices of a CPU, for which a start compiles none.
+        On GPUs, an engine compiles at its start what it needs for parameters with the shardings of
+        those from which it was created. Other shardings, such as a trainer's FSDP, need further
+        programs: `update` compiles them at the first such update, or this method compiles them
+        before the engine is sealed. On several devices of a CPU a start compiles none of these
+        programs.
 
         Args:
             params: arrays, or shapes with shardings.

@@ -82,9 +82,10 @@ class MixtureOfExperts(nnx.Module):
         own_experts: how many of the router's experts the stacks have, where other GPUs have the
             rest; None: all.
         fp8: of a shared MLP beside the stacks, see `GatedMLP`.
-        dtype: the operands of every product but the router's and the gate's. Those are float32; if
-            `dtype` is bfloat16, they are two bfloat16 products in `step`, and three of them in a
-            call, whose gradient has bfloat16 products (`moe/router_logits.py`).
+        dtype: of the operands of every product except those of the router and the gate, which are
+            float32. If `dtype` is bfloat16, `step` computes these with two bfloat16 products, and
+            a call with three (`moe/router_logits.py`). The gradient of a call has bfloat16
+            products.
 
     Raises:
         ValueError: there is a gate and nothing shared, or biases or an activation and shared

@@ -90,8 +90,8 @@ class Logprobs:
 
 
 class PromptLogprobs(Sequence[Logprobs | None]):
-    """Log-probabilities of a text's tokens: a sequence that makes a `Logprobs` of a token when it
-    is asked for one, as a text may have very many. Nothing stands before the first: its is None.
+    """Log-probabilities of a text's tokens: a sequence that creates a `Logprobs` only when a token
+    is read. The first token has None, because no token precedes it.
 
     Args:
         lines: of the other tokens, as a score step tells them: (the rank of the token among all,

@@ -105,8 +105,8 @@ def causal_conv1d_of_segments(
 ) -> Float[Array, "B T Dc"]:
     """`causal_conv1d` with SiLU of rows that hold one sequence or several, each from zeros.
 
-    Differentiable in reverse mode only. The backward pass reads x and writes the gradient of what
-    the SiLU took once, rounded to x's dtype.
+    Differentiable in reverse mode only. The backward pass reads x once, and writes the gradient of
+    the SiLU's argument once, rounded to x's dtype.
 
     Args:
         first: the first token of each token's sequence, as `SegmentBounds` has it; None: token 0.

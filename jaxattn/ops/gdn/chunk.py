@@ -77,9 +77,9 @@ def chunk_gated_delta_rule(
     Where the kernel runs forward, kernels compute the gradient too, and take float16 as bfloat16.
     They keep two bfloat16 states per chunk and head, [Dv, Dk]: of the state and of its gradient.
     In bfloat16, where each sequence is a multiple of 64 tokens and cu_seqlens is concrete or None,
-    14 KiB per chunk and head are kept from the forward pass, so that it is not repeated in part.
-    "xla" keeps one float32 state per chunk and head. Both recompute the forward pass from the
-    arguments, and what else they keep grows as T x (Dk + Dv + chunk_size) per head.
+    the forward pass keeps 14 KiB per chunk and head, and the backward pass reuses them. "xla" keeps
+    one float32 state per chunk and head. Apart from these, both recompute the forward pass from
+    the arguments, and what else they keep grows as T x (Dk + Dv + chunk_size) per head.
 
     Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is, to a
     float32's rounding where the kernel splits: rows of different lengths can be padded with it.
