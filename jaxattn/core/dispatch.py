@@ -88,6 +88,12 @@ def warn_of_xla(message: str) -> None:
     warnings.warn(message, skip_file_prefixes=(PACKAGE, JAX))
 
 
+def warn_of_gradient(because: str) -> None:
+    """Warns, where a GPU is differentiated on, that XLA computes a gradient."""
+    if jax.default_backend() == "gpu" or traced_for_hopper.value:
+        warn_of_xla(f"XLA computes the gradient: {because}")
+
+
 def dispatch_kernel[T](
     op: str,
     implementation: Implementation | None,
@@ -151,8 +157,8 @@ def with_gradient_of(
     differentiable = jax.custom_vjp(function)
 
     def backward(arguments, cotangents):
-        if because is not None and (jax.default_backend() == "gpu" or traced_for_hopper.value):
-            warn_of_xla(f"XLA computes the gradient: {because}")
+        if because is not None:
+            warn_of_gradient(because)
         return jax.vjp(reference, *arguments)[1](cotangents)
 
     differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)

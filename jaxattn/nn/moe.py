@@ -315,7 +315,8 @@ class MixtureOfExperts(nnx.Module):
         weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         if self.dtype == jnp.bfloat16:
-            logits = training_logits(*match_varying_axes((tokens, weight)))
+            wide = weight.astype(jnp.float32)  # its gradient is the parameter's dtype again
+            logits = training_logits(*match_varying_axes((tokens, wide)))
         else:
             logits = jnp.matmul(tokens, weight, precision="highest")
         return logits if bias is None else logits + jnp.pad(bias, (0, weight.shape[1] - len(bias)))

@@ -304,6 +304,7 @@ SMALL: dict[str, KernelCase] = {
     "kda_prefill_pool": delta_rule([63, 130], pool=True, checkpoint_tokens=64, channels=True),
     "kda_prefill_split": delta_rule([700], split=128, channels=True),
     "gdn_gradient": delta_rule([63, 0, 1, 200], gradient=True),
+    "gdn_gradient_whole": delta_rule([192, 128], gradient=True),
     "gdn_gradient_many": delta_rule([70] * 40, gradient=True),
     "kda_gradient": delta_rule([63, 0, 1, 200], channels=True, gradient=True),
     "gdn_prefill_norm": delta_rule([63, 0, 1, 130] * 9, pool=True, norm=True),

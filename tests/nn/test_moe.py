@@ -86,3 +86,21 @@ def test_a_router_of_bfloat16_products_is_nearly_float32():
         found, (x @ router, of_logits @ router.T, x.T @ of_logits), (2e-5, 5e-3, 5e-3), strict=True
     ):
         assert got.dtype == jnp.float32 and relative(got, wanted) < most
+
+
+def test_a_router_in_bfloat16_has_a_gradient_in_bfloat16_which_a_scan_adds_up():
+    layer = MixtureOfExperts(
+        64, 64, Router(experts=4, top_k=2, scores="softmax"), dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    )
+    graph, params = nnx.split(layer)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    x = jnp.ones((3, 2, 64), jnp.bfloat16)
+
+    def loss(params):
+        def one(total, x):
+            return total + nnx.merge(graph, params)(x).astype(jnp.float32).sum(), None
+
+        return jax.lax.scan(one, jnp.float32(0), x)[0]
+
+    found = jax.eval_shape(jax.grad(loss), params)
+    assert all(each.dtype == jnp.bfloat16 for each in jax.tree.leaves(found))

@@ -11,6 +11,7 @@ import pytest
 from jaxattn import gdn, gqa, kda, mla, moe
 from jaxattn.core.dispatch import kernels_untraced, traced_for_hopper, with_gradient_of
 from jaxattn.core.numerics.fp8_block_scaling import quantize
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
 from tests.helpers import every_kernel
 from tests.helpers.every_kernel import on_hopper
 
@@ -104,6 +105,15 @@ def test_a_forward_kernel_without_a_backward_one_is_said():
         "XLA computes the gradient: mixture_of_experts: the kernels have no gradient beside "
         "quantized weights"
     )
+
+
+@pytest.mark.parametrize(("channels", "taps", "count"), [(128, 3, 1), (192, 4, 1), (128, 4, 0)])
+def test_a_convolution_without_a_kernel_of_its_gradient_is_said(channels, taps, count):
+    operands = [zeros(1, 8, channels), zeros(channels, taps)]
+    convolved = lambda x, weight: causal_conv1d_of_segments(x, weight, None)  # noqa: E731
+    said = warnings_of(convolved, operands, calls=2)
+    assert len(said) == count
+    assert all(each.startswith("XLA computes the gradient: causal_conv1d: ") for each in said)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@
 A block has some tokens of some channels, its threads 1 or 2 channels each: what comes before a
 token is in registers. Blocks write their sums of taps, which XLA adds up in a fixed order.
 
-Limits: bfloat16 or float16; 4 taps; channels a multiple of 128. XLA computes the rest.
+Limits: bfloat16 or float16; 4 taps; channels a multiple of 128; 4,194,240 tokens. XLA computes the
+rest.
 Reference: `jaxattn.ops.gdn.causal_conv1d`; tests: tests/ops/gdn/test_conv.py.
 """
 
@@ -27,6 +28,7 @@ from jaxattn.kernels.hopper.device import require_hopper
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
 TOKENS, TOGETHER = 64, 8  # tokens of a block, and those that are read ahead
+MOST_TOKENS = 65535 * TOKENS  # the most blocks of CUDA's second axis
 
 
 def conv_gradient(
@@ -41,7 +43,7 @@ def conv_gradient(
     require_hopper(OP, interpret=interpret)
     tokens, channels = x.shape
     served = x.dtype in (jnp.bfloat16, jnp.float16) and len(taps) == TAPS
-    if not served or channels % THREADS or not tokens:
+    if not served or channels % THREADS or not 0 < tokens <= MOST_TOKENS:
         raise Refusal(f"{OP}: no kernel has the gradient of {x.dtype} {x.shape}, {len(taps)} taps")
     more = -tokens % TOKENS
     if more:  # of padding nothing is added, as no gradient comes in

@@ -24,7 +24,7 @@ from jaxattn.core.cache.slots import (
     state_write,
     write_slots,
 )
-from jaxattn.core.dispatch import Refusal
+from jaxattn.core.dispatch import Refusal, warn_of_gradient
 from jaxattn.core.numerics.rounding import rounded
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
 from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
@@ -136,7 +136,9 @@ def _convolved_bwd(kept: tuple[Array, ...], of_y: Array) -> tuple[Array, Array, 
         flat, of_flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
         of_total, of_taps = conv_gradient(flat, of_flat, weight.T, places)
         of_total = of_total.reshape(x.shape)
-    except Refusal:
+    except Refusal as refusal:
+        if x.size:
+            warn_of_gradient(str(refusal))
         of_total, of_taps = _gradient_of_taps(x, weight, position, of_y)
 
     def of_token_before(back: int) -> Array:

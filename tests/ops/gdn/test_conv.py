@@ -255,12 +255,18 @@ def test_the_gradient_written_by_hand_is_that_of_the_op(ends, dtype, most):
         assert got.dtype == dtype and relative(got, wanted) < most
 
 
-def test_the_kernel_of_the_gradient_computes_what_xla_does():
-    """Three sequences, the last of which a block's tokens begin in."""
+@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
+def test_the_kernel_of_the_gradient_computes_what_xla_does(interpret):
+    """Sequences that end within a block, with it and behind it; one begins behind NaN."""
     rng = np.random.default_rng(0)
-    x, of_y = (jnp.asarray(rng.standard_normal((40, 128)), jnp.bfloat16) for _ in range(2))
-    taps = jnp.asarray(rng.standard_normal((128, 4)), jnp.bfloat16)
-    position = jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in (2, 27, 11)])
-    found = jax.jit(functools.partial(conv_gradient, interpret=True))(x, of_y, taps.T, position)
-    wanted = _gradient_of_taps(x[None], taps, position[None], of_y[None])
+    lens, channels = (2, 60, 2, 66, 20), 512
+    x, of_y = (rng.standard_normal((sum(lens), channels)) for _ in range(2))
+    taps = jnp.asarray(rng.standard_normal((channels, 4)), jnp.bfloat16)
+    position = jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens])
+    x, of_y = (jnp.asarray(each, jnp.bfloat16) for each in (x, of_y))
+    kernel = jax.jit(functools.partial(conv_gradient, interpret=interpret))
+    found = kernel(x, of_y, taps.T, position)
+    wanted = jax.jit(_gradient_of_taps)(x[None], taps, position[None], of_y[None])
     assert relative(found[0], wanted[0][0]) < 2e-3 and relative(found[1], wanted[1]) < 1e-3
+    of_total, _ = kernel(x.at[61:64].set(jnp.nan), of_y, taps.T, position)
+    np.testing.assert_array_equal(of_total[64:], found[0][64:])

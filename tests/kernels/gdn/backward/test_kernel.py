@@ -92,7 +92,8 @@ def test_the_gradients_of_float64_are_finite_differences(channels):
 )
 @both_devices
 @pytest.mark.parametrize(
-    "lens, key_heads, value_heads", [([66, 0], 1, 2), slow([1, 0, 130, 64], 2, 8)]
+    "lens, key_heads, value_heads",
+    [([66, 0], 1, 2), slow([1, 0, 130, 64], 2, 8), slow([66, 0], 2, 2)],
 )
 def test_packed_sequences_before_nan(lens, key_heads, value_heads, implementation):
     case = make_case(lens, key_heads=key_heads, value_heads=value_heads, gates=0.1)
@@ -116,7 +117,7 @@ def test_gates_from_nothing_to_minus_infinity(channels, implementation):
     # Gradients differ in size: each head has to be right. Those of gates and strengths are sums
     # whose terms cancel: rounding the final states' gradients to bfloat16 alone puts one off by
     # 5.8e-3 in float64.
-    bounds = BOUND, 2 * BOUND, 2 * BOUND
+    bounds = BOUND, 2 * BOUND, (1 + channels) * BOUND
     for ours, theirs, bound in zip(actual[2:5], expected[2:5], bounds, strict=True):
         for head in (0, 2, 3):
             assert relative(ours[:, :130, head], theirs[:, :, head]) < bound
