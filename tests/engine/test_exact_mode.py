@@ -18,6 +18,7 @@ from tests.helpers.exact_rows import (
     FAMILIES,
     LEAST,
     TINY,
+    bits,
     compare,
     exact_engine,
     exact_model,
@@ -48,6 +49,20 @@ def test_no_bit_differs_in_other_company_or_when_a_row_is_scored(family):
     found = compare(engine, random_rows(random.Random(3), 14, TINY["vocab"]), random.Random(5))
     assert not found.differing
     assert found.preempted and found.replayed and found.cached and found.tokens > 150
+
+
+def test_a_prompt_has_the_same_bits_beside_one_of_which_more_is_told():
+    engine, draw = engine_of("gdn"), random.Random(2)
+    prompts = [[draw.randrange(TINY["vocab"]) for _ in range(n)] for n in (90, 70, 110)]
+    asked = [
+        Request(prompt, max_tokens=1, prompt_logprobs=most)
+        for prompt, most in zip(prompts, (0, 3, 1), strict=True)
+    ]
+    together = engine.generate(asked)
+    for request, found in zip(asked, together, strict=True):
+        [alone] = engine.generate([request])
+        assert bits(found.prompt_logprobs) == bits(alone.prompt_logprobs)
+        assert len(bits(found.prompt_logprobs)) == len(request.prompt) - 1
 
 
 def test_one_executable_decodes_whatever_rows_ask_for():

@@ -182,7 +182,7 @@ def test_spare_slots_and_pages_of_drafts_are_in_the_plan(plain, drafts):
 
 
 def test_drafts_take_the_place_of_rounds_and_update_in_place(drafts):
-    assert len(all_steps(Limits(speculate=3))) <= 15
+    assert len(all_steps(Limits(speculate=3))) <= 16
     for name, step in drafts.executables.items():
         if name.startswith("draft"):
             report = check_aliasing(step)

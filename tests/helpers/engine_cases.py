@@ -22,6 +22,7 @@ from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid
+from tests.helpers.lazy_steps import is_lazy
 
 CONFIG = HybridConfig(
     vocab_size=256,
@@ -71,9 +72,13 @@ def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:
     return Hybrid(config).init_params(jax.random.key(seed))
 
 
-@functools.cache
 def kept_steps(*kinds: Limits, config: HybridConfig = SMALLEST) -> list[CompiledSteps]:
     """Compiled once for the whole run: while they are kept, engines of these limits find them."""
+    return _kept_steps(*kinds, config=config, lazy=is_lazy())
+
+
+@functools.cache
+def _kept_steps(*kinds: Limits, config: HybridConfig, lazy: bool) -> list[CompiledSteps]:
     model, device = Hybrid(config), jax.devices()[0]
     return [
         get_or_compile_steps(model, limits, packed_shapes(model), (device,)) for limits in kinds

@@ -17,10 +17,11 @@ from jaxattn.engine.compilation import compiler
 from jaxattn.engine.startup import capacity_planner, warmup
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 
-COMPILE = jax.stages.Lowered.compile
+COMPILE, EXPORTER = jax.stages.Lowered.compile, compiler.DecodeStepExporter
 compile_steps, run_twice = compiler._compile, warmup.warm_up
 memory_of = capacity_planner.from_compiled
 _lazy, _keep = [False], [False]
+_lock = threading.Lock()  # of `compiler.DecodeStepExporter`, which is patched
 
 
 class StepCompiler:
@@ -33,7 +34,7 @@ class StepCompiler:
 
     def __init__(self, *given: Any, kept: Any):
         self.given, self.kept = given, kept
-        self.lock, self.exporter = threading.Lock(), None
+        self.exporter: Any = None
 
     def compiled(self, step: Any) -> jax.stages.Compiled:
         """In a thread of its own: a sealed engine counts what its own thread compiles."""
@@ -54,11 +55,10 @@ class StepCompiler:
 
     def _compiled(self, step: Any) -> jax.stages.Compiled:
         def once(*args: Any) -> Any:
-            self.exporter = self.exporter or exporter(*args)
+            self.exporter = self.exporter or EXPORTER(*args)
             return self.exporter
 
-        exporter = compiler.DecodeStepExporter
-        with self.lock, pytest.MonkeyPatch.context() as patch:
+        with _lock, pytest.MonkeyPatch.context() as patch:
             patch.setattr(compiler, "DecodeStepExporter", once)
             return compile_steps([step], *self.given, None, 1, self.kept)[str(step)]
 

@@ -55,6 +55,7 @@ def engine(request, tmp_path_factory):
         made = Engine(model, params, dataclasses.replace(LIMITS, checkpoints=2))
     with made as engine:
         engine.start()
+        use_lazy_steps(False)
         yield engine
 
 

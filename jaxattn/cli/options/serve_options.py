@@ -225,14 +225,14 @@ def _add_rows(group: argparse._ActionsContainer) -> None:
         metavar="N",
         type=size,
         help="most prompts that one step processes together (default: chosen for the GPU; 1 on a "
-        "CPU and with --reproducible)",
+        "CPU)",
     )
     group.add_argument(
         "--prefill-tokens",
         metavar="N",
         type=size,
-        help="most prompt tokens of a step (default: chosen for the GPU, or --prefill-chunk times "
-        "--prefill-rows)",
+        help="most prompt tokens of a step (default: chosen for the GPU; on a CPU --prefill-chunk "
+        "times --prefill-rows; with --reproducible --prefill-chunk)",
     )
     group.add_argument(
         "--mixed-tokens",

@@ -51,7 +51,7 @@ class ScoreControls:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Those of a request's prompt, but for `most`."""
+        """Those of a request's prompt, except `most`."""
         if not request.processed_logprobs:
             return cls()
         names = "temperature", "top_k", "top_p", "min_p"

@@ -148,11 +148,13 @@ class PendingNorm:
 
         def kernel(interpret: bool) -> list[Array]:
             stacks = without_gradient(OP, list(weights))
-            of_biases = None if biases is None else without_gradient(OP, list(biases))
-            make: Any = partial(linears_mosaic, biases=of_biases)
+            make: Any
             if scales is not None:
                 of_weights = without_gradient(OP, list(scales))
                 make = partial(fp8_linear.linears_fp8_mosaic, scales=of_weights)
+            else:
+                of_biases = None if biases is None else without_gradient(OP, list(biases))
+                make = partial(linears_mosaic, biases=of_biases)
             return make(
                 x, weights=stacks, layer=first, affine=affine, out_dtypes=dtypes, norm=norm,
                 interpret=interpret,
