@@ -111,8 +111,11 @@ def test_fp8_keys_have_scales_of_their_own():
         (partial(IndexCase, [9000, 4100], 4, 64, 64, keys=FP8), 512, None),
         (partial(IndexCase, [33000] + [2100] * 9, 1, 64, 128, keys=FP8), 2048, None),
         (partial(IndexCase, [32768, 20001], 2, 8, 64, equal=True), 2048, None),
+        (partial(IndexCase, [12288] * 30, 1, 64, 64), 512, [0]),
+        (partial(IndexCase, [50000], 70, 64, 64), 2048, [0, 69]),
     ],
-    ids=["short", "ragged", "long", "tokens", "chunk", "fp8", "fp8-rows", "equal"],
+    ids=["short", "ragged", "long", "tokens", "chunk", "fp8", "fp8-rows", "equal"]
+    + ["three-blocks", "in-turns"],  # of the top k: a cluster of three; a row read more than once
 )
 def test_compiled_kernels_take_the_first_of_equal_scores(case, count, tokens):
     some = case()
