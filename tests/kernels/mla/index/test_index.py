@@ -192,6 +192,12 @@ def test_scores_take_no_more_memory_than_is_stated(sizes):
     assert tiling.columns <= work_tiles.MOST_COLUMNS and tiling.items >= batch
 
 
+def test_a_row_that_is_longer_than_its_table_has_no_keys_and_no_more_has_padding():
+    lens = np.array([64, 65, 2**31 - 1, 1, 0, -5, -(2**31)], np.int32)[:, None]
+    seen = work_tiles.visible_keys(lens, np.int32(2), np.arange(3, dtype=np.int32), 64)
+    assert np.asarray(seen).tolist() == [[63, 64, 0], *[[0] * 3] * 2, [0, 1, 0], *[[0] * 3] * 3]
+
+
 def test_parts_have_equally_many_tiles_and_meet():
     visible = np.array([[0, 0], [699, 700], [512, 511], [3000, 0], [513, 513]], np.int32)
     first, before, total = np.asarray(
