@@ -7,8 +7,8 @@ The tool watches a process for each case. What XLA compiles, it compiles before 
 that nobody watches, and leaves in a compilation cache: XLA's compiler crashes under the tool (jax
 0.11.2, CUDA 13). `out_of_bounds` reads what is not there, and memcheck has to say so.
 
-Exit status: 1 where a kernel has an error, or `out_of_bounds` none; 2 where the tool ended without
-a verdict.
+Exit status: 1 where a kernel has an error, or `out_of_bounds` none, or a case gives nothing but 0;
+2 where the tool ended without a verdict.
 """
 
 import argparse
@@ -39,8 +39,11 @@ def run(name: str, implementation: Implementation = "mosaic_gpu") -> None:
     case = SMALL[name]
     arrays = jax.device_put(tuple(case.arrays().values()))
     out = jax.block_until_ready(jax.jit(case.function(implementation))(*arrays))
-    first = np.asarray(jax.tree.leaves(out)[0], np.float32)
-    print(f"{name}: {first.shape}, mean of squares {np.square(first).mean():.4g}")
+    first = np.asarray(jax.tree.leaves(out)[0], np.float64)
+    mean = np.square(first).mean()
+    print(f"{name}: {first.shape}, mean of squares {mean:.4g}")
+    if mean == 0 and name != "out_of_bounds":
+        sys.exit(f"{name}: every number of the first output is 0; give the case other inputs")
 
 
 def watched(tool: str, program: str, name: str, environment: dict[str, str]) -> tuple[int, str]:

@@ -47,10 +47,13 @@ def mla_decode(
     return mla.mla_decode(kv_cache=kv_cache, **given)
 
 
-def mla_sparse(*, q: Any, **given: Any) -> Any:
-    """Of up to 8 tokens a row a decode step's, of more a chunk's."""
+def mla_sparse(*, q: Any, packed: str | None = None, kv_cache: Any, **given: Any) -> Any:
+    """Of up to 8 tokens a row a decode step's, of more a chunk's; or of a cache that is packed
+    first, in blocks with scales."""
+    if packed:
+        kv_cache = LatentFormat(packed).pack(kv_cache)
     op = mla.mla_sparse_decode if q.shape[1] <= 8 else mla.mla_sparse_prefill
-    return op(q=q, **given)
+    return op(q=q, kv_cache=kv_cache, **given)
 
 
 def delta_rule_gradient(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,12 +93,13 @@ def listed(
     values |= {"indices": drawn}
     if queries:
         values["query_lens"], sizes["ragged"] = queries, True
-    width = 656 if cache == "uint8" else 576
-    sizes |= paged | {"T": q_len, "H": heads, "D": 576, "K": count, "latent": width, "cache": cache}
     options: dict[str, Any] = {"scale": 0.07}
     if cache == "float8_e4m3fn":
         options["kv_scale"] = 0.05
     dtype = "float16" if cache == "float16" else "bfloat16"
+    if cache == "uint8":
+        options["packed"], cache = cache, dtype
+    sizes |= paged | {"T": q_len, "H": heads, "D": 576, "K": count, "latent": 576, "cache": cache}
     return KernelCase("mla_sparse", sizes, dtype, options, values)
 
 

@@ -117,17 +117,23 @@ def test_the_indexers_rotation_is_each_familys_own():
 
 def test_several_gpus_divide_heads_and_have_each_the_whole_indexer():
     model = published("DeepSeek-V3.2")
+    blocks = tuple(
+        dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, sinks=True))
+        for block in model.spec.blocks
+    )
+    model = dataclasses.replace(model, spec=dataclasses.replace(model.spec, blocks=blocks))
     local = divided(model, Parallel(tensor=8, expert=8))
     whole, own = (
         {key[-2:]: leaf.shape for key, leaf in nnx.to_flat_state(each.param_shapes())}
         for each in (model, local)
     )
     assert own["q_b_proj", "weight"] != whole["q_b_proj", "weight"]
+    assert whole["mixer", "sinks"] == (3, 128) and own["mixer", "sinks"] == (3, 16)
     assert own["wq_b", "weight"] == whole["wq_b", "weight"]
     size = CacheSize(pages=2, slots=1)
     for one, other in zip(model.caches, local.caches, strict=False):
         assert one.shapes(size) == other.shapes(size)
-    mixer = dataclasses.replace(model.spec.blocks[0].mixer, sinks=True)
+    mixer = model.spec.blocks[0].mixer
     with pytest.raises(ShardingError, match="context=2 .* attention with sinks cannot read so"):
         divided_layer(mixer, model.spec.stream, Parallel(tensor=8, context=2))
 

@@ -1,11 +1,14 @@
 """The modules compute what DeepSeek-V3 and Qwen3-Next define, trained, prefilled or decoding."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from jaxattn import mla
 from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rope, softmax_scale
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
@@ -210,7 +213,10 @@ def test_heads_that_are_no_multiple_of_eight_are_decoded_without_a_pad():
     q = jnp.zeros((1, 1, 3, 128), jnp.bfloat16)
     (queries,) = jax.eval_shape(lambda: module._latent_queries(q, rotation, 5))
     assert queries.shape == (1, 1, 8, 576)
-    found, *_ = module.decode(x, cache, **given, implementation="mosaic_gpu_interpret")
+    with mock.patch.object(mla, "mla_decode", side_effect=mla.mla_decode) as op:
+        found, *_ = module.decode(x, cache, **given, implementation="mosaic_gpu_interpret")
+    [call] = op.call_args_list
+    assert call.args[0].shape == (1, 1, 8, 576)
     np.testing.assert_allclose(found, wanted, rtol=3e-2, atol=3e-2)
 
 

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from scripts import sanitize
@@ -29,6 +31,14 @@ OF_EACH_OP = ("mla_decode_few_rows", "mla_append", "mla_prefill", "gqa_prefill_w
 def test_the_ops_take_its_cases(name, capsys):
     sanitize.run(name, "xla")
     assert "nan" not in capsys.readouterr().out
+
+
+def test_a_case_whose_output_is_0_fails(monkeypatch):
+    """It would find no number that a kernel gets wrong."""
+    case = SimpleNamespace(arrays=dict, function=lambda implementation: lambda: np.zeros(3))
+    monkeypatch.setitem(sanitize.SMALL, "of_nothing", case)
+    with pytest.raises(SystemExit, match="of_nothing: every number of the first output is 0"):
+        sanitize.run("of_nothing", "xla")
 
 
 @pytest.mark.slow(reason="inputs that a kernel refuses; found by scripts.sanitize on a GPU too")

@@ -22,6 +22,9 @@ from jaxattn.kernels.hopper.ptx import asm
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
 # elsewhere, and round its result otherwise.
 NUM_SMS = 132
+# Clusters of so many blocks that run at a time, a block on a multiprocessor: a cluster has to fit
+# in one of the groups of multiprocessors, which are of 10 to 18.
+CLUSTERS_AT_A_TIME = {1: NUM_SMS, 2: 64, 3: 40, 4: 28, 8: 12}
 # Shared memory of a multiprocessor in bytes, of which each block has 1 KiB that is not its own.
 SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 # Of shared memory that Mosaic gives a block: where each array begins, and what a barrier takes.

@@ -34,7 +34,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, deinterleave_columns
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import (
-    NUM_SMS,
+    CLUSTERS_AT_A_TIME,
     RESERVED_BYTES,
     SHARED_BYTES,
     require_hopper,
@@ -63,9 +63,7 @@ COLUMNS = 128  # most tokens of a block
 CONSUMERS = 2  # warpgroups that multiply
 MOST_STAGES = 8
 BARRIER_BYTES = 2048  # left for barriers and alignment
-# Clusters of so many blocks that run at a time, a block on a multiprocessor. A cluster has to fit
-# in one of the groups of multiprocessors, which are of 10 to 18.
-AT_A_TIME = {1: NUM_SMS, 2: 64, 3: 40, 4: 28}
+MOST_SHARING = 4  # blocks of a cluster
 # What a block takes beside its steps, and what a cluster's sums take, in steps.
 BEGINNING, SUMMING = 5, 4
 
@@ -99,10 +97,10 @@ def divided(
     """`choose` for places of the ring of `stage` bytes each, and at most so many."""
 
     def time(parts: int) -> int:
-        turns = -(-tiles // AT_A_TIME[parts])
+        turns = -(-tiles // CLUSTERS_AT_A_TIME[parts])
         return turns * (-(-steps // parts) + BEGINNING) + SUMMING * (parts > 1)
 
-    parts = min((each for each in AT_A_TIME if each <= steps), key=time)
+    parts = min(range(1, min(MOST_SHARING, steps) + 1), key=time)
     room = SHARED_BYTES - RESERVED_BYTES - BARRIER_BYTES
     room -= sums_bytes(columns) * (gated or parts > 1)
     return LinearTileConfig(

@@ -13,19 +13,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import CLUSTERS_AT_A_TIME
 from jaxattn.kernels.mla.index.radix_select import WARPGROUPS, WORDS, select
 from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling
 
 LEAST_SHARE = 4096  # numbers of a block in a cluster
-# Clusters of so many blocks that run at a time, a block on a multiprocessor: a cluster has to fit
-# in one of the groups of multiprocessors, which are of 10 to 18.
-AT_A_TIME = {8: 12, 4: 28, 3: 40, 2: 64}
 
 
 def cluster_size(rows: int, width: int) -> int:
     """Blocks that share a row: as many as the GPU has for all rows at a time."""
-    fit = (size for size, most in AT_A_TIME.items() if rows <= most and width >= size * LEAST_SHARE)
-    return next(fit, 1)
+    return max(
+        (
+            size
+            for size, most in CLUSTERS_AT_A_TIME.items()
+            if rows <= most and width >= size * LEAST_SHARE
+        ),
+        default=1,
+    )
 
 
 def top_k_places(

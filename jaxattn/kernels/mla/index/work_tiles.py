@@ -91,7 +91,8 @@ class IndexTiling:
 
 
 def visible_keys(length: Any, new: Any, token: Any, most_keys: int) -> Any:
-    """The keys that a token sees, 0 of a padding row or token: of numbers, or of arrays.
+    """The keys that a token sees: of numbers, or of arrays. 0 for a padding row or token, and in a
+    row that is longer than its block table.
 
     Args:
         length: of the row.
@@ -99,9 +100,8 @@ def visible_keys(length: Any, new: Any, token: Any, most_keys: int) -> Any:
         token: its number among them.
         most_keys: that a block table has room for.
     """
-    length = jnp.clip(length, 0, most_keys)
-    seen = jnp.clip(length - new + token + 1, 0, length)
-    return jnp.where(token < new, seen, 0)
+    within = (length > 0) & (length <= most_keys) & (token < new)
+    return jnp.where(within, jnp.maximum(length - new + token + 1, 0), 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,19 +16,13 @@ from jaxattn.kernels.attention.tile_scheduler import PAGE
 from jaxattn.kernels.attention.work_partition import WorkPartition
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
 from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeConfig, MlaDecodeRefs
+from jaxattn.kernels.mla.index.work_tiles import visible_keys
 from jaxattn.kernels.mla.sparse.list_mask import ListMask
 from jaxattn.kernels.mla.sparse.token_loader import (
     Fp8TokenLoader,
     TokenLoader,
     WideTokenLoader,
 )
-
-
-def visible_positions(length: Any, queries: Any, token: Any, most: int) -> jax.Array:
-    """Of a row of `length` tokens the positions that one of its last `queries` sees; 0 for padding,
-    and in a row of more than the `most` that its block table has room for."""
-    within = (length > 0) & (length <= most) & (token < queries)
-    return jnp.where(within, jnp.maximum(length - queries + token + 1, 0), 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +93,7 @@ class MlaSparseKernel(MlaDecodeKernel):
         place = lax.div(row, tokens)
         queries = tokens if refs.row_queries_ref is None else refs.row_queries_ref[place]
         most = refs.table_ref.shape[1] * self.part.page_size
-        return visible_positions(refs.row_lens_ref[place], queries, lax.rem(row, tokens), most)
+        return visible_keys(refs.row_lens_ref[place], queries, lax.rem(row, tokens), most)
 
     def mask(self, row: Any, start: Any, length: Any) -> ListMask:
         del length  # of the list

@@ -45,7 +45,8 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     scratch_types,
 )
 from jaxattn.kernels.mla.decode.workspace import spec_of
-from jaxattn.kernels.mla.sparse.kernel import MlaSparseKernel, visible_positions
+from jaxattn.kernels.mla.index.work_tiles import visible_keys
+from jaxattn.kernels.mla.sparse.kernel import MlaSparseKernel
 
 OP = "mla_sparse"
 # Of a list that is cut: pages of a piece. A block-scaled one takes 2.6 us; 16 pieces
@@ -190,7 +191,7 @@ def _visible(call: MlaDecodeCall) -> jax.Array:
     """int32 [B * S], how many of its row's positions each token may see; 0 for padding."""
     token, most = jnp.arange(call.q_len, dtype=jnp.int32), call.max_pages * call.page_size
     queries: Any = call.q_len if call.query_lens is None else call.query_lens[:, None]
-    return visible_positions(call.seq_lens[:, None], queries, token, most).reshape(-1)
+    return visible_keys(call.seq_lens[:, None], queries, token, most).reshape(-1)
 
 
 def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:

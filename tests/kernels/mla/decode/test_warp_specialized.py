@@ -217,7 +217,7 @@ def test_rows_with_fewer_query_tokens_than_others(implementation):
     "models/test_batch in XLA's steps, too"
 )
 @both_devices
-@pytest.mark.parametrize("heads", [slow(2), 26])  # heads as columns, and as rows
+@pytest.mark.parametrize("heads", [2, 26])  # heads as columns, and as rows
 def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
     both = mla_case([780, 70], heads=heads)  # pieces of 7 and 6 pages
     alone = dataclasses.replace(both, seq_lens=jnp.asarray([780, 0], jnp.int32))
@@ -235,11 +235,11 @@ def test_a_row_has_the_bits_that_it_has_beside_others(heads, implementation):
 
 
 @pytest.mark.slow(
-    reason="a number that is converted to another dtype; found by float16 in "
-    "kernels/test_lowering and by the other dtypes there too"
+    reason="a number that is converted to another dtype; found by the other dtypes there and by "
+    "the same test on a GPU too"
 )
 @both_devices
-@pytest.mark.parametrize("heads", [slow(8), 28])  # heads as columns, and as rows
+@pytest.mark.parametrize("heads", [8, 28])  # heads as columns, and as rows
 def test_float16(heads, implementation):
     case = mla_case([70], heads=heads, dtype=jnp.float16)
     assert_mla_close(case, *decode(case, implementation))
@@ -317,7 +317,7 @@ def test_a_row_whose_every_score_is_far_below_the_others(heads, implementation):
     "test_warp_specialized_fp8, which has the same masks, too"
 )
 @both_devices
-@pytest.mark.parametrize("cuts", [slow(None), [(0, 0), (1, 1)]])
+@pytest.mark.parametrize("cuts", [None, [(0, 0), (1, 1)]])
 def test_a_token_before_the_rows_first_is_zero_though_the_row_holds_nan(cuts, implementation):
     case = mla_case([2, 70], heads=9, q_len=3)
     case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 0], 1, 5].set(jnp.nan)
@@ -395,7 +395,7 @@ def test_no_race_in_the_interpreter(lens, q_len, dim, cuts, output_by_tma):
 )
 @pytest.mark.sampled
 @both_devices
-@pytest.mark.parametrize("q_len", [slow(1), 2])
+@pytest.mark.parametrize("q_len", [1, 2])
 def test_more_rows_than_parts(q_len, implementation):
     """Places in another order than the rows', the last one's without tokens; with q_len 2 rows of
     one token too."""
@@ -434,10 +434,11 @@ def test_queries_whose_tokens_differ_in_the_pieces_that_they_see(implementation)
 
 
 @pytest.mark.slow(
-    reason="a head of another tile; found by many heads in test_swap_ab and by 26 heads there too"
+    reason="a head of another tile; found by 33 heads of two tokens in test_warp_specialized_fp8 "
+    "too"
 )
 @both_devices
-@pytest.mark.parametrize("heads, in_two_parts", [slow(130, False), (192, True)])
+@pytest.mark.parametrize("heads, in_two_parts", [(130, False), (192, True)])
 def test_more_heads_than_two_tiles(heads, in_two_parts, implementation):
     """And each number as close as FlashMLA's tests want it, of their data."""
     case = mla_case([20, 3], heads=heads, clamped=True)

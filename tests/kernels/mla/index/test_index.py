@@ -111,8 +111,11 @@ def test_fp8_keys_have_scales_of_their_own():
         (partial(IndexCase, [9000, 4100], 4, 64, 64, keys=FP8), 512, None),
         (partial(IndexCase, [33000] + [2100] * 9, 1, 64, 128, keys=FP8), 2048, None),
         (partial(IndexCase, [32768, 20001], 2, 8, 64, equal=True), 2048, None),
+        (partial(IndexCase, [12288] * 30, 1, 64, 64), 512, [0]),
+        (partial(IndexCase, [50000], 70, 64, 64), 2048, [0, 69]),
     ],
-    ids=["short", "ragged", "long", "tokens", "chunk", "fp8", "fp8-rows", "equal"],
+    ids=["short", "ragged", "long", "tokens", "chunk", "fp8", "fp8-rows", "equal"]
+    + ["three-blocks", "in-turns"],  # of the top k: a cluster of three; a row read more than once
 )
 def test_compiled_kernels_take_the_first_of_equal_scores(case, count, tokens):
     some = case()
@@ -187,6 +190,12 @@ def test_scores_take_no_more_memory_than_is_stated(sizes):
     assert tiling.group * tiling.groups >= tiling.items
     assert tiling.row_items * tiling.tokens >= q_len and tiling.width >= most_keys
     assert tiling.columns <= work_tiles.MOST_COLUMNS and tiling.items >= batch
+
+
+def test_a_row_that_is_longer_than_its_table_has_no_keys_and_no_more_has_padding():
+    lens = np.array([64, 65, 2**31 - 1, 1, 0, -5, -(2**31)], np.int32)[:, None]
+    seen = work_tiles.visible_keys(lens, np.int32(2), np.arange(3, dtype=np.int32), 64)
+    assert np.asarray(seen).tolist() == [[63, 64, 0], *[[0] * 3] * 2, [0, 1, 0], *[[0] * 3] * 3]
 
 
 def test_parts_have_equally_many_tiles_and_meet():

@@ -123,7 +123,7 @@ def test_resident_blocks_take_many_tiles(blocks, implementation):
 
 @pytest.mark.slow(
     reason="a number that is converted to another dtype; found by float64 at bfloat16 there, and "
-    "by float16 in kernels/test_lowering, too"
+    "by the same test on a GPU, too"
 )
 @both_devices
 def test_float16(implementation):

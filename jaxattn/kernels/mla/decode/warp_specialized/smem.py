@@ -73,9 +73,10 @@ class MlaDecodeSmem:
     scores_done: Any  # but of a piece's first page
     sums_written: Any
     sums_read: Any  # by both
-    raw: Any  # FP8 [RAW, 64, 128], the next page as it is stored; else None
+    # RAW tiles, or one fewer of gathered block-scaled tokens, whose rope columns need none.
+    raw: Any  # FP8 [tiles, 64, 128], the next page as it is stored; else None
     raw_loaded: Any
-    raw_scales: Any  # bytes [RAW, 64, 16], its tokens' scales beside each tile; else None
+    raw_scales: Any  # bytes [tiles, 64, 16], its tokens' scales beside each tile; else None
 
 
 def shared_types(
