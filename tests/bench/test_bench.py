@@ -229,7 +229,7 @@ def test_every_timed_call_has_the_operands_that_were_checked(module, shape, monk
     if module is mla:
         op = mla.decode(mla.inputs(*shape), None, None)
     else:
-        op = (module.decode if module is gdn_decode else module.prefill)(shape, None)
+        op = (module.decode if module is gdn_layer_decode else module.prefill)(shape, None)
     before, seen = bits(op.operands[0]), []
 
     # The op as each call of the loop sees it.
@@ -274,7 +274,7 @@ def test_results_are_checked_against_float64(module, shape, monkeypatch):
     if module is mla:
         op = mla.decode(mla.inputs(*shape), None, "xla")
     else:
-        op = (module.decode if module is gdn_decode else module.prefill)(shape, "xla")
+        op = (module.decode if module is gdn_layer_decode else module.prefill)(shape, "xla")
     # The norm makes small outputs as large as others, with their errors.
     assert 1e-4 < module.check(op, shape) < (1e-2 if module is gdn_output_norm else 5e-3)
 

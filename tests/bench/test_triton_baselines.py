@@ -100,7 +100,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize(
     "bench, shape, kernel, stand_in",
     [
-        ("gdn_decode", SHAPE, "step_states", xla),
+        ("gdn_layer_decode", SHAPE, "step_states", xla),
         ("mla", LATENT, "attend", xla_latent),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_right_kernel_has_a_time_and_a_wrong_one_is_refused(
         triton_baselines.times(bench, shape)
 
 
-@pytest.mark.parametrize("bench, shape", [("gdn_decode", SHAPE), ("mla", LATENT)])
+@pytest.mark.parametrize("bench, shape", [("gdn_layer_decode", SHAPE), ("mla", LATENT)])
 def test_scalars_are_float32_and_integers(bench, shape, small, monkeypatch):
     """jax-triton takes a float for fp64: the kernel's products would be, or do not compile."""
     calls = []
@@ -137,7 +137,7 @@ def test_scalars_are_float32_and_integers(bench, shape, small, monkeypatch):
 
 
 def test_other_shapes_and_other_benches_have_no_time(small):
-    for bench, shape in (("gdn_decode", (*SHAPE[:4], "bfloat16")), ("mla", (2, 3, 70, 2))):
+    for bench, shape in (("gdn_layer_decode", (*SHAPE[:4], "bfloat16")), ("mla", (2, 3, 70, 2))):
         assert triton_baselines.times(bench, shape) == dict.fromkeys(
             triton_baselines.PEERS[bench].columns, ""
         )
@@ -158,7 +158,7 @@ def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
 @pytest.mark.parametrize(
     "bench, shapes",
     [
-        ("gdn_decode", [(3, 2, 4, 1), (3, 2, 4, 4)]),
+        ("gdn_layer_decode", [(3, 2, 4, 1), (3, 2, 4, 4)]),
         ("mla", [(3, 20, 130, 1), (2, 128, 300, 1)]),
         (
             "turboquant",
