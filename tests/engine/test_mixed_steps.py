@@ -64,7 +64,7 @@ FAMILIES = {
         Block(UNROTATED, DENSE),
         Block(LATENT, EXPERTS),
     ),
-    "sparse": (Block(SPARSE, DENSE),) * 2,
+    "sparse": (Block(SPARSE, DENSE),),
 }
 # Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for one
 # and a half of four rows at full length, so that rows lose theirs.
