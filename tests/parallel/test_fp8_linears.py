@@ -1,5 +1,4 @@
-"""FP8 matrices beside the experts over two devices: cuts, and the tokens of one device, loaded whole
-or in parts."""
+"""FP8 matrices beside the experts over two devices: cuts, and the tokens of one device."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +16,6 @@ from jaxattn.parallel import DeviceGroup, Parallel
 from tests.helpers.fp8_folders import write_folder
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, followed
-
 
 BLOCK = 128
 TWO = Parallel(tensor=2, expert=2)
