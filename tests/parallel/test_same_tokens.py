@@ -68,8 +68,8 @@ def test_grouped_query_attention_and_a_tied_head(layout):
 
 
 @pytest.mark.slow(
-    reason="a cut of another axis, or a step of prompts or of rows alone; found by FP8 keys in steps "
-    "of both there, and by steps of latents over tensor and context in parallel/test_engine too"
+    reason="a cut of another axis, or a step of prompts or of rows alone; found by FP8 keys in "
+    "steps of both there and by latents over tensor and context in parallel/test_engine too"
 )
 @pytest.mark.parametrize(
     "layout",
