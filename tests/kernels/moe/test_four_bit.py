@@ -66,7 +66,11 @@ def few(form, **sizes):
         # The combine's last piece has 64 columns; tiles of 16 columns are narrowed to 8.
         (MXFP4, 9, 192, 64, {"biases": True}),
         pytest.param(
-            MXFP4, 2, 128, 64, {"biases": True},
+            MXFP4,
+            2,
+            128,
+            64,
+            {"biases": True},
             marks=pytest.mark.slow(
                 reason="a tile of 8 columns that is not narrowed; found by `steps of 192`, which "
                 "narrows to 8, and on a GPU too"
