@@ -83,8 +83,9 @@ SAMPLE = 20  # of the cases of a test that is `sampled`, one in so many runs wit
 
 
 def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What is marked `slow`, and most cases of what is `sampled`. A case stays in the sample, or
-    out of it, whichever others there are. A GPU takes seconds for all of them."""
+    """What is marked `slow`, and most cases of what is `sampled`: all but the first of each
+    implementation and one in `SAMPLE` others. A case stays in the sample, or out of it, whichever
+    others there are. A GPU takes seconds for all of them."""
     found, begun = set(), set()
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -92,7 +93,8 @@ def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:
         if item.get_closest_marker("slow"):
             found.add(item)
         elif item.get_closest_marker("sampled"):
-            test = item.nodeid.partition("[")[0]
+            params = getattr(item, "callspec", None) and item.callspec.params or {}
+            test = item.nodeid.partition("[")[0], params.get("implementation")
             if test in begun and zlib.crc32(item.nodeid.encode()) % SAMPLE:
                 found.add(item)
             begun.add(test)

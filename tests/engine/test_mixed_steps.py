@@ -15,7 +15,7 @@ from jaxattn.engine.requests.outputs import FinishEvent
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout, by_lines
 from jaxattn.engine.steps.step_catalog import entry_points
-from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, Stream
+from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, SparseMLA, Stream
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch, init_state, scratch_spec
 from jaxattn.models.network.decoder_model import DecoderModel
@@ -41,6 +41,12 @@ UNROTATED = dataclasses.replace(
     heads_norm=True,
     query_scaling=QueryScaling(0.5, 32),
 )
+SPARSE = SparseMLA(
+    **{each.name: getattr(LATENT, each.name) for each in dataclasses.fields(LATENT)},
+    top_k=300,
+    index_heads=2,
+    index_head_dim=8,
+)
 DELTA = GDN(num_k_heads=1, num_v_heads=2, head_k_dim=8, head_v_dim=8)
 KIMI = KDA(num_heads=2, head_dim=8)
 DENSE, EXPERTS = (
@@ -58,6 +64,7 @@ FAMILIES = {
         Block(UNROTATED, DENSE),
         Block(LATENT, EXPERTS),
     ),
+    "sparse": (Block(SPARSE, DENSE),),
 }
 # Pieces of a prompt take one line, or two; steps of one line, of two and of three. Pages for one
 # and a half of four rows at full length, so that rows lose theirs.
@@ -83,7 +90,7 @@ def engine_of(family: str) -> Engine:
     spec = DecoderSpec(
         vocab_size=64, stream=STREAM, blocks=FAMILIES[family], max_position_embeddings=512
     )
-    model, limits = DecoderModel(spec), FEW if family == "all" else LIMITS
+    model, limits = DecoderModel(spec), FEW if family in ("all", "sparse") else LIMITS
     engine = Engine(model, model.init_params(jax.random.key(1)), limits, strict=True)
     engine.start()
     return engine
@@ -155,6 +162,14 @@ def test_rows_of_every_kind_say_in_mixed_steps_what_they_say_alone():
     for name, step in engine.executables.items():
         if name != "copy of states":
             check_aliasing(step, slack=0)
+
+
+@pytest.mark.usefixtures("no_forecast")
+def test_mixed_steps_of_sparse_attention_copy_no_cache():
+    """Of their pages the prompts' choice is read before the rows write the keys of theirs."""
+    engine = engine_of("sparse")
+    step = engine.executables["prefill of 256 tokens beside 4 rows"]
+    check_aliasing(step, slack=0)
 
 
 @pytest.mark.slow(reason="300 mixes of each family; the test above has a few of all kinds together")

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxattn.core.numerics.rope import RopeConfig
+from jaxattn.models.blocks import MLP, Block, Mixer, Stream
 from jaxattn.models.embedded.config import HybridConfig
 from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.network.decoder_layers import DecoderLayer
 
 CONFIG = HybridConfig(
     vocab_size=16,
@@ -33,6 +36,7 @@ LENGTHS = (5, 1, 6)
 TOKENS = np.random.default_rng(0).integers(0, 16, sum(LENGTHS) + 2).astype(np.int32)
 ENDS = np.cumsum([0, *LENGTHS])
 MODEL = Hybrid(CONFIG)
+STREAM = Stream(hidden_size=16, eps=1e-6, dtype="float32", param_dtype="float32")
 
 
 @functools.cache
@@ -83,6 +87,24 @@ def test_positions_turn_attention_alone():
     plain = run(places)
     np.testing.assert_allclose(run(places + 7), plain, rtol=1e-3, atol=1e-4)
     assert np.abs(run(2 * places) - plain).max() > 1e-3
+
+
+class Outside(Mixer):
+    """A mixer of a user's, whose module is one of the package's."""
+
+    cache_name, kernels = "outside", {}
+    cache = scratch = decode = None
+
+    def build(self, stream, rngs):
+        return MODEL.spec.blocks[-1].mixer.build(stream, rngs)
+
+
+def test_a_users_mixer_of_attention_gets_positions():
+    layer = DecoderLayer(Block(Outside(), MLP(intermediate_size=8)), STREAM, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (1, 6, 16))
+    run = jax.jit(lambda positions: layer(x, {"positions": positions})[0])
+    plain, far = run(np.arange(6)[None]), run(3 * np.arange(6)[None])
+    assert np.abs(far - plain).max() > 1e-3
 
 
 def test_a_layer_names_what_does_not_fit():

@@ -75,6 +75,7 @@ MIXERS: dict[str, Mixer] = {
     "gated mla": dataclasses.replace(LATENT, gated=True),
     "sparse mla": SPARSE,
     "sparse mla without indexer": dataclasses.replace(SPARSE, index_heads=0),
+    "fp8 sparse mla": dataclasses.replace(SPARSE, kv_lora_rank=128, cache_dtype="uint8"),
     "gqa": GQA(num_heads=8, num_kv_heads=2, head_dim=16, rope=ROPE, qk_norm=True, gated=True),
     "gdn": GDN(num_k_heads=2, num_v_heads=8, head_k_dim=8, head_v_dim=8),
     "kda": KDA(num_heads=8, head_dim=8, gate_rank=4),
@@ -158,6 +159,7 @@ class Stepped:
         implementation: Implementation | None = None,
     ):
         self.model = own = divided(model, parallel)
+        self.vocab_size = model.vocab_size
         self.parallel, self.sizes, self.rows = parallel, sizes, len(sizes.lengths)
         self._options: Any = dict(implementation=implementation)
         prefill = functools.partial(own.prefill, **self._options)
@@ -174,6 +176,7 @@ class Stepped:
         if parallel.gpus == 1:
             self.params, self.state = own.pack(params), make()
             self._prefill, self._decode, out = prefill, self._greedy, (None, None)
+            self._mixed = self._beside_rows
         else:
             group = DeviceGroup(parallel, tuple(jax.devices()[: parallel.gpus]))
             # NumPy slices without compiling.
@@ -186,9 +189,12 @@ class Stepped:
                 self.state = self.state.replace(each.name, arrays)
             self._prefill = group.step(prefill, specs, (columns, specs[1]))
             self._decode = group.step(self._greedy, specs, (group.rows, specs[1]))
+            both = (*specs[:2], *[group.rows] * 3)
+            self._mixed = group.step(self._beside_rows, both, (columns, specs[1]))
             out = group.shardings(((columns, specs[1]), (group.rows, specs[1])))
         self._prefill = jit_step(self._prefill, out_shardings=out[0])
         self._decode = jit_step(self._decode, out_shardings=out[1])
+        self._mixed = jit_step(self._mixed, out_shardings=out[0])
 
     @functools.cached_property
     def compiled_prefill(self) -> Any:
@@ -205,6 +211,11 @@ class Stepped:
     def _greedy(self, params: Any, state: Any, batch: DecodeBatch) -> tuple[Any, Any]:
         logits, state = self.model.decode(params, state, batch, **self._options)
         return self.model.vocabulary.best(logits)[0], state
+
+    def _beside_rows(
+        self, params: Any, state: Any, prompts: PrefillBatch, rows: DecodeBatch, sources: Any
+    ) -> tuple[Any, Any]:
+        return self.model.mixed(params, state, prompts, rows, sources, **self._options)[:2]
 
     def prefill_batch(self, chunks: list[np.ndarray], begin: int) -> PrefillBatch:
         tokens = np.zeros((self.rows, self.sizes.chunk), np.int32)
@@ -229,3 +240,13 @@ class Stepped:
         batch = self.decode_batch(tokens, lens)
         chosen, self.state = self.compiled_decode(self.params, self.state, batch)
         return np.asarray(chosen)
+
+    def mixed(self, chunks: list[np.ndarray], begin: int, tokens: np.ndarray, lens: Any) -> Any:
+        """The logits of rows of which each has a chunk, or a token where `lens` is above 0."""
+        rows = self.decode_batch(tokens, lens)
+        slots = np.where(lens > 0, self.slots, -1)
+        rows = dataclasses.replace(rows, state_indices=jnp.asarray(slots))
+        sources = jnp.asarray(np.where(lens > 0, -1, np.arange(self.rows)).astype(np.int32))
+        given = self.prefill_batch(chunks, begin), rows, sources
+        logits, self.state = self._mixed(self.params, self.state, *given)
+        return np.asarray(logits)[:, : self.vocab_size]

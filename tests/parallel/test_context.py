@@ -26,11 +26,11 @@ def test_outputs_and_their_lse_are_sent_bit_for_bit(dtype, numbers):
     np.testing.assert_array_equal(found_lse, lse)
 
 
-@pytest.mark.parametrize("ways, top_k", [(2, 11), (4, 30)])
+@pytest.mark.parametrize("ways, top_k, layer", [(2, 11, None), (4, 30, 1)])
 @on_virtual_devices
-def test_the_tokens_chosen_over_gpus_are_those_of_one(ways, top_k):
+def test_the_tokens_chosen_over_gpus_are_those_of_one(ways, top_k, layer):
     """Most scores are equal, one GPU has fewer tokens than are chosen, and some rows have fewer in
-    all. NaN is wherever no row owns a page."""
+    all. NaN is wherever no row owns a page. With `layer` keys are FP8 with scales, in a stack."""
     page, lens, tokens, heads, dim = 4, np.int32([90, 0, 23, 2]), 2, 3, 8
     stripes = -(-int(lens.max()) // (page * ways))
     rng = np.random.default_rng(0)
@@ -39,14 +39,34 @@ def test_the_tokens_chosen_over_gpus_are_those_of_one(ways, top_k):
     keys = rng.integers(-1, 2, (len(lens), stripes * ways * page, dim)).astype(np.float32)
     keys[:, ::3] = 0
     keys[np.arange(keys.shape[1]) >= lens[:, None]] = np.nan
-    # A row's pages on one device, in order, and dealt out.
-    together = keys.reshape(-1, page, dim)
-    apart = np.full((ways, tables.max() + 5, page, dim), np.nan, np.float32)
-    apart[:, tables] = np.moveaxis(keys.reshape(len(lens), stripes, ways, page, dim), 2, 0)
+    scales = 2.0 ** rng.integers(-2, 3, keys.shape[:2]).astype(np.float32)
+
+    def by_page(values):
+        """A row's pages on one device, in order, and dealt out."""
+        shape = (len(lens), stripes, ways, page, *values.shape[2:])
+        apart = np.full((ways, tables.max() + 5, *shape[3:]), np.nan, values.dtype)
+        apart[:, tables] = np.moveaxis(values.reshape(shape), 2, 0)
+        return values.reshape(-1, *shape[3:]), apart
+
+    pages = [by_page(keys)]
+    if layer is not None:
+        pages = [by_page(keys.astype(jnp.float8_e4m3fn)), by_page(scales)]
+        # The other layers hold NaN.
+        pages = [
+            tuple(
+                np.stack([x if i == layer else np.full_like(x, np.nan) for i in range(3)], axis)
+                for axis, x in enumerate(each)
+            )
+            for each in pages
+        ]
+    (together, *scale), apart = zip(*pages, strict=True)
     q = rng.integers(-2, 3, (len(lens), tokens, heads, dim)).astype(np.float32)
     weights = rng.integers(-1, 2, (len(lens), tokens, heads)).astype(np.float32)
-    places = np.arange(len(together), dtype=np.int32).reshape(len(lens), -1)
-    expected = np.asarray(mla.mla_index(q, weights, together, places, lens, top_k=top_k))
+    places = np.arange(len(lens) * stripes * ways, dtype=np.int32).reshape(len(lens), -1)
+    scale = dict(k_scale=scale[0]) if scale else {}
+    expected = np.asarray(
+        mla.mla_index(q, weights, together, places, lens, top_k=top_k, layer=layer, **scale)
+    )
 
     parallel = Parallel(tensor=ways, context=ways)
     group = DeviceGroup(parallel, tuple(jax.devices()[:ways]))
@@ -56,7 +76,8 @@ def test_the_tokens_chosen_over_gpus_are_those_of_one(ways, top_k):
         spread = ContextParallelPages.of(parallel, tables, lens, **size)
         asked = IndexQueries(q, weights, None)
         rows = spread.places, lens, None
-        found = chosen(IndexPages(cache[0]), asked, rows, top_k, None, None, spread)
+        own = IndexPages(*(x[0] for x in cache))
+        found = chosen(own, asked, rows, top_k, layer, None, spread)
         own = spread.own_positions(found)
         return found, spread.row_positions(own)[None]
 

@@ -10,6 +10,7 @@ third of the time: kernels are lowered one at a time in a process. The experts a
 every token: where a choice flips, outputs differ by more than rounding.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxattn import check_aliasing
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models import DecoderModel, DecoderSpec
-from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, MoE, Stream
+from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, MoE, SparseMLA, Stream
 from jaxattn.models.interface import jit_step
 from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import ALONE, DeviceGroup, Parallel
@@ -55,6 +56,12 @@ LATENT = MLA(
     v_head_dim=128,
     rope=ROPE,
 )
+SPARSE = SparseMLA(
+    **{each.name: getattr(LATENT, each.name) for each in dataclasses.fields(LATENT)}
+    | {"q_lora_rank": 512, "cache_dtype": "uint8"},
+    top_k=512,
+    index_heads=32,
+)
 DELTA = GDN(num_k_heads=4, num_v_heads=8)
 GROUPED = GQA(num_heads=16, num_kv_heads=2, head_dim=128, rope=ROPE, qk_norm=True, gated=True)
 EXPERTS = MoE(
@@ -73,10 +80,12 @@ def decoder(*blocks: Block) -> DecoderModel:
 
 LATENTS = decoder(Block(LATENT, MLP(intermediate_size=1024)), Block(DELTA, EXPERTS))
 KEYS = decoder(Block(GROUPED, EXPERTS))
+# One layer: where an input differs by rounding, so may a choice.
+CHOSEN = decoder(Block(SPARSE, MLP(intermediate_size=1024)))
 type Key = tuple[DecoderModel, Parallel]
 
 FUSED = LATENTS.with_fused_sums(len(SIZES.lengths))
-MODELS = {"latents": LATENTS, "keys and values": KEYS, "one launch": FUSED}
+MODELS = {"latents": LATENTS, "keys and values": KEYS, "chosen": CHOSEN, "one launch": FUSED}
 
 
 def cases() -> dict[str, tuple[Key, Key]]:
@@ -101,6 +110,11 @@ def cases() -> dict[str, tuple[Key, Key]]:
             dict(tensor=4, context=2),
             dict(data=2, tensor=2, context=2, expert=4),
             dict(tensor=8, context=4),
+        ],
+        "chosen": [
+            dict(tensor=2, context=2),
+            dict(tensor=4, context=2),
+            dict(tensor=8, context=8),
         ],
         "one launch": [
             dict(tensor=2),

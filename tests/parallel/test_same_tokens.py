@@ -9,9 +9,9 @@ indexer chooses fewer tokens than most rows have. Their 61 tokens go evenly over
 import numpy as np
 import pytest
 
-from jaxattn.parallel import Parallel
+from jaxattn.parallel import ALONE, Parallel
 from tests.helpers.virtual_devices import on_virtual_devices
-from tests.parallel.cases import decoder, followed, on_one_device
+from tests.parallel.cases import SMALL, Stepped, decoder, followed, on_one_device, prompts
 
 HYBRID = (("mla", "moe"), ("gdn", "wide"), ("mla", "mlp"))
 GROUPED = (("gqa", "moe"), ("gdn", "mlp"))
@@ -67,18 +67,36 @@ def test_grouped_query_attention_and_a_tied_head(layout):
     assert_same(GROUPED, True, layout)
 
 
-@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
+@pytest.mark.slow(
+    reason="a cut of another axis, or a step of prompts or of rows alone; found by FP8 keys in "
+    "steps of both there and by latents over tensor and context in parallel/test_engine too"
+)
 @pytest.mark.parametrize(
     "layout",
-    [
-        dict(tensor=2, context=2),
-        pytest.param(dict(data=2, tensor=4, context=4, expert=8), marks=pytest.mark.slow),
-    ],
+    [dict(tensor=2, context=2), dict(data=2, tensor=4, context=4, expert=8)],
     ids=str,
 )
 @on_virtual_devices
 def test_a_choice_of_tokens_over_all_devices_and_handed_on(layout):
     assert_same(SPARSE, False, layout)
+
+
+@on_virtual_devices
+def test_a_choice_among_fp8_keys_in_steps_of_prompts_and_rows():
+    """Every second row has a token beside the others' chunks. What the first layer caches, rounded
+    to FP8, is the same bits on each device and alone; the second takes over its choice."""
+    model = decoder(("fp8 sparse mla", "mlp"), ("sparse mla without indexer", "moe"))
+    texts, chunk = prompts(model, SMALL), SMALL.chunk
+    decode = np.arange(len(texts)) % 2
+    lens = decode * (np.minimum(SMALL.lengths, chunk) + 1)
+    begun = [text[:chunk] for text in texts]
+    rest = [text[chunk:][: chunk * (1 - row)] for text, row in zip(texts, decode, strict=True)]
+    expected, found = (
+        [steps.mixed(begun, 0, 0 * lens, 0 * lens), steps.mixed(rest, chunk, 7 * decode, lens)]
+        for steps in (Stepped(model, layout) for layout in (ALONE, Parallel(tensor=2, context=2)))
+    )
+    assert len(np.unique(np.argmax(expected, axis=-1))) > 4
+    np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 @pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")

@@ -91,7 +91,6 @@ class Mixer(abc.ABC):
         fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`, or
             `FourBitLinears` of 4 bits.
         norms: whether the module's `decode` takes tokens as a `PendingNorm`.
-        rotated: whether the module takes `positions` of whole sequences.
         cache_name: the mixers of one cache are equal.
         cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
         read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
@@ -100,7 +99,6 @@ class Mixer(abc.ABC):
     fp8: tuple[str, ...] | FourBitLinears = ()
 
     norms: ClassVar[bool] = False
-    rotated: ClassVar[bool] = False
     cache_formats: ClassVar[tuple[str, ...]] = ()
     read_apart: ClassVar[tuple[str, ...]] = ()
 

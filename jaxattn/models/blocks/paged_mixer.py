@@ -71,8 +71,6 @@ class PagedMixer(Mixer):
 
     parallel: Parallel = ALONE
 
-    rotated = True
-
     @property
     def array(self) -> str:
         """The name of the cache's array."""

@@ -1,5 +1,6 @@
 """The modules of a decoder's layers: a block with its parameters, and a repeat of a segment."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,8 +35,8 @@ class DecoderLayer(nnx.Module):
             packed: how rows hold several, in the keywords of attention.
             handed_on: by the layers before, the choice of tokens; None if no layer needs it.
         """
-        rotated = self.of.rotated
-        given = {name: of for name, of in packed.items() if rotated or name != "positions"}
+        turned = takes_positions(self.mixer)
+        given = {name: of for name, of in packed.items() if turned or name != "positions"}
         y, handed_on = self.of.whole(self.mixer, self.read(self.norm, x), given, handed_on)
         x = x + self.given(self.norm, y)
         x = x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
@@ -86,6 +87,12 @@ class DraftLayers(nnx.Module):
         x = jnp.concatenate(both, axis=-1).reshape(-1, 2 * hidden.shape[-1])
         y = self.projection(jnp.pad(x, ((0, max(LEAST_ROWS - len(x), 0)), (0, 0))))
         return y[: len(x)].astype(jnp.float32).reshape(hidden.shape)
+
+
+def takes_positions(module: nnx.Module) -> bool:
+    """Whether a module's call has `positions`, as attention's has and a recurrence's has not."""
+    arguments = inspect.signature(type(module).__call__).parameters.values()
+    return any(each.name == "positions" or each.kind == each.VAR_KEYWORD for each in arguments)
 
 
 def norm_of(stream: Stream) -> RMSNorm:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -278,6 +279,9 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         )  # fmt: skip
         out, values, rest = self._values_of(out), None, [None]
         if rows is not None:
+            # The prompts' choice reads the index keys before the rows write theirs: XLA would keep
+            # a copy for what it reads later.
+            picked, index = lax.optimization_barrier((picked, index))
             given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
             values, index, of_rows_picked, *rest = self._attend_rows(
                 of_rows_q, tokens.rotation, kv_cache, index, asked, indices=of_rows_picked,

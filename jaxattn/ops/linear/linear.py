@@ -29,7 +29,13 @@ from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.array_checks import FLOATS, check_features, check_layer
+from jaxattn.core.validation.array_checks import (
+    FLOATS,
+    check_array,
+    check_dtype,
+    check_features,
+    check_layer,
+)
 from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.kernels.linear.launch import OP, linears_mosaic, refusal
 from jaxattn.kernels.linear.rope_epilogue import DIMS, RopeEpilogueParams
@@ -187,6 +193,10 @@ def _linears(
     split: bool = False,
 ) -> list[Array]:
     arguments, pieces = OpArguments(OP), len(weights) if split else 1
+    if biases is not None and len(biases) != len(weights):
+        raise ValueError(
+            f"{OP}: biases must be one for each of {len(weights)} weights, got {len(biases)}"
+        )
     for place, weight in enumerate(weights):
         arguments.check(f"weights[{place}]", weight, f"L K N{place}", FLOATS)
         if split and x.shape[-1:] != (pieces * weight.shape[1],):
@@ -198,13 +208,15 @@ def _linears(
             check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
         if weight.dtype != weights[0].dtype:
             raise TypeError(f"{OP}: weights have {weights[0].dtype} and {weight.dtype}")
-        if biases is not None and (
-            biases[place].ndim != 2
-            or len(biases[place]) != len(weight)
-            or biases[place].shape[1] < weight.shape[2]
-        ):
+        if biases is None:
+            continue
+        bias = biases[place]
+        check_array(OP, f"biases[{place}]", bias)
+        check_dtype(OP, f"biases[{place}]", bias, *FLOATS)
+        fits = bias.ndim == 2 and len(bias) == len(weight) and bias.shape[1] >= weight.shape[2]
+        if not fits:
             raise ValueError(
-                f"{OP}: biases[{place}] {tuple(biases[place].shape)} must be [L, N or more], with "
+                f"{OP}: biases[{place}] {tuple(bias.shape)} must be [L, N or more], with "
                 f"L and N of weights[{place}] {tuple(weight.shape)}"
             )
     first, affine, number = split_layer_index(layer)

@@ -63,8 +63,19 @@ def few(form, **sizes):
 @pytest.mark.parametrize(
     "form, tokens, features, width, options",
     [
-        pytest.param(MXFP4, 9, 192, 64, {"biases": True}, marks=pytest.mark.slow),
-        (MXFP4, 2, 128, 64, {"biases": True}),
+        # The combine's last piece has 64 columns; tiles of 16 columns are narrowed to 8.
+        (MXFP4, 9, 192, 64, {"biases": True}),
+        pytest.param(
+            MXFP4,
+            2,
+            128,
+            64,
+            {"biases": True},
+            marks=pytest.mark.slow(
+                reason="a tile of 8 columns that is not narrowed; found by `steps of 192`, which "
+                "narrows to 8, and on a GPU too"
+            ),
+        ),
         pytest.param(INT4, 1, 64, 64, {}, marks=pytest.mark.slow),
         pytest.param(HALF_ZEROS, 2, 128, 128, {"dtype": jnp.float16}, marks=pytest.mark.slow),
     ],

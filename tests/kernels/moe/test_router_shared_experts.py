@@ -119,7 +119,7 @@ def weights_in_float64(case, tokens, ids):
 
 @pytest.mark.slow(
     reason="a token with other experts or another sum; found by the same checks behind a norm "
-    "there too"
+    "there and by nn/test_moe too"
 )
 @both_devices
 @pytest.mark.parametrize("name", ["v2-lite", slow("glm")])
@@ -139,12 +139,13 @@ def test_a_token_gets_its_experts_and_their_sum(name, implementation):
     own = weights_in_float64(case, case.x, ids)
     np.testing.assert_allclose(weights[0, : case.router.top_k], own, rtol=1e-4)
     np.testing.assert_array_equal(weights[0, case.router.top_k :], 1)
-    # The sum has the bits of the launches one by one.
+    # Each half of K has a sum of its own here, and is in one chain in launches one by one: h of the
+    # experts may differ by an ulp of bfloat16.
     sizes = dict(layer=LAYER.index, interpret=implementation == "mosaic_gpu_interpret")
     apart = jax.jit(partial(mixture_of_experts_mosaic, **sizes))(
         case.x, ids, weights, case.gate_up, case.down
     )
-    np.testing.assert_array_equal(y, apart)
+    np.testing.assert_allclose(y, apart, rtol=0, atol=2**-8 * float(jnp.abs(apart).max()))
 
 
 @slow_interpreted(
