@@ -18,7 +18,7 @@ from jaxattn.kernels.attention.tile_scheduler import (
     may_split,
     most_pieces,
 )
-from jaxattn.kernels.mla.decode import workspace
+from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule
 
 schedule_of = jax.jit(
     make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "pieces")
@@ -254,9 +254,7 @@ def test_a_batch_of_many_rows_a_part_is_not_split(batch, splits):
     assert sum(end - start for _, start, end in held[0]) == 8 * 2 + 8 * 32
 
 
-decode_schedule = jax.jit(
-    workspace.decode_schedule, static_argnames=("q_len", "num_heads", "max_pages")
-)
+decode_schedule = jax.jit(decode_schedule, static_argnames=("q_len", "num_heads", "max_pages"))
 
 
 @pytest.mark.sampled
