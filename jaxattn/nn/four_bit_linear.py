@@ -6,7 +6,7 @@ layer's, and multiplies by this.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize, quantize
 from jaxattn.kernels.linear.four_bit_linear import refusal
-from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
+from jaxattn.nn.linear import Linear, LinearBias, StackedWeight, added_to, matmul, normal
 from jaxattn.ops.linear.four_bit_linear import gated_four_bit_layer, linear_four_bit_layer
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 
@@ -63,8 +63,13 @@ class FourBitLinear(Linear):
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | PendingNorm, *modules: Any, give: bool = False
+        x: Float[Array, "*T K"] | PendingNorm,
+        *modules: Any,
+        biases: Sequence[LinearBias] = (),
+        give: bool = False,
     ) -> tuple[Float[Array, "*T N"], ...]:
+        if biases:
+            return added_to(FourBitLinear.together(x, *modules, give=give), biases)
         x = tokens_of(x)
         if not _served(x, *modules):
             return tuple(module(x) for module in modules)

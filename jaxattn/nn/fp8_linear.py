@@ -5,7 +5,7 @@ A weight is [out_features, in_features] with a float32 scale for each block of 1
 of the compute dtype out of one layer's, and multiplies by this.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jaxattn.core.numerics.fp8_block_scaling import (
     quantize,
 )
 from jaxattn.nn.four_bit_linear import FourBitLinear, FourBitLinears
-from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
+from jaxattn.nn.linear import Linear, LinearBias, StackedWeight, added_to, matmul, normal
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer, refusal
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 
@@ -51,8 +51,13 @@ class Fp8Linear(Linear):
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | PendingNorm, *modules: Any, give: bool = False
+        x: Float[Array, "*T K"] | PendingNorm,
+        *modules: Any,
+        biases: Sequence[LinearBias] = (),
+        give: bool = False,
     ) -> tuple[Float[Array, "*T N"], ...]:
+        if biases:
+            return added_to(Fp8Linear.together(x, *modules, give=give), biases)
         weights, scales = _stacks(*modules)
         out_dtypes = [module.out_dtype for module in modules]
         if isinstance(x, PendingNorm):

@@ -174,27 +174,22 @@ class Linear(nnx.Module):
 
     @staticmethod
     def together(
-        x: Float[Array, "*T K"] | PendingNorm, *modules: Any, give: bool = False
+        x: Float[Array, "*T K"] | PendingNorm,
+        *modules: Any,
+        biases: "Sequence[LinearBias]" = (),
+        give: bool = False,
     ) -> tuple[Float[Array, "*T N"], ...]:
         """`module(x)` for each module of this kind, see `linears`.
 
         Args:
+            biases: one for each module, or none.
             give: whether a `PendingNorm` x keeps the normed token, for others that read it.
         """
-        return Linear.with_biases(x, modules, (), give)
-
-    @staticmethod
-    def with_biases(
-        x: Float[Array, "*T K"] | PendingNorm,
-        modules: Sequence[Any],
-        biases: "Sequence[LinearBias]",
-        give: bool,
-    ) -> tuple[Float[Array, "*T N"], ...]:
-        """`together` with a bias for each module, or none."""
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
         stacks = [each.in_stack.weights for each in biases if each.in_stack is not None]
         of_biases = stacks if stacks and len(stacks) == len(modules) else None
+        left = () if of_biases else biases  # to be added to what a launch gives
         if of_biases:
             out_dtypes = [each.out_dtype for each in biases]
         if isinstance(x, PendingNorm):
@@ -204,7 +199,7 @@ class Linear(nnx.Module):
                     weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give,
                     biases=of_biases,
                 )  # fmt: skip
-                return found if of_biases else added_to(found, biases)
+                return added_to(found, left)
             x = tokens_of(x)
         if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
             return added_to(tuple(module(x) for module in modules), biases)
@@ -216,7 +211,7 @@ class Linear(nnx.Module):
             out_dtypes=out_dtypes,
             implementation=places[0].implementation,
         )
-        return found if of_biases else added_to(found, biases)
+        return added_to(found, left)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -260,7 +255,7 @@ def linears(
         split: each module has K features of x of its own, in order; x is then an array.
     """
     if split:
-        return _split(tokens_of(x), *modules)
+        return added_to(_split(tokens_of(x), *modules), biases)
     kinds: dict[type[Linear], list[int]] = {}
     for number, module in enumerate(modules):
         kinds.setdefault(type(module), []).append(number)
@@ -269,10 +264,7 @@ def linears(
         ours = [modules[number] for number in numbers]
         others = len(found) + len(ours) < len(modules)
         own = [biases[number] for number in numbers] if biases else []
-        if kind is Linear:
-            results = Linear.with_biases(x, ours, own, others)
-        else:
-            results = added_to(kind.together(x, *ours, give=others), own)
+        results = kind.together(x, *ours, biases=own, give=others)
         found |= zip(numbers, results, strict=True)
         x = tokens_of(x) if others else x  # no other launch makes the norm again
     return tuple(found[number] for number in range(len(modules)))
