@@ -127,9 +127,9 @@ def forward_with_residuals(
         product=config.down, gated=False, name="moe_down", **common,
     )["target"]  # fmt: skip
     out = combine(
-        y, rows.work.positions, weights, results=y_at, features=wide, columns=config.combine,
+        y, rows.work.positions, weights, results=y_at, features=features, columns=config.combine,
         **modes,
-    )[:, :features]  # fmt: skip
+    )  # fmt: skip
     rows = jax.tree.map(lambda x: checkpoint_name(x, SAVED_NAME), rows)
     saved = checkpoint_name(both["saved"], SAVED_NAME)
     return out, ExpertResiduals(operands, number, rows, gathered, saved)
@@ -220,13 +220,12 @@ class ExpertBackward:
     def summed_up(self, of_gates: jax.Array) -> jax.Array:
         """The gradient of x, [T, F] float32: a token's experts are added in the order of ids."""
         weights, features = self.operands.weights, self.operands.x.shape[1]
-        wide = output_columns(features)
-        at = PanelMatrix(0, self.count, panel(wide))
+        at = PanelMatrix(0, self.count, panel(output_columns(features)))
         spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
         return combine(
-            spread, self.rows.work.positions, jnp.ones_like(weights), results=at, features=wide,
-            columns=512, **self.modes,
-        )[:, :features]  # fmt: skip
+            spread, self.rows.work.positions, jnp.ones_like(weights), results=at,
+            features=features, columns=512, **self.modes,
+        )  # fmt: skip
 
     def of_weights(self, of_shares: jax.Array) -> jax.Array:
         """[T, K] of each row's; 0 for an id that is no expert's."""

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.moe.routing.token_sort import THREADS
+from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, windows
 
 TOGETHER = 4  # rows of a block
 
@@ -23,7 +23,7 @@ TOGETHER = 4  # rows of a block
 def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> jax.Array:
     """[R, F]: x [T, F] of each row's pair t * top_k + k, and 0 where the pair is below 0."""
     rows, features = len(pairs), x.shape[1]
-    if features % THREADS or rows % TOGETHER:
+    if features % PAIRS or rows % TOGETHER:
         token = jnp.maximum(pairs, 0) // top_k
         return jnp.where((pairs >= 0)[:, None], x[token], 0)
     return launch(
@@ -40,8 +40,7 @@ def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> 
 
 def copy_rows(top_k: int, x: Any, pairs: Any, rows: Any) -> None:
     first, features = lax.axis_index("block") * TOGETHER, x.shape[1]
-    vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    ((_, layout),) = windows(features)
     found = []
     for row in range(TOGETHER):
         pair = pairs[first + row]

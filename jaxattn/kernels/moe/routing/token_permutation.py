@@ -29,6 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.moe.routing.small_batch_alignment import windows
 from jaxattn.kernels.moe.routing.token_alignment import (
     EXPERT,
     FROM,
@@ -291,8 +292,7 @@ def copy_token(top_k: int, x: Any, positions: Any, rows: Any) -> None:
     """Copies a token to the rows of its pairs."""
     token, features = lax.axis_index("token"), x.shape[1]
     places = [positions[token * top_k + k] for k in range(top_k)]
-    vector = next(n for n in (8, 4, 2, 1) if features % (n * THREADS) == 0)
-    layout = plgpu.Layout.WG_STRIDED((features,), vec_size=vector)
+    ((_, layout),) = windows(features)
     numbers = plgpu.load(x.at[token], layout=layout, optimized=False)
     for place in places:
 
