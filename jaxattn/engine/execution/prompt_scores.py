@@ -58,9 +58,7 @@ class PromptScores:
         places[:, 1] = list(row.prompt[positions.start : positions.stop])
         # One call scores in one way, which other rows of the step must not change: so plain scores
         # have calls of their own. The likeliest tokens are told to those who asked.
-        controls = ScoreControls.of(row.request)
-        controls = dataclasses.replace(controls, most=min(row.request.prompt_logprobs or 0, 1))
-        self.rows.setdefault(controls, []).append((row, places))
+        self.rows.setdefault(ScoreControls.of(row.request), []).append((row, places))
 
     @functools.cached_property
     def calls(self) -> list[tuple[ScoreControls, int, list[_Places]]]:

@@ -51,11 +51,13 @@ class ScoreControls:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Those of a request's prompt, except `most`."""
+        """Those of a request's prompt; `most` is 1 where it asks for any of the likeliest tokens:
+        a call tells as many as one of its prompts asks for."""
+        most = min(request.prompt_logprobs or 0, 1)
         if not request.processed_logprobs:
-            return cls()
+            return cls(most)
         names = "temperature", "top_k", "top_p", "min_p"
-        return cls(0, *(getattr(request, name) for name in names))
+        return cls(most, *(getattr(request, name) for name in names))
 
     @property
     def lines(self) -> Int[np.ndarray, "3 2"]:
