@@ -125,6 +125,18 @@ class OpArguments:
         check_pages(self.op, known_tables, known_lengths, num_pages, page)
         return tables, lengths
 
+    def check_scheduled(self, seq_lens: Any, max_pages: int, page_size: int) -> jax.Array:
+        """The lengths of a schedule's rows, whose tables have so many pages of so many tokens.
+
+        A traced row of more tokens comes back as one of 0, padding.
+        """
+        most = max_pages * page_size
+        but = (
+            f"{max_pages=} of {page_size=} tokens reach {most}; give wider block_tables, and their "
+            "width"
+        )
+        return self.lengths("seq_lens", seq_lens, most, but)[1]
+
     def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
         """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding.
 

@@ -130,8 +130,7 @@ class MultiHeadLatentAttention(LatentProjections):
         q, latents = self._down(x)
         if self.q_lora_rank is not None:
             q = self.q_a_norm(q)
-        positions = (seq_lens - query_lens)[:, None] + jnp.arange(x.shape[1])
-        positions = jnp.maximum(positions, 0)
+        positions = self.decode_positions(arguments.op, seq_lens, x.shape[1], query_lens)
         latent, kv_cache, written = self._write_prompts(
             latents, positions, kv_cache, rows, layer, kv_scale, parallel
         )
@@ -273,8 +272,8 @@ class MultiHeadLatentAttention(LatentProjections):
         """The tokens of `mixed`, projected and written to the cache."""
         q, latents = self._down(x)
         (of_prompts_q, compressed), (own, others) = lines.split(q), lines.split(latents)
-        positions = (lines.seq_lens - lines.query_lens)[:, None] + jnp.arange(lines.tokens)
-        positions = jnp.maximum(positions, 0)
+        op = f"{type(self).__name__}.mixed"
+        positions = self.decode_positions(op, lines.seq_lens, lines.tokens, lines.query_lens)
         of_lines = lines.of_row(jnp.asarray(block_tables), 0), lines.seq_lens, lines.query_lens
         latent, kv_cache, written = self._write_prompts(
             own, positions, kv_cache, of_lines, layer, kv_scale, parallel

@@ -55,13 +55,7 @@ def decode_schedule(
     arguments = OpArguments("mla.decode_schedule")
     sizes = {"max_pages": max_pages, "page_size": page_size}
     check_sizes(arguments.op, q_len=q_len, num_heads=num_heads, **sizes)
-    seq_lens = arguments.lengths(
-        "seq_lens",
-        seq_lens,
-        max_pages * page_size,
-        f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
-        "block_tables, and their width",
-    )[1]
+    seq_lens = arguments.check_scheduled(seq_lens, max_pages, page_size)
     refuse_explicit_axes(arguments.op, seq_lens)
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     batch, steps = seq_lens.shape[0], num_steps(max_pages, page_size)

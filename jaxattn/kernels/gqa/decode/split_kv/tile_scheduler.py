@@ -180,13 +180,7 @@ def decode_schedule(
         raise TypeError(
             f"{arguments.op}: batch_invariant must be True or False, got {batch_invariant!r}"
         )
-    seq_lens = arguments.lengths(
-        "seq_lens",
-        seq_lens,
-        max_pages * page_size,
-        f"{max_pages=} of {page_size=} tokens reach {max_pages * page_size}; give wider "
-        "block_tables, and their width",
-    )[1]
+    seq_lens = arguments.check_scheduled(seq_lens, max_pages, page_size)
     refuse_explicit_axes(arguments.op, seq_lens)
     steps = most_steps(max_pages, page_size, q_len, window)
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
