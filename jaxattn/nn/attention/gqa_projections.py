@@ -122,8 +122,10 @@ class GroupedQueryProjections(PagedAttention):
     @property
     def stacked(self) -> dict[str, str]:
         """As `Linear.stacked`, of the biases."""
-        names = ("q_bias", "k_bias", "v_bias") if self.biases else ()
-        return {name: f"{name}_in_stack" for name in (*names, *["o_bias"][: self.out_bias])}
+        names = ["q_bias", "k_bias", "v_bias"] if self.biases else []
+        if self.out_bias:
+            names.append("o_bias")
+        return {name: f"{name}_in_stack" for name in names}
 
     def packed_weights(self) -> Float[Array, "W"] | None:
         """The norms of queries and keys for `decode`, as it reads them; None without norms."""

@@ -20,12 +20,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import Rotation, in_layout
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.attention.mla import MultiHeadLatentAttention
-from jaxattn.nn.attention.token_indexer import (
-    IndexPages,
-    TokenIndexer,
-    chosen,
-    written,
-)
+from jaxattn.nn.attention.token_indexer import IndexPages, TokenIndexer, chosen, written
 from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 from jaxattn.ops.mla.sparse.index import index_xla
