@@ -10,12 +10,12 @@ from jaxattn.core.validation.arguments import MOST
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
-from jaxattn.engine.startup.gpu_limits import LimitsChoice
+from jaxattn.engine.startup.limits_search import LimitsChoice
 from jaxattn.engine.startup.memory_plan import check_row, fill, packed_shapes, plan_engine
-from jaxattn.engine.steps.batch_steps import SampleStep
-from jaxattn.engine.steps.engine_step import EngineStep, sampled_rows
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, SpeculativeDecodeStep
+from jaxattn.engine.steps.sample_step import SampleStep
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
+from jaxattn.engine.steps.step_interface import EngineStep, sampled_rows
 from jaxattn.memory.budget import MemoryPlan
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits

@@ -10,7 +10,7 @@ import pytest
 from jaxattn import Engine, Limits
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
-from jaxattn.engine.startup import engine_build, gpu_limits
+from jaxattn.engine.startup import engine_build, limits_search
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import packed_shapes, page_bytes
@@ -305,7 +305,7 @@ def on_a_gpu(monkeypatch):
         "PREFILL_ROWS": 4,
         "PREFILL_BUCKETS": (16,),
     }.items():
-        monkeypatch.setattr(gpu_limits, name, value)
+        monkeypatch.setattr(limits_search, name, value)
 
     def choose(*given, platform, **more):
         memory = DeviceMemory("a GPU", 4 * GIB)

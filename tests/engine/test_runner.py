@@ -6,7 +6,7 @@ from typing import Any
 from jaxattn import Limits
 from jaxattn.engine.execution.model_runner import ModelRunner
 from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard
-from jaxattn.engine.steps.batch_steps import BatchUpdateStep
+from jaxattn.engine.steps.batch_update_steps import BatchUpdateStep
 
 
 def test_threads_send_steps_over_several_devices_in_one_order():

@@ -16,7 +16,7 @@ from jaxattn.engine.requests.request import Request
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, RowIndices
 from jaxattn.engine.steps.engine_state import row_shapes
-from jaxattn.engine.steps.engine_step import EngineStep
+from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.memory import device_memory as memory_device
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits

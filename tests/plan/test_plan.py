@@ -21,8 +21,8 @@ from jaxattn.cli.plan import main
 from jaxattn.engine.startup.executable_memory import bound_of
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import new_state
-from jaxattn.engine.steps.engine_step import int32
 from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.engine.steps.step_interface import int32
 from jaxattn.memory.device_memory import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE, temp_bound

@@ -15,7 +15,7 @@ from jaxattn.bench.offline.workload import OfflineRequest
 from jaxattn.cli.startup.engine_startup import choose_device
 from jaxattn.engine.requests.outputs import Completion, FinishEvent, FinishReason, TokenEvent
 from jaxattn.engine.runtime.gc_pause import gc_paused
-from jaxattn.engine.startup.gpu_limits import UTILIZATION
+from jaxattn.engine.startup.limits_search import UTILIZATION
 
 SHOWN = (
     "batch", "max_model_len", "num_pages", "prefill_chunk", "prefill_rows", "prefill_tokens",

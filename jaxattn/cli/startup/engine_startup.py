@@ -30,7 +30,7 @@ from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
-from jaxattn.engine.startup.gpu_limits import UTILIZATION
+from jaxattn.engine.startup.limits_search import UTILIZATION
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model

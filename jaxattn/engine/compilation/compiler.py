@@ -24,9 +24,9 @@ from jaxattn.engine.compilation.sharded_step import arguments, group_of, jitted_
 from jaxattn.engine.compilation.step_export import DecodeStepExporter
 from jaxattn.engine.runtime.gc_pause import gc_paused
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
-from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.kernels.hopper.build.kernel_hash import unify_kernels
 from jaxattn.kernels.hopper.build.parallel_compilation import Compiling, ParallelCompiler
 from jaxattn.kernels.hopper.build.trace_cache import Shared, share_launches

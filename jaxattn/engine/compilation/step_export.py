@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, SpeculativeDecodeStep
+from jaxattn.engine.steps.step_interface import EngineStep
 
 # Calls that are compiled where they were lowered, by the same JAX.
 _OURS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]

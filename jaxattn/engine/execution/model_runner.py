@@ -12,18 +12,17 @@ from jax.sharding import PartitionSpec
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard
 from jaxattn.engine.sampling.sampler import SamplingMode
-from jaxattn.engine.steps.batch_steps import (
+from jaxattn.engine.steps.batch_update_steps import (
     BatchUpdateStep,
-    BitmaskStep,
     HistoryAppendStep,
     StateCopyStep,
-    sample_of,
 )
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
-from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
 from jaxattn.engine.steps.pooling_step import PoolingStep
+from jaxattn.engine.steps.sample_step import BitmaskStep, sample_of
 from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreControls, ScoreStep
+from jaxattn.engine.steps.step_interface import sampled_rows
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.parallel import DeviceGroup

@@ -15,7 +15,7 @@ from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.scheduling.draft_switch import DraftSwitch
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
-from jaxattn.engine.steps.engine_step import sampled_rows
+from jaxattn.engine.steps.step_interface import sampled_rows
 from jaxattn.engine.steps.token_selection import FinishCode
 
 

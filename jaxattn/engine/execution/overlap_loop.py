@@ -33,11 +33,11 @@ from jaxattn.engine.scheduling.draft_switch import DraftSwitch
 from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
-from jaxattn.engine.steps.engine_step import sampled_rows
 from jaxattn.engine.steps.model_steps import round_of
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
 from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import prefill_step
+from jaxattn.engine.steps.step_interface import sampled_rows
 
 # Rounds that are sent and not read while the host waits for a token. With two the device has a
 # whole step to run when a token arrives, so waking up costs it nothing. A row whose end only the

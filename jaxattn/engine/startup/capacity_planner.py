@@ -11,8 +11,8 @@ from jaxattn.engine.compilation.compiler import CompiledSteps, OnCompile, get_or
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, from_compiled, from_shapes
 from jaxattn.engine.startup.memory_plan import advice, check_row, fill, plan_engine
-from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.memory.budget import MemoryPlan, PlanError, nbytes
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits

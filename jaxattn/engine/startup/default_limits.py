@@ -14,13 +14,19 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxattn.engine.startup.gpu_limits import DRIVER, Bounds, GpuLimits, LimitsChoice, limit_reason
+from jaxattn.engine.startup.limits_search import (
+    DRIVER,
+    Bounds,
+    LimitsChoice,
+    LimitsSearch,
+    limit_reason,
+)
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.pooling_step import PoolingStep
 from jaxattn.engine.steps.score_step import GatherStep
 from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.interface import Model
@@ -51,7 +57,7 @@ def choose_limits(
         return _small(model, limits, platform)
     outside = dict(beside or {})
     outside["outside"] = max(outside.get("outside", 0), DRIVER)
-    chooser = GpuLimits(
+    chooser = LimitsSearch(
         model=model,
         memory=memory,
         params=packed_shapes(model) if params is None else params,

@@ -26,7 +26,7 @@ from jaxattn.engine.startup.capacity_planner import CapacityPlanner, others
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
-from jaxattn.engine.startup.gpu_limits import DRIVER, LimitsChoice
+from jaxattn.engine.startup.limits_search import DRIVER, LimitsChoice
 from jaxattn.engine.startup.placed_params import CheckedParams
 from jaxattn.memory import device_memory
 from jaxattn.memory.budget import MemoryPlan

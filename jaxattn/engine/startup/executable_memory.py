@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.compilation.sharded_step import implementation_of
-from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.memory.budget import PlanError, nbytes
 from jaxattn.memory.limits import Limits
 from jaxattn.memory.temp_bound import temp_bound

@@ -18,11 +18,11 @@ from jax import lax
 from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices, decode_batch
 from jaxattn.engine.steps.engine_state import kept_checkpoints, new_state, recurrent, row_shapes
-from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
 from jaxattn.engine.steps.prefill_batch import PromptLayout
 from jaxattn.engine.steps.speculation import draft_head
 from jaxattn.engine.steps.speculation.prompt_lookup import draft
 from jaxattn.engine.steps.speculation.verification import DraftTokens, draft_batch, verify
+from jaxattn.engine.steps.step_interface import EngineStep, int32, on_device
 from jaxattn.engine.steps.token_selection import FinishCode, advance
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState

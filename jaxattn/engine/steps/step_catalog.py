@@ -29,18 +29,16 @@ all the rest of a call. The others change rows: (rows, ...) -> rows, some with w
 Lengths are data, so a row's length never asks for another executable; shapes are buckets.
 """
 
-from jaxattn.engine.steps.batch_steps import (
+from jaxattn.engine.steps.batch_update_steps import (
     BatchUpdateStep,
-    BitmaskStep,
     HistoryAppendStep,
-    SampleStep,
     StateCopyStep,
-    sampled_levels,
 )
-from jaxattn.engine.steps.engine_step import EngineStep
 from jaxattn.engine.steps.model_steps import ModelStep, rounds
 from jaxattn.engine.steps.pooling_step import PoolingStep
+from jaxattn.engine.steps.sample_step import BitmaskStep, SampleStep, sampled_levels
 from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreStep
+from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.memory.limits import Limits
 
 

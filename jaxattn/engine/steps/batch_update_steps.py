@@ -1,4 +1,4 @@
-"""The steps that change rows, and what lies beside them: all but the model's own."""
+"""The steps that update what the device holds of rows: new rows and pages, histories, states."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,97 +6,17 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask, masked, words_of
-from jaxattn.engine.sampling.sampler import SamplingMode
 from jaxattn.engine.steps import device_batch as device_rows
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_state, row_shapes
-from jaxattn.engine.steps.engine_step import EngineStep, int32, on_device
 from jaxattn.engine.steps.prefill_batch import PromptLayout, by_lines
-from jaxattn.engine.steps.token_selection import advance, remember
+from jaxattn.engine.steps.step_interface import EngineStep, int32
+from jaxattn.engine.steps.token_selection import remember
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleStep(EngineStep):
-    """Samples `rows` rows at a level."""
-
-    rows: int
-    level: SamplingMode
-
-    def __str__(self) -> str:
-        return f"sample of {self.rows} rows: {self.level}"
-
-    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
-        return partial(
-            advance,
-            level=self.level,
-            remembers=limits.speculate > 0,
-            replays=limits.reproducible,
-        )
-
-    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
-        return row_shapes(limits), *self.given(model, limits)
-
-    def given(self, model: Model, limits: Limits) -> tuple[Any, ...]:
-        logits = jax.ShapeDtypeStruct((self.rows, model.logit_columns), jnp.float32)
-        return logits, int32(self.rows)
-
-    def padding(self, model: Model, limits: Limits) -> Any:
-        logits = np.zeros((self.rows, model.logit_columns), np.float32)
-        return logits, np.full(self.rows, -1, np.int32)
-
-    def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
-    ) -> tuple[DecodeState, DeviceBatch, Any]:
-        rows, told = executable(rows, *map(on_device, given))
-        return state, rows, told
-
-
-def sampled_levels(limits: Limits) -> tuple[SamplingMode, ...]:
-    """Levels that have a `SampleStep`. Beside rounds of several steps, which sample themselves, few
-    greedy rows are sampled alone: they are where those that draw are."""
-    return tuple(SamplingMode) if limits.round_steps == 1 else tuple(SamplingMode)[1:]
-
-
-def sample_of(limits: Limits, rows: int, level: SamplingMode) -> SampleStep:
-    """The step that samples rows which need a level."""
-    return SampleStep(rows, max(level, sampled_levels(limits)[0]))
-
-
-@dataclasses.dataclass(frozen=True)
-class BitmaskStep(EngineStep):
-    """Leaves out of the logits of `rows` rows what their grammars do not allow."""
-
-    rows: int
-
-    def __str__(self) -> str:
-        return f"mask of {self.rows} rows"
-
-    def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
-        return masked
-
-    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
-        logits = jax.ShapeDtypeStruct((self.rows, model.logit_columns), jnp.float32)
-        return logits, self.given(model, limits)
-
-    def given(self, model: Model, limits: Limits) -> Any:
-        return int32(self.rows, words_of(model.vocab_size))
-
-    def padding(self, model: Model, limits: Limits) -> Any:
-        logits = np.zeros((self.rows, model.logit_columns), np.float32)
-        return logits, fill_bitmask((), self.rows, model.vocab_size)
-
-    def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
-    ) -> tuple[DecodeState, DeviceBatch, Any]:
-        logits, words = given
-        return state, rows, executable(on_device(logits), words)
 
 
 @dataclasses.dataclass(frozen=True)

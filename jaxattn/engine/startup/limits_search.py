@@ -1,4 +1,4 @@
-"""The search for the limits of a GPU: what is fast, and then what of it fits."""
+"""The search for the limits of an engine on a GPU: what is fast, and then what of it fits."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -60,8 +60,8 @@ def limit_reason(name: str, value: Any, why: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GpuLimits:
-    """What decides the limits of a GPU; attributes are the arguments of `choose_limits`."""
+class LimitsSearch:
+    """The search for an engine's limits on a GPU; attributes are the arguments of `choose_limits`."""
 
     model: Model
     memory: DeviceMemory
