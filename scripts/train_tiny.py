@@ -36,8 +36,8 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxattn.models.checkpoint import native_format
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 
 # Top-level modules that training never sees: parsers, formats, arithmetic, scheduling, text.
 HELD_OUT = (

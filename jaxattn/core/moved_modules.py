@@ -15,7 +15,7 @@ MOVED = {
     "jaxattn.models.base": "jaxattn.models.interface",
     "jaxattn.models.decoder": "jaxattn.models.network.decoder_model",
     "jaxattn.models.decoder_spec": "jaxattn.models.network.decoder_spec",
-    "jaxattn.models.hybrid": "jaxattn.models.embedded.model",
+    "jaxattn.models.hybrid": "jaxattn.models.embedded.hybrid_model",
     "jaxattn.models.layer_cache": "jaxattn.models.caches.layer_cache",
     "jaxattn.ops.all_reduce_norm": "jaxattn.ops.collectives.all_reduce_norm",
     "jaxattn.ops.norm_linear": "jaxattn.ops.linear.norm_linear",

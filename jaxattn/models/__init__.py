@@ -3,8 +3,8 @@
 from jaxattn.models.caches.layer_cache import CacheSize as CacheSize
 from jaxattn.models.caches.layer_cache import DecodeState as DecodeState
 from jaxattn.models.caches.layer_cache import LayerCache as LayerCache
-from jaxattn.models.embedded.config import HybridConfig as HybridConfig
-from jaxattn.models.embedded.model import Hybrid as Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig as HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid as Hybrid
 from jaxattn.models.interface import DecodeBatch as DecodeBatch
 from jaxattn.models.interface import Model as Model
 from jaxattn.models.interface import PrefillBatch as PrefillBatch

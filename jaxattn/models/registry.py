@@ -43,7 +43,8 @@ from jaxattn.models.families.grouped_query import (
 from jaxattn.models.families.sparse_attention import deepseek_v32, glm_moe_dsa
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.encodings import FourBitEncoding, WeightEncoding
-from jaxattn.models.weight_map.fp8_linears import (
+from jaxattn.models.weight_map.name_prefix import TensorPrefix
+from jaxattn.models.weight_map.quantized_linears import (
     four_bit_form,
     in_floats,
     is_listed,
@@ -54,7 +55,6 @@ from jaxattn.models.weight_map.fp8_linears import (
     with_four_bit_linears,
     with_fp8_linears,
 )
-from jaxattn.models.weight_map.name_prefix import TensorPrefix
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping, layer_places
 from jaxattn.nn.moe import WeightFormat
 

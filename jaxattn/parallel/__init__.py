@@ -19,4 +19,4 @@ from jaxattn.parallel.device_group import DeviceGroup as DeviceGroup
 from jaxattn.parallel.layout import ALONE as ALONE
 from jaxattn.parallel.layout import Dimension as Dimension
 from jaxattn.parallel.layout import Parallel as Parallel
-from jaxattn.parallel.vocab_parallel import ShardedVocabulary as ShardedVocabulary
+from jaxattn.parallel.sharded_vocabulary import ShardedVocabulary as ShardedVocabulary

@@ -20,8 +20,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Inner
 
-from jaxattn.text.byte_decoder import byte_alphabet
 from jaxattn.text.json_files import TextError, read_bytes
+from jaxattn.text.token_bytes import byte_alphabet
 from jaxattn.text.tokenizer_config import AddedVocabToken, TokenizerConfig
 
 MOST_BYTES = 32 * 2**20

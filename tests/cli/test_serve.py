@@ -34,8 +34,8 @@ from jaxattn.memory.budget import MemoryBudget, MemoryPlan, PlanItem
 from jaxattn.memory.limits import Limits
 from jaxattn.memory.temp_bound import TempBound
 from jaxattn.models.checkpoint import native_format
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.text import ByteTokenizer
 
 pytestmark = pytest.mark.lazy_steps

@@ -14,7 +14,7 @@ from jaxattn.engine.requests.outputs import Completion, GenerationInterrupted
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.memory.limits import Limits
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.parallel import Parallel
 from jaxattn.plan import PlanError
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of

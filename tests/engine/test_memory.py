@@ -20,8 +20,8 @@ from jaxattn.aliasing.checker import check_aliasing
 from jaxattn.arena import Arena
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, jit_step, scratch_spec
 from tests.helpers import model_cases
 

@@ -24,7 +24,7 @@ from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.plan import PlanError
 from jaxattn.plan.plan_display import print_plan
 from tests.helpers.engine_cases import (

@@ -26,8 +26,8 @@ from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
 from jaxattn.models.catalog import public_models
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import jit_step, scratch_spec
 from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, nbytes, plan, solve
 from jaxattn.plan.placement import ModelPlacement, page_bytes

@@ -16,7 +16,7 @@ from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard, SealE
 from jaxattn.engine.steps.engine_state import new_state
 from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch
 from tests.helpers.engine_cases import (
     BUCKETS,

@@ -28,7 +28,7 @@ from jaxattn.engine.engine import Engine, EngineBusyError
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import new_state
 from jaxattn.engine.steps.step_catalog import entry_points
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,

@@ -20,8 +20,8 @@ from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.memory import device_memory as memory_device
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.limits import Limits
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from tests.helpers.lazy_steps import is_lazy
 
 CONFIG = HybridConfig(

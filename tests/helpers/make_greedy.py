@@ -23,8 +23,8 @@ from jaxattn.engine.requests.request import Request
 from jaxattn.memory.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.checkpoint import native_format
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step
 from tests.helpers.model_cases import state_of
 

@@ -16,8 +16,8 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.engine.requests.request import Request
 from jaxattn.memory.limits import Limits
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.plan import nbytes
 
 UTILIZATION, STEPS = 0.98, 500

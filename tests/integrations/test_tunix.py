@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from jaxattn import Limits
 from jaxattn.models import DecoderModel, load
 from jaxattn.models.checkpoint import EMBEDDED
-from jaxattn.models.weight_map.fp8_linears import with_fp8_linears
+from jaxattn.models.weight_map.quantized_linears import with_fp8_linears
 from jaxattn.text.tokenizer import ByteTokenizer
 
 pytest.importorskip("tunix")

@@ -18,7 +18,7 @@ from jaxattn.models.blocks import GQA, Block
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
 from jaxattn.models.loading.loader import load
 from jaxattn.models.network.decoder_model import DecoderModel

@@ -22,8 +22,8 @@ from flax import nnx
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError, native_format
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid, stored_shapes
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid, stored_shapes
 from scripts import train_tiny
 from tests.models.test_safetensors_header import DAMAGED
 

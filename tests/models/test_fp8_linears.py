@@ -24,7 +24,7 @@ from jaxattn.models.network import decoder_network
 from jaxattn.models.registry import read_model
 from jaxattn.models.sharding.axis_sharding import ShardingError
 from jaxattn.models.sharding.decoder import divided
-from jaxattn.models.weight_map.fp8_linears import with_fp8_linears
+from jaxattn.models.weight_map.quantized_linears import with_fp8_linears
 from jaxattn.parallel import Parallel
 from tests.helpers import checkpoint_variations
 from tests.helpers.fp8_folders import write_folder

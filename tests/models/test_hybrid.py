@@ -12,8 +12,8 @@ from flax import nnx
 
 from jaxattn.core.numerics.rope import RopeConfig, YarnConfig
 from jaxattn.engine.startup.memory_plan import page_bytes
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import (
     DecodeBatch,
     PrefillBatch,

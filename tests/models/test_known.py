@@ -14,7 +14,7 @@ from jaxattn.models.blocks import MoE
 from jaxattn.models.catalog import public_models
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import FAMILIES, read_decoder, read_model

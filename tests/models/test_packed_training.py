@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import MLP, Block, Mixer, Stream
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
-from jaxattn.models.network.decoder_layers import DecoderLayer
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
+from jaxattn.models.network.decoder_layer import DecoderLayer
 
 CONFIG = HybridConfig(
     vocab_size=16,

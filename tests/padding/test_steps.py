@@ -14,8 +14,8 @@ import pytest
 
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.models.blocks import GDN, MLA
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step
 from tests.helpers import model_cases
 from tests.helpers.engine_cases import SMALLEST

@@ -27,7 +27,7 @@ from jaxattn.memory.device_memory import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.limits import Limits
 from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.models.catalog import public_models
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step, overlaid
 from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, PlanItem, plan, solve
 from jaxattn.plan.group_plan import plan_group

@@ -20,7 +20,7 @@ from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
 from jaxattn.models.catalog import public_models
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.plan import PlanError, plan

@@ -61,7 +61,7 @@ def limit_reason(name: str, value: Any, why: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitsSearch:
-    """The search for an engine's limits on a GPU; attributes are the arguments of `choose_limits`."""
+    """Searches for limits that fit a GPU; attributes are the arguments of `choose_limits`."""
 
     model: Model
     memory: DeviceMemory

@@ -14,7 +14,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.models.blocks.block import Mixer
 from jaxattn.models.caches.layer_cache import Arrays
-from jaxattn.models.caches.symmetric_memory import (
+from jaxattn.models.caches.peer_buffers import (
     EXCHANGE,
     MEETING,
     buffer_arrays,

@@ -73,8 +73,8 @@ from flax import nnx
 from jaxattn.core.package import PACKAGE
 from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.checkpoint.safetensors_header import check_layout, parse_object, read_header
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid, from_stored, stored_shapes, to_stored
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid, from_stored, stored_shapes, to_stored
 from jaxattn.models.interface import check_params
 from jaxattn.models.registry import FAMILIES
 

@@ -8,7 +8,7 @@ parameters are allocated and filled (`weight_loader.py`).
 
 Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups
 (`families/components/quantization.py`). Routed experts and other matrices in FP8 or 4 bits stay so,
-where a kernel reads their shapes (`weight_map/fp8_linears.py`). Every other quantized weight
+where a kernel reads their shapes (`weight_map/quantized_linears.py`). Every other quantized weight
 becomes a float: its product with its scale in float32, rounded once.
 
 No code of a repository is run, and no pickle is read.

@@ -22,8 +22,8 @@ import numpy as np
 
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, read_json
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid, from_stored
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid, from_stored
 from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.loading.gguf import gguf_checkpoint

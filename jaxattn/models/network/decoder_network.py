@@ -25,8 +25,8 @@ from jaxattn.core.validation.array_checks import keep_concrete
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import Arrays, DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
-from jaxattn.models.network.decode_step import DecodeStep, LayerPosition
-from jaxattn.models.network.decoder_layers import LEAST_ROWS, DraftLayers, LayerGroup, norm_of
+from jaxattn.models.network.decode_layer_step import DecodeStep, LayerPosition
+from jaxattn.models.network.decoder_layer import LEAST_ROWS, DraftLayers, LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import (
     in_repeat,
@@ -35,7 +35,7 @@ from jaxattn.models.network.layer_scan import (
     scan_layers,
 )
 from jaxattn.models.network.layer_segments import LayerSegment
-from jaxattn.models.network.mixed_step import MixedStep
+from jaxattn.models.network.mixed_layer_step import MixedStep
 from jaxattn.models.network.packed_params import vectors_of
 from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
 from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal

@@ -32,7 +32,7 @@ from jaxattn.models.sharding.axis_sharding import (
     own_shape,
     partition_spec,
 )
-from jaxattn.models.weight_map.fp8_linears import four_bit_form, linear_of
+from jaxattn.models.weight_map.quantized_linears import four_bit_form, linear_of
 from jaxattn.parallel import DeviceGroup, Parallel
 
 

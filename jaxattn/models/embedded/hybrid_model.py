@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from jaxattn.models.blocks import GDN, MLA, MLP, Block, Stream
-from jaxattn.models.embedded.config import HybridConfig
+from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 

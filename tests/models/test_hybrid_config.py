@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from jaxattn.core.numerics.rope import RopeConfig, YarnConfig
 from jaxattn.core.validation.config_fields import Integer, check_fields, from_dict, rules
-from jaxattn.models.embedded.config import HybridConfig
-from jaxattn.models.embedded.model import Hybrid
+from jaxattn.models.embedded.hybrid_config import HybridConfig
+from jaxattn.models.embedded.hybrid_model import Hybrid
 
 YARN = YarnConfig(factor=40, original_max_position_embeddings=4096)
 CONFIG = HybridConfig(
