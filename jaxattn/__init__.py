@@ -30,7 +30,7 @@ from jaxattn.engine.engine import Engine as Engine
 from jaxattn.engine.requests.outputs import Completion as Completion
 from jaxattn.engine.requests.outputs import logprob_array as logprob_array
 from jaxattn.engine.requests.request import Request as Request
-from jaxattn.memory.limits import Limits as Limits
+from jaxattn.memory.engine_limits import Limits as Limits
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from jaxattn.ops.gdn.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule

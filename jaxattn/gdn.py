@@ -13,8 +13,8 @@ as tiles of columns do, 7% less in bfloat16 (benchmarks/LOG.md). Value head h us
 Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024); Qwen3-Next and Qwen3.5 are built on it.
 """
 
-from jaxattn.core.cache.slots import state_read as state_read
-from jaxattn.core.cache.slots import state_write as state_write
+from jaxattn.core.cache.state_pool import state_read as state_read
+from jaxattn.core.cache.state_pool import state_write as state_write
 from jaxattn.kernels.gdn.decode.launch import scratch as scratch
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update

@@ -11,8 +11,8 @@ States, slots, packed sequences, checkpoints and padding are as in `jaxattn.gdn`
 Kimi Linear (2025); Kimi-Linear-48B and Ling-3.0 are built on it.
 """
 
-from jaxattn.core.cache.slots import state_read as state_read
-from jaxattn.core.cache.slots import state_write as state_write
+from jaxattn.core.cache.state_pool import state_read as state_read
+from jaxattn.core.cache.state_pool import state_write as state_write
 from jaxattn.kernels.gdn.decode.launch import scratch as scratch
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update

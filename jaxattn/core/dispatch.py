@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core import package
+from jaxattn.core import package_path
 
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -21,7 +21,7 @@ Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 # It needs a host thread for each thread of the kernel: on a machine of few cores set the
 # environment variable PJRT_NPROC=16 before JAX is imported, or it may wait for ever.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
-PACKAGE = str(package.PACKAGE) + os.sep
+PACKAGE = str(package_path.PACKAGE) + os.sep
 JAX = os.path.dirname(jax.__file__) + os.sep
 
 

@@ -21,7 +21,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features, check_sizes
-from jaxattn.core.validation.shard_map_axes import match_varying_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.ops.linear.linear import (
     heads_layer,
     heads_serve,

@@ -17,7 +17,7 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
-from jaxattn.core.validation.shard_map_axes import match_varying_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.linear.norm_linear import ExpertOutputs, PendingNorm, tokens_of

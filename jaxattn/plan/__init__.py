@@ -9,14 +9,14 @@ An `Engine` makes the same plan, with what XLA says of its executables in place 
 from jaxattn.engine.startup.engine_build import check_arguments
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import advice, packed_shapes
-from jaxattn.memory.budget import MemoryBudget as MemoryBudget
-from jaxattn.memory.budget import MemoryPlan as MemoryPlan
-from jaxattn.memory.budget import PlanError as PlanError
-from jaxattn.memory.budget import PlanItem as PlanItem
-from jaxattn.memory.budget import nbytes as nbytes
-from jaxattn.memory.budget import solve as solve
 from jaxattn.memory.device_memory import DeviceMemory, known_device
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
+from jaxattn.memory.plan import MemoryBudget as MemoryBudget
+from jaxattn.memory.plan import MemoryPlan as MemoryPlan
+from jaxattn.memory.plan import PlanError as PlanError
+from jaxattn.memory.plan import PlanItem as PlanItem
+from jaxattn.memory.plan import nbytes as nbytes
+from jaxattn.memory.plan import solve as solve
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.interface import Model

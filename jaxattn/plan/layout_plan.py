@@ -11,9 +11,9 @@ from typing import Any
 
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import advice, packed_shapes
-from jaxattn.memory.budget import MemoryBudget, MemoryPlan, nbytes
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
+from jaxattn.memory.plan import MemoryBudget, MemoryPlan, nbytes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.sharding import divided, layouts

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxattn.memory.budget import GIB, MIB, MemoryPlan
+from jaxattn.memory.plan import GIB, MIB, MemoryPlan
 from jaxattn.plan.scratch_comparison import ScratchComparison
 
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")

@@ -16,7 +16,7 @@ from functools import partial
 
 from jaxattn import gqa
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.caches.cache_layouts import (
     KeyValuePages,
     LatentPages,

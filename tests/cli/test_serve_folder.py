@@ -23,7 +23,7 @@ from jaxattn.cli.serve.command import main
 from jaxattn.cli.serve.message_text import MessageText
 from jaxattn.cli.startup.model_source import is_name
 from jaxattn.engine.startup.engine_build import prepare
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 from tests.helpers.fake_hub import FakeHub, files_of, use

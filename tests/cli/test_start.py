@@ -29,8 +29,8 @@ from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.memory import device_memory as memory_device
-from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.plan import nbytes
 from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading.loader import CheckpointWeights, ModelFolder

@@ -12,8 +12,8 @@ from jaxattn.engine.startup.capacity_planner import CapacityPlanner
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import packed_shapes, page_bytes, plan_engine
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.budget import PlanError, nbytes
 from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.plan import PlanError, nbytes
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST
 

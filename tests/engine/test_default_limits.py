@@ -15,8 +15,8 @@ from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import packed_shapes, page_bytes
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
-from jaxattn.memory.budget import PlanError, nbytes
 from jaxattn.memory.device_memory import GIB, DeviceMemory, known_device
+from jaxattn.memory.plan import PlanError, nbytes
 from jaxattn.models import Hybrid
 from jaxattn.models.catalog import public_models
 from jaxattn.plan import plan

@@ -22,7 +22,7 @@ from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.engine.startup.executable_memory import from_compiled
 from jaxattn.engine.steps.model_steps import rounds
 from jaxattn.engine.steps.step_catalog import entry_points
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models import Hybrid
 from jaxattn.plan import plan
 from tests.helpers.engine_cases import (

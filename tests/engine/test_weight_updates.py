@@ -14,8 +14,8 @@ from jaxattn import Engine, Limits, Request
 from jaxattn.engine.engine import EngineBusyError
 from jaxattn.engine.requests.outputs import FinishEvent, FinishReason
 from jaxattn.engine.startup.memory_plan import fill, packed_shapes, plan_engine
-from jaxattn.memory.budget import MemoryBudget, PlanError
 from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.plan import MemoryBudget, PlanError
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import EXACT, params_of, pretend
 from tests.helpers.engine_cases import ONE_BY_ONE as LIMITS

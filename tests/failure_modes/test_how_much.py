@@ -24,7 +24,7 @@ from jaxattn.engine.steps.engine_state import arena_spec, new_rows, new_state, o
 from jaxattn.engine.steps.prefill_batch import PromptLayout
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.catalog import public_models
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid

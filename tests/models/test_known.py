@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flax import nnx
 
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import MoE
 from jaxattn.models.catalog import public_models
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes

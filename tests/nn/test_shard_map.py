@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxattn import gdn, gqa, mla
 from jaxattn.core.numerics.rope import RopeConfig, rotation
-from jaxattn.core.validation.shard_map_axes import match_varying_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention
 from jaxattn.ops.gdn import causal_conv1d
 from jaxattn.ops.gdn.layer import gated_delta_net_decode

@@ -20,7 +20,7 @@ import numpy as np
 from jaxattn import Engine, Parallel
 from jaxattn.cli.startup.multihost import DistributedConfig, joined
 from jaxattn.engine.distributed import driver
-from jaxattn.memory.budget import PlanError
+from jaxattn.memory.plan import PlanError
 from jaxattn.models import Hybrid
 from tests.parallel import gpus_engine
 from tests.parallel.test_engine import CONFIG, LIMITS, requests

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.ops.collectives.all_reduce_norm import all_reduce_norm_layer
 from jaxattn.parallel import DeviceGroup, Parallel

@@ -11,7 +11,7 @@ from jaxattn.bench.multi_gpu import parallel_decode
 from jaxattn.bench.multi_gpu.sharded_model import ShardedModel
 from jaxattn.bench.plots import parallel_plot, roofline_plot
 from jaxattn.memory.device_memory import KNOWN
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.catalog import public_models
 from jaxattn.plan.layout_plan import layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices

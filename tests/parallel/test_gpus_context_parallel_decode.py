@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing, mla
 from jaxattn.arena import Arena
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.parallel import DeviceGroup, Parallel
 
 pytestmark = [

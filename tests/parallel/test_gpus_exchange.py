@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 from jaxattn import check_aliasing
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
 from jaxattn.parallel import DeviceGroup, Parallel
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn import check_aliasing
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.models.interface import jit_step
 from jaxattn.ops.collectives.all_reduce_norm import (
     all_reduce_norm_layer,

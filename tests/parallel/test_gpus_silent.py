@@ -21,7 +21,7 @@ import time
 import jax, jax.numpy as jnp
 from jaxattn.kernels.collectives import symmetric_memory
 from jaxattn.parallel import DeviceGroup, Parallel, rank
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
 
 symmetric_memory.MOST_TURNS = {TURNS}

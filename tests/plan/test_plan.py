@@ -24,7 +24,7 @@ from jaxattn.engine.steps.engine_state import new_state
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.engine.steps.step_interface import int32
 from jaxattn.memory.device_memory import DeviceError, DeviceMemory, known_device
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.models.catalog import public_models
 from jaxattn.models.embedded.hybrid_model import Hybrid

@@ -14,8 +14,8 @@ from jaxattn.core.cache.formats import TURBOQUANT
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import fill, packed_shapes, page_bytes, plan_engine
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import known_device
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.catalog import public_models
 from jaxattn.plan.device_plan import traced_bounds
 from jaxattn.plan.group_plan import DRIVER

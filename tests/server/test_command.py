@@ -21,7 +21,7 @@ from jaxattn.cli.startup import compilation_cache
 from jaxattn.cli.startup.engine_startup import share_of_device
 from jaxattn.cli.startup.model_source import choose
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]

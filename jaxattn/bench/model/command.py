@@ -32,7 +32,7 @@ from jaxattn.bench.plots import roofline_plot
 from jaxattn.cli.options.parser import ProseHelpFormatter, add_dense
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.network.decoder_model import DecoderModel
 
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, from_e2m1
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import MoE
 from jaxattn.models.caches.layer_cache import CacheSize, DecodeState
 from jaxattn.models.network.decoder_model import DecoderModel

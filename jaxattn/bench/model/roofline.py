@@ -11,7 +11,7 @@ import math
 import jax
 
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import GQA, MLA, DeltaMixer, Mixer, MoE
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.network.decoder_model import DecoderModel

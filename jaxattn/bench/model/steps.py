@@ -24,7 +24,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.sampling.sampler import SamplingBatch, SamplingMode, sample
 from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.kernels.hopper.build.trace_cache import share_launches
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.interface import init_state, jit_step, overlaid
 from jaxattn.models.network.decoder_model import DecoderModel
 

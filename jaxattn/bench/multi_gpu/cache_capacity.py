@@ -7,7 +7,7 @@ step's temp. Pages over GPUs (`context`) count once each.
 from typing import Any
 
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.parallel import Parallel
 

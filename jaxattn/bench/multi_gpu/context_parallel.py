@@ -44,7 +44,7 @@ from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import launches, seconds_more
 from jaxattn.bench.model.roofline import rate
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.engine.execution.model_runner import in_turn

@@ -26,8 +26,8 @@ from jaxattn.bench.multi_gpu.cache_capacity import cache_tokens
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.kernels.hopper.build.trace_cache import share_launches
-from jaxattn.memory.budget import nbytes
 from jaxattn.memory.device_memory import device_memory
+from jaxattn.memory.plan import nbytes
 from jaxattn.models import DecodeBatch, DecodeState, divided
 from jaxattn.models.blocks import MoE
 from jaxattn.models.interface import init_state, jit_step, overlaid

@@ -13,7 +13,7 @@ from jaxattn import __version__
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.engine.requests.request import GenerationStats
-from jaxattn.memory.budget import MemoryPlan
+from jaxattn.memory.plan import MemoryPlan
 from jaxattn.text import Tokenizer
 
 MIB = 2**20

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, UInt8
 
 from jaxattn.core.cache.formats import TURBOQUANT
 from jaxattn.core.dispatch import PACKAGE
-from jaxattn.core.numerics.rounding import rounded
+from jaxattn.core.numerics.rounding_barrier import rounded
 
 PRESETS = TURBOQUANT  # bits of a key's and of a value's numbers
 HEAD_DIMS = (64, 128, 256)

@@ -1,6 +1,6 @@
 """Checks of page tables whose numbers are known before anything runs.
 
-Slots of a state pool have the same checks, in core/cache/slots.py.
+Slots of a state pool have the same checks, in core/cache/state_pool.py.
 """
 
 from typing import Any

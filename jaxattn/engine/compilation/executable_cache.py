@@ -34,7 +34,7 @@ import jax
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxattn.core.package import PACKAGE
+from jaxattn.core.package_path import PACKAGE
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 
 SUFFIX, UNFINISHED = ".step", ".part"

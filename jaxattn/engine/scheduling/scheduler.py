@@ -34,7 +34,7 @@ from jaxattn.engine.scheduling.prefix_cache import (
     PrefixMatch,
 )
 from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingRequest
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
 
 # Rows that need a page within so many tokens get their pages together. So one call in 48 steps has
 # a delta, however the rows are staggered.

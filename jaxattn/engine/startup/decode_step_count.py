@@ -12,8 +12,8 @@ a dense model reads them. One with experts reads fewer, and takes single steps s
 import dataclasses
 from typing import Any
 
-from jaxattn.memory.budget import nbytes
-from jaxattn.memory.limits import MOST_STEPS, Limits
+from jaxattn.memory.engine_limits import MOST_STEPS, Limits
+from jaxattn.memory.plan import nbytes
 
 # What the host takes for a call and its tokens, at most (benchmarks/log/step.md). A step that is
 # longer hides it.

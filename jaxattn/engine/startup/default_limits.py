@@ -28,7 +28,7 @@ from jaxattn.engine.steps.score_step import GatherStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.interface import Model
 
 

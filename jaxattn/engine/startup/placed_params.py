@@ -6,7 +6,7 @@ from typing import Any, Self
 import jax
 
 from jaxattn.engine.startup.memory_plan import packed_shapes
-from jaxattn.memory.budget import nbytes_each
+from jaxattn.memory.plan import nbytes_each
 from jaxattn.models.interface import Model, check_params
 from jaxattn.parallel import DeviceGroup
 

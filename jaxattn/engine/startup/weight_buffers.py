@@ -25,7 +25,7 @@ from jaxattn.engine.compilation.sharded_step import group_of
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.startup.placed_params import CheckedParams
-from jaxattn.memory.budget import nbytes_each
+from jaxattn.memory.plan import nbytes_each
 from jaxattn.models.interface import Model, named_params, param_differences
 
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_lines import PromptLines
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import BoundedLengths

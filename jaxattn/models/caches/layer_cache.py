@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.budget import PlanItem, nbytes
+from jaxattn.memory.plan import PlanItem, nbytes
 from jaxattn.parallel import Parallel
 
 type Arrays = dict[str, Array]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer, with_addresses
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.models.caches.layer_cache import Arrays, CacheSize, LayerCache
 
 # For sums; for attention over pages of several GPUs, and for its outputs that meet in one launch.

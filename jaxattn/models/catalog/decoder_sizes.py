@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
-from jaxattn.memory.budget import nbytes
+from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import GQA, MLA, MLP, DeltaMixer, MoE
 from jaxattn.models.caches.layer_cache import LayerCache
 from jaxattn.models.catalog.model_sizes import LayerSizes, ModelSizes, WeightGroup

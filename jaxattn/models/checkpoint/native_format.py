@@ -70,7 +70,7 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
-from jaxattn.core.package import PACKAGE
+from jaxattn.core.package_path import PACKAGE
 from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.checkpoint.safetensors_header import check_layout, parse_object, read_header
 from jaxattn.models.embedded.hybrid_config import HybridConfig

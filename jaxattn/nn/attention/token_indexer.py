@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
-from jaxattn.core.cache.pages import seen_lengths
+from jaxattn.core.cache.paged_cache import seen_lengths
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
 from jaxattn.core.validation.arguments import OpArguments

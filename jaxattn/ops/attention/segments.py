@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxattn.core.cache.slots import as_offsets, check_cu_seqlens
+from jaxattn.core.cache.state_pool import as_offsets, check_cu_seqlens
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import keep_concrete
 

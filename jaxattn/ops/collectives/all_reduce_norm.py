@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index

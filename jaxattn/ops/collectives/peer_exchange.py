@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.kernels.collectives.peer_exchange import peer_exchange_mosaic

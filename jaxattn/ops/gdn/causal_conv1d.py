@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.slots import (
+from jaxattn.core.cache.state_pool import (
     as_offsets,
     check_cu_seqlens,
     check_pool,
@@ -25,9 +25,9 @@ from jaxattn.core.cache.slots import (
     write_slots,
 )
 from jaxattn.core.dispatch import Refusal, warn_of_gradient
-from jaxattn.core.numerics.rounding import rounded
+from jaxattn.core.numerics.rounding_barrier import rounded
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gdn.conv_gradient import conv_gradient
 
 LONG = 64  # tokens of a row from which on its inputs are not concatenated to those before

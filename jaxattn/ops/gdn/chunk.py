@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.slots import (
+from jaxattn.core.cache.state_pool import (
     as_offsets,
 )
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
@@ -17,7 +17,7 @@ from jaxattn.core.validation.array_checks import (
     maybe_floats,
     output_scale,
 )
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk_gradient import (
     chunk_gradient,

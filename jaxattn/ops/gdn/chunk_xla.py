@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.slots import checkpoint_slots, state_write
+from jaxattn.core.cache.state_pool import checkpoint_slots, state_write
 from jaxattn.core.numerics.matmul import ADDED_TO, STATE_TO, float16_scale, matmul, summed
-from jaxattn.core.validation.shard_map_axes import match_varying_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.ops.gdn.triangular_inverse import unit_lower_inverse
 
 # exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.slots import (
+from jaxattn.core.cache.state_pool import (
     check_pool,
     each_write,
     rows_in_use,
@@ -25,7 +25,7 @@ from jaxattn.core.validation.array_checks import (
     keep_concrete,
     output_scale,
 )
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates

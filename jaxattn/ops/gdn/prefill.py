@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.cache.slots import (
+from jaxattn.core.cache.state_pool import (
     as_offsets,
     check_pool,
     rows_in_use,
@@ -28,7 +28,7 @@ from jaxattn.core.validation.array_checks import (
     keep_concrete,
     output_scale,
 )
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk import check_chunks
 from jaxattn.ops.gdn.chunk_xla import PoolCheckpoints, gated_delta_rule_chunks

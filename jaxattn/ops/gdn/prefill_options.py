@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.slots import write_slots
+from jaxattn.core.cache.state_pool import write_slots
 from jaxattn.core.validation.array_checks import (
     check_integer,
     check_integers,

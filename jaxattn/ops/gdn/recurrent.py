@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxattn.core.cache.slots import as_offsets, check_cu_seqlens
+from jaxattn.core.cache.state_pool import as_offsets, check_cu_seqlens
 from jaxattn.core.dispatch import Implementation, dispatch_xla
 from jaxattn.core.validation.array_checks import (
     check_dtype,
@@ -16,7 +16,7 @@ from jaxattn.core.validation.array_checks import (
     maybe_floats,
     output_scale,
 )
-from jaxattn.core.validation.shard_map_axes import match_varying_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.ops.gdn.chunk_xla import l2norm
 
 

@@ -18,11 +18,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.formats import FP8, FP8_BITS, KVFormat
-from jaxattn.core.cache.pages import slot_mapping
+from jaxattn.core.cache.paged_cache import slot_mapping
 from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, LEAST_FLOAT32, MOST_FLOAT32, check_positive
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 
 
 def check_cache(

@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import KVFormat
-from jaxattn.core.cache.pages import attend_pages
+from jaxattn.core.cache.paged_cache import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule

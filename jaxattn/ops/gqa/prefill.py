@@ -16,12 +16,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.cache.formats import KVFormat
-from jaxattn.core.cache.pages import attend_pages
+from jaxattn.core.cache.paged_cache import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.prefill.launch import refuse
 from jaxattn.ops.attention.backward import (
     CausalOperands,

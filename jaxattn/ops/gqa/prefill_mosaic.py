@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.core.cache.formats import KVFormat
-from jaxattn.core.cache.pages import page_blocks
+from jaxattn.core.cache.paged_cache import page_blocks
 from jaxattn.kernels.gqa.prefill.launch import PagedPrefix, gqa_prefill_mosaic, reads_pages
 from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.slots import check_pool, write_slots
+from jaxattn.core.cache.state_pool import check_pool, write_slots
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
@@ -25,7 +25,7 @@ from jaxattn.core.validation.array_checks import (
     keep_concrete,
     output_scale,
 )
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes

@@ -15,7 +15,7 @@ from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_out_dtype, finite, is_integer
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.mla.append import mla_append_mosaic, norms_queries
 from jaxattn.ops.mla.cache import check_format, mla_cache_write
 

@@ -24,11 +24,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.cache.formats import BLOCK, BYTES, FP8, LatentFormat
-from jaxattn.core.cache.pages import write_tokens
+from jaxattn.core.cache.paged_cache import write_tokens
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_positive
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 
 
 def check_format(

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.deprecation import warn_renamed
 from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.attention.tile_scheduler import Schedule

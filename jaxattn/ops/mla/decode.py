@@ -10,13 +10,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.pages import attend_pages, seen_lengths
+from jaxattn.core.cache.paged_cache import attend_pages, seen_lengths
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena, is_integer
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import Schedule, num_steps
 from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, takes_split_queries

@@ -17,14 +17,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.core.cache.pages import attend_pages, packed_pages
+from jaxattn.core.cache.paged_cache import attend_pages, packed_pages
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import is_integer
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.ops.attention.backward import (
     CausalOperands,
     CausalScoring,

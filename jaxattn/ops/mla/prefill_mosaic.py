@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.core.cache.pages import packed_pages, page_blocks
+from jaxattn.core.cache.paged_cache import packed_pages, page_blocks
 from jaxattn.core.cache.prompt_lines import PromptLines
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.matmul import dot

@@ -29,7 +29,7 @@ from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
 from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.moe.backward.launch import (
     ExpertOperands,
     forward_with_residuals,

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
-from jaxattn.core.numerics.rounding import rounded
+from jaxattn.core.numerics.rounding_barrier import rounded
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.kernels.moe.routing.router import RoutedToken, route_mosaic

@@ -10,7 +10,7 @@ from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_out_dtype
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.turboquant.cache.append import turbo_append_mosaic
 from jaxattn.ops.gqa.append import check_new_heads, normed_and_rotated
 from jaxattn.ops.turboquant.cache import check_head_dim, check_turbo_cache, turbo_cache_write

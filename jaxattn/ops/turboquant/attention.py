@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.pages import PageUnpacker, attend_pages
+from jaxattn.core.cache.paged_cache import PageUnpacker, attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
@@ -24,7 +24,7 @@ from jaxattn.core.turboquant.codec import TurboFormat, dequantize, rotate
 from jaxattn.core.turboquant.slot_layout import page_slots, unpack
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
 from jaxattn.kernels.turboquant.call import TurboDecodeCall
 from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxattn.core.cache.pages import slot_mapping
+from jaxattn.core.cache.paged_cache import slot_mapping
 from jaxattn.core.dispatch import Implementation, dispatch_xla
 from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat, quantize
 from jaxattn.core.turboquant.slot_layout import GROUP, pack, places
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 
 
 def check_turbo_cache(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxattn.core.cache.pages import PageUnpacker, page_blocks
+from jaxattn.core.cache.paged_cache import PageUnpacker, page_blocks
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.turboquant.code_gather import page_codes
 from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, dequantize, hadamard, plain_keys

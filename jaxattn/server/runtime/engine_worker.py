@@ -15,8 +15,8 @@ from typing import Protocol
 
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.budget import MemoryPlan
-from jaxattn.memory.limits import Limits
+from jaxattn.memory.engine_limits import Limits
+from jaxattn.memory.plan import MemoryPlan
 
 LOG = logging.getLogger("jaxattn.server")
 MOST_FAILURES = 3

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxattn.core.cache.slots import checkpoint_slots
+from jaxattn.core.cache.state_pool import checkpoint_slots
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.kernels.gdn.prefill.inter_chunk.launch import (

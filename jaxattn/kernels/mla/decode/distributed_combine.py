@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.softmax import LOG2E
 from jaxattn.kernels.attention.tile_scheduler import Schedule

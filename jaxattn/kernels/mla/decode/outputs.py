@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import Arena, Region
-from jaxattn.core.cache.symmetric_memory import SymmetricBuffer
+from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.tile_scheduler import may_split
 from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall

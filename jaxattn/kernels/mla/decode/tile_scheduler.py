@@ -6,7 +6,7 @@ import jax
 
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.attention.tile_scheduler import (
     PAGE,
     Schedule,

@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import BYTES
-from jaxattn.core.cache.pages import seen_lengths
+from jaxattn.core.cache.paged_cache import seen_lengths
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import INT32, OpArguments
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.mla.decode.call import MlaDecodeCall
 from jaxattn.kernels.mla.decode.workspace import scratch as dense_scratch

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from jaxattn.core.cache.pages import page_blocks, seen_lengths
+from jaxattn.core.cache.paged_cache import page_blocks, seen_lengths
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import is_integer
-from jaxattn.core.validation.shard_map_axes import match_varying_axes, refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.mla.index.launch import mla_index_mosaic
 from jaxattn.ops.mla.sparse.index_cache import check_index_cache
 

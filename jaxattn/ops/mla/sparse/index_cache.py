@@ -6,9 +6,9 @@ import jax
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.cache.formats import INDEX_KEYS, IndexKeyFormat
-from jaxattn.core.cache.pages import write_tokens
+from jaxattn.core.cache.paged_cache import write_tokens
 from jaxattn.core.validation.arguments import OpArguments
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 
 
 def check_index_cache(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.rounding import rounded
+from jaxattn.core.numerics.rounding_barrier import rounded
 from jaxattn.ops.moe.router_logits import split_router
 
 devices = pytest.mark.parametrize("device", ["any", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -13,7 +13,7 @@ from jaxattn.core.validation.array_checks import (
     check_layer,
     keep_concrete,
 )
-from jaxattn.core.validation.shard_map_axes import refuse_explicit_axes
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 
 
 def state_read(

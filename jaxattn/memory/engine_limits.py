@@ -6,7 +6,7 @@ from typing import Any
 from jaxattn.core.cache.formats import CACHE_FORMATS, PAGE_SIZE
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.core.validation.array_checks import check_sizes, is_integer
-from jaxattn.memory.budget import check_utilization
+from jaxattn.memory.plan import check_utilization
 
 # The decode kernels take so many tokens beside a row's last one.
 MOST_DRAFTS = 3
