@@ -11,7 +11,12 @@ import orjson
 from jaxattn.server.decoding.sampling_params import MOST_ID
 from jaxattn.server.decoding.tool_choice import MOST_TOOLS
 from jaxattn.server.http.json_fields import JsonFields
-from jaxattn.server.openai.message_list import MOST_MESSAGES, SAMPLING_FIELDS, MessageList, text_of
+from jaxattn.server.openai.message_builder import (
+    MOST_MESSAGES,
+    SAMPLING_FIELDS,
+    MessageList,
+    text_of,
+)
 
 TEXTS = ("text",)
 ROLES = ("user", "assistant", "system")

@@ -7,7 +7,7 @@ import orjson
 
 from jaxattn.server.decoding.generation import Generation
 from jaxattn.server.decoding.message_events import MessageParser, ToolCall
-from jaxattn.server.openai.answer_form import Events, PartsForm, TokenUsage
+from jaxattn.server.openai.response_interface import Events, PartsForm, TokenUsage
 
 SIGNATURE = "jaxattn"  # clients send it back with the thoughts; nobody reads it
 

@@ -5,15 +5,15 @@ import dataclasses
 from jaxattn.server.decoding.message_events import MessageParser
 from jaxattn.server.decoding.message_parser import TaggedMessageParser
 from jaxattn.server.decoding.tool_choice import ToolChoice
-from jaxattn.server.decoding.tool_formats.harmony import HarmonyFormat, HarmonyParser
-from jaxattn.server.decoding.tool_formats.hermes import HermesFormat
-from jaxattn.server.decoding.tool_formats.llama import LlamaFormat
-from jaxattn.server.decoding.tool_formats.mistral import MistralArrayFormat, MistralFormat
-from jaxattn.server.decoding.tool_formats.sections import (
+from jaxattn.server.decoding.tool_formats.deepseek_kimi import (
     DeepSeekV3Format,
     DeepSeekV31Format,
     KimiFormat,
 )
+from jaxattn.server.decoding.tool_formats.harmony import HarmonyFormat, HarmonyParser
+from jaxattn.server.decoding.tool_formats.hermes import HermesFormat
+from jaxattn.server.decoding.tool_formats.llama import LlamaFormat
+from jaxattn.server.decoding.tool_formats.mistral import MistralArrayFormat, MistralFormat
 from jaxattn.server.decoding.tool_formats.tagged_values import (
     DsmlFormat,
     GlmFormat,

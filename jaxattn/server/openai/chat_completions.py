@@ -28,7 +28,7 @@ from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.message_list import MOST_MESSAGES
+from jaxattn.server.openai.message_builder import MOST_MESSAGES
 from jaxattn.server.openai.response_builder import (
     AnswerDetails,
     ChoiceText,

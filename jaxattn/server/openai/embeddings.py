@@ -13,8 +13,8 @@ from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.sampling_params import MOST_ID, MOST_SALT
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.request import HttpRequest
-from jaxattn.server.openai.answer_form import WholeForm
 from jaxattn.server.openai.completions import encoded_prompts, read_prompts
+from jaxattn.server.openai.response_interface import WholeForm
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.runtime.service import Service
 

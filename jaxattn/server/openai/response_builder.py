@@ -13,7 +13,7 @@ from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell, prompt_logprobs
 from jaxattn.server.http.event_stream import DONE, data_events
 from jaxattn.server.http.json_fields import JsonFields
-from jaxattn.server.openai.answer_form import AnswerForm, TokenUsage
+from jaxattn.server.openai.response_interface import AnswerForm, TokenUsage
 
 
 @dataclasses.dataclass

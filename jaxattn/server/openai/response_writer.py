@@ -14,7 +14,7 @@ from jaxattn.server.http.connection import ChunkWriter
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import PING
 from jaxattn.server.http.request import ClientClosed, HttpRequest
-from jaxattn.server.openai.answer_form import AnswerForm, WholeForm
+from jaxattn.server.openai.response_interface import AnswerForm, WholeForm
 from jaxattn.server.runtime.admission import AdmissionToken
 from jaxattn.server.runtime.service import Service
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxattn.server.decoding.grammars.one_of import disjoint
-from jaxattn.server.decoding.grammars.pattern import exact_pattern
+from jaxattn.server.decoding.grammars.regex_translation import exact_pattern
+from jaxattn.server.decoding.grammars.schema_disjointness import disjoint
 from jaxattn.server.http.errors import ApiError, bad
 
 MOST_DEPTH = 100

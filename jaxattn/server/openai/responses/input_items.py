@@ -16,7 +16,7 @@ from jaxattn.server.decoding.sampling_params import MOST_ID
 from jaxattn.server.decoding.tool_choice import MOST_NAME
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
-from jaxattn.server.openai.message_list import SAMPLING_FIELDS, MessageList, text_of
+from jaxattn.server.openai.message_builder import SAMPLING_FIELDS, MessageList, text_of
 from jaxattn.server.openai.responses.tools import ResponseTools, read_tool_choice
 
 MOST_ITEMS = 8192

@@ -1,4 +1,4 @@
-"""Patterns of JSON schemas in the spelling of llguidance's regular expressions.
+"""Translation of the patterns of JSON schemas into llguidance's regular expressions.
 
 Schemas use ECMAScript's, llguidance those of Rust. In Rust a `[` within a class begins another
 class, and `&&`, `--` and `~~` are operators.

@@ -1,4 +1,4 @@
-"""Whether the schemas of a `oneOf` exclude each other, so that it is an `anyOf`.
+"""Disjointness of the schemas of a `oneOf`: where they exclude each other, it is an `anyOf`.
 
 Schemas of discriminated unions do: a property that all require has another value in each.
 """
