@@ -35,8 +35,8 @@ from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from jaxattn.ops.gdn.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
 from jaxattn.ops.gdn.decode import gated_delta_rule_decode as gated_delta_rule_decode
-from jaxattn.ops.gdn.layer import gated_delta_net_decode as gated_delta_net_decode
-from jaxattn.ops.gdn.layer import pack_gdn_weights as pack_gdn_weights
+from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode as gated_delta_net_decode
+from jaxattn.ops.gdn.layer_decode import pack_gdn_weights as pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill as gated_delta_rule_prefill
 from jaxattn.ops.gdn.recurrent import gdn_gates as gdn_gates
 from jaxattn.ops.gdn.recurrent import recurrent_gated_delta_rule as recurrent_gated_delta_rule
@@ -44,7 +44,7 @@ from jaxattn.ops.mla.absorption import absorb_output as absorb_output
 from jaxattn.ops.mla.absorption import absorb_query as absorb_query
 from jaxattn.ops.mla.append import mla_append as mla_append
 from jaxattn.ops.mla.append import pack_mla_weights as pack_mla_weights
-from jaxattn.ops.mla.cache import mla_cache_write as mla_cache_write
+from jaxattn.ops.mla.cache_write import mla_cache_write as mla_cache_write
 from jaxattn.ops.mla.decode import mla_decode as mla_decode
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
 from jaxattn.ops.mla.state_merge import merge_attention_states as merge_attention_states

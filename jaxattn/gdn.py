@@ -20,8 +20,8 @@ from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update
 from jaxattn.ops.gdn.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
 from jaxattn.ops.gdn.decode import gated_delta_rule_decode as gated_delta_rule_decode
-from jaxattn.ops.gdn.layer import gated_delta_net_decode as gated_delta_net_decode
-from jaxattn.ops.gdn.layer import pack_gdn_weights as pack_gdn_weights
+from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode as gated_delta_net_decode
+from jaxattn.ops.gdn.layer_decode import pack_gdn_weights as pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill as gated_delta_rule_prefill
 from jaxattn.ops.gdn.prefill_options import Checkpoints as Checkpoints
 from jaxattn.ops.gdn.prefill_options import OutputNorm as OutputNorm

@@ -26,11 +26,11 @@ from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule a
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch as scratch
 from jaxattn.ops.gqa.append import gqa_append as gqa_append
 from jaxattn.ops.gqa.append import pack_gqa_weights as pack_gqa_weights
-from jaxattn.ops.gqa.cache import gqa_cache_write as gqa_cache_write
+from jaxattn.ops.gqa.cache_write import gqa_cache_write as gqa_cache_write
 from jaxattn.ops.gqa.decode import gqa_decode as gqa_decode
 from jaxattn.ops.gqa.prefill import gqa_attention as gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as gqa_prefill
 from jaxattn.ops.turboquant.append import turbo_append as turbo_append
 from jaxattn.ops.turboquant.attention import turbo_attention as turbo_attention
-from jaxattn.ops.turboquant.cache import turbo_cache_write as turbo_cache_write
+from jaxattn.ops.turboquant.cache_write import turbo_cache_write as turbo_cache_write
 from jaxattn.ops.turboquant.vllm_import import import_vllm_slots as import_vllm_slots

@@ -21,7 +21,7 @@ from jaxattn.ops.gdn.prefill_options import OutputNorm as OutputNorm
 from jaxattn.ops.kda.chunk import chunk_kda as chunk_kda
 from jaxattn.ops.kda.decode import kda_decode as kda_decode
 from jaxattn.ops.kda.gates import kda_gates as kda_gates
-from jaxattn.ops.kda.layer import kimi_delta_attention_decode as kimi_delta_attention_decode
-from jaxattn.ops.kda.layer import pack_kda_weights as pack_kda_weights
+from jaxattn.ops.kda.layer_decode import kimi_delta_attention_decode as kimi_delta_attention_decode
+from jaxattn.ops.kda.layer_decode import pack_kda_weights as pack_kda_weights
 from jaxattn.ops.kda.prefill import kda_prefill as kda_prefill
 from jaxattn.ops.kda.recurrent import recurrent_kda as recurrent_kda

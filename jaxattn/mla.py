@@ -29,7 +29,7 @@ from jaxattn.ops.mla.absorption import absorb_output as absorb_output
 from jaxattn.ops.mla.absorption import absorb_query as absorb_query
 from jaxattn.ops.mla.append import mla_append as mla_append
 from jaxattn.ops.mla.append import pack_mla_weights as pack_mla_weights
-from jaxattn.ops.mla.cache import mla_cache_write as mla_cache_write
+from jaxattn.ops.mla.cache_write import mla_cache_write as mla_cache_write
 from jaxattn.ops.mla.context_parallel_decode import (
     mla_decode_context_parallel as mla_decode_context_parallel,
 )
@@ -42,7 +42,7 @@ from jaxattn.ops.mla.sparse.attend import mla_sparse_decode as mla_sparse_decode
 from jaxattn.ops.mla.sparse.attend import mla_sparse_prefill as mla_sparse_prefill
 from jaxattn.ops.mla.sparse.attend import sparse_scratch as sparse_scratch
 from jaxattn.ops.mla.sparse.index import mla_index as mla_index
-from jaxattn.ops.mla.sparse.index_cache import mla_index_write as mla_index_write
+from jaxattn.ops.mla.sparse.index_cache_write import mla_index_write as mla_index_write
 from jaxattn.ops.mla.state_merge import merge_attention_states as merge_attention_states
 
 __getattr__ = _deprecation.renamed_names(

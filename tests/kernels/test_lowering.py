@@ -22,7 +22,7 @@ from jaxattn.kernels.mla.decode import launch as mla_decode
 from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule
 from jaxattn.kernels.mla.prefill import launch as mla_prefill_kernel
 from jaxattn.kernels.moe import launch as moe
-from jaxattn.ops.gdn.layer import gated_delta_net_decode
+from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode
 from jaxattn.ops.gqa.append import gqa_append
 from jaxattn.ops.gqa.prefill import gqa_attention
 from jaxattn.ops.gqa.prefill import gqa_prefill as prefill_op

@@ -18,7 +18,7 @@ from jaxattn.core.numerics.rope import RopeConfig, rotation
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention
 from jaxattn.ops.gdn import causal_conv1d
-from jaxattn.ops.gdn.layer import gated_delta_net_decode
+from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from jaxattn.ops.gqa import decode as gqa_decode
 from jaxattn.ops.gqa import prefill as gqa_prefill

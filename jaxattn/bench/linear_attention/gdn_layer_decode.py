@@ -14,7 +14,7 @@ from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.bench.linear_attention import timed_decode
 from jaxattn.core.dispatch import Implementation
-from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
+from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode, pack_gdn_weights
 
 DIM = 128
 # Of the recurrence, a token and value head: the decay, k S, the update, q S.

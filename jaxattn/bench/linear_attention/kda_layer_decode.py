@@ -14,7 +14,7 @@ from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.bench.linear_attention import gdn_layer_decode, timed_decode
 from jaxattn.core.dispatch import Implementation
-from jaxattn.ops.kda.layer import kimi_delta_attention_decode, pack_kda_weights
+from jaxattn.ops.kda.layer_decode import kimi_delta_attention_decode, pack_kda_weights
 
 DIM = 128
 # B, H, S

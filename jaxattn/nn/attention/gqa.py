@@ -21,7 +21,7 @@ from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.nn.attention.gqa_projections import GroupedQueryProjections
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
 from jaxattn.ops.attention.segments import SegmentBounds
-from jaxattn.ops.gqa.cache import check_cache
+from jaxattn.ops.gqa.cache_write import check_cache
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 from jaxattn.parallel.context_parallel import own_of_shared, prefix_of, written_places

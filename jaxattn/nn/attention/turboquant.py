@@ -12,7 +12,7 @@ from jaxattn.core.numerics.rope import Rotation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn.attention.gqa import GroupedQueryAttention
 from jaxattn.ops.linear.norm_linear import PendingNorm
-from jaxattn.ops.turboquant.cache import check_turbo_cache
+from jaxattn.ops.turboquant.cache_write import check_turbo_cache
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 
 

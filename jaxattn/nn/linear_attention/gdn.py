@@ -24,7 +24,7 @@ from jaxattn.nn.linear_attention.delta_rule import (
     init_decay_rates,
 )
 from jaxattn.nn.norm import RMSNorm
-from jaxattn.ops.gdn.layer import gated_delta_net_decode, pack_gdn_weights
+from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode, pack_gdn_weights
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from jaxattn.ops.linear.norm_linear import PendingNorm
 

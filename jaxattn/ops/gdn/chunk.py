@@ -25,8 +25,7 @@ from jaxattn.ops.gdn.chunk_gradient import (
     reverse_mode_only,
     with_chunk_gradient,
 )
-from jaxattn.ops.gdn.chunk_xla import gated_delta_rule_chunks
-from jaxattn.ops.gdn.delta_rule import GATED, DeltaRule
+from jaxattn.ops.gdn.chunk_xla import GATED, DeltaRule, gated_delta_rule_chunks
 from jaxattn.ops.gdn.recurrent import _recurrent, check_sequence
 
 

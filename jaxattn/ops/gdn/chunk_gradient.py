@@ -17,8 +17,7 @@ from jaxattn.kernels.gdn.backward.launch import (
 )
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import ChunkMatrices, whole_chunk_matrices
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK
-from jaxattn.ops.gdn.chunk_xla import pack
-from jaxattn.ops.gdn.delta_rule import DeltaRule
+from jaxattn.ops.gdn.chunk_xla import DeltaRule, pack
 
 
 def chunk_gradient(

@@ -15,12 +15,13 @@ and the rest is batched over all chunks. Yang, Kautz, Hatamizadeh, "Gated Delta 
 the arrangement of FlashQLA: no product of X with the keys is formed.
 
 Where every channel of the key has a decay of its own (KDA), G has an axis of Dk, and A, P and what
-multiplies the state are made in another way: ops/kda/channel_decay.py. The scan is the same.
+multiplies the state are made in another way: ops/kda/chunk_xla.py. The scan is the same.
 
 Arrays here are `[N, B, H, C, D]`: N chunks of C tokens, with the keys and queries repeated for the
 Hv value heads. A head axis split in two costs more in transposes than the repeats do.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -88,6 +89,24 @@ def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -
         return matmul("nbhid,nbhjd->nbhij", q, k, dtype) * decay
 
     return ChunkOperands(q, k, k, x, from_start, to_end, from_start[..., -1:, :], p)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRule:
+    """What differs between the rules: a decay per value head (GDN), or per channel (KDA).
+
+    Attributes:
+        operands: what the scan over chunks meets, of the rule's decays.
+        channels: g is [B, T, Hv, Dk], and not [B, T, Hv].
+        sigmoid: the gated norm behind the rule has sigmoid(z), and not silu(z).
+    """
+
+    operands: MakeOperands
+    channels: bool = False
+    sigmoid: bool = False
+
+
+GATED = DeltaRule(head_operands)
 
 
 class ChunkPacking(NamedTuple):

@@ -17,7 +17,7 @@ from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_out_dtype, finite
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.gqa.append import gqa_append_mosaic, heads_together, line_width
-from jaxattn.ops.gqa.cache import check_cache, check_kv_scale, gqa_cache_write
+from jaxattn.ops.gqa.cache_write import check_cache, check_kv_scale, gqa_cache_write
 from jaxattn.ops.gqa.scores import check_heads
 
 

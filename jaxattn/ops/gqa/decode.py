@@ -20,7 +20,7 @@ from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_expl
 from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
-from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
+from jaxattn.ops.gqa.cache_write import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
     AttentionScoring,
     check_heads,

@@ -29,7 +29,7 @@ from jaxattn.ops.attention.backward import (
     with_backward_kernel,
 )
 from jaxattn.ops.attention.segments import SegmentBounds
-from jaxattn.ops.gqa.cache import check_cache, check_kv_scale
+from jaxattn.ops.gqa.cache_write import check_cache, check_kv_scale
 from jaxattn.ops.gqa.prefill_mosaic import prefill_mosaic
 from jaxattn.ops.gqa.scores import (
     AttentionScoring,

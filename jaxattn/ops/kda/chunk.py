@@ -1,10 +1,10 @@
-"""Kimi's delta rule over whole sequences, in chunks; in XLA by channel_decay.py."""
+"""Kimi's delta rule over whole sequences, in chunks; in XLA by chunk_xla.py."""
 
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.chunk import chunk_rule
-from jaxattn.ops.kda.delta_rule import KIMI
+from jaxattn.ops.kda.chunk_xla import KIMI
 
 
 def chunk_kda(

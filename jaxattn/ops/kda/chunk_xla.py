@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxattn.core.numerics.matmul import matmul
-from jaxattn.ops.gdn.chunk_xla import ChunkOperands
+from jaxattn.ops.gdn.chunk_xla import ChunkOperands, DeltaRule
 from jaxattn.ops.gdn.triangular_inverse import lower_pairs, unit_lower_inverse
 
 MATMUL_COLUMNS = 16  # of a block from which on it is multiplied as a matrix
@@ -69,6 +69,9 @@ def channel_operands(
         decay=from_start[..., -1:, :],
         p=lambda: p[..., 0, :, :],
     )
+
+
+KIMI = DeltaRule(channel_operands, channels=True, sigmoid=True)
 
 
 def _scores(rows: Array, columns: Array, dtype: jnp.dtype) -> Array:

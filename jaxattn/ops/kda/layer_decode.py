@@ -29,7 +29,7 @@ from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes
-from jaxattn.ops.gdn.layer import layer_in_xla
+from jaxattn.ops.gdn.layer_decode import layer_in_xla
 from jaxattn.ops.kda.decode import kda_decode
 from jaxattn.ops.kda.gates import check_lower_bound
 

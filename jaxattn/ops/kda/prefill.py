@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.prefill import prefill_rule
 from jaxattn.ops.gdn.prefill_options import Checkpoints, OutputNorm
-from jaxattn.ops.kda.delta_rule import KIMI
+from jaxattn.ops.kda.chunk_xla import KIMI
 
 
 def kda_prefill(

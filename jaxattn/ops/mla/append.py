@@ -17,7 +17,7 @@ from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_out_dtype, finite, is_integer
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.mla.append import mla_append_mosaic, norms_queries
-from jaxattn.ops.mla.cache import check_format, mla_cache_write
+from jaxattn.ops.mla.cache_write import check_format, mla_cache_write
 
 
 def pack_mla_weights(

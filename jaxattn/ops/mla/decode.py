@@ -21,7 +21,7 @@ from jaxattn.kernels.attention.tile_scheduler import Schedule, num_steps
 from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, takes_split_queries
 from jaxattn.kernels.mla.decode.workspace import scratch
-from jaxattn.ops.mla.cache import check_format
+from jaxattn.ops.mla.cache_write import check_format
 from jaxattn.ops.mla.context_parallel_merge import merge_by_all_to_all
 
 # Cached tokens that the plain-JAX decode holds at a time, of every row.

@@ -31,7 +31,7 @@ from jaxattn.ops.attention.backward import (
     with_backward_kernel,
 )
 from jaxattn.ops.attention.segments import SegmentBounds
-from jaxattn.ops.mla.cache import check_format
+from jaxattn.ops.mla.cache_write import check_format
 from jaxattn.ops.mla.prefill_mosaic import (
     PREFIX_BLOCK,
     attend,

@@ -13,7 +13,7 @@ from jaxattn.core.validation.array_checks import check_out_dtype
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.turboquant.cache.append import turbo_append_mosaic
 from jaxattn.ops.gqa.append import check_new_heads, normed_and_rotated
-from jaxattn.ops.turboquant.cache import check_head_dim, check_turbo_cache, turbo_cache_write
+from jaxattn.ops.turboquant.cache_write import check_head_dim, check_turbo_cache, turbo_cache_write
 
 
 def turbo_append(

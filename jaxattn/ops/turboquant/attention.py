@@ -1,6 +1,6 @@
 """Grouped-query attention over a TurboQuant cache: decode and continuation prefill.
 
-New tokens are written first (cache.py) and read back like all others. So decode, prefill in
+New tokens are written first (cache_write.py) and read back like all others. So decode, prefill in
 chunks of any size, and prefill at once see the same numbers. Here and in decode queries are
 rotated, and cached keys are not rotated back: both rotations of a product cancel. The kernels of
 longer prompts rotate keys back (prefill.py). Codes become numbers one block of pages at
@@ -37,7 +37,7 @@ from jaxattn.ops.gqa.scores import (
     weigh,
     window_begins,
 )
-from jaxattn.ops.turboquant.cache import check_head_dim, check_turbo_cache
+from jaxattn.ops.turboquant.cache_write import check_head_dim, check_turbo_cache
 from jaxattn.ops.turboquant.prefill import turbo_prefill_mosaic
 
 # Query tokens, and cached tokens, that plain JAX takes at a time, of every row.

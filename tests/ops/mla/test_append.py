@@ -11,9 +11,9 @@ from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rotation
 from jaxattn.kernels.mla.append import mla_append_mosaic
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
-from jaxattn.ops.mla.cache import mla_cache_write
+from jaxattn.ops.mla.cache_write import mla_cache_write
 from tests.helpers.kernel_cases import both_devices, mla_case, no_races
-from tests.ops.mla.test_cache import saturated, tokens_as_bytes
+from tests.ops.mla.test_cache_write import saturated, tokens_as_bytes
 
 YARN = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=0.5)
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn.core.turboquant.codec import PRESETS, TurboFormat
 from jaxattn.ops.turboquant.attention import turbo_attention
-from jaxattn.ops.turboquant.cache import turbo_cache_write
+from jaxattn.ops.turboquant.cache_write import turbo_cache_write
 from jaxattn.ops.turboquant.vllm_import import import_vllm_slots
 from tests.helpers.turbo_cases import (
     assert_turbo_close,

@@ -13,8 +13,8 @@ those channels, and one writes them once all have.
 Where f is given, the decay is a vector over Dk (KDA), and the norm's factor sigmoid(z).
 
 Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk, 65,535 rows. Reference and tests:
-`jaxattn.gdn.gated_delta_net_decode` (implementation="xla"), tests/ops/gdn/test_layer.py; of KDA
-`jaxattn.kda.kimi_delta_attention_decode`, tests/ops/kda/test_layer.py.
+`jaxattn.gdn.gated_delta_net_decode` (implementation="xla"), tests/ops/gdn/test_layer_decode.py; of
+KDA `jaxattn.kda.kimi_delta_attention_decode`, tests/ops/kda/test_layer_decode.py.
 """
 
 import functools

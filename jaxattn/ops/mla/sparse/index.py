@@ -19,7 +19,7 @@ from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.mla.index.launch import mla_index_mosaic
-from jaxattn.ops.mla.sparse.index_cache import check_index_cache
+from jaxattn.ops.mla.sparse.index_cache_write import check_index_cache
 
 # Of the plain-JAX path: keys of a block, and the most numbers of one block's scores of all heads.
 KEY_BLOCK, MOST_SCORES = 1024, 2**24

@@ -11,7 +11,7 @@ and q exp(G), k exp(G), k exp(G_last - G), which meet the state. The chunk is cu
 and again: a row of a second half and a column of a first one meet at the place between them, with
 a decay up to the row and one behind the column, both at most 1.
 
-Limits: those of gdn/prefill/launch.py. Reference: `jaxattn.ops.kda.channel_decay`; tests:
+Limits: those of gdn/prefill/launch.py. Reference: `jaxattn.ops.kda.chunk_xla`; tests:
 tests/kernels/gdn/prefill/test_kda.py.
 """
 
