@@ -21,8 +21,8 @@ D, or a latent's bytes where it is stored block-scaled (`LatentFormat`).
 
 from jaxattn.core import deprecation as _deprecation
 from jaxattn.core.cache.formats import LatentFormat as LatentFormat
-from jaxattn.kernels.attention.tile_scheduler import Schedule as Schedule
-from jaxattn.kernels.mla.decode.call import ContextParallelMerge as ContextParallelMerge
+from jaxattn.kernels.attention.split_kv_schedule import Schedule as Schedule
+from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge as ContextParallelMerge
 from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule as decode_schedule
 from jaxattn.kernels.mla.decode.workspace import scratch as scratch
 from jaxattn.ops.mla.absorption import absorb_output as absorb_output

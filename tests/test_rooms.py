@@ -41,7 +41,7 @@ def test_no_files_import_each_other_in_a_circle():
         ("text.hub_tokenizer", "models.interface"),
         ("core.validation.array_checks", "text.hub_tokenizer"),
         ("kernels.mla.append", "ops.mla.append"),
-        ("kernels.attention.tile_scheduler", "kernels.mla.append"),
+        ("kernels.attention.split_kv_schedule", "kernels.mla.append"),
         ("engine.sampling.sampler", "engine.scheduling.scheduler"),
         ("engine.engine", "models.embedded.hybrid_model"),
     ],

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla.decode import launch as mla_decode
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.sparse import launch as mla_sparse
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.engine_limits import Limits

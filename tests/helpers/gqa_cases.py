@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxattn.core.cache.formats import FP8, FP8_MAX
-from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
+from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, poisoned, relative
 

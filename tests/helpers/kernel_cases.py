@@ -17,9 +17,9 @@ import pytest
 from jax import Array
 
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
-from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
+from jaxattn.kernels.gdn.decode.arguments import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
 
 NO_SUCH_PAGE = 2147480000

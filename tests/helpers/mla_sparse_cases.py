@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic
 
 RANK, ROPE = 512, 64

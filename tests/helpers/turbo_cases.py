@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jaxattn.core.turboquant.codec import TurboFormat
-from jaxattn.kernels.turboquant.call import TurboDecodeCall
+from jaxattn.kernels.turboquant.arguments import TurboDecodeCall
 from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, relative
 from tests.helpers.turbo_compiled import slot_pages

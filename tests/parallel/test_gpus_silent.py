@@ -19,12 +19,12 @@ TURNS = 2**20
 ALONE = f"""
 import time
 import jax, jax.numpy as jnp
-from jaxattn.kernels.collectives import symmetric_memory
+from jaxattn.kernels.collectives import peer_transfer
 from jaxattn.parallel import DeviceGroup, Parallel, rank
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
 
-symmetric_memory.MOST_TURNS = {TURNS}
+peer_transfer.MOST_TURNS = {TURNS}
 group = DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2]))
 axes, own = group.parallel.axes("all"), group.each
 

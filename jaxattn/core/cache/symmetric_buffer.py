@@ -1,6 +1,6 @@
 """Memory of a GPU that the others of a mesh write to: what kernels over peer memory keep.
 
-`jaxattn/kernels/collectives/symmetric_memory.py` has what they do with it.
+`jaxattn/kernels/collectives/peer_transfer.py` has what they do with it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: not within work that makes objects by the thousand.
+"""Pauses of Python's garbage collector within work that makes objects by the thousand.
 
 Python 3.12 looks whenever 700 objects more are there than before. Now and then it looks through all
 that the process has. JAX keeps some hundred thousand objects, so one such search takes 0.1 s.

@@ -1,4 +1,4 @@
-"""What a step reads of prompts: how many tokens in all, and how many of each prompt."""
+"""The tokens that a step reads of prompts: how many in all, and how many of each prompt."""
 
 import functools
 from collections.abc import Sequence

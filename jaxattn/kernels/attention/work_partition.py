@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
+from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
 from jaxattn.kernels.hopper.store.row_store import store
 
 

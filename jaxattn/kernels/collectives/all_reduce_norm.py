@@ -5,7 +5,7 @@ norms. Here each GPU writes its part of a token into an inbox on every GPU, itse
 waits until every GPU has. It adds the parts in the order of the GPUs, so that all GPUs have the
 same bits.
 
-`kernels/collectives/symmetric_memory.py` has the inboxes and why nothing is lost in them.
+`kernels/collectives/peer_transfer.py` has the inboxes and why nothing is lost in them.
 
 Limits: 256 to 8192 features, a multiple of 256; 2 to 8 GPUs, which are all of the mesh, in one
 process; an inbox below 2 GiB. Reference: `jaxattn.ops.collectives.all_reduce_norm`
@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.kernels.collectives import symmetric_memory as peers
+from jaxattn.kernels.collectives import peer_transfer as peers
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.linear.rms_norm import MOST_FEATURES
 

@@ -2,7 +2,7 @@
 
 NCCL's launches are in no CUDA graph, so that a layer with two of them is five graphs. Here a GPU
 writes what is for another into its inbox, and copies what comes out of its own. Numbers are moved
-as they are, whatever bits they have. `kernels/collectives/symmetric_memory.py` has the inboxes and
+as they are, whatever bits they have. `kernels/collectives/peer_transfer.py` has the inboxes and
 why nothing is lost in them.
 
 Limits: 256 to 8192 numbers of 16 bits, a multiple of 256; 2 to 8 GPUs, which are all of the mesh,
@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, without_gradient
-from jaxattn.kernels.collectives import symmetric_memory as peers
+from jaxattn.kernels.collectives import peer_transfer as peers
 from jaxattn.kernels.hopper.build.launch import launch
 
 MOST_FEATURES = 8192

@@ -1,6 +1,6 @@
 """Products of up to 256 tokens with matrices of a layer in 4 bits.
 
-The blocks are those of fp8_batched_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
+Blocks are those of fp8_large_batch_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
 two warpgroups that multiply and one that copies. Those of a cluster share the K numbers. Weights
 lie in tiles with their scales, which a warpgroup widens in registers
 (hopper/four_bit_accumulators.py).
@@ -26,11 +26,11 @@ from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
 from jaxattn.kernels.hopper.device import require_hopper, swizzled
 from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE, serves
-from jaxattn.kernels.linear.fp8_batched_linear import (
+from jaxattn.kernels.linear.fp8_large_batch_linear import (
     CONSUMERS,
     MOST_TOKENS,
-    Fp8BatchedLinearConfig,
-    Fp8BatchedLinearCta,
+    Fp8LargeBatchLinearConfig,
+    Fp8LargeBatchLinearCta,
     columns_of,
     divided,
     launch_blocks,
@@ -123,7 +123,7 @@ def linears_four_bit_mosaic(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FourBitLinearConfig(Fp8BatchedLinearConfig):
+class FourBitLinearConfig(Fp8LargeBatchLinearConfig):
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -135,7 +135,7 @@ class FourBitLinearConfig(Fp8BatchedLinearConfig):
     depth: int
 
 
-class FourBitLinearCta(Fp8BatchedLinearCta):
+class FourBitLinearCta(Fp8LargeBatchLinearCta):
     """A block's part of K, its rows and its tokens, with weights in tiles."""
 
     cut: FourBitLinearConfig

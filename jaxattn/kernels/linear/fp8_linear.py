@@ -7,7 +7,7 @@ lie as checkpoints have them, [N, K], with K in pairs (`interleave_columns`): fo
 row become two registers of wgmma (hopper/fp8_operands.py). A step is as deep as a block of scales.
 Its product is finished before it is multiplied by the scale and added, in float32.
 
-Limits: 32 tokens (fp8_batched_linear.py has more); K a multiple of 128; N a multiple of 64, at
+Limits: 32 tokens (fp8_large_batch_linear.py has more); K a multiple of 128; N a multiple of 64, at
 least 128; tokens in bfloat16 or float16. With a norm before it (reduce/rms_norm_prologue.py): one
 token. There are no heads.
 Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:

@@ -55,7 +55,7 @@ from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
-from jaxattn.kernels.moe.four_bit_gemm import lines
+from jaxattn.kernels.moe.four_bit_tile_config import lines
 from jaxattn.kernels.moe.grouped_tile import GroupedGemmTile, PanelMatrix
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.scaled_accumulators import PRODUCT, ScaledAccumulators

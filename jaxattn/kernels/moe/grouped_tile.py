@@ -1,4 +1,4 @@
-"""What a block of a grouped product does next, and where rows of operands and results lie."""
+"""The next tile of a grouped product's block, and where rows of operands and results lie."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -25,7 +25,7 @@ from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.four_bit_operands import serves
 from jaxattn.kernels.moe.combine import ExpertOutputs
-from jaxattn.kernels.moe.four_bit_gemm import choose_four_bit
+from jaxattn.kernels.moe.four_bit_tile_config import choose_four_bit
 from jaxattn.kernels.moe.grouped_gemm import grouped_product
 from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.routing.router import RoutedToken

@@ -18,7 +18,7 @@ from jaxattn.kernels.gqa.decode.smem import DTYPES, PAGE_SIZES
 from jaxattn.kernels.gqa.decode.split_kv.outputs import GqaDecodeOutputs
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.turboquant.call import TurboDecodeCall
+from jaxattn.kernels.turboquant.arguments import TurboDecodeCall
 from jaxattn.kernels.turboquant.mainloop import TurboDecodeConfig, TurboDecodeMainloop
 from jaxattn.kernels.turboquant.smem import (
     REGISTERS,

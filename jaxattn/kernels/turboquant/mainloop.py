@@ -30,9 +30,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat
-from jaxattn.kernels.attention.layouts import BY_COLUMN, BY_ROW, SCORES
-from jaxattn.kernels.attention.softmax import LOG2E, MASKED
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN, BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax_constants import LOG2E, MASKED
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.gqa.decode.cta import (
     GqaDecodeConfig,
     GqaDecodeCta,

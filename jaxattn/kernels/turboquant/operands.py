@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import E4M3, TurboFormat, of_levels
 from jaxattn.core.turboquant.slot_layout import GROUP, ungroup, unpack
-from jaxattn.kernels.attention.layouts import SCORES
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import SCORES
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat, butterfly
-from jaxattn.kernels.attention.layouts import SCORES
+from jaxattn.kernels.attention.packed_row_layouts import SCORES
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import (

@@ -9,8 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import E4M3, TurboFormat
 from jaxattn.core.turboquant.slot_layout import GROUP
-from jaxattn.kernels.attention.layouts import MARGIN
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import MARGIN
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.gqa.decode.smem import BARRIER_BYTES, QUERIES
 from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, swizzled
 from jaxattn.kernels.turboquant.cache.lookup_table import GROUPS

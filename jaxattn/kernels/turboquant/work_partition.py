@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.core.turboquant.slot_layout import GROUP
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
 from jaxattn.kernels.turboquant.smem import ROW, whole_steps
 

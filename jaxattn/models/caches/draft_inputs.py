@@ -1,4 +1,4 @@
-"""What a draft head reads next of each row: what the output head read of its newest tokens.
+"""The next input of a draft head for each row: what the output head read of its newest tokens.
 
 It lies by row of the engine and not by slot: no request resumes with it, so prefixes keep no copy.
 """

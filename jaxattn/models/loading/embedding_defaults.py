@@ -1,4 +1,4 @@
-"""How a published model makes embeddings: modules.json and the configuration of its pooling.
+"""A published model's settings for embeddings: modules.json and its pooling's configuration.
 
 Sentence Transformers writes both beside the weights. Of its modules, the transformer itself, two
 kinds of pooling and the normalization are implemented.

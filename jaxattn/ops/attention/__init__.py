@@ -1,1 +1,1 @@
-"""What the causal attentions of tokens to themselves share: packed sequences and gradients."""
+"""Parts of all causal attentions of tokens to themselves: packed sequences and gradients."""

@@ -26,7 +26,7 @@ from jaxattn.core.validation.array_checks import (
     output_scale,
 )
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
-from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
+from jaxattn.kernels.gdn.decode.arguments import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.recurrent import _check_heads, _recurrent, gdn_gates
 

@@ -28,7 +28,7 @@ from jaxattn.core.validation.array_checks import (
     output_scale,
 )
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
-from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
+from jaxattn.kernels.gdn.decode.arguments import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic, scratch
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update
 from jaxattn.ops.gdn.decode import StateSlots, gated_delta_rule_decode

@@ -16,7 +16,7 @@ from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import LEAST_FLOAT32, check_window, finite
-from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
+from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import floats
-from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
+from jaxattn.kernels.gdn.decode.arguments import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes, decode_rule
 from jaxattn.ops.gdn.recurrent import _check_heads

@@ -26,7 +26,7 @@ from jaxattn.core.validation.array_checks import (
     output_scale,
 )
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
-from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
+from jaxattn.kernels.gdn.decode.arguments import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
 from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes
 from jaxattn.ops.gdn.layer_decode import layer_in_xla

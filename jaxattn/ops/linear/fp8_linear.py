@@ -22,8 +22,8 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import block_counts, deinterleave_columns, dequantize
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_features
-from jaxattn.kernels.linear import fp8_batched_linear, fp8_linear
-from jaxattn.kernels.linear.fp8_batched_linear import many_linears_fp8_mosaic
+from jaxattn.kernels.linear import fp8_large_batch_linear, fp8_linear
+from jaxattn.kernels.linear.fp8_large_batch_linear import many_linears_fp8_mosaic
 from jaxattn.kernels.linear.fp8_linear import OP, linears_fp8_mosaic
 from jaxattn.kernels.linear.launch import Shaped
 from jaxattn.ops.linear.linear import Layer
@@ -81,7 +81,7 @@ def gated_fp8_layer(
 def refusal(x: tuple[int, int], dtype: DTypeLike, weights: Sequence[Shaped]) -> str | None:
     """Why no kernel serves x [T, K] of this dtype and these weights [L, N, K], or None."""
     few = x[0] <= fp8_linear.MOST_TOKENS
-    return (fp8_linear if few else fp8_batched_linear).refusal(x, dtype, weights)
+    return (fp8_linear if few else fp8_large_batch_linear).refusal(x, dtype, weights)
 
 
 def _linears(

@@ -8,8 +8,8 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.deprecation import warn_renamed
 from jaxattn.core.dispatch import Implementation
-from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.kernels.mla.decode.call import ContextParallelMerge
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
+from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge
 from jaxattn.ops.mla.decode import attend, checked_call
 
 

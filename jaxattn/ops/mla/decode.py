@@ -17,8 +17,8 @@ from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena, is_integer
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
-from jaxattn.kernels.attention.tile_scheduler import Schedule, num_steps
-from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
+from jaxattn.kernels.attention.split_kv_schedule import Schedule, num_steps
+from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, takes_split_queries
 from jaxattn.kernels.mla.decode.workspace import scratch
 from jaxattn.ops.mla.cache_write import check_format

@@ -22,9 +22,9 @@ from jaxattn.core.dispatch import without_gradient
 from jaxattn.core.turboquant.code_gather import page_codes
 from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, dequantize, hadamard, plain_keys
 from jaxattn.kernels.gqa.prefill.launch import gqa_prefill_mosaic, refuse
+from jaxattn.kernels.turboquant.arguments import TurboDecodeCall
 from jaxattn.kernels.turboquant.cache.dequantization import takes, turbo_unpack_mosaic
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
-from jaxattn.kernels.turboquant.call import TurboDecodeCall
 from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 from jaxattn.ops.turboquant.key_mean import MOST, SAMPLES, common_key

@@ -14,7 +14,7 @@ import pytest
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
-from jaxattn.kernels.moe.four_bit_gemm import choose_four_bit
+from jaxattn.kernels.moe.four_bit_tile_config import choose_four_bit
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic
 from jaxattn.ops.moe.experts import mixture_of_experts
 from tests.helpers.at_once import at_once

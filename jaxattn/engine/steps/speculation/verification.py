@@ -1,4 +1,4 @@
-"""What of a draft counts: the tokens that the model samples behind a row's last token and drafts.
+"""Verification of drafts: the tokens that the model samples behind a row's last token and draft.
 
     draft     prompt_lookup.py, draft_head.py
     decode    the last token and the draft, in one step of S tokens

@@ -3,7 +3,7 @@
 A block takes 128 keys of a key-value head, keeps their dK and dV in registers, and walks over all
 queries that see them, of all query heads of the group. Each step's part of dQ is added to global
 memory in float32, the tiles of keys in their order. mainloop.py says how, tile_scheduler.py which
-tiles a block takes, turns.py who adds when, and smem.py has the numbers for each width.
+tiles a block takes, dq_semaphore.py who adds when, and smem.py has the numbers for each width.
 
 Limits: queries and values of 64 and 64 dims, 128 and 128, 192 and 128, or 256 and 256; all operands
 bfloat16 or all float16; any T, heads, group and number of rows. Memory beside the results: dq in
@@ -29,7 +29,7 @@ from jaxattn.kernels.attention.backward.smem import (
 )
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, ranges_of
 from jaxattn.kernels.attention.causal_tile_order import head_group
-from jaxattn.kernels.attention.softmax import LOG2E
+from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 

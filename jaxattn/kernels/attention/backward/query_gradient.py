@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.attention.backward.dq_semaphore import await_turn, pass_turn
 from jaxattn.kernels.attention.backward.smem import (
     DIMS,
     ROWS,
@@ -18,7 +19,6 @@ from jaxattn.kernels.attention.backward.smem import (
     BackwardTileConfig,
 )
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
-from jaxattn.kernels.attention.backward.turns import await_turn, pass_turn
 from jaxattn.kernels.hopper.device import fence_proxy_async
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxattn.kernels.attention.softmax import LOG2E
+from jaxattn.kernels.attention.softmax_constants import LOG2E
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

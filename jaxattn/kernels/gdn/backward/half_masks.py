@@ -1,4 +1,4 @@
-"""Which tokens of a chunk meet where halves of 2**level tokens do, as bits of operands.
+"""Masks of a chunk's tokens that meet where halves of 2**level tokens do, as bits of operands.
 
 Rows and columns of [64, 64] are tokens. Of a pair of columns a register has both numbers, so that a
 mask of it is a word; and with row ^ column, which tells the smallest block that both are in, half

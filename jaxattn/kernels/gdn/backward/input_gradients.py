@@ -34,13 +34,13 @@ from jaxattn.kernels.gdn.backward.gate_gradients import (
     OF_BETA,
     PARTS,
 )
-from jaxattn.kernels.gdn.backward.head_gradients import (
+from jaxattn.kernels.gdn.backward.state_pass import ChunkStates
+from jaxattn.kernels.gdn.backward.value_head_gradients import (
     InputGradientRefs,
     KeyGradients,
     ValueHead,
     release,
 )
-from jaxattn.kernels.gdn.backward.state_pass import ChunkStates
 from jaxattn.kernels.gdn.prefill.tiles import (
     BACKWARD_VECTORS,
     BY_ROW,

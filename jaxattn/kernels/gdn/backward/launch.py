@@ -3,7 +3,7 @@
     prefill/intra_chunk/launch.py   of every chunk of 64 tokens alone: its inverse, masked scores
     state_pass.py                   states before the chunks, and gradients of those behind them
     input_gradients.py              of every chunk alone again: gradients of q, k, v, and the gates
-    channel_gradients.py            the same where every channel of the key decays by itself
+    kda_input_gradients.py          the same where every channel of the key decays by itself
 
 Of the forward pass its arguments are kept and, where the chunks are the same, the inverses and
 scores. States are kept for each chunk, in bfloat16.
@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.kernels.gdn.backward.channel_gradients import channel_gradients
 from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients, two_terms
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
+from jaxattn.kernels.gdn.backward.kda_input_gradients import channel_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import (
     ChunkMatrices,

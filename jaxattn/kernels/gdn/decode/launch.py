@@ -29,7 +29,7 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.kernels.gdn.decode import cluster_mainloop
 from jaxattn.kernels.gdn.decode import mainloop as ring_body
-from jaxattn.kernels.gdn.decode.call import GdnDecodeCall
+from jaxattn.kernels.gdn.decode.arguments import GdnDecodeCall
 from jaxattn.kernels.gdn.decode.cluster_mainloop import SPLIT
 from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig, shared_bytes
 from jaxattn.kernels.gdn.decode.prologue import DIM, WIDTH

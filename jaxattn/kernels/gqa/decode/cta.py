@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
-from jaxattn.kernels.attention.softmax import EMPTY, LOG2E, MASKED
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E, MASKED
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
 from jaxattn.kernels.gqa.decode.epilogue import (
     GqaDecodeEpilogue,

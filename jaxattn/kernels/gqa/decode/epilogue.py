@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.epilogue import gated, with_sink
-from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
-from jaxattn.kernels.attention.softmax import LOG2E
+from jaxattn.kernels.attention.gate_and_sink import gated, with_sink
+from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.attention.work_partition import SchedulePosition
 from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows

@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxattn.core.cache.formats import FP8
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
+from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.cta import COMPILER_PARAMS, refs_of
 from jaxattn.kernels.gqa.decode.mainloop import GqaDecodeMainloop, GqaMainloopConfig
 from jaxattn.kernels.gqa.decode.smem import (

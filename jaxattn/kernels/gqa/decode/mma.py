@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.layouts import BY_COLUMN
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.gqa.decode.cta import GqaDecodeTile
 from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands, block_width, in_order
 from jaxattn.kernels.gqa.decode.smem import over_out

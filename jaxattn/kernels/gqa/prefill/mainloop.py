@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.epilogue import gated, with_sink
-from jaxattn.kernels.attention.softmax import EMPTY, LOG2E
+from jaxattn.kernels.attention.gate_and_sink import gated, with_sink
+from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E
 from jaxattn.kernels.attention.work_queue import WorkQueue
 from jaxattn.kernels.gqa.prefill.producer import GqaPrefillProducer, GqaPrefillSources
 from jaxattn.kernels.gqa.prefill.smem import ROWS, GqaPrefillSmem, GqaPrefillTileConfig

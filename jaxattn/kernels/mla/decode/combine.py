@@ -14,11 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.softmax import LOG2E
-from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.attention.softmax_constants import LOG2E
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.store.row_store import store
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 AHEAD = 8  # partial results that are read at a time, of a row

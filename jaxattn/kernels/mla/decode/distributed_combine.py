@@ -5,7 +5,7 @@ merges what its GPU has of half a head's output, and sends it with its log-sum-e
 owns the head. There the block of that half head waits for all GPUs' pieces and writes their merged
 output. So a layer has one launch where merging, packing, sending and merging again are seven.
 
-`kernels/collectives/symmetric_memory.py` has the inboxes and why nothing is lost in them. A GPU
+`kernels/collectives/peer_transfer.py` has the inboxes and why nothing is lost in them. A GPU
 sends a head's halves to one GPU each, so each block has a count of its own. Each launch receives
 from all GPUs, as every GPU owns heads: so nobody writes over what has not been read. Blocks that
 wait for one place are neighbours, and all blocks before them send first.
@@ -26,11 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention.softmax import LOG2E
-from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.kernels.collectives import symmetric_memory as peers
+from jaxattn.kernels.attention.softmax_constants import LOG2E
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
+from jaxattn.kernels.collectives import peer_transfer as peers
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.combine import (
     CombineReduction,
     SplitRows,

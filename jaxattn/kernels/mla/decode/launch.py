@@ -2,7 +2,7 @@
 
 A block for each (part of the schedule, tile of 64 packed rows of S tokens x H heads), as many as
 the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
-in warp_specialized/kernel.py; attention/tile_scheduler.py makes the parts, and combine.py merges
+in warp_specialized/kernel.py; attention/split_kv_schedule.py makes the parts, and combine.py merges
 the rows that were cut.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention.tile_scheduler import TILE, few_rows, num_tiles
+from jaxattn.kernels.attention.split_kv_schedule import TILE, few_rows, num_tiles
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import plain_copies, require_hopper
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.launch import (
     MOST_COLUMNS,

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxattn.arena import Arena, Region
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention.tile_scheduler import may_split
-from jaxattn.kernels.mla.decode.call import ContextParallelMerge, MlaDecodeCall
+from jaxattn.kernels.attention.split_kv_schedule import may_split
+from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.combine import SplitRows, combine
 from jaxattn.kernels.mla.decode.distributed_combine import distributed_combine
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK

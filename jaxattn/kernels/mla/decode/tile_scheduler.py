@@ -7,7 +7,7 @@ import jax
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
-from jaxattn.kernels.attention.tile_scheduler import (
+from jaxattn.kernels.attention.split_kv_schedule import (
     PAGE,
     Schedule,
     make_schedule,
@@ -19,7 +19,7 @@ from jaxattn.kernels.attention.tile_scheduler import (
     split_thresholds,
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 
 PAGE_SIZES = (16, 32, 64, 128)
 INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without

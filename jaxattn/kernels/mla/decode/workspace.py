@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.validation.array_checks import check_sizes
-from jaxattn.kernels.attention.tile_scheduler import (
+from jaxattn.kernels.attention.split_kv_schedule import (
     PAGE,
     may_split,
     num_parts,

@@ -21,8 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.layouts import BY_COLUMN
-from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
+from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN
+from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 
 # Of scores, float32's bits, at a time. A single item may take more: 8 tokens of 2**22 keys do.
 SCRATCH_BYTES = 2**27

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.softmax import EMPTY, LOG2E
+from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E
 
 NOPE, ROPE, VALUES = 128, 64, 128
 TILE = 64  # queries of a warpgroup

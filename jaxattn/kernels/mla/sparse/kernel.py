@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.attention.work_partition import WorkPartition
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
 from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeConfig, MlaDecodeRefs

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention.tile_scheduler import (
+from jaxattn.kernels.attention.split_kv_schedule import (
     PAGE,
     TILE,
     Schedule,
@@ -34,7 +34,7 @@ from jaxattn.kernels.attention.tile_scheduler import (
 )
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.tile_scheduler import INTERPRETED_SMS, PAGE_SIZES
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
 from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import tile_iota
 from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT

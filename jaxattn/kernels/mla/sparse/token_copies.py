@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled, warpgroup_barrier
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_loader import AHEAD, Fp8PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, dequantize, plain_keys
 from jaxattn.core.turboquant.slot_layout import GROUP, ungroup, unpack
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, vector

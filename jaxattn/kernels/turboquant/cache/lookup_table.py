@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxattn.core.turboquant.codec import E4M3, TurboFormat, levels
 from jaxattn.core.turboquant.slot_layout import GROUP
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 
 GROUPS = PAGE // GROUP  # of a step
 SIGNS = 0x80808080

@@ -22,7 +22,7 @@ from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import INT32, OpArguments
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.workspace import scratch as dense_scratch
 from jaxattn.kernels.mla.sparse.launch import mla_sparse_mosaic, refuse, scratch
 from jaxattn.ops.mla.decode import checked_call, into_arena

@@ -13,7 +13,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import FP8
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.gqa import gqa_decode
-from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.gqa.decode.split_kv import oversubscription
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch

@@ -9,7 +9,7 @@ import pytest
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention import tile_scheduler
+from jaxattn.kernels.attention import split_kv_schedule
 from jaxattn.kernels.hopper import device
 from jaxattn.kernels.mla.decode import launch
 from tests.helpers.kernel_cases import assert_mla_close, launch_mla_decode
@@ -93,7 +93,7 @@ def test_it_is_asked_what_it_takes(version, there, monkeypatch):
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_arena_holds_what_either_kernel_writes(plain, monkeypatch):
-    for module in (launch, tile_scheduler):
+    for module in (launch, split_kv_schedule):
         monkeypatch.setattr(module, "plain_copies", lambda: plain)
     case = stored("uint8", [3], heads=5).case
     batch, tokens, heads, _ = case.q.shape

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.mla.decode import combine as mla_combine
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.combine import SplitRows, combine
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 

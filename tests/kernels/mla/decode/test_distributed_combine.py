@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.collectives import symmetric_memory as peers
+from jaxattn.kernels.collectives import peer_transfer as peers
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.mla.decode.combine import CombineReduction
 from jaxattn.kernels.mla.decode.distributed_combine import (

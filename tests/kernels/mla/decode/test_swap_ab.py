@@ -12,7 +12,7 @@ import pytest
 from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.kernels.attention.tile_scheduler import packed_rows
+from jaxattn.kernels.attention.split_kv_schedule import packed_rows
 from jaxattn.kernels.hopper.device import plain_copies
 from jaxattn.kernels.mla.decode.swap_ab.launch import block_columns
 from tests.helpers.kernel_cases import (

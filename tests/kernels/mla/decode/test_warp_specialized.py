@@ -13,7 +13,7 @@ import pytest
 
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.kernels.attention.tile_scheduler import Schedule, make_schedule, num_steps
+from jaxattn.kernels.attention.split_kv_schedule import Schedule, make_schedule, num_steps
 from jaxattn.kernels.mla.decode import combine as mla_combine
 from tests.helpers.kernel_cases import (
     assert_mla_close,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized import fp8_dequantization
 from jaxattn.kernels.mla.sparse.launch import _splits, mla_sparse_mosaic, scratch
 from tests.helpers.kernel_cases import behind, both_devices, no_races, slow

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils
 from jaxattn.kernels.hopper.ptx import (

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.layouts import SCORES
+from jaxattn.kernels.attention.packed_row_layouts import SCORES
 from jaxattn.kernels.gqa.decode.fp8_operands import half_queries, in_order, order_of
 from jaxattn.kernels.gqa.decode.load.packed_rows import PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS

@@ -15,11 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.epilogue import gated, with_sink
-from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
-from jaxattn.kernels.attention.softmax import EMPTY, LOG2E
-from jaxattn.kernels.attention.tile_scheduler import Schedule
-from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
+from jaxattn.kernels.attention.gate_and_sink import gated, with_sink
+from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
+from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.build.launch import launch

@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
 
 LONG_PAIR = 96  # steps of a pair, on average
 # A last turn of so many of the multiprocessors or more, of 4, is the end by itself, and its last

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_sizes, check_window
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
-from jaxattn.kernels.attention.tile_scheduler import (
+from jaxattn.kernels.attention.split_kv_schedule import (
     MIN_PART,
     PAGE,
     Schedule,

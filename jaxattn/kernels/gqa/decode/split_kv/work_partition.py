@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE, copies_of
+from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
 from jaxattn.kernels.attention.work_partition import SchedulePosition, WorkPartition
 from jaxattn.kernels.gqa.decode.load.prefetch import prefetch_array, prefetch_element
 

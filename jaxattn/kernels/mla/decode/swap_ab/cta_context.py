@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.core.cache.formats import LatentFormat
-from jaxattn.kernels.attention.softmax import LOG2E
+from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.attention.work_partition import WorkPartition
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import SwapAbExchange, SwapAbOutputTile
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE

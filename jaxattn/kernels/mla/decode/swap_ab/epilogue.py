@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
-from jaxattn.kernels.attention.layouts import BY_COLUMN, BY_ROW
-from jaxattn.kernels.attention.softmax import LOG2E
+from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN, BY_ROW
+from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.attention.work_partition import WorkPartition, nothing_or_nan
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed

@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
-from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.mla.decode.fp8_operands import MlaFp8Operands, unknown_zero
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import (

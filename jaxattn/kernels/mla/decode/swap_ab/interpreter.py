@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.core.cache.formats import BLOCK, BYTES, FP8
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.mla.decode.fp8_operands import FLOAT_BIAS, QUERY_EXPONENT, ROPE_EXCESS
 from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import SwapAbFp8Mainloop
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import Accumulators, SwapAbMainloop, over_keys

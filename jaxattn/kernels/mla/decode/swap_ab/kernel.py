@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
-from jaxattn.kernels.attention.layouts import BY_ROW, SCORES
-from jaxattn.kernels.attention.softmax import EMPTY
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
+from jaxattn.kernels.attention.softmax_constants import EMPTY
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
 from jaxattn.kernels.hopper.device import issue_loads
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta

@@ -19,9 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.attention.tile_scheduler import packed_rows
+from jaxattn.kernels.attention.split_kv_schedule import packed_rows
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.mla.decode.call import MlaDecodeCall
+from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.fp8_operands import order_queries
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbConfig, SwapAbRefs

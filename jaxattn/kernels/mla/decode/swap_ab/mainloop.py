@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK
-from jaxattn.kernels.attention.layouts import BY_COLUMN, SCORES
-from jaxattn.kernels.attention.softmax import MASKED
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN, SCORES
+from jaxattn.kernels.attention.softmax_constants import MASKED
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.device import warpgroup_barrier
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan
 from jaxattn.kernels.hopper.device import wgmma
 from jaxattn.kernels.hopper.reduce.online_softmax import rescaled, zero_empty_rows

@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.epilogue import with_sink
-from jaxattn.kernels.attention.softmax import EMPTY, LOG2E, MASKED
-from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE
+from jaxattn.kernels.attention.gate_and_sink import with_sink
+from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E, MASKED
+from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan
 from jaxattn.kernels.hopper.device import fence_proxy_async
 from jaxattn.kernels.hopper.reduce.online_softmax import PARTIAL, partial_sums, reference

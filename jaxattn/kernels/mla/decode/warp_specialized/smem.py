@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK, LatentFormat
-from jaxattn.kernels.attention.tile_scheduler import PAGE, TILE, copies_of
+from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE, copies_of
 from jaxattn.kernels.attention.work_partition import WorkPartition
 from jaxattn.kernels.hopper.device import swizzled
 

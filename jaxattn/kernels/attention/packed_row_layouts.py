@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.tile_scheduler import PAGE
+from jaxattn.kernels.attention.split_kv_schedule import PAGE
 
 # Float32 numbers beside a row of scores or of the output in shared memory, so that the columns of
 # neighbours lie in other banks.

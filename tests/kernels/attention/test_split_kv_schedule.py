@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxattn.bench.attention.mla import lengths as bench_lengths
-from jaxattn.kernels.attention.tile_scheduler import (
+from jaxattn.kernels.attention.split_kv_schedule import (
     FEW_MERGE_COST,
     FEW_ROWS_COST,
     MERGE_COST,

@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 
 from jaxattn.core.turboquant.codec import TurboFormat
-from jaxattn.kernels.gqa.decode.call import GqaDecodeCall
+from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 
 
 @jax.tree_util.register_dataclass

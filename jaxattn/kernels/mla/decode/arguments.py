@@ -10,7 +10,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import without_gradient
-from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import without_gradient
-from jaxattn.kernels.attention.tile_scheduler import Schedule
+from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.gqa.decode.smem import block_columns
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import (
     PairSchedule,

@@ -1,4 +1,4 @@
-"""What two warpgroups do of a value head of a chunk, by the formulas of input_gradients.py."""
+"""Two warpgroups' gradients of a chunk's value head, by the formulas of input_gradients.py."""
 
 import dataclasses
 from typing import Any, NamedTuple

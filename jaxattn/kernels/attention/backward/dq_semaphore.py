@@ -1,4 +1,4 @@
-"""The order in which blocks add to one sum in global memory: the same in every run.
+"""The semaphore of dQ: blocks add to its sum in global memory in the same order in every run.
 
 A word of global memory says whose turn it is. Who has waited for its number adds by TMA, and when
 its copies have reached global memory it lets the next number in. The word needs no fences: TMA adds

@@ -1,9 +1,9 @@
-"""What becomes of a row's output and sums at its end: its gate, and its head's sink."""
+"""A row's output gate and its head's attention sink, as kernels apply them at a row's end."""
 
 import jax
 import jax.numpy as jnp
 
-from jaxattn.kernels.attention.softmax import LOG2E
+from jaxattn.kernels.attention.softmax_constants import LOG2E
 
 
 def gated(out: jax.Array, gate: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The schedule of `mla_decode`: rows' pages assigned to blocks, on the device.
+"""The split-KV schedule of `mla_decode`: rows' pages assigned to blocks, on the device.
 
 The pages of all rows stand in a line, row after row, and the line is cut into parts about as long
 as each other, one for each block that the GPU runs at a time. A part is whole rows but for its

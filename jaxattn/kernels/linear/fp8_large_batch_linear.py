@@ -16,7 +16,7 @@ of the blocks. A token's result does not depend on the other tokens.
 Limits: 256 tokens; matrices, pairs of columns and dtypes as in fp8_linear.py. Tokens that are no
 multiple of 8, or of 16 above 128, are copied to one.
 Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:
-tests/kernels/linear/test_fp8_batched_linear.py.
+tests/kernels/linear/test_fp8_large_batch_linear.py.
 """
 
 import dataclasses
@@ -142,12 +142,12 @@ def many_linears_fp8_mosaic(
     sizes = tuple(each.shape[-2] for each in weights[: 1 if gated else None])
     tiles = turns * sum(-(-size // rows) for size in sizes)
     config = config or choose(tiles=tiles, steps=steps, columns=columns, gated=gated)
-    cut = Fp8BatchedLinearConfig(
+    cut = Fp8LargeBatchLinearConfig(
         parts=config.parts, stages=config.stages, columns=columns, turns=turns, steps=steps,
         sizes=sizes, affine=affine, gated=gated, interpret=interpret,
     )  # fmt: skip
     return launch_blocks(
-        Fp8BatchedLinearCta, cut, "linear_fp8_many", x, weights, scales, layer=layer,
+        Fp8LargeBatchLinearCta, cut, "linear_fp8_many", x, weights, scales, layer=layer,
         x_smem=plgpu.SMEM((cut.stages, columns, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
         w_smem=plgpu.SMEM((cut.stages, CONSUMERS, ROWS, BLOCK), FP8, transforms=SWIZZLED),
         out_dtypes=out_dtypes, detect_races=detect_races,
@@ -155,8 +155,8 @@ def many_linears_fp8_mosaic(
 
 
 def launch_blocks(
-    cta: type["Fp8BatchedLinearCta"],
-    cut: "Fp8BatchedLinearConfig",
+    cta: type["Fp8LargeBatchLinearCta"],
+    cut: "Fp8LargeBatchLinearConfig",
     name: str,
     x: jax.Array,
     weights: Sequence[jax.Array],
@@ -183,7 +183,7 @@ def launch_blocks(
         shape = (cut.parts, tiles, CONSUMERS, ROWS * columns)
         apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
     found = launch(
-        lambda **refs: cta(cut, Fp8BatchedLinearRefs(**refs)).run(),
+        lambda **refs: cta(cut, Fp8LargeBatchLinearRefs(**refs)).run(),
         name=name,
         grid={"tile": tiles},
         cluster={"part": cut.parts} if cut.parts > 1 else {},
@@ -224,7 +224,7 @@ def launch_blocks(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8BatchedLinearConfig:
+class Fp8LargeBatchLinearConfig:
     """What is known of a launch when it is traced.
 
     Attributes:
@@ -275,7 +275,7 @@ class Fp8BatchedLinearConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8BatchedLinearRefs:
+class Fp8LargeBatchLinearRefs:
     """What a block works on: operands, then its shared memory and barriers."""
 
     x_ref: Any  # [turns * columns, K]
@@ -293,10 +293,10 @@ class Fp8BatchedLinearRefs:
     all_met: Any  # the interpreter's
 
 
-class Fp8BatchedLinearCta:
+class Fp8LargeBatchLinearCta:
     """A block's part of K, its rows and its tokens."""
 
-    def __init__(self, cut: Fp8BatchedLinearConfig, refs: Fp8BatchedLinearRefs):
+    def __init__(self, cut: Fp8LargeBatchLinearConfig, refs: Fp8LargeBatchLinearRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.number = lax.axis_index("wg"), lax.axis_index("tile")
         self.layer = refs.layer_ref[0] * cut.affine[0] + cut.affine[1]
