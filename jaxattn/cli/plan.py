@@ -38,9 +38,9 @@ from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
+from jaxattn.plan.alternative_scratch_designs import ScratchComparison, of_model, published
 from jaxattn.plan.layout_plan import best_layout, group_limits
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
-from jaxattn.plan.scratch_comparison import ScratchComparison, of_model, published
 
 PROGRAM = interrupt.program("plan")
 

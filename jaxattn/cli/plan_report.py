@@ -16,8 +16,8 @@ from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError
 from jaxattn.models.interface import Model
 from jaxattn.plan import plan
+from jaxattn.plan.alternative_scratch_designs import ScratchComparison
 from jaxattn.plan.plan_display import PlanPlotError, print_plan, save_plot
-from jaxattn.plan.scratch_comparison import ScratchComparison
 
 
 def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxattn.memory.plan import GIB, MIB, MemoryPlan
-from jaxattn.plan.scratch_comparison import ScratchComparison
+from jaxattn.plan.alternative_scratch_designs import ScratchComparison
 
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")
 # What the lines are called in the picture's colours; distinct in black and white by their order.

@@ -14,8 +14,8 @@ import pytest
 
 from jaxattn import text
 from jaxattn.bench.__main__ import main
-from jaxattn.bench.harness.process_group import child_process
 from jaxattn.bench.harness.speedup_report import compared, ratio, summary, verdict
+from jaxattn.bench.harness.subprocess_group import child_process
 from jaxattn.bench.model.model_folder import (
     ARCHITECTURES,
     PUBLISHED_INSIDE,

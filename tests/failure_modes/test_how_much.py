@@ -30,9 +30,9 @@ from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import jit_step, scratch_spec
 from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, nbytes, plan, solve
+from jaxattn.plan.alternative_scratch_designs import published, split_kv_workspace
 from jaxattn.plan.placement import ModelPlacement, page_bytes
 from jaxattn.plan.plan_display import print_plan
-from jaxattn.plan.scratch_comparison import published, split_kv_workspace
 from tests.helpers.engine_cases import BUCKETS, SMALLEST, kept_steps, params_of, run_step
 
 GIB, MIB = 2**30, 2**20

@@ -30,10 +30,10 @@ from jaxattn.models.catalog import public_models
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step, overlaid
 from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, PlanItem, plan, solve
+from jaxattn.plan.alternative_scratch_designs import published, split_kv_workspace
 from jaxattn.plan.group_plan import plan_group
 from jaxattn.plan.placement import ModelPlacement
 from jaxattn.plan.plan_display import bar, print_plan
-from jaxattn.plan.scratch_comparison import published, split_kv_workspace
 from tests.helpers.engine_cases import CONFIG, LIMITS
 from tests.helpers.fake_hub import FakeHub, files_of, use
 from tests.helpers.model_cases import state_of

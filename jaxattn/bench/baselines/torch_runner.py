@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from jaxattn.bench.attention import mla
-from jaxattn.bench.baselines import flash_attention, flashinfer_xqa, torch_layers
+from jaxattn.bench.baselines import flashinfer_xqa, flashmla_fa3, torch_layers
 from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
 
 CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
@@ -295,20 +295,16 @@ PEERS = {
         torch_layers.flashqla_layer_gradient,
         gradient=True,
     ),
-    "vllm-flashmla": TorchBaseline(
-        "flashmla (vllm)", "mla", "vllm", "vllm", flash_attention.flashmla
-    ),
-    "fa3-decode": TorchBaseline(
-        "fa3", "gqa", "vllm", "vllm", flash_attention.flash_attention_decode
-    ),
+    "vllm-flashmla": TorchBaseline("flashmla (vllm)", "mla", "vllm", "vllm", flashmla_fa3.flashmla),
+    "fa3-decode": TorchBaseline("fa3", "gqa", "vllm", "vllm", flashmla_fa3.flash_attention_decode),
     "xqa-decode": TorchBaseline(
         "xqa", "gqa", "flashinfer", "flashinfer-python", flashinfer_xqa.decode
     ),
     "fa3-prefill": TorchBaseline(
-        "fa3", "gqa_prefill", "vllm", "vllm", flash_attention.flash_attention_prefill
+        "fa3", "gqa_prefill", "vllm", "vllm", flashmla_fa3.flash_attention_prefill
     ),
     "fa3-mla-prefill": TorchBaseline(
-        "fa3", "mla_prefill", "vllm", "vllm", flash_attention.flash_attention_mla_prefill
+        "fa3", "mla_prefill", "vllm", "vllm", flashmla_fa3.flash_attention_mla_prefill
     ),
 }
 

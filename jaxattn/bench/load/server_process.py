@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jaxattn.bench.harness.process_group import child_process
 from jaxattn.bench.harness.speedup_report import OURS
+from jaxattn.bench.harness.subprocess_group import child_process
 
 LAST_LINES = 20  # of the output of a server that does not start
 

@@ -22,7 +22,7 @@ from jaxattn.bench.harness.timing import launches, seconds
 from jaxattn.bench.model.batches import BenchBatches
 from jaxattn.bench.model.random_weights import UniformRange, draw_of, fill
 from jaxattn.bench.model.roofline import moved, rate
-from jaxattn.bench.multi_gpu.cache_capacity import cache_tokens
+from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.kernels.hopper.build.trace_cache import share_launches
@@ -30,11 +30,13 @@ from jaxattn.memory.device_memory import device_memory
 from jaxattn.memory.plan import nbytes
 from jaxattn.models import DecodeBatch, DecodeState, divided
 from jaxattn.models.blocks import MoE
+from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import init_state, jit_step, overlaid
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.parallel import DeviceGroup, Parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
 
+UTILIZATION = 0.9  # of a card, as a plan takes it unless it is told another
 STEPS = 4  # different batches, taken in turn
 RUN_SECONDS = 0.3  # of a run of steps
 COLLECTIVES = (
@@ -308,6 +310,30 @@ class ShardedModel:
 def model_specs(model: Any) -> tuple[Any, DecodeState]:
     """The PartitionSpecs of a step's packed parameters and of its state."""
     return model.packed_specs(), model.state_specs()
+
+
+def cache_tokens(model: Any, parallel: Parallel, *, total: int, rows: int, held: int) -> int:
+    """The most tokens that the caches of a layout hold, in all its data groups, from shapes.
+
+    Pages over GPUs (`context`) count once each. The result is 0 where weights and slots leave no
+    room, or where the model has no pages.
+
+    Args:
+        model: that one GPU runs.
+        total: bytes of a card.
+        rows: of a data group.
+        held: bytes beside the caches: of weights, scratch and temp.
+    """
+
+    def size(pages: int) -> int:
+        wanted = CacheSize(pages=pages, slots=rows)
+        return sum(nbytes(cache.shapes(wanted)) for cache in model.caches)
+
+    page = size(2) - size(1)
+    if not page:
+        return 0
+    pages = 1 + (int(total * UTILIZATION) - held - size(1)) // page
+    return max(pages, 0) * PAGE_SIZE * parallel.context * parallel.data
 
 
 def _compiled(lowered: Future[Any], options: Options) -> Any:

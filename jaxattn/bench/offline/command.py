@@ -29,9 +29,9 @@ from typing import Any
 
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.engine_options import EngineChoice, add_engines, chosen
-from jaxattn.bench.harness.process_group import child_process
 from jaxattn.bench.harness.result_tables import store
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS, compared, errors, report
+from jaxattn.bench.harness.subprocess_group import child_process
 from jaxattn.bench.offline.measures import MEASURES
 from jaxattn.bench.offline.workload import FIXED, SHAREGPT, OfflineWorkload
 from jaxattn.cli.options.parser import ProseHelpFormatter

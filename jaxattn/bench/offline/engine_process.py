@@ -21,9 +21,9 @@ def opened(job: dict[str, Any]) -> OfflineEngine:
         from jaxattn.bench.baselines.vllm_engine import VllmEngine
 
         return VllmEngine(job["folder"], job["peer options"])
-    from jaxattn.bench.offline.public_engine import PublicEngine
+    from jaxattn.bench.offline.jaxattn_engine import JaxattnEngine
 
-    return PublicEngine(job["folder"])
+    return JaxattnEngine(job["folder"])
 
 
 def main(argv: list[str]) -> int:

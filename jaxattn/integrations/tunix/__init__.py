@@ -19,4 +19,4 @@ if importlib.util.find_spec("tunix") is None:
 
 from jaxattn.integrations.tunix.policy import Policy as Policy
 from jaxattn.integrations.tunix.rollout import EngineRollout as EngineRollout
-from jaxattn.integrations.tunix.token_ids import TokenIds as TokenIds
+from jaxattn.integrations.tunix.tokenizer_adapter import TokenIds as TokenIds

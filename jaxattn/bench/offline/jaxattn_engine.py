@@ -24,7 +24,7 @@ SHOWN = (
 )  # fmt: skip
 
 
-class PublicEngine:
+class JaxattnEngine:
     """`jaxattn.Engine`, without a single option.
 
     Args:
