@@ -35,7 +35,7 @@ from jaxattn.kernels.linear.fp8_large_batch_linear import (
     divided,
     launch_blocks,
 )
-from jaxattn.kernels.linear.launch import LinearTileConfig
+from jaxattn.kernels.linear.linear import LinearTileConfig
 
 OP = "linear_four_bit_layer"
 DEPTH = 128  # numbers of K of a step, where K is a multiple

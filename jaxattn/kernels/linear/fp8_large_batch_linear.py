@@ -56,7 +56,7 @@ from jaxattn.kernels.hopper.wgmma_fragments import (
 )
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.fp8_linear import FP8, OP
-from jaxattn.kernels.linear.launch import LinearTileConfig, Shaped
+from jaxattn.kernels.linear.linear import LinearTileConfig, Shaped
 
 MOST_TOKENS = 256
 COLUMNS = 128  # most tokens of a block

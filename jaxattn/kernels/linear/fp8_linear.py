@@ -34,7 +34,7 @@ from jaxattn.kernels.hopper.reduce.rms_norm_prologue import STEP, RmsNormPrologu
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import refusal as refusal_of_norm
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.linear.cta import ROWS, LinearConfig, LinearCta, LinearRefs
-from jaxattn.kernels.linear.launch import (
+from jaxattn.kernels.linear.linear import (
     MOST_PARTS,
     MOST_SUMMED,
     MOST_TOKENS,
@@ -91,7 +91,7 @@ def refusal_with_norm(inner: int, weights: Sequence[Shaped]) -> str | None:
 
 
 def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
-    """Whether the launch should sum up so many rows, as `sums_parts` of linear/launch.py says."""
+    """Whether the launch should sum up so many rows, as `sums_parts` of linear/linear.py says."""
     inner = weights[0].shape[-1]
     return rows * (inner // (_with_norm(inner, weights).parts * ROWS)) <= MOST_SUMMED
 

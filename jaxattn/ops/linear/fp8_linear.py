@@ -25,7 +25,7 @@ from jaxattn.core.validation.array_checks import check_features
 from jaxattn.kernels.linear import fp8_large_batch_linear, fp8_linear
 from jaxattn.kernels.linear.fp8_large_batch_linear import many_linears_fp8_mosaic
 from jaxattn.kernels.linear.fp8_linear import OP, linears_fp8_mosaic
-from jaxattn.kernels.linear.launch import Shaped
+from jaxattn.kernels.linear.linear import Shaped
 from jaxattn.ops.linear.linear import Layer
 from jaxattn.ops.linear.quantized_products import check_gate_and_up, quantized_products
 

@@ -37,7 +37,7 @@ from jaxattn.core.validation.array_checks import (
     check_layer,
 )
 from jaxattn.kernels.linear.cta import ROWS
-from jaxattn.kernels.linear.launch import OP, linears_mosaic, refusal
+from jaxattn.kernels.linear.linear import OP, linears_mosaic, refusal
 from jaxattn.kernels.linear.rope_epilogue import DIMS, RopeEpilogueParams
 
 # Of a product of heads: XLA pads fewer to so many, and is the faster with more.

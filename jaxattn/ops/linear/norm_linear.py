@@ -27,7 +27,7 @@ from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear
-from jaxattn.kernels.linear.launch import OP, linears_mosaic, refusal_with_norm, sums_parts
+from jaxattn.kernels.linear.linear import OP, linears_mosaic, refusal_with_norm, sums_parts
 from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer
 

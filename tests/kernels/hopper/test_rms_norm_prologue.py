@@ -8,7 +8,7 @@ import pytest
 from jaxattn.arena import Arena
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
-from jaxattn.kernels.linear.launch import LinearTileConfig, linears_mosaic, sums_parts
+from jaxattn.kernels.linear.linear import LinearTileConfig, linears_mosaic, sums_parts
 from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch

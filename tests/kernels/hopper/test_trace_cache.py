@@ -15,8 +15,7 @@ from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.build.trace_cache import cache_key, share_launches
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
-from jaxattn.kernels.linear import launch as linear
-from jaxattn.kernels.linear import rms_norm
+from jaxattn.kernels.linear import linear, rms_norm
 from jaxattn.ops.linear.rms_norm import rms_norm_layer
 
 X = jax.ShapeDtypeStruct((2, 256), jnp.bfloat16)

@@ -10,7 +10,7 @@ import pytest
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.kernels.linear.four_bit_linear import linears_four_bit_mosaic
-from jaxattn.kernels.linear.launch import LinearTileConfig
+from jaxattn.kernels.linear.linear import LinearTileConfig
 from jaxattn.ops.linear.four_bit_linear import gated_four_bit_layer, linear_four_bit_layer
 from tests.helpers.four_bit_compiled import dequantize, quantize
 from tests.helpers.kernel_cases import no_races, relative

@@ -15,7 +15,7 @@ from jaxattn.kernels.linear.fp8_large_batch_linear import (
     many_linears_fp8_mosaic,
     sums_bytes,
 )
-from jaxattn.kernels.linear.launch import LinearTileConfig
+from jaxattn.kernels.linear.linear import LinearTileConfig
 from jaxattn.ops.linear.fp8_linear import linear_fp8_layer
 from tests.helpers.kernel_cases import no_races, slow
 from tests.kernels.linear.test_fp8_linear import (

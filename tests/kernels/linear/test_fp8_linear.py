@@ -17,7 +17,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.fp8_linear import choose, linears_fp8_mosaic
-from jaxattn.kernels.linear.launch import LinearTileConfig
+from jaxattn.kernels.linear.linear import LinearTileConfig
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
 from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import no_races, slow

@@ -10,8 +10,8 @@ import pytest
 from jaxattn.core.numerics.rope import RopeConfig, rope, rotation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
-from jaxattn.kernels.linear import launch
-from jaxattn.kernels.linear.launch import LinearTileConfig, choose, linears_mosaic
+from jaxattn.kernels.linear import linear
+from jaxattn.kernels.linear.linear import LinearTileConfig, choose, linears_mosaic
 from jaxattn.kernels.linear.rope_epilogue import RopeEpilogueParams
 from jaxattn.ops.linear.linear import gated_layer, heads_layer, linear_layer
 from tests.helpers.at_once import at_once
@@ -308,7 +308,7 @@ real = pytest.mark.parametrize("inner, sizes, gated", SHAPES)
 @real
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypatch):
-    monkeypatch.setattr(launch, "require_hopper", lambda *args, **kwargs: None)
+    monkeypatch.setattr(linear, "require_hopper", lambda *args, **kwargs: None)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
     def step(x, *weights):
@@ -377,7 +377,7 @@ def test_products_of_heads_on_a_gpu(heads, inner, size, tokens):
 
 @pytest.mark.parametrize("heads, inner, size", HEADS)
 def test_products_of_heads_are_lowered_for_a_gpu(heads, inner, size, monkeypatch):
-    monkeypatch.setattr(launch, "require_hopper", lambda *args, **kwargs: None)
+    monkeypatch.setattr(linear, "require_hopper", lambda *args, **kwargs: None)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     op = partial(heads_layer, layer=1, implementation="mosaic_gpu")
     args = shape((4, 1, heads, inner)), shape((2, heads, inner, size))

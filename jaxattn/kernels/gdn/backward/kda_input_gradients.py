@@ -25,7 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
 from jaxattn.kernels.gdn.backward.half_masks import across_halves, up_to_each
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
+from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
+)
 from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import LOWEST_LOG2_DECAY
 from jaxattn.kernels.gdn.prefill.tiles import (
     BY_COLUMN,

@@ -31,7 +31,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     ChunkStateUpdate,
     drain,
@@ -42,6 +41,10 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     stream,
     times,
     zero_tile,
+)
+from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
 )
 from jaxattn.kernels.gdn.prefill.tiles import (
     BETA,

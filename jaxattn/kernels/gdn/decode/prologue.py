@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.activations import silu
+from jaxattn.kernels.hopper.silu import silu
 from jaxattn.kernels.hopper.store.row_store import store
 
 DIM = 128  # Dk and Dv

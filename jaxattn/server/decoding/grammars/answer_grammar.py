@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxattn.server.decoding.grammars.json_schema import schema_text
+from jaxattn.server.decoding.grammars.schema_translation import schema_text
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.tool_choice import ToolChoice
 from jaxattn.server.decoding.tool_formats.harmony import CHANNEL, MESSAGE, START, HarmonyFormat

@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention import work_queue
 from jaxattn.kernels.attention.work_queue import WorkQueue
 from jaxattn.kernels.gdn.prefill.inter_chunk import norm_epilogue
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import GatedNormEpilogue
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     AFTER,
@@ -38,6 +37,10 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     stream,
     times,
     zero_tile,
+)
+from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
 )
 from jaxattn.kernels.gdn.prefill.tiles import (
     CHUNK,

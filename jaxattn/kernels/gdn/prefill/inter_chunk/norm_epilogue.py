@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
-from jaxattn.kernels.hopper.activations import silu
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,
@@ -35,6 +34,7 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
+from jaxattn.kernels.hopper.silu import silu
 
 ROWS = 16  # tokens at a time, 4 for each warp
 GROUPS = CHUNK // ROWS

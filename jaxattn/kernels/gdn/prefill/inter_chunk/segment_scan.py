@@ -22,7 +22,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator, with_accumulators
 from jaxattn.kernels.gdn.prefill.inter_chunk.launch import halves_in_a_block
 from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     FIRST_CHUNK,
@@ -41,6 +40,10 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
     store_state,
     stream,
     zero_tile,
+)
+from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
 )
 from jaxattn.kernels.gdn.prefill.tiles import (
     CHUNK,

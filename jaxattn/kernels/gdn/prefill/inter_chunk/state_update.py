@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.numerics.matmul import ADDED_TO, STATE_TO, float16_scale
-from jaxattn.kernels.gdn.prefill.inter_chunk.accumulator import WgmmaAccumulator
+from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import WgmmaAccumulator
 from jaxattn.kernels.gdn.prefill.tiles import (
     BY_COLUMN,
     CHUNK,

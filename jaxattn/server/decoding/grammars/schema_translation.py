@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance can hold them.
+"""Translation of JSON schemas into schemas that llguidance applies exactly.
 
 llguidance reads numbers as float64, knows ten formats, and has a few faults that a schema can
 avoid. A schema is rewritten so that each text that llguidance then allows is valid by the original.

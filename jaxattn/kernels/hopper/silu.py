@@ -1,4 +1,4 @@
-"""Functions of single numbers as the delta-rule kernels compute them."""
+"""SiLU of single numbers, as the delta-rule kernels compute it."""
 
 import jax
 import jax.numpy as jnp
