@@ -1,7 +1,7 @@
 """Ops with poison wherever no live token is: real rows keep their bits, padding is 0.
 
 `mla_append`, `gated_delta_net_decode` and `gated_delta_rule_prefill` have this in the whole step
-(`test_steps.py`), and alone in `ops/mla/test_append.py`, `ops/gdn/test_layer.py` and
+(`test_steps.py`), and alone in `ops/mla/test_append.py`, `ops/gdn/test_layer_decode.py` and
 `ops/gdn/test_prefill.py`.
 """
 
