@@ -1,4 +1,4 @@
-"""The text of an optimised HLO module, as far as following values through it needs.
+"""A parser of optimised HLO text, as far as following values through a module needs it.
 
     module = Module(compiled.as_text())
     module.computations[module.entry]   # name -> Instruction, operands before users

@@ -1,4 +1,4 @@
-"""The life of an engine: what it is made of, how it starts, takes new weights, and how it ends."""
+"""The life cycle of an engine: what it is made of, its start, new weights, and its end."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""A plan is a list of lines, each with its bytes and its reason; the cache gets what they leave.
+"""A memory plan: items, each with its bytes and its reason; the cache gets what they leave.
 
 Bytes of an array come from `nbytes` alone. The plan counts with it, and what is allocated is
 compared with the plan by it, so the two cannot drift.

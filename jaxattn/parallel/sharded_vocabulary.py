@@ -1,4 +1,4 @@
-"""Token ids divided over GPUs: each has the logits of some, and none sees those of all.
+"""A vocabulary sharded over GPUs: each has the logits of some ids, and none sees those of all.
 
 The likeliest token of a row is the best of the GPUs' best: a pair of numbers from each, where the
 logits of 128 rows would be megabytes.

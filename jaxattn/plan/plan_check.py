@@ -1,4 +1,4 @@
-"""The plan of a known model that is checked, and what would make it fit where it does not."""
+"""The plan of a public model with its check, and what would make it fit where it does not."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The decoder of a vocabulary's spelling: from a token in tokenizer.json to its bytes.
+"""The bytes of a vocabulary's tokens, decoded from the tokens' spelling in tokenizer.json.
 
 Three spellings are known, and each gives the bytes of one token without looking at the others:
 

@@ -1,4 +1,4 @@
-"""The block tables and lengths of rows that are timed."""
+"""Block tables whose pages are shuffled, and lengths, of the rows that benches time."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A process that the bench starts, with all that it starts in turn, until the bench is done."""
+"""A child process in a group of its own: it ends with the bench, and so do its own children."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""A run as a picture: times to the first token and between tokens, over throughput."""
+"""A plot of a load test: times to the first token and between tokens, over throughput."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A whole run: the model, the length of its tokens, a warm-up, then one load after another."""
+"""A load test: the model, the length of its tokens, a warm-up, then one load after another."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""From outcomes to a row of the table: throughput, and percentiles of times."""
+"""Metrics of a load test: throughput, and percentiles of latencies, from requests' outcomes."""
 
 import math
 from collections.abc import Sequence

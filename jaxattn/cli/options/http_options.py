@@ -1,4 +1,4 @@
-"""The options that go with `--port`."""
+"""The options of the HTTP server, which `serve` accepts with `--port`."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""An answer's text in the terminal, with its thoughts apart."""
+"""An answer's text as the terminal shows it, with its thoughts dim."""
 
 from collections.abc import Iterable, Sequence
 

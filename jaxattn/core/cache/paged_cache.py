@@ -1,4 +1,4 @@
-"""Paged caches: slot mapping, reads block by block, and an online softmax over a row's blocks."""
+"""Paged caches in plain JAX: slot mapping, writes of tokens, and attention block by block."""
 
 from collections.abc import Callable
 from typing import NamedTuple

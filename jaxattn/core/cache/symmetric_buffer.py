@@ -1,4 +1,4 @@
-"""Memory of a GPU that the others of a mesh write to: what kernels over peer memory keep.
+"""The buffer of a GPU that the other GPUs of a mesh write to, kept for kernels over peer memory.
 
 `jaxattn/kernels/collectives/peer_transfer.py` has what they do with it.
 """

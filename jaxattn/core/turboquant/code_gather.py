@@ -1,4 +1,4 @@
-"""Keys and values of a TurboQuant cache out of its groups, each number from the bytes that have it.
+"""Gather of a TurboQuant cache's codes: each number from the bytes of its group that have it.
 
 `slot_layout.unpack` turns the bytes of a group round, part by part, and XLA makes several passes
 over memory of it. Here a table says where the bits of each code lie, and one pass reads them. Both

@@ -1,4 +1,4 @@
-"""On a mesh: what varies inside `jax.shard_map`, and axes that ops cannot be split over.
+"""Mesh axes inside `jax.shard_map`: arrays made to vary over the same, and Explicit ones refused.
 
 Inside `jax.shard_map` the carries of a loop vary over the mesh axes its operands vary over. There
 an array's type says over which axes it varies. Operators take arrays of several such types. A loop

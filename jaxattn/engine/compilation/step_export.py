@@ -1,4 +1,4 @@
-"""A decode step that is traced and lowered once, for all executables that hold it.
+"""Export of a decode step, traced and lowered once for all executables that contain it.
 
 To lower a kernel is work of Python, one thread at a time, and takes longer than all else of a start
 without kept executables. Decode alone, each round and rounds of several steps run the same decode

@@ -1,4 +1,4 @@
-"""Several processes that run one engine: one leads, the others send the steps that it sends.
+"""The driver of an engine over several processes, and the workers that send the same steps.
 
 Every process makes the same engine over the devices of all of them, after
 `jax.distributed.initialize`, and warms it up. Then the leader takes requests, and sends what each

@@ -1,4 +1,4 @@
-"""Shapes and allocation of what the steps change: state and rows."""
+"""Shapes and allocation of the engine's state on the device: caches, arena and rows."""
 
 import jax
 import jax.numpy as jnp

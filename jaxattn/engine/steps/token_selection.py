@@ -1,4 +1,4 @@
-"""The step between two forward passes: each row's next token, and whether the row goes on."""
+"""Selection of each row's next token between two forward passes, and whether the row goes on."""
 
 import dataclasses
 import enum

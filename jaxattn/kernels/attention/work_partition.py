@@ -1,4 +1,4 @@
-"""A block's part of the rows in MLA decode: its pieces, page by page.
+"""The partition of MLA decode's rows among blocks: the pieces of a block's part, page by page.
 
 A piece is a row, or what of it lies in this part. Warpgroups may share a piece, and take its pages
 in turns. Who multiplies walks its pieces one by one; who loads ahead of that finds the page behind

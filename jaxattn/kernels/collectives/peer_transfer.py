@@ -1,4 +1,4 @@
-"""Parts of tokens that GPUs send each other: they write into inboxes in one another's memory.
+"""Transfers over peer memory: GPUs write parts of tokens into one another's inboxes.
 
     inbox      int32 [2, N, T, F]   the parts of N GPUs; calls take its two sides in turn
     counts     int32 [1, T, 1]      of each token: the calls that this GPU has ended

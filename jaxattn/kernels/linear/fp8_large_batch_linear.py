@@ -1,4 +1,4 @@
-"""Products of some more tokens with FP8 matrices of a layer, each block of which has a scale.
+"""Products of up to 256 tokens with FP8 matrices of a layer, each block of which has a scale.
 
     y^T [64, C] = sum over steps of K    scale * (W x^T)      W [64, 128] of a matrix [N, K]
 

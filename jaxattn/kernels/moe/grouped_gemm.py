@@ -1,4 +1,4 @@
-"""One of the two products of a mixture of experts, over the items of a work list.
+"""The grouped GEMM of a mixture of experts: one of its two products, over a work list's items.
 
 Weights are the 64-row side of wgmma, as they are published, and tokens its columns, so that a few
 of them cost a few columns. With `narrow` a tile of fewer tokens than N is multiplied as one of

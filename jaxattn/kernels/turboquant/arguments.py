@@ -1,4 +1,4 @@
-"""A call of `turbo_attention` that the decode kernel takes."""
+"""The arguments of a call of `turbo_attention` that the decode kernel takes."""
 
 import dataclasses
 from typing import ClassVar

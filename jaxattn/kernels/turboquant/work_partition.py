@@ -1,4 +1,4 @@
-"""The line of `turbo_decode`: gqa_decode's pairs, over pages of codes."""
+"""The partition of `turbo_decode`'s work among blocks: gqa_decode's pairs, over pages of codes."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Symmetric memory for sums of layers' outputs over GPUs, as a cache that no row has.
+"""Buffers in peer memory, as a cache that no row has: for sums and exchanges over GPUs.
 
 See `jaxattn.ops.collectives.all_reduce_norm`. The other GPUs write into it, so it is state of the
 step, at one address as long as the engine lives.

@@ -1,4 +1,4 @@
-"""Matrices beside the experts that stay FP8 or 4 bits, and the places of numbers and scales.
+"""Linears outside of the experts that stay FP8 or 4 bits, and the places of numbers and scales.
 
 A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published but for
 the order of columns, beside a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has

@@ -1,4 +1,4 @@
-"""MLA decode of GPUs with a part of each row's pages: their outputs meet in its last launch."""
+"""Context-parallel MLA decode: GPUs have parts of a row's pages, and merge in the last launch."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Outputs of MLA decode that meet: of GPUs that have all heads' queries, and some of the pages."""
+"""The merge of MLA decode's outputs over GPUs with all heads' queries and some of the pages."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,4 +1,4 @@
-"""One attention from several over disjoint keys: chunks of a prompt, shards of a context."""
+"""The merge of attention results over disjoint keys: chunks of a prompt, shards of a context."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""From queued rows to an answer: pieces are read as they come, and written in one form or another.
+"""The writer of responses: it reads queued rows' pieces as they come, and writes an API's form.
 
 The status is sent with the first piece, so that a row that is refused or fails at once still has
 one of its own. Where the first piece takes longer, the stream begins with a comment.

@@ -1,4 +1,4 @@
-"""From the device thread to the generations on the event loop: each row's events of a step."""
+"""The router of a step's events, from the device thread to the generations on the event loop."""
 
 import collections
 import logging

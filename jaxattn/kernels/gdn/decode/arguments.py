@@ -1,5 +1,4 @@
-"""A call of a decode op of `jaxattn.gdn` or `jaxattn.kda`: its arguments, as the op has checked
-them."""
+"""The arguments of a decode call of `jaxattn.gdn` or `jaxattn.kda`, as the op has checked them."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A call of `gqa_decode`: its arguments, as the op has checked them."""
+"""The arguments of a call of `gqa_decode`, as the op has checked them."""
 
 import dataclasses
 from typing import Any, ClassVar, Self

@@ -1,4 +1,4 @@
-"""A product of wgmma turned round on its way to shared memory: its columns become rows."""
+"""A transposed store: the columns of a product of wgmma become rows in shared memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A call of `mla_decode`: its arguments, as the op has checked them."""
+"""The arguments of a call of `mla_decode`, as the op has checked them."""
 
 import dataclasses
 from typing import Any

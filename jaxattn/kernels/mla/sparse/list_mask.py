@@ -1,4 +1,4 @@
-"""The keys of a token's list that it attends to, for the scores of the MLA kernel."""
+"""The mask of a token's list: the keys that the token attends to, for the MLA kernel's scores."""
 
 from typing import Any
 

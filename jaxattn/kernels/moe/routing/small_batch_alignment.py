@@ -1,4 +1,4 @@
-"""The list of work for up to 8 tokens, in one launch: a thread for each pair (token, expert).
+"""Alignment of up to 8 tokens to expert tiles, in one launch: a thread for each (token, expert).
 
 XLA takes half a dozen kernels for it, which is as long as a token's experts take to be read. The
 list is `jaxattn.kernels.moe.routing.token_alignment.align_tokens`'s of tokens that stay where they

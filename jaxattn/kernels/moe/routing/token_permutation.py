@@ -1,4 +1,4 @@
-"""The list of work for many tokens, and the tokens sorted by it, in three launches.
+"""Permutation of many tokens into the order of experts, with the list of work, in three launches.
 
 XLA sorts, scatters and gathers for it, in a dozen kernels: 115 us of a layer of DeepSeek-V2-Lite at
 2,048 tokens (H200). The pairs (token, expert) lie in segments, one for each block:

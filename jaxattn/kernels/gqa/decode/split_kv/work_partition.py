@@ -1,4 +1,4 @@
-"""The line of `gqa_decode`: what a row of mla_decode's line is, a pair (row, KV head) is here.
+"""The partition of `gqa_decode`'s work among blocks, in pairs (row, KV head) instead of rows.
 
 Pair p is KV head p % Hk of row p // Hk. All multiprocessors so have work whatever Hk is. Steps, 64
 tokens each, are counted from the first one of which the row's window has a token; those left of it

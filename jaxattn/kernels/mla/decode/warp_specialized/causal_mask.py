@@ -1,4 +1,4 @@
-"""The keys that packed rows see in `mla_decode`: causal from the bottom right."""
+"""The causal mask of `mla_decode`: the keys that packed rows see, from the bottom right."""
 
 from typing import Any
 
