@@ -432,7 +432,7 @@ def test_preparing_takes_shapes_and_allocates_nothing(params, engine):
 def test_the_engine_takes_what_was_planned_without_a_device(params):
     made = plan(MODEL, "2GiB", LIMITS)
     engine = Engine(MODEL, params, LIMITS)
-    for name in ("weights", "rows", "arena", "kv cache", "conv state", "ssm state"):
+    for name in ("weights", "rows", "arena", "kv cache"):
         assert made[name] == engine.plan[name]
     state = engine.state
     assert (

@@ -63,6 +63,7 @@ def mla_scratch(heads):
     return mla.scratch(batch=128, q_len=1, num_heads=heads, max_pages=SERVING.pages_per_row)
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_r1_on_8_and_16_gpus_leaves_this_cache():
     plans = {
         gpus: plan(

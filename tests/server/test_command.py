@@ -34,16 +34,22 @@ QUICK = {
     "JAX_PLATFORMS": "cpu",
     "JAXATTN_API_KEY": "sesame",
 }
+# `python -m jaxattn.serve` of an engine that compiles the steps which are called, and keeps them.
+SERVE = """
+from tests.helpers.lazy_steps import use_lazy_steps
+use_lazy_steps(True, keep=True)
+import runpy
+runpy.run_module("jaxattn.serve", run_name="__main__")
+"""
 
 
 @pytest.fixture
 def command(tmp_path):
     """(process, url) of a server in a process of its own."""
-    # A model of two layers is compiled in two thirds of the embedded one's time.
     options = ["--port", "0", "--model", str(MODEL), "--served-name", "snake"]
     options += ["--batch", "2", "--max-model-len", "128"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxattn.serve", *options],
+        [sys.executable, "-c", SERVE, *options],
         env=os.environ | QUICK | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
