@@ -22,7 +22,7 @@ from jaxattn.models.catalog import public_models
 from jaxattn.plan import plan
 from tests.helpers.engine_cases import (
     CONFIG,
-    EXACT,
+    FLOAT32,
     ONE_BY_ONE,
     kept_steps,
     params_of,
@@ -327,8 +327,8 @@ def test_an_engine_without_limits_answers_as_one_row_at_a_time(on_a_gpu):
 
     The engine and its plan also say what was chosen.
     """
-    model, params = Hybrid(EXACT), params_of(EXACT)
-    kept_steps(ONE_BY_ONE, config=EXACT)
+    model, params = Hybrid(FLOAT32), params_of(FLOAT32)
+    kept_steps(ONE_BY_ONE, config=FLOAT32)
     requests = random_requests(random.Random(11), 14)
     with Engine(model, params, ONE_BY_ONE) as one, Engine(model, params, strict=True) as engine:
         limits = engine.limits

@@ -30,8 +30,8 @@ from jaxattn.plan.plan_display import print_plan
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,
+    RECURRENT,
     SMALLEST,
-    STATES,
     TRIAL,
     TWO,
     WHOLE,
@@ -70,8 +70,8 @@ def alone(monkeypatch):
 @pytest.fixture(scope="module")
 def bucketed():
     """Of a model with states; the other engines here have attention only."""
-    kept_steps(BUCKETS, config=STATES)
-    return Engine(Hybrid(STATES), params_of(STATES), BUCKETS, strict=True)
+    kept_steps(BUCKETS, config=RECURRENT)
+    return Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS, strict=True)
 
 
 LEVELS = ("greedy", "draws", "controls", "logprobs")
@@ -114,7 +114,7 @@ def test_every_entry_point_is_an_executable(bucketed):
     for entry in entry_points(bucketed.limits):
         assert str(entry) in bucketed.executables
         arena = bucketed.state.arena
-        for spec in state_module.op_specs(Hybrid(STATES), BUCKETS, BUCKETS.table_width):
+        for spec in state_module.op_specs(Hybrid(RECURRENT), BUCKETS, BUCKETS.table_width):
             arena.check(spec)
 
 
@@ -158,7 +158,7 @@ def test_buckets_write_the_same_text_and_nothing_is_compiled(bucketed):
 
 @pytest.mark.usefixtures("untraced_bounds")
 def test_the_plan_has_states_and_scratch_of_both_kinds_of_layers(bucketed):
-    made, found = plan(Hybrid(STATES), "2GiB", BUCKETS), bucketed.plan
+    made, found = plan(Hybrid(RECURRENT), "2GiB", BUCKETS), bucketed.plan
     for name in ("weights", "rows", "arena", "kv cache", "conv state", "ssm state"):
         assert made[name] == found[name]
     for name in ("kv cache", "conv state", "ssm state"):
@@ -469,7 +469,7 @@ def test_layers_threads_and_engines_compile_once(monkeypatch):
     monkeypatch.setattr(
         jax.stages.Lowered, "compile", lambda self, *a, **k: compiled.append(1) or real(self)
     )
-    config = dataclasses.replace(STATES, num_repeats=2)
+    config = dataclasses.replace(SMALLEST, num_repeats=2)
     limits = dataclasses.replace(TWO, prefill_chunk=8)
     barrier, engines, errors = threading.Barrier(8), [], []
 
@@ -581,7 +581,7 @@ def test_engines_of_two_configurations_interleave_without_a_trace(params, plain)
 
 
 def test_freeing_one_engine_frees_its_bytes_and_not_the_others(plain, bucketed):
-    keep, drop = plain, Engine(Hybrid(STATES), params_of(STATES), BUCKETS)
+    keep, drop = plain, Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS)
     wanted = tokens(keep, prompts(2))
     drop.start()
     gc.collect()

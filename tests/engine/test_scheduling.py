@@ -11,7 +11,7 @@ from jaxattn.engine.requests.outputs import FinishEvent, TokenEvent
 from jaxattn.engine.scheduling.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (
-    EXACT,
+    FLOAT32,
     LIMITS,
     SMALLEST,
     TIGHT,
@@ -39,8 +39,8 @@ def engine(params):
 
 @pytest.fixture(scope="module")
 def tight():
-    kept_steps(TIGHT, config=EXACT)
-    return Engine(Hybrid(EXACT), params_of(EXACT), TIGHT, strict=True)
+    kept_steps(TIGHT, config=FLOAT32)
+    return Engine(Hybrid(FLOAT32), params_of(FLOAT32), TIGHT, strict=True)
 
 
 @pytest.fixture(autouse=True)

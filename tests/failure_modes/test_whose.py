@@ -32,8 +32,8 @@ from jaxattn.models.embedded.model import Hybrid
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,
+    RECURRENT,
     SMALLEST,
-    STATES,
     kept_steps,
     params_of,
     places_of,
@@ -171,9 +171,9 @@ def test_no_module_calls_jax_numpy_when_it_is_imported():
 
 
 def test_two_engines_do_not_share_a_buffer(params):
-    kept_steps(BUCKETS, config=STATES)
+    kept_steps(BUCKETS, config=RECURRENT)
     engines = [Engine(Hybrid(SMALLEST), params, LIMITS, strict=True) for _ in range(2)]
-    engines.append(Engine(Hybrid(STATES), params_of(STATES), BUCKETS, strict=True))
+    engines.append(Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS, strict=True))
     held = [set(pointers(engine.state)) for engine in engines]
     assert not held[0] & held[1] and not held[0] & held[2] and not held[1] & held[2]
     requests = prompts(4)
@@ -188,8 +188,8 @@ def test_two_engines_do_not_share_a_buffer(params):
 
 def test_two_engines_do_not_mix_when_their_steps_alternate():
     """200 decode steps, one of each in turn: the bits are those of either alone."""
-    kept_steps(BUCKETS, config=STATES)
-    engines = [Engine(Hybrid(STATES), params_of(STATES, seed), BUCKETS) for seed in range(2)]
+    kept_steps(BUCKETS, config=RECURRENT)
+    engines = [Engine(Hybrid(RECURRENT), params_of(RECURRENT, seed), BUCKETS) for seed in range(2)]
     entry = entry_points(BUCKETS)[-1]
 
     def begin(place):
@@ -212,7 +212,7 @@ def test_two_engines_do_not_mix_when_their_steps_alternate():
 
     alone = []
     for place in range(2):
-        run, state = begin(place), new_state(Hybrid(STATES), engines[place].limits)
+        run, state = begin(place), new_state(Hybrid(RECURRENT), engines[place].limits)
         for number in range(100):
             state, run = step(place, number, state, *run)
         alone.append(outcome(state, *run))
@@ -449,24 +449,24 @@ def test_counters_do_not_lie_in_scratch_and_scratch_does_not_survive():
 
 
 def test_donation_is_not_declined_silently():
-    kept_steps(BUCKETS, config=STATES)
-    engine = Engine(Hybrid(STATES), params_of(STATES), BUCKETS)
+    kept_steps(BUCKETS, config=RECURRENT)
+    engine = Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS)
     for name, step in engine.executables.items():
         report = check_aliasing(step)
         assert report.aliased_bytes == report.donated_bytes > 0, name
 
     entry = entry_points(LIMITS)[-1]
-    state = jax.eval_shape(lambda: new_state(Hybrid(STATES), LIMITS))
+    state = jax.eval_shape(lambda: new_state(Hybrid(RECURRENT), LIMITS))
     batch = entry.batch_shapes(LIMITS)
 
     def forgets(params, state, batch):
-        logits, after = entry.step(Hybrid(STATES), LIMITS)(params, state, batch)
+        logits, after = entry.step(Hybrid(RECURRENT), LIMITS)(params, state, batch)
         return logits, changed(after, ssm_state=after.array("ssm_state").astype("float16"))
 
     naive = jax.jit(forgets, donate_argnums=1)
     with warnings.catch_warnings(), pytest.raises(AliasingError, match="ssm_state"):
         warnings.simplefilter("ignore")  # all that JAX says of it, and not always
-        check_aliasing(naive.lower(packed_shapes(Hybrid(STATES)), state, batch).compile())
+        check_aliasing(naive.lower(packed_shapes(Hybrid(RECURRENT)), state, batch).compile())
 
 
 # 19 -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import STATES, params_of
+from tests.helpers.engine_cases import RECURRENT, params_of
 from tests.helpers.lazy_steps import use_lazy_steps
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import HIDDEN, LIMITS, ScriptedEngine, Told
@@ -57,7 +57,7 @@ def engine(request, tmp_path_factory):
     the tests, one compiles it for those that come later."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "executables"
-    model, params = Hybrid(STATES), letters_of(params_of(STATES, 3))
+    model, params = Hybrid(RECURRENT), letters_of(params_of(RECURRENT, 3))
     cpu = jax.default_backend() == "cpu"
     use_lazy_steps(cpu and not request.config.getoption("--slow"), keep=True)
     with kept_in(folder):

@@ -22,11 +22,11 @@ from jaxattn.cli.startup.engine_startup import share_of_device
 from jaxattn.cli.startup.model_source import choose
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.limits import Limits
+from tests.helpers.fresh_process import said_by_a_fresh_process
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "data" / "tiny_checkpoints" / "youtu"
-OF_EXTRA = ("starlette", "uvicorn", "prometheus_client", "orjson", "llguidance")
 # As tests/conftest.py has it: this process need not be fast, it has to be compiled in little time.
 QUICK = {
     "XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
@@ -200,13 +200,4 @@ def test_without_the_extra_a_port_says_what_to_install(monkeypatch, capsys):
 
 
 def test_importing_the_package_or_its_commands_imports_nothing_of_the_extra():
-    code = (
-        "import sys, jaxattn, jaxattn.cli.serve.command, jaxattn.bench.__main__;"
-        f"print(*[name for name in {OF_EXTRA} if name in sys.modules])"
-        "; print(*[name for name in sys.modules if name.startswith('jaxattn.server')])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == []
+    assert said_by_a_fresh_process("imported of the extra").split() == []
