@@ -22,11 +22,12 @@ from jaxattn.cli.startup.engine_startup import share_of_device
 from jaxattn.cli.startup.model_source import choose
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.limits import Limits
+from jaxattn.models.checkpoint import native_format
+from tests.helpers.engine_cases import FLOAT32, params_of
 from tests.helpers.fresh_process import said_by_a_fresh_process
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "tests" / "data" / "tiny_checkpoints" / "youtu"
 # As tests/conftest.py has it: this process need not be fast, it has to be compiled in little time.
 QUICK = {
     "XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
@@ -46,7 +47,9 @@ runpy.run_module("jaxattn.serve", run_name="__main__")
 @pytest.fixture
 def command(tmp_path):
     """(process, url) of a server in a process of its own."""
-    options = ["--port", "0", "--model", str(MODEL), "--served-name", "snake"]
+    model = tmp_path / "model"
+    native_format.save(model, FLOAT32, params_of(FLOAT32))
+    options = ["--port", "0", "--model", str(model), "--served-name", "snake"]
     options += ["--batch", "2", "--max-model-len", "128"]
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, *options],
