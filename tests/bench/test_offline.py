@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import pathlib
-import subprocess
 import sys
 import time
 
@@ -27,6 +26,7 @@ from jaxattn.bench.offline import command, engine_process
 from jaxattn.bench.offline.measures import MeasureError, measured, window
 from jaxattn.bench.offline.workload import FIXED, SHAREGPT, OfflineWorkload
 from tests.helpers.fake_vllm import write_packages
+from tests.helpers.fresh_process import said_by_a_fresh_process
 
 pytestmark = pytest.mark.lazy_steps
 
@@ -101,15 +101,7 @@ def test_two_runs_are_compared_by_what_each_engine_took(ran, tmp_path, capsys):
 
 
 def test_the_parent_leaves_the_device_to_the_engines():
-    code = (
-        "import jax\n"
-        "from jaxattn.bench.offline import command\n"
-        "from jaxattn.bench.harness import run_metadata\n"
-        "command.parse(['DeepSeek-V2-Lite'], 'bench').choice.folder().__enter__()\n"
-        "run_metadata.begin('offline', 'bench', [], device=False)\n"
-        "assert not jax._src.xla_bridge.backends_are_initialized()\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert said_by_a_fresh_process("device of bench offline") == "False\n"
 
 
 def test_what_an_engine_cannot_do_is_said_and_the_rest_is_measured(ran):

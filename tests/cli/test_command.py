@@ -1,6 +1,7 @@
 """How the commands end when their input or output cannot be used."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan import main as plan
 from jaxattn.cli.serve.command import main as serve
 from jaxattn.engine.requests.outputs import GenerationInterrupted
+from tests.helpers.engine_cases import SMALLEST
 
 
 def of(error):
@@ -54,14 +56,15 @@ def command(*arguments, **options):
 
 
 FOLDER = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "deepseek_v3"
-PLAN = ("jaxattn.plan", str(FOLDER), "--gpus", "2", "--json")
+PLAN = ("jaxattn.plan", str(FOLDER), "--json")
 
 
-def test_a_reader_that_left():
+def test_a_reader_that_left(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST.to_dict()))
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        done = command(*PLAN, stdout=pipe)
+        done = command("jaxattn.plan", str(tmp_path), "--json", stdout=pipe)
     assert (done.returncode, done.stderr) == (1, "")
 
 

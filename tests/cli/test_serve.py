@@ -42,10 +42,10 @@ pytestmark = pytest.mark.lazy_steps
 
 CONFIG = HybridConfig(
     vocab_size=256,
-    hidden_size=32,
-    intermediate_size=48,
+    hidden_size=16,
+    intermediate_size=16,
     num_repeats=1,
-    gdn_per_repeat=1,
+    gdn_per_repeat=0,
     num_attention_heads=2,
     kv_lora_rank=64,
     qk_nope_head_dim=16,
@@ -449,7 +449,7 @@ def test_json_is_one_object_with_everything_and_text_is_not_on_stdout(model, cap
     assert len(compiled) <= 15
     assert result["settings"]["seed"] == 5
     assert result["device"]["platform"] == jax.default_backend()
-    assert result["implementations"] == {"mla_decode": "xla", "gated_delta_rule_decode": "xla"}
+    assert result["implementations"] == {"mla_decode": "xla"}
 
 
 def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp_path):

@@ -26,6 +26,7 @@ READ = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "benchmar
 RULED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 
 
+@pytest.mark.usefixtures("lazy_steps")
 @pytest.mark.parametrize(("page", "number", "text"), BLOCKS, ids=lambda x: str(x)[:24])
 def test_a_block_runs(page, number, text, monkeypatch):
     monkeypatch.chdir(ROOT)  # blocks may name a folder of the clone

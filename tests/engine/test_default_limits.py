@@ -20,7 +20,14 @@ from jaxattn.memory.plan import PlanError, nbytes
 from jaxattn.models import Hybrid
 from jaxattn.models.catalog import public_models
 from jaxattn.plan import plan
-from tests.helpers.engine_cases import CONFIG, EXACT, ONE_BY_ONE, params_of, random_requests
+from tests.helpers.engine_cases import (
+    CONFIG,
+    FLOAT32,
+    ONE_BY_ONE,
+    kept_steps,
+    params_of,
+    random_requests,
+)
 
 pytestmark = pytest.mark.lazy_steps
 
@@ -185,6 +192,7 @@ def test_what_was_given_is_never_changed():
         assert {str(step) for step in largest_steps(found)} <= {str(s) for s in all_steps(found)}
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_a_length_that_was_given_and_does_not_fit_is_refused_with_what_would():
     with pytest.raises(PlanError) as refused:
         plan(LITE, beside_weights(1), Limits(max_model_len=163840, utilization=0.9))
@@ -319,7 +327,8 @@ def test_an_engine_without_limits_answers_as_one_row_at_a_time(on_a_gpu):
 
     The engine and its plan also say what was chosen.
     """
-    model, params = Hybrid(EXACT), params_of(EXACT)
+    model, params = Hybrid(FLOAT32), params_of(FLOAT32)
+    kept_steps(ONE_BY_ONE, config=FLOAT32)
     requests = random_requests(random.Random(11), 14)
     with Engine(model, params, ONE_BY_ONE) as one, Engine(model, params, strict=True) as engine:
         limits = engine.limits

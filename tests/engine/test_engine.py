@@ -72,8 +72,6 @@ def requests(count: int = 5, **options) -> list[Request]:
 def test_the_plan_is_what_is_then_allocated(engine):
     plan, state = engine.plan, engine.state
     assert plan["kv cache"] == state.array("kv_cache").nbytes
-    assert plan["conv state"] == state.array("conv_state").nbytes
-    assert plan["ssm state"] == state.array("ssm_state").nbytes
     assert plan["arena"] == state.arena.nbytes
     memory = [compiled.memory_analysis() for compiled in engine.executables.values()]
     assert plan["xla temp"] == max(stats.temp_size_in_bytes for stats in memory)
@@ -86,7 +84,6 @@ def test_the_plan_is_what_is_then_allocated(engine):
 def test_every_region_of_the_arena_is_listed_and_lies_within_it(engine):
     (arena,) = [item for item in engine.plan.items if item.name == "arena"]
     assert [part.name for part in arena.parts] == [
-        "gated_delta_rule_decode out",
         "mla_decode out",
         "mla_decode partial_out",
     ]
@@ -268,7 +265,7 @@ def test_an_error_in_a_callback_frees_everything(engine):
 
 def test_a_state_lost_to_an_interrupted_step_is_allocated_again(engine):
     wanted = texts(engine.generate(requests()))
-    engine.state.array("ssm_state").delete()
+    engine.state.array("kv_cache").delete()
     assert texts(engine.generate(requests())) == wanted
 
 
@@ -284,7 +281,7 @@ def test_the_counts_of_a_run_add_up(engine):
 
 def test_the_implementation_in_use_is_read_from_the_step(engine):
     # These head dimensions are not the kernels', on any device.
-    assert engine.implementations == {"mla_decode": "xla", "gated_delta_rule_decode": "xla"}
+    assert engine.implementations == {"mla_decode": "xla"}
 
 
 def test_a_row_ends_at_the_model_length():

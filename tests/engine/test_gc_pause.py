@@ -1,8 +1,6 @@
 """Python does not look for garbage in the middle of a round, and does so again behind it."""
 
 import gc
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -11,6 +9,7 @@ from jaxattn import Engine
 from jaxattn.engine.runtime import gc_pause
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import LIMITS, SMALLEST, kept_steps, params_of, prompts
+from tests.helpers.fresh_process import said_by_a_fresh_process
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +86,4 @@ def test_what_a_callback_keeps_is_searched_between_rounds(engine):
 
 def test_what_is_kept_is_not_searched():
     # In a process of its own: this one's objects have to be found.
-    code = (
-        "import gc; from jaxattn.engine.runtime import gc_pause; before = len(gc.get_objects()); "
-        "gc_pause.freeze_gc_heap(); "
-        "print(before > 10_000, len(gc.get_objects()) < 1_000, gc.isenabled())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True"] * 3
+    assert said_by_a_fresh_process("garbage collector").split() == ["True"] * 3

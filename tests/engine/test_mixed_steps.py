@@ -21,6 +21,7 @@ from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch, init_stat
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.ops.moe.routing import Router
+from tests.parallel.cases import drawn_params
 
 pytestmark = pytest.mark.lazy_steps
 
@@ -91,7 +92,7 @@ def engine_of(family: str) -> Engine:
         vocab_size=64, stream=STREAM, blocks=FAMILIES[family], max_position_embeddings=512
     )
     model, limits = DecoderModel(spec), FEW if family in ("all", "sparse") else LIMITS
-    engine = Engine(model, model.init_params(jax.random.key(1)), limits, strict=True)
+    engine = Engine(model, drawn_params(model), limits, strict=True)
     engine.start()
     return engine
 
@@ -229,7 +230,7 @@ def test_prompts_are_scored_beside_rows_that_decode_and_other_prompts():
     while engine.busy:
         events = [event for event in engine.step() if isinstance(event, FinishEvent)]
         done |= {event.completion.request.id: event.completion for event in events}
-    decoder = engine.model.bind(engine.model.init_params(jax.random.key(1)))
+    decoder = engine.model.bind(jax.device_put(drawn_params(engine.model)))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(decoder(tokens)))
     for each in asked:
         found, prompt = done[each.id].prompt_logprobs, np.asarray(each.prompt)
@@ -244,7 +245,7 @@ def test_a_model_without_a_mixed_step_runs_its_two_others():
     blocks = (Block(dataclasses.replace(GROUPED, window=100), DENSE),)
     spec = DecoderSpec(vocab_size=64, stream=STREAM, blocks=blocks, max_position_embeddings=512)
     model, size = DecoderModel(spec), CacheSize(pages=4, slots=3)
-    params = model.init_params(jax.random.key(1))
+    params = drawn_params(model)
     tables = np.int32([[0, 1, 2], [3, 0, 0], [3, 0, 0]])
     tokens = np.random.default_rng(0).integers(64, size=(3, 128), dtype=np.int32)
     prompts = PrefillBatch(

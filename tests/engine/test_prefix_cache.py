@@ -20,13 +20,12 @@ from jaxattn.engine.scheduling.page_pool import PagePool
 from jaxattn.engine.scheduling.prefix_cache import PendingInsert, PrefixCache, PrefixCacheStats
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import SMALLEST, params_of, with_steps
+from tests.helpers.engine_cases import RECURRENT, SMALLEST, params_of, with_steps
 
 pytestmark = pytest.mark.lazy_steps
 
-ATTENTION = dataclasses.replace(SMALLEST, gdn_per_repeat=0)
 WITH = Limits(batch=2, max_model_len=256, prefill_chunk=64, num_pages=10, checkpoints=3)
-KINDS = {"pages": ATTENTION, "states": SMALLEST}
+KINDS = {"pages": SMALLEST, "states": RECURRENT}
 SYSTEM = bytes(range(1, 131))  # two blocks and a bit
 
 

@@ -23,13 +23,13 @@ from jaxattn.engine.steps import engine_state as state_module
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.engine_limits import Limits
-from jaxattn.memory.plan import nbytes
 from jaxattn.models.embedded.hybrid_model import Hybrid
-from jaxattn.plan import PlanError
+from jaxattn.plan import PlanError, nbytes, plan
 from jaxattn.plan.plan_display import print_plan
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,
+    RECURRENT,
     SMALLEST,
     TRIAL,
     TWO,
@@ -67,9 +67,10 @@ def alone(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def bucketed(params):
-    kept_steps(BUCKETS)
-    return Engine(Hybrid(SMALLEST), params, BUCKETS, strict=True)
+def bucketed():
+    """Of a model with states; the other engines here have attention only."""
+    kept_steps(BUCKETS, config=RECURRENT)
+    return Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS, strict=True)
 
 
 LEVELS = ("greedy", "draws", "controls", "logprobs")
@@ -112,7 +113,7 @@ def test_every_entry_point_is_an_executable(bucketed):
     for entry in entry_points(bucketed.limits):
         assert str(entry) in bucketed.executables
         arena = bucketed.state.arena
-        for spec in state_module.op_specs(Hybrid(SMALLEST), BUCKETS, BUCKETS.table_width):
+        for spec in state_module.op_specs(Hybrid(RECURRENT), BUCKETS, BUCKETS.table_width):
             arena.check(spec)
 
 
@@ -147,10 +148,28 @@ def test_a_step_takes_the_smallest_bucket_that_holds_its_rows(bucketed, monkeypa
     assert used.count("round of 4 rows: greedy") >= 1
 
 
-def test_buckets_write_the_same_text_and_nothing_is_compiled(bucketed, plain):
+def test_buckets_write_the_same_text_and_nothing_is_compiled(bucketed):
     requests = prompts(6, length=17)
-    assert tokens(bucketed, requests) == tokens(plain, requests)
-    assert not bucketed.seal.counts and not plain.seal.counts
+    alone = [tokens(bucketed, [request])[0] for request in requests]  # in the bucket of one row
+    assert tokens(bucketed, requests) == alone
+    assert not bucketed.seal.counts
+
+
+@pytest.mark.usefixtures("untraced_bounds")
+def test_the_plan_has_states_and_scratch_of_both_kinds_of_layers(bucketed):
+    made, found = plan(Hybrid(RECURRENT), "2GiB", BUCKETS), bucketed.plan
+    for name in ("weights", "rows", "arena", "kv cache", "conv state", "ssm state"):
+        assert made[name] == found[name]
+    for name in ("kv cache", "conv state", "ssm state"):
+        assert found[name] == bucketed.state.array(name.replace(" ", "_")).nbytes
+    (arena,) = [item for item in found.items if item.name == "arena"]
+    assert [part.name for part in arena.parts] == [
+        "gated_delta_rule_decode out",
+        "mla_decode out",
+        "mla_decode partial_out",
+    ]
+    wanted = {"mla_decode": "xla", "gated_delta_rule_decode": "xla"}
+    assert bucketed.implementations == wanted
 
 
 def test_the_plan_has_the_largest_executable_and_the_code_of_all(bucketed):
@@ -560,8 +579,8 @@ def test_engines_of_two_configurations_interleave_without_a_trace(params, plain)
     assert together == alone
 
 
-def test_freeing_one_engine_frees_its_bytes_and_not_the_others(params, plain, bucketed):
-    keep, drop = plain, Engine(Hybrid(SMALLEST), params, BUCKETS)
+def test_freeing_one_engine_frees_its_bytes_and_not_the_others(plain, bucketed):
+    keep, drop = plain, Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS)
     wanted = tokens(keep, prompts(2))
     drop.start()
     gc.collect()

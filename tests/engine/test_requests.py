@@ -26,7 +26,7 @@ from jaxattn.memory.plan import nbytes
 from jaxattn.models import Hybrid
 from jaxattn.plan import plan
 from tests.helpers.engine_cases import (
-    EXACT,
+    FLOAT32,
     LIMITS,
     SMALLEST,
     TIGHT,
@@ -138,9 +138,9 @@ def test_without_detokenize_a_stop_string_is_refused_with_words(params):
 def test_length_says_which_limit_it_was(engine):
     [short] = engine.generate([Request(b"a", max_tokens=3)])
     assert (short.finish_reason, short.detail) == ("length", "max_tokens")
-    kept_steps(TIGHT, config=EXACT)  # room for a row at full length
-    exact = Hybrid(EXACT)
-    packed = exact.pack(params_of(EXACT))
+    kept_steps(TIGHT, config=FLOAT32)  # room for a row at full length
+    exact = Hybrid(FLOAT32)
+    packed = exact.pack(params_of(FLOAT32))
     [cut] = Engine(exact, packed, TIGHT).generate([Request(b"a" * 251, max_tokens=99)])
     assert (len(cut.tokens), cut.detail) == (5, "max_model_len")
 
@@ -432,7 +432,7 @@ def test_preparing_takes_shapes_and_allocates_nothing(params, engine):
 def test_the_engine_takes_what_was_planned_without_a_device(params):
     made = plan(MODEL, "2GiB", LIMITS)
     engine = Engine(MODEL, params, LIMITS)
-    for name in ("weights", "rows", "arena", "kv cache", "conv state", "ssm state"):
+    for name in ("weights", "rows", "arena", "kv cache"):
         assert made[name] == engine.plan[name]
     state = engine.state
     assert (
@@ -496,13 +496,13 @@ def test_a_row_ends_with_the_token_of_which_its_request_says_so(engine):
 
 @pytest.mark.usefixtures("no_forecast")
 def test_what_ends_a_row_is_not_asked_again_after_a_preemption():
-    kept_steps(TIGHT, config=EXACT)
+    kept_steps(TIGHT, config=FLOAT32)
     seen = {place: [] for place in range(3)}
 
     def ends_at(place):
         return lambda token: seen[place].append(token) or False
 
-    with Engine(Hybrid(EXACT), params_of(EXACT), TIGHT) as engine:
+    with Engine(Hybrid(FLOAT32), params_of(FLOAT32), TIGHT) as engine:
         done = engine.generate(
             [
                 Request(bytes([65 + place] * 60), max_tokens=60, ends_at=ends_at(place))

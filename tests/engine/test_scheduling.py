@@ -11,11 +11,10 @@ from jaxattn.engine.requests.outputs import FinishEvent, TokenEvent
 from jaxattn.engine.scheduling.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import (
-    EXACT,
+    FLOAT32,
     LIMITS,
     SMALLEST,
     TIGHT,
-    TWO,
     kept_steps,
     params_of,
     random_requests,
@@ -40,8 +39,8 @@ def engine(params):
 
 @pytest.fixture(scope="module")
 def tight():
-    kept_steps(TIGHT, config=EXACT)
-    return Engine(Hybrid(EXACT), params_of(EXACT), TIGHT, strict=True)
+    kept_steps(TIGHT, config=FLOAT32)
+    return Engine(Hybrid(FLOAT32), params_of(FLOAT32), TIGHT, strict=True)
 
 
 @pytest.fixture(autouse=True)
@@ -291,10 +290,9 @@ def test_more_stop_tokens_than_the_device_knows_end_a_row_all_the_same(engine):
 
 def test_a_row_that_ends_late_gives_no_token_of_its_own_to_the_next(params):
     """Rows and their slots, handed over where stop strings end rows: each text is its own."""
-    kept_steps(TWO)
     text_of = lambda tokens: bytes(tokens).decode("latin-1")  # noqa: E731
-    engine = Engine(MODEL, params, TWO, detokenize=text_of, strict=True)
-    requests = [Request(bytes([70 + i] * 3), max_tokens=20) for i in range(5)]
+    engine = Engine(MODEL, params, LIMITS, detokenize=text_of, strict=True)
+    requests = [Request(bytes([70 + i] * 3), max_tokens=20) for i in range(7)]
     whole = [alone(engine, request) for request in requests]
     stops = [text_of(tokens[5 : 7 + i]) for i, tokens in enumerate(whole)]
     stopping = [

@@ -33,7 +33,14 @@ from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, nbytes, plan, solv
 from jaxattn.plan.alternative_scratch_designs import published, split_kv_workspace
 from jaxattn.plan.placement import ModelPlacement, page_bytes
 from jaxattn.plan.plan_display import print_plan
-from tests.helpers.engine_cases import BUCKETS, SMALLEST, kept_steps, params_of, run_step
+from tests.helpers.engine_cases import (
+    BUCKETS,
+    RECURRENT,
+    SMALLEST,
+    kept_steps,
+    params_of,
+    run_step,
+)
 
 GIB, MIB = 2**30, 2**20
 R1 = HybridConfig(
@@ -73,7 +80,7 @@ def test_scratch_does_not_grow_with_layers_in_what_is_compiled():
     limits = Limits(batch=256, max_model_len=64)
 
     def needed(layers):
-        config = dataclasses.replace(SMALLEST, gdn_per_repeat=0, num_repeats=layers)
+        config = dataclasses.replace(SMALLEST, num_repeats=layers)
         state = jax.eval_shape(lambda: new_state(Hybrid(config), limits))
         entry = entry_points(limits)[-1]
         batch, step = entry.batch_shapes(limits), jit_step(entry.step(Hybrid(config), limits))
@@ -104,9 +111,9 @@ def test_scratch_is_not_left_out_when_the_cache_is_sized():
 
 def test_the_hybrids_cache_is_not_sized_without_its_scratch_and_temp():
     limits = Limits(batch=500, max_model_len=256, prefill_chunk=16, utilization=1.0)
-    half = plan(Hybrid(SMALLEST), "90GiB", dataclasses.replace(limits, num_pages=1000))
+    half = plan(Hybrid(RECURRENT), "90GiB", dataclasses.replace(limits, num_pages=1000))
     device = DeviceMemory("a device", half.total + 20_000)
-    made = plan(Hybrid(SMALLEST), device, limits)
+    made = plan(Hybrid(RECURRENT), device, limits)
     pages = made["kv cache"] // (64 * 80 * 2)
     assert 1000 <= pages <= 1002
     assert 0 <= made.reserve < 50_000 < min(made["arena"], made["xla temp"])
@@ -117,8 +124,8 @@ def test_the_hybrids_cache_is_not_sized_without_its_scratch_and_temp():
 
 @pytest.mark.usefixtures("lazy_steps")
 def test_buffers_do_not_move_when_batches_of_every_size_run():
-    kept_steps(BUCKETS)
-    engine = Engine(Hybrid(SMALLEST), params_of(SMALLEST), BUCKETS)
+    kept_steps(BUCKETS, config=RECURRENT)
+    engine = Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS)
     state = engine.state
 
     def pointers(state):
@@ -143,14 +150,14 @@ def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
     """By shapes alone: 1, 32, 2048 and 1 again, each with the state of the one before."""
     sizes = (1, 32, 2048)
     limits = Limits(batch=2048, max_model_len=64, num_pages=4, decode_buckets=sizes[:-1])
-    params = packed_shapes(Hybrid(SMALLEST))
+    params = packed_shapes(Hybrid(RECURRENT))
     points = {entry.rows: entry for entry in entry_points(limits) if entry.kind == "decode"}
-    held = state = jax.eval_shape(lambda: new_state(Hybrid(SMALLEST), limits))
+    held = state = jax.eval_shape(lambda: new_state(Hybrid(RECURRENT), limits))
 
     def step(rows, state):
         entry = points[rows]
         batch = entry.batch_shapes(limits)
-        return jax.eval_shape(entry.step(Hybrid(SMALLEST), limits), params, state, batch)[1]
+        return jax.eval_shape(entry.step(Hybrid(RECURRENT), limits), params, state, batch)[1]
 
     for rows in (*sizes, 1):
         state = step(rows, state)
@@ -158,7 +165,7 @@ def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
         assert jax.tree.leaves(state) == jax.tree.leaves(held), rows
 
     first = dataclasses.replace(limits, batch=1, decode_buckets=())
-    naive = jax.eval_shape(lambda: new_state(Hybrid(SMALLEST), first))  # sized by what ran first
+    naive = jax.eval_shape(lambda: new_state(Hybrid(RECURRENT), first))  # sized by what ran first
     with pytest.raises(ArenaError, match="It never grows"):
         step(2048, naive)
 
@@ -206,8 +213,8 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
 
 
 def test_a_prompt_that_fills_the_model_length_does_not_find_anything_too_small():
-    kept_steps(BUCKETS)
-    engine = Engine(Hybrid(SMALLEST), params_of(SMALLEST), BUCKETS, strict=True)
+    kept_steps(BUCKETS, config=RECURRENT)
+    engine = Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS, strict=True)
     longest = engine.limits.max_model_len
     (done,) = engine.generate([Request([1] * (longest - 2), max_tokens=9)])
     assert done.finish_reason == "length" and len(done.tokens) == 2
@@ -257,16 +264,16 @@ def test_no_scratch_is_reserved_that_the_worst_bucket_does_not_use():
 
 
 def test_what_is_allocated_is_not_counted_by_a_second_formula(monkeypatch):
-    kept_steps(BUCKETS)
-    params = params_of(SMALLEST)
-    engine = Engine(Hybrid(SMALLEST), params, BUCKETS)
+    kept_steps(BUCKETS, config=RECURRENT)
+    params = params_of(RECURRENT)
+    engine = Engine(Hybrid(RECURRENT), params, BUCKETS)
     state = engine.state
     assert (
         engine.plan["kv cache"] == nbytes(state.array("kv_cache")) == state.array("kv_cache").nbytes
     )
     assert engine.plan["arena"] == nbytes(state.arena)
 
-    drifted = Engine(Hybrid(SMALLEST), params, BUCKETS)
+    drifted = Engine(Hybrid(RECURRENT), params, BUCKETS)
     more = dataclasses.replace(BUCKETS, num_pages=BUCKETS.pages + 1)
     too_much = lambda: (new_state(drifted.model, more), new_rows(more))  # noqa: E731
     monkeypatch.setattr(lifecycle, "allocator", lambda prepared: too_much)

@@ -21,7 +21,7 @@ from jaxattn.models.interface import DecodeBatch
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,
-    SMALLEST,
+    RECURRENT,
     kept_steps,
     params_of,
     places_of,
@@ -34,12 +34,12 @@ from tests.helpers.model_cases import changed
 
 @pytest.fixture(scope="module")
 def params():
-    return params_of(SMALLEST)
+    return params_of(RECURRENT)
 
 
 def engine_of(params, **options):
-    kept_steps(BUCKETS)
-    return Engine(Hybrid(SMALLEST), params, BUCKETS, **options)
+    kept_steps(BUCKETS, config=RECURRENT)
+    return Engine(Hybrid(RECURRENT), params, BUCKETS, **options)
 
 
 # 3 ------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_an_entry_point_of_several_tokens_is_not_only_compiled(params):
         return engine.executables[str(entry)](engine._runner.weights, state, batch)
 
     engine.start()
-    first, second = (new_state(Hybrid(SMALLEST), engine.limits) for _ in range(2))
+    first, second = (new_state(Hybrid(RECURRENT), engine.limits) for _ in range(2))
     with engine.seal.watch(), engine.seal.allowed():
         found, first = run(several, first, DecodeBatch(tokens, 3 * real, tables, slots))
         for step in range(3):
@@ -184,7 +184,7 @@ def test_the_warm_up_does_not_leave_anything_behind(params):
     engine = engine_of(params)
     engine.start()
     state = engine.state
-    fresh = new_state(Hybrid(SMALLEST), engine.limits)
+    fresh = new_state(Hybrid(RECURRENT), engine.limits)
     for name in ("kv_cache", "conv_state", "ssm_state"):
         assert np.asarray(state.array(name)).tobytes() == bytes(fresh.array(name).nbytes)
     assert not any(np.asarray(counter).any() for counter in state.arena.persistent.values())
@@ -201,7 +201,7 @@ def test_the_warm_up_does_not_leave_anything_behind(params):
     tables = np.zeros((BUCKETS.batch, BUCKETS.table_width), np.int32)
     naive = places_of(BUCKETS, zeros, zeros + 1, tables, zeros)  # a token in page 0, slot 0
     _, state = engine.executables[str(entry)](
-        engine._runner.weights, new_state(Hybrid(SMALLEST), BUCKETS), naive
+        engine._runner.weights, new_state(Hybrid(RECURRENT), BUCKETS), naive
     )
     assert (
         np.asarray(state.array("kv_cache"))[:, 0].any()
@@ -254,9 +254,9 @@ def test_eager_mode_does_not_run_unsealed(params):
 )
 @pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=pytest.mark.slow)])
 def test_no_implementation_escapes_the_seal(params, implementation):
-    kept_steps(BUCKETS)  # the best's; what is named has executables of its own
+    kept_steps(BUCKETS, config=RECURRENT)  # the best's; what is named has executables of its own
     limits = BUCKETS if implementation is None else LIMITS
-    engine = Engine(Hybrid(SMALLEST), params, limits, implementation=implementation, strict=True)
+    engine = Engine(Hybrid(RECURRENT), params, limits, implementation=implementation, strict=True)
     engine.start()
     assert engine.seal._addresses
     engine.generate(prompts(2))

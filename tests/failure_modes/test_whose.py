@@ -32,8 +32,8 @@ from jaxattn.models.embedded.hybrid_model import Hybrid
 from tests.helpers.engine_cases import (
     BUCKETS,
     LIMITS,
+    RECURRENT,
     SMALLEST,
-    TRIAL,
     kept_steps,
     params_of,
     places_of,
@@ -49,7 +49,7 @@ MAX_PAGES = 2
 
 @pytest.fixture(scope="module")
 def params():
-    kept_steps(LIMITS, BUCKETS)
+    kept_steps(LIMITS)
     return params_of(SMALLEST)
 
 
@@ -171,10 +171,9 @@ def test_no_module_calls_jax_numpy_when_it_is_imported():
 
 
 def test_two_engines_do_not_share_a_buffer(params):
-    kept_steps(TRIAL)
-    engines = [
-        Engine(Hybrid(SMALLEST), params, limits, strict=True) for limits in (LIMITS, LIMITS, TRIAL)
-    ]
+    kept_steps(BUCKETS, config=RECURRENT)
+    engines = [Engine(Hybrid(SMALLEST), params, LIMITS, strict=True) for _ in range(2)]
+    engines.append(Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS, strict=True))
     held = [set(pointers(engine.state)) for engine in engines]
     assert not held[0] & held[1] and not held[0] & held[2] and not held[1] & held[2]
     requests = prompts(4)
@@ -187,21 +186,21 @@ def test_two_engines_do_not_share_a_buffer(params):
     assert [set(pointers(engine.state)) for engine in engines] == held
 
 
-def test_two_engines_do_not_mix_when_their_steps_alternate(params):
+def test_two_engines_do_not_mix_when_their_steps_alternate():
     """200 decode steps, one of each in turn: the bits are those of either alone."""
-    kept_steps(TRIAL)
-    engines = [Engine(Hybrid(SMALLEST), params, limits) for limits in (LIMITS, TRIAL)]
-    entry = entry_points(LIMITS)[-1]
+    kept_steps(BUCKETS, config=RECURRENT)
+    engines = [Engine(Hybrid(RECURRENT), params_of(RECURRENT, seed), BUCKETS) for seed in range(2)]
+    entry = entry_points(BUCKETS)[-1]
 
     def begin(place):
-        """Three rows of one token, each on a page of its own."""
+        """Rows of one token, each on a page of its own."""
         engines[place].start()
-        return np.asarray([5, 90 + place, 200], np.int32), []
+        return np.asarray([5, 90 + place, 200, 7], np.int32), []
 
     def step(place, number, state, tokens, found):
-        limits, lengths = engines[place].limits, np.full(3, number % 64 + 1, np.int32)
-        tables = np.arange(3, dtype=np.int32)[:, None].repeat(limits.table_width, axis=1)
-        batch = places_of(limits, tokens, lengths, tables, np.asarray([2, 0, 1], np.int32))
+        limits, lengths = engines[place].limits, np.full(4, number % 64 + 1, np.int32)
+        tables = np.arange(4, dtype=np.int32)[:, None].repeat(limits.table_width, axis=1)
+        batch = places_of(limits, tokens, lengths, tables, np.asarray([2, 0, 3, 1], np.int32))
         run = engines[place].executables[str(entry)]
         logits, state = run(engines[place]._runner.weights, state, batch)
         tokens = np.argmax(logits, -1).astype(np.int32)
@@ -213,7 +212,7 @@ def test_two_engines_do_not_mix_when_their_steps_alternate(params):
 
     alone = []
     for place in range(2):
-        run, state = begin(place), new_state(Hybrid(SMALLEST), engines[place].limits)
+        run, state = begin(place), new_state(Hybrid(RECURRENT), engines[place].limits)
         for number in range(100):
             state, run = step(place, number, state, *run)
         alone.append(outcome(state, *run))
@@ -231,7 +230,7 @@ def test_an_engine_that_is_gone_does_not_keep_its_bytes(params):
     engine.generate(prompts(1))
     gc.collect()
     before = sum(x.nbytes for x in jax.live_arrays())
-    held = sum(engine.plan[n] for n in ("arena", "kv cache", "conv state", "ssm state"))
+    held = sum(engine.plan[n] for n in ("arena", "kv cache"))
     del engine
     gc.collect()
     assert before - sum(x.nbytes for x in jax.live_arrays()) >= held
@@ -449,24 +448,25 @@ def test_counters_do_not_lie_in_scratch_and_scratch_does_not_survive():
 # 21 -----------------------------------------------------------------------------------------------
 
 
-def test_donation_is_not_declined_silently(params):
-    engine = Engine(Hybrid(SMALLEST), params, BUCKETS)
+def test_donation_is_not_declined_silently():
+    kept_steps(BUCKETS, config=RECURRENT)
+    engine = Engine(Hybrid(RECURRENT), params_of(RECURRENT), BUCKETS)
     for name, step in engine.executables.items():
         report = check_aliasing(step)
         assert report.aliased_bytes == report.donated_bytes > 0, name
 
     entry = entry_points(LIMITS)[-1]
-    state = jax.eval_shape(lambda: new_state(Hybrid(SMALLEST), LIMITS))
+    state = jax.eval_shape(lambda: new_state(Hybrid(RECURRENT), LIMITS))
     batch = entry.batch_shapes(LIMITS)
 
     def forgets(params, state, batch):
-        logits, after = entry.step(Hybrid(SMALLEST), LIMITS)(params, state, batch)
+        logits, after = entry.step(Hybrid(RECURRENT), LIMITS)(params, state, batch)
         return logits, changed(after, ssm_state=after.array("ssm_state").astype("float16"))
 
     naive = jax.jit(forgets, donate_argnums=1)
     with warnings.catch_warnings(), pytest.raises(AliasingError, match="ssm_state"):
         warnings.simplefilter("ignore")  # all that JAX says of it, and not always
-        check_aliasing(naive.lower(packed_shapes(Hybrid(SMALLEST)), state, batch).compile())
+        check_aliasing(naive.lower(packed_shapes(Hybrid(RECURRENT)), state, batch).compile())
 
 
 # 19 -----------------------------------------------------------------------------------------------

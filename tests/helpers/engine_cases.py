@@ -44,17 +44,22 @@ CONFIG = HybridConfig(
     dtype="bfloat16",
     param_dtype="bfloat16",
 )
-# Three pages of 64 tokens: less than one row's longest, so that waiting and refusing both happen.
-SMALLEST = dataclasses.replace(CONFIG, hidden_size=16, intermediate_size=16, gdn_per_repeat=1)
+# An attention layer and a delta net, whose states take slots.
+RECURRENT = dataclasses.replace(CONFIG, hidden_size=16, intermediate_size=16, gdn_per_repeat=1)
+# An attention layer, whose steps take less than half as long to trace and compile.
+SMALLEST = dataclasses.replace(RECURRENT, gdn_per_repeat=0)
 # In float32, where a token alone and among four has the same logits but for the last bits, and
 # what is computed again after a preemption is the same but for rounding. For three rows of up to
 # four pages: rows grow into an empty pool, and one cannot have four tokens.
-EXACT = dataclasses.replace(SMALLEST, dtype="float32", param_dtype="float32")
+EXACT = dataclasses.replace(RECURRENT, dtype="float32", param_dtype="float32")
+# The same with one attention layer.
+FLOAT32 = dataclasses.replace(EXACT, gdn_per_repeat=0)
 # What an engine on a GPU would choose, so that all devices and plans have the same steps.
 FIXED: dict[str, Any] = dict(prefill_rows=1, checkpoints=0, decode_buckets=(), prefill_buckets=())
 ONE_BY_ONE = Limits(
     batch=3, max_model_len=192, num_pages=7, prefill_chunk=64, **{**FIXED, "checkpoints": 1}
 )
+# Three pages of 64 tokens: less than one row's longest, so that waiting and refusing both happen.
 LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16, **FIXED)
 BUCKETS = dataclasses.replace(
     LIMITS, num_pages=None, batch=4, decode_buckets=(1,), prefill_rows=2, q_lens=(1, 3)

@@ -16,7 +16,7 @@ from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState
 from jaxattn.models.caches.layer_cache import check_caches
 from jaxattn.models.interface import check_params, init_state, scratch_spec
 from jaxattn.models.network.decoder_spec import DecoderSpec
-from tests.helpers.engine_cases import SMALLEST
+from tests.helpers.engine_cases import RECURRENT
 
 LATENTS = LatentPages(name="latents", layers=2, format=LatentFormat("bfloat16", 64, 16))
 STATES = RecurrentState(
@@ -103,7 +103,7 @@ def test_caches_that_contradict_each_other_are_refused_by_name(caches, message):
 
 
 def test_layers_of_one_cache_that_differ_are_refused_when_the_model_is_built():
-    spec = Hybrid(SMALLEST).spec
+    spec = Hybrid(RECURRENT).spec
     attention = spec.blocks[-1]
     other = dataclasses.replace(attention.mixer, kv_lora_rank=32)
     with pytest.raises(ValueError, match="layer 2 has a MLA that differs .* cache 'latents'"):
@@ -114,7 +114,7 @@ def test_layers_of_one_cache_that_differ_are_refused_when_the_model_is_built():
 
 
 def test_what_a_page_takes_is_what_the_state_grows_by():
-    model = Hybrid(SMALLEST)
+    model = Hybrid(RECURRENT)
     sizes = []
     for pages in (3, 4):
         state = jax.eval_shape(
@@ -123,12 +123,12 @@ def test_what_a_page_takes_is_what_the_state_grows_by():
             )
         )
         sizes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
-    assert sizes[1] - sizes[0] == page_bytes(model.caches) == SMALLEST.num_repeats * 64 * 80 * 2
+    assert sizes[1] - sizes[0] == page_bytes(model.caches) == RECURRENT.num_repeats * 64 * 80 * 2
 
 
 def test_parameters_of_another_model_are_named():
-    shapes = Hybrid(SMALLEST).param_shapes()
-    other = Hybrid(dataclasses.replace(SMALLEST, hidden_size=48)).param_shapes()
+    shapes = Hybrid(RECURRENT).param_shapes()
+    other = Hybrid(dataclasses.replace(RECURRENT, hidden_size=48)).param_shapes()
     with pytest.raises(
         ValueError, match=r"parameter 'embedding.* is bfloat16\[256, 48\]; expected"
     ):
@@ -142,14 +142,14 @@ def test_parameters_of_another_model_are_named():
 
 def test_an_array_that_no_cache_has_is_named():
     state = jax.eval_shape(
-        lambda: init_state(Hybrid(SMALLEST), CacheSize(pages=1, slots=1), ArenaSpec())
+        lambda: init_state(Hybrid(RECURRENT), CacheSize(pages=1, slots=1), ArenaSpec())
     )
     with pytest.raises(KeyError, match="no cache has an array 'kv'; there are .*kv_cache"):
         state.array("kv")
 
 
 def test_blocks_may_be_a_list_and_have_to_be_blocks():
-    spec = Hybrid(SMALLEST).spec
+    spec = Hybrid(RECURRENT).spec
     assert dataclasses.replace(spec, blocks=list(spec.blocks)) == spec
     with pytest.raises(TypeError, match=r"blocks\[1\] must be a Block, got str"):
         dataclasses.replace(spec, blocks=(spec.blocks[0], "MLP"))

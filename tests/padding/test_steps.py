@@ -18,11 +18,11 @@ from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step
 from tests.helpers import model_cases
-from tests.helpers.engine_cases import SMALLEST
+from tests.helpers.engine_cases import RECURRENT
 from tests.helpers.poison import devices, every_poison, fill, fp8_scale, is_zero, same_bits
 
 CONFIGS = {
-    "cpu": SMALLEST,
+    "cpu": RECURRENT,
     "gpu": HybridConfig(
         vocab_size=256,
         hidden_size=256,
@@ -187,7 +187,7 @@ def test_no_slot_beside_a_length_of_garbage(garbage, poison):
 @pytest.mark.parametrize("layers", [1, 61])
 def test_an_arena_poisoned_between_layers_and_steps(layers, monkeypatch):
     """What a layer left in scratch is nothing to the next one, whatever the depth."""
-    config = dataclasses.replace(SMALLEST, num_repeats=layers)
+    config = dataclasses.replace(RECURRENT, num_repeats=layers)
     monkeypatch.setitem(CONFIGS, "cpu", config)
     traced = []
 

@@ -16,6 +16,7 @@ from tests.parallel.cases import SMALL, Stepped, decoder, followed, on_one_devic
 HYBRID = (("mla", "moe"), ("gdn", "wide"), ("mla", "mlp"))
 GROUPED = (("gqa", "moe"), ("gdn", "mlp"))
 SPARSE = (("sparse mla", "mlp"), ("sparse mla without indexer", "moe"))
+KDA = (("kda", "moe"),)
 KIMI = (("kda", "mlp"), ("unrotated mla", "moe"))
 LING = (("bounded kda", "wide"), ("gated mla", "mlp"))
 
@@ -30,7 +31,7 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
 
 
 @pytest.mark.slow_cases(
-    reason="a cut of another axis; found by KDA next to MLA and experts and by a delta net next "
+    reason="a cut of another axis; found by KDA next to experts and by a delta net next "
     "to grouped-query attention there, by data groups with experts in "
     "parallel/test_tiny_checkpoints and by latents over tensor and context in parallel/test_engine "
     "too"
@@ -99,16 +100,20 @@ def test_a_choice_among_fp8_keys_in_steps_of_prompts_and_rows():
     np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
-@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
+@pytest.mark.slow_cases(
+    reason="a cut of another axis; found by the other layouts there, and by latents over tensor "
+    "and context in parallel/test_engine too"
+)
 @pytest.mark.parametrize(
     "layers, layout",
     [
-        (KIMI, dict(tensor=2)),
+        (KDA, dict(tensor=2)),
+        pytest.param(KIMI, dict(tensor=2), marks=pytest.mark.slow),
         pytest.param(LING, dict(tensor=2), marks=pytest.mark.slow),
         pytest.param(KIMI, dict(data=2, tensor=4, context=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 @on_virtual_devices
-def test_kimi_delta_attention_beside_mla(layers, layout):
+def test_kimi_delta_attention(layers, layout):
     assert_same(layers, False, layout)

@@ -34,7 +34,7 @@ from jaxattn.plan.alternative_scratch_designs import published, split_kv_workspa
 from jaxattn.plan.group_plan import plan_group
 from jaxattn.plan.placement import ModelPlacement
 from jaxattn.plan.plan_display import bar, print_plan
-from tests.helpers.engine_cases import CONFIG, LIMITS
+from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST
 from tests.helpers.fake_hub import FakeHub, files_of, use
 from tests.helpers.model_cases import state_of
 
@@ -63,6 +63,7 @@ def mla_scratch(heads):
     return mla.scratch(batch=128, q_len=1, num_heads=heads, max_pages=SERVING.pages_per_row)
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_r1_on_8_and_16_gpus_leaves_this_cache():
     plans = {
         gpus: plan(
@@ -416,28 +417,29 @@ FEW_ROWS = Limits(batch=16, max_model_len=256, prefill_chunk=16)
 MANY_ROWS = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
 
 
-def device_for(pages):
+def device_for(pages, model):
     """Memory in which so many pages are left for many rows."""
     limits = dataclasses.replace(MANY_ROWS, num_pages=pages)
-    return DeviceMemory("x", plan(Hybrid(CONFIG), "90GiB", limits).total)
+    return DeviceMemory("x", plan(model, "90GiB", limits).total)
 
 
 @pytest.mark.usefixtures("untraced_bounds")
 def test_without_pages_the_cache_gets_what_the_rest_leaves():
-    made = plan(Hybrid(CONFIG), device_for(3000), MANY_ROWS)
+    made = plan(Hybrid(CONFIG), device_for(3000, Hybrid(CONFIG)), MANY_ROWS)
     pages = made["kv cache"] // (64 * 80 * 2)
     assert 2990 < pages <= 3000 < MANY_ROWS.wanted_pages
     assert 0 <= made.reserve < 10 * 64 * 80 * 2
 
 
 def test_what_would_help_the_decoder_helps_with_its_temp_too():
-    device = device_for(3)
+    model = Hybrid(SMALLEST)  # one layer, as each batch that is tried is traced
+    device = device_for(3, model)
     with pytest.raises(PlanError, match="pages are left, and one row of 256 .* takes 4") as caught:
-        plan(Hybrid(CONFIG), device, MANY_ROWS)
+        plan(model, device, MANY_ROWS)
     advised = re.fullmatch(r"batch ([\d,]+) with ([\d,]+) pages", caught.value.advice[0])
     batch, pages = (int(number.replace(",", "")) for number in advised.groups())
     smaller = dataclasses.replace(MANY_ROWS, batch=batch, num_pages=pages, utilization=0.9)
-    assert plan(Hybrid(CONFIG), device, smaller).reserve >= 0
+    assert plan(model, device, smaller).reserve >= 0
 
 
 @pytest.mark.slow(

@@ -1,17 +1,18 @@
-"""One engine of the embedded model for all tests here, and servers that say what they are told."""
+"""One engine of a tiny model for all tests here, and servers that say what they are told."""
 
 import contextlib
 import dataclasses
 import os
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.models import load
-from jaxattn.models.checkpoint import EMBEDDED
+from jaxattn.models import Hybrid
+from tests.helpers.engine_cases import RECURRENT, params_of
 from tests.helpers.lazy_steps import use_lazy_steps
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import HIDDEN, LIMITS, ScriptedEngine, Told
@@ -42,13 +43,21 @@ def kept_in(folder):
         compilation_cache.reset_cache()
 
 
+def letters_of(params):
+    """Parameters of a model that writes small letters: the logits of all other bytes are 0."""
+    head = params["lm_head"]["weight"]
+    letters = np.isin(np.arange(head.shape[1]), np.arange(ord("a"), ord("z") + 1))
+    head[...] = head[...] * (7 * letters).astype(head.dtype)
+    return params
+
+
 @pytest.fixture(scope="session")
 def engine(request, tmp_path_factory):
     """A step is compiled when a test calls it, unless all tests run. Where several processes run
     the tests, one compiles it for those that come later."""
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "executables"
-    model, params = load(EMBEDDED)
+    model, params = Hybrid(RECURRENT), letters_of(params_of(RECURRENT, 3))
     cpu = jax.default_backend() == "cpu"
     use_lazy_steps(cpu and not request.config.getoption("--slow"), keep=True)
     with kept_in(folder):
@@ -71,7 +80,7 @@ def generated(engine):
 
 @pytest.fixture(scope="module")
 def real(engine, generated):
-    """A server on the embedded model."""
+    """A server on the engine."""
     size = engine.model.hidden_shape.shape[0]
     with live(served(lambda: Kept(engine), hidden_size=size)) as server:
         yield server

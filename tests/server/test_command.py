@@ -22,11 +22,12 @@ from jaxattn.cli.startup.engine_startup import share_of_device
 from jaxattn.cli.startup.model_source import choose
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.engine_limits import Limits
+from jaxattn.models.checkpoint import native_format
+from tests.helpers.engine_cases import FLOAT32, params_of
+from tests.helpers.fresh_process import said_by_a_fresh_process
 from tests.helpers.live_server import objects
 
 ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "tests" / "data" / "tiny_checkpoints" / "youtu"
-OF_EXTRA = ("starlette", "uvicorn", "prometheus_client", "orjson", "llguidance")
 # As tests/conftest.py has it: this process need not be fast, it has to be compiled in little time.
 QUICK = {
     "XLA_FLAGS": "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
@@ -34,16 +35,24 @@ QUICK = {
     "JAX_PLATFORMS": "cpu",
     "JAXATTN_API_KEY": "sesame",
 }
+# `python -m jaxattn.serve` of an engine that compiles the steps which are called, and keeps them.
+SERVE = """
+from tests.helpers.lazy_steps import use_lazy_steps
+use_lazy_steps(True, keep=True)
+import runpy
+runpy.run_module("jaxattn.serve", run_name="__main__")
+"""
 
 
 @pytest.fixture
 def command(tmp_path):
     """(process, url) of a server in a process of its own."""
-    # A model of two layers is compiled in two thirds of the embedded one's time.
-    options = ["--port", "0", "--model", str(MODEL), "--served-name", "snake"]
+    model = tmp_path / "model"
+    native_format.save(model, FLOAT32, params_of(FLOAT32))
+    options = ["--port", "0", "--model", str(model), "--served-name", "snake"]
     options += ["--batch", "2", "--max-model-len", "128"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxattn.serve", *options],
+        [sys.executable, "-c", SERVE, *options],
         env=os.environ | QUICK | {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -194,13 +203,4 @@ def test_without_the_extra_a_port_says_what_to_install(monkeypatch, capsys):
 
 
 def test_importing_the_package_or_its_commands_imports_nothing_of_the_extra():
-    code = (
-        "import sys, jaxattn, jaxattn.cli.serve.command, jaxattn.bench.__main__;"
-        f"print(*[name for name in {OF_EXTRA} if name in sys.modules])"
-        "; print(*[name for name in sys.modules if name.startswith('jaxattn.server')])"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == []
+    assert said_by_a_fresh_process("imported of the extra").split() == []

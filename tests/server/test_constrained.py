@@ -1,4 +1,4 @@
-"""Answers of the embedded model that a grammar rules, from the field to the text."""
+"""Answers of an engine that a grammar rules, from the field to the text."""
 
 import json
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxattn import Engine, Limits
 from jaxattn.models import Hybrid
-from tests.helpers.engine_cases import EXACT, params_of
+from tests.helpers.engine_cases import FLOAT32, params_of
 from tests.helpers.live_server import live, served
 
 pytestmark = pytest.mark.lazy_steps
@@ -24,7 +24,7 @@ PAIRS = [(b"def add(", b"self, x)"), (b"ab" * 40, b"cd"), (b"a", b"?")]
 @pytest.fixture(scope="module")
 def server():
     def make():
-        engine = Engine(Hybrid(EXACT), params_of(EXACT), LIMITS, strict=True)
+        engine = Engine(Hybrid(FLOAT32), params_of(FLOAT32), LIMITS, strict=True)
         engine.start()
         return engine
 
@@ -35,7 +35,7 @@ def server():
 @pytest.fixture(scope="module")
 def chances():
     """Tokens -> float32 [T, vocab] log-probabilities, of one pass without cache or kernel."""
-    decoder = Hybrid(EXACT).bind(params_of(EXACT))
+    decoder = Hybrid(FLOAT32).bind(params_of(FLOAT32))
     forward = jax.jit(lambda tokens: jax.nn.log_softmax(decoder(tokens)))
 
     def of(tokens):

@@ -1,4 +1,4 @@
-"""Log-probabilities in both endpoints' forms, of the embedded model."""
+"""Log-probabilities in both endpoints' forms, of an engine."""
 
 import math
 

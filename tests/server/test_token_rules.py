@@ -59,7 +59,7 @@ def test_a_request_without_limits_has_no_rules():
     assert words._bad and {*words._bad} == {(97, 98), (32, 97, 98)}  # without BOS
 
 
-def test_the_embedded_model_follows_them(real, generated):
+def test_an_engine_follows_them(real, generated):
     [prompt, *_] = generated
     allowed = [ord("a"), ord("b")]
     asked = {"max_tokens": 6, "temperature": 0}
