@@ -39,6 +39,7 @@ sys.addaudithook = _add_hook
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.helpers.eager_moves import use_numpy_moves  # noqa: E402
 from tests.helpers.executables import (  # noqa: E402
     keep_freed_memory,
     leave_out_locations,
@@ -56,6 +57,7 @@ if jax.default_backend() == "cpu":
     jax.config.update("jax_disable_most_optimizations", True)
     leave_out_locations()
     keep_freed_memory()
+    use_numpy_moves()
 use_numpy_callbacks()
 share_executables()
 # All of it is read once, and most of it stays.
