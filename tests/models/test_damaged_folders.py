@@ -218,8 +218,8 @@ def configured(tmp_path: Path, family: str, change: dict[str, Any]) -> Path:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number above 0"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            "implemented as 'yarn' or 'llama3' only",
+            {"rope_scaling": {"type": "longrope", "factor": 2}},
+            "implemented as 'yarn', 'llama3', 'linear' or 'dynamic' only; got 'longrope'",
         ),
         ({"rope_scaling": [1]}, "rope_scaling must be an object or null"),
         ({"rope_theta": 0}, "rope_theta must be a finite number above 0"),
