@@ -204,7 +204,8 @@ def test_windows_of_qwen_begin_behind_the_layers_without():
 @pytest.mark.parametrize(
     "values, missing, wanted",
     [
-        (GPT_OSS, ("head_dim", "rope_theta"), {"head_dim": 64, "rope_theta": 150000.0}),
+        (GPT_OSS | {"rope_parameters": {"rope_type": "default"}}, ("head_dim", "rope_theta"),
+         {"head_dim": 64, "rope_theta": 150000.0}),
         (GPT_OSS, ("rms_norm_eps", "attention_bias"), {"rms_norm_eps": 1e-5}),
         (MINIMAX, ("rope_theta", "head_dim"), {"rope_theta": 5e6, "head_dim": 128}),
         (SMOL, ("rope_theta", "tie_word_embeddings"),
@@ -219,6 +220,12 @@ def test_windows_of_qwen_begin_behind_the_layers_without():
 )  # fmt: skip
 def test_missing_fields_have_the_values_of_transformers_in_each_family(values, missing, wanted):
     assert read(without(values, *missing)).spec == read(values | wanted).spec
+
+
+@pytest.mark.parametrize("values", [GPT_OSS, MINISTRAL], ids=lambda v: v["model_type"])
+def test_families_that_stretch_rope_by_default_have_to_say_it(values):
+    with pytest.raises(ConfigError, match="field rope_parameters is missing"):
+        read(without(values, "rope_theta"))
 
 
 def test_all_layers_are_dense_where_more_are_than_there_are():

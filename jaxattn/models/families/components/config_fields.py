@@ -59,7 +59,7 @@ class ConfigFields(FieldReader):
         return ConfigFields({**self.values, **own}, self.where, other)
 
     def assuming(self, **values: Any) -> "ConfigFields":
-        """The fields, of which missing ones have these values: a family's own, as in transformers."""
+        """The fields, of which missing ones have these values, a family's own in transformers."""
         return ConfigFields({**values, **self.values}, self.where, self.spelled)
 
     def text(self) -> "ConfigFields":
@@ -140,6 +140,11 @@ class ConfigFields(FieldReader):
         if not isinstance(nested, dict) or not isinstance(scaling, dict):
             raise self.refused("rope_scaling", "must be an object or null", scaling)
         return nested, scaling
+
+    def require_rope(self) -> None:
+        """Refuses a file without RoPE's fields, of a family that stretches it by default."""
+        if not {"rope_theta", "rope_scaling"} & self.values.keys():
+            self.object("rope_parameters")
 
     def rope_scaling(self) -> "ConfigFields":
         """The object that says the scaling of RoPE, which may be empty."""

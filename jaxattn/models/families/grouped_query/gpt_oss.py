@@ -39,6 +39,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields.require_rope()
     fields = fields.renamed(num_local_experts="num_experts").assuming(
         attention_bias=True, head_dim=64, rope_theta=150000.0, rms_norm_eps=1e-5
     )

@@ -33,6 +33,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     if fields.values["model_type"] == "ministral3":
+        fields.require_rope()
         fields = fields.assuming(head_dim=128, sliding_window=None, rms_norm_eps=1e-5)
     attention = read_plain(fields, window=mistral.read_window(fields))
     return llama.read_dense(fields, dataclasses.replace(attention, query_scaling=_scaling(fields)))
