@@ -187,9 +187,13 @@ def small_plain(classes: str) -> Variation:
         fields["rope_parameters"] = LLAMA3 | dict(rope_theta=1e4)
     elif classes == "Mistral":  # fewer than the prompt
         fields |= dict(sliding_window=11, head_dim=32)
+    elif classes == "Qwen2":  # the last two layers have a window
+        fields |= dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
+        fields["rope_parameters"] = dict(rope_type="linear", factor=4.0, rope_theta=1e4)
     elif classes == "Qwen3Moe":
         fields |= dict(head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32,
-                       norm_topk_prob=True, mlp_only_layers=[1])  # fmt: skip
+                       norm_topk_prob=True, mlp_only_layers=[1], attention_bias=True,
+                       use_sliding_window=True, sliding_window=13)  # fmt: skip
     elif classes == "Glm4Moe":
         fields |= dict(head_dim=32, n_routed_experts=6, num_experts_per_tok=3, n_shared_experts=1,
                        moe_intermediate_size=32, n_group=2, topk_group=1, attention_bias=True,
@@ -197,7 +201,8 @@ def small_plain(classes: str) -> Variation:
         fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
     elif classes == "SmolLM3":  # layer 1 rotates nothing
         fields |= dict(no_rope_layers=[1, 0, 1], hidden_size=80, num_attention_heads=5,
-                       num_key_value_heads=1, pad_token_id=None)  # fmt: skip
+                       num_key_value_heads=1, pad_token_id=None,
+                       attention_bias=True)  # fmt: skip
     elif classes == "Olmo3":
         yarn = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16,
                     attention_factor=1.2, rope_theta=1e4)  # fmt: skip

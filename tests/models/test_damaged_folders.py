@@ -218,8 +218,8 @@ def configured(tmp_path: Path, family: str, change: dict[str, Any]) -> Path:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number above 0"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number above 0"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            "implemented as 'yarn' or 'llama3' only",
+            {"rope_scaling": {"type": "longrope", "factor": 2}},
+            "implemented as 'yarn', 'llama3', 'linear' or 'dynamic' only; got 'longrope'",
         ),
         ({"rope_scaling": [1]}, "rope_scaling must be an object or null"),
         ({"rope_theta": 0}, "rope_theta must be a finite number above 0"),
@@ -282,7 +282,8 @@ def scaled(**change: Any) -> dict[str, Any]:
         ({}, "quant_method is implemented as .* only; got None"),
         ("fp8", "quantization_config must be an object or null; got 'fp8'"),
         (scaled(num_bits=4), "config_groups.group_0.weights: num_bits is implemented as 8 only"),
-        (scaled(strategy="block"), "strategy is implemented as 'channel' or 'tensor' only"),
+        (scaled(strategy="group"), "strategy is implemented as 'channel' or 'tensor' or 'block'"),
+        (scaled(strategy="block", block_structure=[64, 64]), r"block_structure .* \[128, 128\]"),
         (scaled() | {"format": "nvfp4-pack-quantized"}, "format is implemented as .*; got 'nvfp4-"),
         (
             FP8 | {"weight_block_size": None, "activation_scheme": "none"},

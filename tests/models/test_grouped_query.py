@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig
+from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, inv_freq
 from jaxattn.models.blocks import GQA, MLP, MoE
 from jaxattn.models.catalog import public_models
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
@@ -35,7 +35,7 @@ GROWS = {
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": None}
-QWEN2 = LLAMA | {"model_type": "qwen2"}
+QWEN2, QWEN3 = (LLAMA | {"model_type": name} for name in ("qwen2", "qwen3"))
 GLM = LLAMA | {
     "model_type": "glm4_moe",
     "first_k_dense_replace": 1,
@@ -83,36 +83,34 @@ def mixer_of(values) -> GQA:
 @pytest.mark.parametrize(
     "values, changes, message",
     [
-        (LLAMA, {"attention_bias": True}, "attention_bias is implemented as False only"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias is implemented as False only"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
         (LLAMA, {"rope_interleaved": True}, "rope_interleaved is implemented as False only"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is implemented as 1.0 only"),
         (
             LLAMA,
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            "implemented as 'yarn' or 'llama3'",
+            {"rope_scaling": {"type": "longrope", "factor": 2}},
+            "implemented as 'yarn', 'llama3', 'linear' or 'dynamic' only; got 'longrope'",
         ),
         (LLAMA, {"num_attention_heads": 7}, "num_attention_heads must divide hidden_size=64"),
         (LLAMA, {"num_key_value_heads": 0}, "num_key_value_heads must be an integer from 1"),
         (MISTRAL, {"sliding_window": 0}, "sliding_window must be an integer from 1"),
         (MISTRAL, {"layer_types": ["sliding_attention"] * 2}, "layer_types must be a list of 2"),
-        (QWEN2, {"use_sliding_window": True}, "use_sliding_window is implemented as False only"),
+        (QWEN2, {"use_sliding_window": 1}, "use_sliding_window must be true or false; got 1"),
         (
             QWEN2,
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "must be a list of 2 words",
+            "field sliding_window is missing",
         ),
+        (QWEN2, {"layer_types": ["chunked_attention"] * 2}, "must be a list of 2 words"),
         (GLM, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
         (GLM, {"scoring_func": "softmax"}, "scoring_func is implemented as 'sigmoid' only"),
         (GLM, {"use_qk_norm": 1}, "use_qk_norm must be true or false; got 1"),
-        (GLM, {"first_k_dense_replace": 3}, "=3 is more than num_hidden_layers=2"),
         (GLM, {"partial_rotary_factor": 0.3}, "must give an even part of 16 dims; got 0.3"),
         (SMOL, {"mlp_bias": True}, "mlp_bias is implemented as False only"),
         (SMOL, {"no_rope_layers": [1, 0]}, "no_rope_layers must be a list of at least 8 numbers"),
         (SMOL, {"no_rope_layers": [2] * 8}, "no_rope_layers must be a list of at least 8 numbers"),
-        (SMOL, {"layer_types": ["sliding_attention"] * 8}, "layer_types must be a list of 8 words"),
-        (OLMO, {"attention_bias": True}, "attention_bias is implemented as False only"),
+        (SMOL, {"layer_types": ["sliding_attention"] * 8}, "sliding_window must be an integer"),
         (OLMO, {"sliding_window": None}, "sliding_window must be an integer from 1"),
         (OLMO, {"layer_types": ["chunked_attention"] * 8}, "layer_types must be a list of 8 words"),
         (OLMO, {"rope_parameters": {"rope_theta": 1e4}}, "sliding_attention is missing"),
@@ -131,8 +129,8 @@ def mixer_of(values) -> GQA:
             {"quantization_config": {"quant_method": "nvfp4"}},
             "quant_method is implemented as 'fp8' or 'compressed-tensors' or 'mxfp4' or",
         ),
-        (MOE, {"attention_bias": True}, "attention_bias is implemented as False only"),
-        (MOE, {"use_sliding_window": True}, "use_sliding_window is implemented as False only"),
+        (MINIMAX, {"attention_bias": True}, "attention_bias is implemented as False only"),
+        (MOE, {"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be an"),
         (MOE, {"num_experts": 0}, "num_experts must be an integer from 1"),
         (MOE, {"mlp_only_layers": [4]}, "mlp_only_layers must be layers from 0 to 3; got"),
         (MOE, {"mlp_only_layers": 1}, "mlp_only_layers must be layers from 0 to 3; got 1"),
@@ -162,6 +160,77 @@ def test_llama3_stretches_its_context():
     }  # fmt: skip
     expected = RopeConfig(16, 5e5, False, llama3=Llama3RopeScaling(8, 1, 4, 8192))
     assert mixer_of(LLAMA | {"rope_scaling": scaling}).rope == expected
+
+
+def without(values, *names):
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def test_scalings_of_rope_mean_what_transformers_computes():
+    def of(**scaling):
+        return mixer_of(LLAMA | {"max_position_embeddings": 64, "rope_scaling": scaling}).rope
+
+    linear = inv_freq(of(type="linear", factor=3.0))
+    np.testing.assert_allclose(linear, inv_freq(mixer_of(LLAMA).rope) / 3, rtol=2e-7)
+    # Up to max_position_embeddings tokens, which no row exceeds.
+    assert of(rope_type="dynamic", factor=3.0) == mixer_of(LLAMA).rope
+    yarn = of(rope_type="yarn", type="linear", factor=4.0, beta_fast=None, beta_slow=0).yarn
+    assert yarn.original_max_position_embeddings == 64
+    assert (yarn.beta_fast, yarn.beta_slow) == (32, 1)
+
+
+@pytest.mark.parametrize("values", [LLAMA, SMOL, OLMO, QWEN3, MOE], ids=lambda v: v["model_type"])
+def test_all_four_projections_have_biases_where_it_says_so(values):
+    for wanted in (False, True):
+        mixers = {b.mixer for b in read(values | {"attention_bias": wanted}).spec.blocks}
+        assert all((m.biases, m.out_bias) == (wanted, wanted) for m in mixers)
+
+
+def test_windows_of_qwen_begin_behind_the_layers_without():
+    def windows(values):
+        return [block.mixer.window for block in read(values).spec.blocks]
+
+    used = {"use_sliding_window": True, "sliding_window": 8, "num_hidden_layers": 3}
+    for values in (QWEN2, QWEN3):
+        assert windows(values | {"sliding_window": 8}) == [None] * 2
+        assert windows(values | used) == [None] * 3  # of fewer than max_window_layers' 28
+        assert windows(values | used | {"max_window_layers": 1}) == [None, 8, 8]
+        words = ["sliding_attention", "full_attention", "sliding_attention"]
+        assert windows(values | used | {"layer_types": words}) == [8, None, 8]
+        assert windows(values | used | {"sliding_window": None}) == [None] * 3
+    assert windows(MOE | used | {"max_window_layers": 2}) == [8] * 3
+
+
+@pytest.mark.parametrize(
+    "values, missing, wanted",
+    [
+        (GPT_OSS | {"rope_parameters": {"rope_type": "default"}}, ("head_dim", "rope_theta"),
+         {"head_dim": 64, "rope_theta": 150000.0}),
+        (GPT_OSS, ("rms_norm_eps", "attention_bias"), {"rms_norm_eps": 1e-5}),
+        (MINIMAX, ("rope_theta", "head_dim"), {"rope_theta": 5e6, "head_dim": 128}),
+        (SMOL, ("rope_theta", "tie_word_embeddings"),
+         {"rope_theta": 2e6, "tie_word_embeddings": True}),
+        (OLMO, ("rope_theta", "rms_norm_eps"), {"rope_theta": 5e5, "rms_norm_eps": 1e-5}),
+        (GLM, ("rms_norm_eps",), {"rms_norm_eps": 1e-5}),
+        (MINISTRAL, ("head_dim", "sliding_window", "rms_norm_eps"),
+         {"head_dim": 128, "sliding_window": None, "rms_norm_eps": 1e-5}),
+        (QWEN3, ("head_dim",), {"head_dim": 128}),
+        (MOE, ("head_dim",), {"head_dim": 16}),
+    ],
+)  # fmt: skip
+def test_missing_fields_have_the_values_of_transformers_in_each_family(values, missing, wanted):
+    assert read(without(values, *missing)).spec == read(values | wanted).spec
+
+
+@pytest.mark.parametrize("values", [GPT_OSS, MINISTRAL], ids=lambda v: v["model_type"])
+def test_families_that_stretch_rope_by_default_have_to_say_it(values):
+    with pytest.raises(ConfigError, match="field rope_parameters is missing"):
+        read(without(values, "rope_theta"))
+
+
+def test_all_layers_are_dense_where_more_are_than_there_are():
+    blocks = read(GLM | {"first_k_dense_replace": 3, "intermediate_size": 64}).spec.blocks
+    assert [type(block.feed_forward) for block in blocks] == [MLP, MLP]
 
 
 def test_a_window_holds_in_every_layer_of_mistral():

@@ -288,14 +288,15 @@ def scaled_config(strategy: str) -> dict:
     if strategy == "static":
         return {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    weights |= {"block_structure": [128, 128]} if strategy == "block" else {}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8}}
     return {"quant_method": "compressed-tensors", "format": "float-quantized",
             "config_groups": {"group_0": group}}  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["channel", "tensor", "static"])
+@pytest.mark.parametrize("strategy", ["channel", "tensor", "static", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_with_a_scale_for_a_row_or_a_matrix(copied, strategy, dtype):
+def test_fp8_with_a_scale_for_a_row_a_matrix_or_a_block(copied, strategy, dtype):
     meant = {}
 
     def change(tensors):
@@ -303,10 +304,17 @@ def test_fp8_with_a_scale_for_a_row_or_a_matrix(copied, strategy, dtype):
             weight = tensors[name].astype(np.float32)
             over = dict(axis=1, keepdims=True) if strategy == "channel" else {}
             scale = (np.abs(weight).max(**over) / 448).astype(dtype)
-            tensors[name] = (weight / scale.astype("f4")).astype(jnp.float8_e4m3fn.dtype)
+            wide = scale.astype("f4")
+            if strategy == "block":  # each block of a matrix has another scale
+                rows, columns = (-(-size // 128) for size in weight.shape)
+                scale = scale * 2.0 ** np.add.outer(np.arange(rows), np.arange(columns))
+                scale = scale.astype(dtype)
+                wide = np.repeat(np.repeat(scale.astype("f4"), 128, 0), 128, 1)
+                wide = wide[: weight.shape[0], : weight.shape[1]]
+            tensors[name] = (weight / wide).astype(jnp.float8_e4m3fn.dtype)
             tensors[f"{name}_scale{'_inv' if strategy == 'static' else ''}"] = np.asarray(scale)
             tensors[name.replace("weight", "input_scale")] = np.ones((), np.float32)
-            meant[name] = tensors[name].astype(np.float32) * np.asarray(scale, np.float32)
+            meant[name] = tensors[name].astype(np.float32) * wide
 
     folder = copied(LLAMA, change, {"quantization_config": scaled_config(strategy)})
     _, params = huggingface_checkpoint.load(folder, dtype=dtype)

@@ -51,14 +51,14 @@ def read(values):
 @pytest.mark.parametrize(
     "values, changes, message",
     [
-        (DENSE, {"attention_bias": True}, "attention_bias is implemented as False only"),
+        (HYBRID, {"attention_bias": True}, "attention_bias is implemented as False only"),
         (DENSE, {"hidden_act": "gelu"}, "hidden_act is implemented as 'silu' only"),
-        (DENSE, {"use_sliding_window": True}, "use_sliding_window is implemented as False"),
-        (DENSE, {"layer_types": ["sliding_attention"] * 4}, "layer_types must be a list of 4"),
+        (HYBRID, {"use_sliding_window": True}, "use_sliding_window is implemented as False"),
+        (DENSE, {"layer_types": ["linear_attention"] * 4}, "layer_types must be a list of 4"),
         (
             DENSE,
             {"rope_scaling": {"type": "longrope"}},
-            "rope_scaling.type is implemented as 'yarn' or",
+            "rope_scaling.type is implemented as 'yarn', 'llama3',",
         ),
         (HYBRID, {"attn_output_gate": False}, "attn_output_gate is implemented as True only"),
         (HYBRID, {"output_gate_type": "gelu"}, "output_gate_type is implemented as 'silu' or"),

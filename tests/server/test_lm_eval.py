@@ -110,6 +110,17 @@ def test_a_prompt_as_long_as_the_model_is_scored(server):
     assert server.post("/v1/completions", body).status_code == 400
 
 
+def test_a_prompt_of_one_token_has_its_place_in_the_lists(server):
+    body = {"prompt": [[7], [8, 9]], "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+    for most in (0, 1):
+        found = server.post("/v1/completions", {**body, "max_tokens": most}).json()["choices"]
+        for choice, prompt in zip(found, body["prompt"], strict=True):
+            told, tokens = choice["logprobs"], len(prompt) + most
+            assert [len(values) for values in told.values()] == [tokens] * 4
+            assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+            assert told["text_offset"][0] == 0 and len(choice["prompt_logprobs"]) == len(prompt)
+
+
 def test_vllm_s_field_has_ranks_by_token(server, chances):
     text = b"import os"
     of, ids = chances(text), list(text)

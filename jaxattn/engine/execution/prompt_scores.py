@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxattn.engine.requests.outputs import PromptLogprobs
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.steps.pooling_step import wanted_ranges
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout
@@ -27,6 +28,7 @@ class PromptScores:
         vocab_size: of the model.
         rows: whose tokens are scored, in the order of `wanted`, and where these are: of each the
             place of the one before it among the step's tokens, and the token.
+        alone: rows whose prompt is one token, which nothing precedes: they are told without a call.
         pooled: rows of which a range of the step's tokens is pooled.
         told: of `ScoreStep` and then of `PoolingStep`, once they are sent.
     """
@@ -35,6 +37,7 @@ class PromptScores:
     score: ScoreStep
     vocab_size: int
     rows: dict[ScoreControls, list[_Places]] = dataclasses.field(default_factory=dict)
+    alone: list[RunningRequest] = dataclasses.field(default_factory=list)
     pooled: list[tuple[RunningRequest, tuple[int, int]]] = dataclasses.field(default_factory=list)
     told: list[jax.Array] = dataclasses.field(default_factory=list)
 
@@ -52,6 +55,8 @@ class PromptScores:
             self.pooled.append((row, (begin + own.start, begin + own.stop)))
         positions = row.next_scored(cached, len(chunk.tokens))
         if not positions:
+            if len(row.prompt) == 1 and row.request.prompt_logprobs is not None:
+                self.alone.append(row)
             return
         places = np.empty((len(positions), 2), np.int32)
         places[:, 0] = np.arange(positions.start, positions.stop) + (begin - 1)
@@ -94,9 +99,8 @@ class PromptScores:
 
     def read(self) -> list[tuple[RunningRequest, Int[np.ndarray, "n 2+2*most"]]]:
         """Waits for what was scored: of each row the lines of its next tokens."""
-        if not self.rows:
-            return []
-        scored, found = iter(self.told[: len(self.told) - len(self.ranges)]), []
+        found = [(row, PromptLogprobs.NO_LINES) for row in self.alone]
+        scored = iter(self.told[: len(self.told) - len(self.ranges)])
         for _, size, rows in self.calls:
             count = sum(len(places) for _, places in rows)
             calls = itertools.islice(scored, -(-count // size))

@@ -100,6 +100,7 @@ class PromptLogprobs(Sequence[Logprobs | None]):
     """
 
     __slots__ = ("_count", "_lines")
+    NO_LINES = np.zeros((0, 2 + 2 * MOST_LOGPROBS), np.int32)
 
     def __init__(self, lines: Int[np.ndarray, "n m"], count: int):
         self._lines, self._count = lines if count else lines[:, :2], count
@@ -107,7 +108,7 @@ class PromptLogprobs(Sequence[Logprobs | None]):
     @classmethod
     def none(cls, count: int) -> Self:
         """Of a text of one token."""
-        return cls(np.zeros((0, 2 + 2 * MOST_LOGPROBS), np.int32), count)
+        return cls(cls.NO_LINES, count)
 
     def behind(self, lines: Int[np.ndarray, "n m"]) -> Self:
         """With further tokens behind these."""

@@ -28,6 +28,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     fields = fields.renamed(**kda_hybrid.SPELLED, linear_conv_kernel_dim="short_conv_kernel_size")
+    fields = fields.assuming(n_group=8, topk_group=4, routed_scaling_factor=2.5)
     heads = fields.integer("num_attention_heads")
     bound = None
     if fields.flag("kda_safe_gate", True):
@@ -85,5 +86,5 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
         if isinstance(block.feed_forward, MLP):
             found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
-            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
+            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES, stored=names)
     return found

@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from jaxattn.models.blocks import MLA, MLP, Block, FeedForward, MoE
 from jaxattn.models.families.components import decoder, experts, mla
-from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
+from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec, DraftHead
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
@@ -31,6 +31,8 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    if fields.values["model_type"] != "deepseek_v2":
+        fields = fields.assuming(n_group=8, topk_group=4, routed_scaling_factor=2.5)
     fields.require("moe_layer_freq", 1)
     return decoder.read_decoder(fields, read_blocks(fields, dense_layers(fields)))
 
@@ -44,7 +46,7 @@ def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
 def prediction_layers(fields: ConfigFields) -> int:
     """How many there are: transformers 5 writes the second name, publishers the first."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
-    return max(fields.integer(name, 0, least=0) for name in names)
+    return max(fields.integer(n, least=0) if fields.values.get(n) else 0 for n in names)
 
 
 def draft_layers(spec: DecoderSpec) -> list[WeightMapping]:
@@ -65,11 +67,6 @@ def dense_layers(fields: ConfigFields) -> list[bool]:
     dense, count = (
         fields.integer("first_k_dense_replace", least=0), fields.integer("num_hidden_layers"),
     )  # fmt: skip
-    if dense > count:
-        raise ConfigError(
-            f"{fields.where}: first_k_dense_replace={dense:,} is more than "
-            f"num_hidden_layers={count:,}"
-        )
     return [layer < dense for layer in range(count)]
 
 
@@ -145,7 +142,7 @@ def skipped(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
+    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec) + draft_layers(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
@@ -154,5 +151,5 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
         if isinstance(block.feed_forward, MLP):
             found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
-            found += experts.placed(place, hidden, block.feed_forward)
+            found += experts.placed(place, hidden, block.feed_forward, stored=names)
     return found

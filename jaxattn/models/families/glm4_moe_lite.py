@@ -29,4 +29,5 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields = fields.assuming(routed_scaling_factor=1.8, rms_norm_eps=1e-5)
     return read_decoder(fields, deepseek.read_blocks(fields, deepseek.dense_layers(fields)))

@@ -32,6 +32,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     fields = fields.renamed(**kda_hybrid.SPELLED, scoring_func="moe_router_activation_func")
+    fields = fields.assuming(routed_scaling_factor=2.446, rms_norm_eps=1e-5)
     fields.require("mla_use_nope", True)
     fields.require("moe_layer_freq", 1)
     count = fields.integer("num_hidden_layers")
@@ -84,5 +85,5 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
             name = _NAMES.layer if saved else "mlp"
             found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size, name)
         elif isinstance(block.feed_forward, MoE):
-            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
+            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES, stored=names)
     return found

@@ -34,6 +34,8 @@ def read_model(fields: ConfigFields, feed_forward: FeedForward) -> DecoderModel:
     fields.require("attn_output_gate", True)
     fields.require("output_gate_type", "silu", "swish")
     fields.require("mamba_ssm_dtype", "float32")
+    fields.require("use_sliding_window", False)
+    fields = fields.assuming(head_dim=256)
     full = read_attention(fields, gated=True, rotated=0.25)
     delta = GDN(
         num_k_heads=fields.integer("linear_num_key_heads"),
@@ -99,12 +101,11 @@ def placed(
     """Every tensor of a checkpoint, and where it goes.
 
     Args:
-        names: of a folder's tensors: they say whether experts are fused.
+        names: of a folder's tensors.
         delta: the input projections of a gated delta net.
     """
     spec = model.spec
     hidden, plus = spec.stream.hidden_size, AddOne()
-    fused = {name for name in names if name.endswith(".mlp.experts.gate_up_proj")}
     places, found = layer_places(spec), ends(spec, plus)
     if spec.draft_head:
         places[-1] = dataclasses.replace(places[-1], prefix=f"{PREDICTION[0]}layers.0")
@@ -123,7 +124,7 @@ def placed(
                 hidden,
                 block.feed_forward,
                 shared="shared_expert",
-                fused=f"{place.prefix}.mlp.experts.gate_up_proj" in fused,
+                stored=names,
             )
     return found
 

@@ -21,6 +21,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields = fields.assuming(tie_word_embeddings=True)
     fields.require("hidden_act", "silu")
     for name in ("attention_bias", "mlp_bias"):
         fields.require(name, False)

@@ -119,6 +119,10 @@ class ScaleEncoding(WeightEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8BlockEncoding(WeightEncoding):
+    """FP8 numbers with one scale for each block; `scale` is the end of their tensor's name."""
+
+    scale: str = "_scale_inv"
+
     @property
     def rows_together(self) -> int:
         return BLOCK
@@ -126,7 +130,7 @@ class Fp8BlockEncoding(WeightEncoding):
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 2:
             raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
-        scale = EncodedTensor(f"{name}_scale_inv", block_counts(*shape), SCALES, rows=BLOCK)
+        scale = EncodedTensor(f"{name}{self.scale}", block_counts(*shape), SCALES, rows=BLOCK)
         return EncodedTensor(name, shape, (FP8,)), scale
 
     def decode(self, parts: Sequence[Array]) -> Array:

@@ -58,6 +58,10 @@ class ConfigFields(FieldReader):
         own = {n: self.values[word] for n, word in other.items()}
         return ConfigFields({**self.values, **own}, self.where, other)
 
+    def assuming(self, **values: Any) -> "ConfigFields":
+        """The fields, of which missing ones have these values, a family's own in transformers."""
+        return ConfigFields({**values, **self.values}, self.where, self.spelled)
+
     def text(self) -> "ConfigFields":
         """The fields of the text model: those of `text_config` too, where there is one. A field
         that both have is the outer one's.
@@ -137,13 +141,19 @@ class ConfigFields(FieldReader):
             raise self.refused("rope_scaling", "must be an object or null", scaling)
         return nested, scaling
 
+    def require_rope(self) -> None:
+        """Refuses a file without RoPE's fields, of a family that stretches it by default."""
+        if not {"rope_theta", "rope_scaling"} & self.values.keys():
+            self.object("rope_parameters")
+
     def rope_scaling(self) -> "ConfigFields":
         """The object that says the scaling of RoPE, which may be empty."""
         return self.of("rope_scaling", self._rope_objects()[1])
 
     def rope(self, dim: int, *, interleaved: bool | None = None) -> RopeConfig:
-        """Plain RoPE, YaRN or Llama 3's, in the spelling of either time: `rope_scaling` beside
-        `rope_theta`, or both in `rope_parameters`.
+        """Plain RoPE, linear scaling, YaRN or Llama 3's, in the spelling of either time:
+        `rope_scaling` beside `rope_theta`, or both in `rope_parameters`. Dynamic scaling is plain
+        RoPE up to `max_position_embeddings`, and no row is longer.
 
         Args:
             dim: dims that turn.
@@ -156,10 +166,16 @@ class ConfigFields(FieldReader):
             for each in (self, self.of("rope_parameters", nested)):
                 each.require("partial_rotary_factor", 1.0)
             interleaved = self.flag("rope_interleave", True)
-        kind = scaling.get("type", scaling.get("rope_type", "default"))
-        if kind in ("default", None):
+        kind = scaling.get("rope_type") or scaling.get("type")
+        if kind in ("default", "dynamic", None):
             return RopeConfig(dim, theta=base, interleaved=interleaved)
-        given = self.rope_scaling()
+        given = self.rope_scaling().assuming(
+            original_max_position_embeddings=self.values.get("max_position_embeddings")
+        )
+        if kind == "linear":
+            return RopeConfig(
+                dim, theta=base, interleaved=interleaved, llama3=_linear(given.number("factor"))
+            )
         if kind == "yarn":
             yarn = _read_yarn(given)
             return RopeConfig(dim, theta=base, interleaved=interleaved, yarn=yarn)
@@ -171,21 +187,31 @@ class ConfigFields(FieldReader):
                 original_max_position_embeddings=given.integer("original_max_position_embeddings"),
             )
             return RopeConfig(dim, theta=base, interleaved=interleaved, llama3=llama3)
-        raise self.refused("rope_scaling.type", "is implemented as 'yarn' or 'llama3' only", kind)
+        kinds = "'yarn', 'llama3', 'linear' or 'dynamic'"
+        raise self.refused("rope_scaling.type", f"is implemented as {kinds} only", kind)
+
+
+def _linear(factor: float) -> Llama3RopeScaling:
+    """All frequencies divided by a factor: every wave is long, because none turns in one token."""
+    return Llama3RopeScaling(
+        factor, low_freq_factor=1, high_freq_factor=2, original_max_position_embeddings=1
+    )
 
 
 def _read_yarn(given: ConfigFields) -> YarnConfig:
     """YaRN of a `rope_scaling`, as transformers computes it."""
     factor = given.number("factor")
-    mscale, all_dim = (
-        given.number(name) if given.values.get(name) else 0.0
-        for name in ("mscale", "mscale_all_dim")
-    )
+    mscale, all_dim, fast, slow = (
+        given.number(name) if given.values.get(name) else default
+        for name, default in (
+            ("mscale", 0.0), ("mscale_all_dim", 0.0), ("beta_fast", 32.0), ("beta_slow", 1.0)
+        )
+    )  # fmt: skip
     return YarnConfig(
         factor=factor,
         original_max_position_embeddings=given.integer("original_max_position_embeddings"),
-        beta_fast=given.number("beta_fast", 32.0),
-        beta_slow=given.number("beta_slow", 1.0),
+        beta_fast=fast,
+        beta_slow=slow,
         mscale=_read_mscale(given, factor, mscale, all_dim),
         mscale_all_dim=all_dim,
         truncate=given.flag("truncate", True),

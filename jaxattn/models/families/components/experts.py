@@ -1,6 +1,7 @@
 """Tensors of a mixture of experts: router, routed experts and shared experts."""
 
 import dataclasses
+from collections.abc import Collection
 
 from jaxattn.core.numerics.fp8_block_scaling import block_counts
 from jaxattn.models.blocks import MoE
@@ -36,22 +37,22 @@ def placed(
     moe: MoE,
     *,
     shared: str = "shared_experts",
-    fused: bool = False,
+    stored: Collection[str] = (),
     names: ExpertTensorNames = ExpertTensorNames(),
 ) -> list[WeightMapping]:
     """Router, routed experts and shared experts.
 
     Args:
         shared: the shared experts' name.
-        fused: the routed experts of a layer are two tensors.
+        stored: names of a folder's tensors. transformers may save a layer's routed experts as two.
     """
     count, shared = moe.router.experts, f"{names.layer}.{shared}"
     found = [place.matrix(f"{names.layer}.gate", count, hidden, "mlp", "router")]
     if moe.router.scores == "sigmoid":
         name = f"{names.bias_of or f'{names.layer}.gate'}.{names.bias}"
         found.append(place.plain(name, (count,), "mlp", "correction_bias"))
-    if fused:
-        found += _fused(place, hidden, moe)
+    if f"{place.prefix}.{names.layer}.experts.gate_up_proj" in stored:
+        found += _fused(place, hidden, moe, names.layer)
     else:
         for expert in range(count):
             found += _expert(place, hidden, moe, expert, names)
@@ -68,12 +69,12 @@ def placed(
     return found
 
 
-def _fused(place: LayerMapping, hidden: int, moe: MoE) -> list[WeightMapping]:
+def _fused(place: LayerMapping, hidden: int, moe: MoE, layer: str) -> list[WeightMapping]:
     """All routed experts' gate and up rows in one tensor, and their down rows in another."""
     count, width = moe.router.experts, moe.expert_size
     return [
-        place.plain("mlp.experts.gate_up_proj", (count, 2 * width, hidden), "mlp", "gate_up_proj"),
-        place.plain("mlp.experts.down_proj", (count, hidden, width), "mlp", "down_proj"),
+        place.plain(f"{layer}.experts.{name}", (count, *shape), "mlp", name)
+        for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
     ]
 
 

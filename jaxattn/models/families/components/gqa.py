@@ -8,11 +8,13 @@ from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
 from jaxattn.models.weight_map.transforms import WeightTransform
 
+_KINDS = ("full_attention", "sliding_attention")
+
 
 def read_plain(
     fields: ConfigFields,
     *,
-    biases: bool = False,
+    biases: bool | None = None,
     window: int | None = None,
     rope: RopeConfig | None = None,
 ) -> GQA:
@@ -22,21 +24,34 @@ def read_plain(
     queries, where the fields do not say it.
 
     Args:
-        biases: of queries, keys and values.
+        biases: queries, keys and values have them, and the output none; None: all four have them
+            where `attention_bias` says so.
         window: keys that a token sees; None is all.
         rope: the rotation of whole heads; None reads it.
     """
     fields.require("partial_rotary_factor", 1.0)
     heads, dim = fields.integer("num_attention_heads"), head_dim(fields)
     keys = fields.values.get("num_key_value_heads")
+    all_four = fields.flag("attention_bias", False)
     return GQA(
         num_heads=heads,
         num_kv_heads=heads if keys is None else fields.integer("num_key_value_heads"),
         head_dim=dim,
         rope=rope or fields.rope(dim, interleaved=False),
-        biases=biases,
+        biases=all_four if biases is None else biases,
+        out_bias=biases is None and all_four,
         window=window,
     )
+
+
+def read_used_windows(fields: ConfigFields) -> tuple[int | None, ...]:
+    """The window of each layer in Qwen's words: with `use_sliding_window`, layers from
+    `max_window_layers` on have one."""
+    count, used = fields.integer("num_hidden_layers"), fields.flag("use_sliding_window", False)
+    full = fields.integer("max_window_layers", 28, least=0) if used else count
+    if fields.values.get("sliding_window") is None:
+        full = count
+    return read_windows(fields, [_KINDS[layer >= full] for layer in range(count)])
 
 
 def read_windows(fields: ConfigFields, kinds: Sequence[str]) -> tuple[int | None, ...]:
@@ -46,7 +61,7 @@ def read_windows(fields: ConfigFields, kinds: Sequence[str]) -> tuple[int | None
         kinds: of the layers where the field is missing, "full_attention" or "sliding_attention".
     """
     if fields.values.get("layer_types") is not None:
-        kinds = fields.words("layer_types", len(kinds), "full_attention", "sliding_attention")
+        kinds = fields.words("layer_types", len(kinds), *_KINDS)
     window = fields.integer("sliding_window") if "sliding_attention" in kinds else None
     return tuple(None if kind == "full_attention" else window for kind in kinds)
 
@@ -66,12 +81,12 @@ def read_attention(fields: ConfigFields, *, gated: bool = False, rotated: float 
     """Attention with norms of each head's query and key, in the words of a config.json.
 
     Args:
-        gated: q_proj has of each head the queries and then a gate.
+        gated: q_proj has of each head the queries and then a gate; without biases.
         rotated: which part of a head turns, where the configuration does not say it.
     """
-    fields.require("attention_bias", False)
-    fields.require("use_sliding_window", False)
-    dim = fields.integer("head_dim")
+    if gated:
+        fields.require("attention_bias", False)
+    biases, dim = fields.flag("attention_bias", False), head_dim(fields)
     return GQA(
         num_heads=fields.integer("num_attention_heads"),
         num_kv_heads=fields.integer("num_key_value_heads"),
@@ -79,6 +94,8 @@ def read_attention(fields: ConfigFields, *, gated: bool = False, rotated: float 
         rope=fields.rope(fields.rotated(dim, rotated), interleaved=False),
         qk_norm=True,
         gated=gated,
+        biases=biases,
+        out_bias=biases,
     )
 
 

@@ -3,7 +3,7 @@
     fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published; without
                         blocks one scale for a matrix, as Ministral 3 is
     compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are, or
-                        of 128; or FP8 with a scale for a row or a matrix
+                        of 128; or FP8 with a scale for a row, a matrix or a block
     mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
     awq, gptq           INT4 with zero points in groups of 32 or 128; of AWQ the layout "gemm"
 
@@ -35,7 +35,7 @@ from jaxattn.models.weight_map.zero_point_encodings import (
 )
 
 type Quantization = Literal[
-    "fp8", "fp8 by row", "fp8 by matrix", "int4", "int4-128", "mxfp4",
+    "fp8", "fp8 by row", "fp8 by matrix", "fp8 by block", "int4", "int4-128", "mxfp4",
     "awq-32", "awq-128", "gptq-32", "gptq-128", "gptq_v1-32", "gptq_v1-128", "gptq_v2-32",
     "gptq_v2-128",
 ]  # fmt: skip
@@ -43,7 +43,9 @@ type Quantization = Literal[
 FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
 METHODS = ("fp8", "compressed-tensors", "mxfp4", "awq", "gptq")
 INPUT_SCALES = (".input_scale", ".activation_scale")  # activations stay floats
-STRATEGIES: dict[str, Quantization] = {"channel": "fp8 by row", "tensor": "fp8 by matrix"}
+STRATEGIES: dict[str, Quantization] = {
+    "channel": "fp8 by row", "tensor": "fp8 by matrix", "block": "fp8 by block"
+}  # fmt: skip
 INT4: dict[Quantization, Int4GroupEncoding | ZeroPointEncoding] = {
     "int4": Int4GroupEncoding(32),
     "int4-128": Int4GroupEncoding(128),
@@ -207,6 +209,8 @@ def _read_float(group: ConfigFields, weights: ConfigFields) -> Quantization:
     weights.require("type", "float", missing=None)
     weights.require("symmetric", True)
     weights.require("strategy", *STRATEGIES, missing=None)
+    if weights.values["strategy"] == "block":
+        weights.require("block_structure", [BLOCK, BLOCK], missing=None)
     return STRATEGIES[weights.values["strategy"]]
 
 
@@ -223,6 +227,8 @@ def stored_as(
         return Fp8BlockEncoding()
     if quantization in STRATEGIES.values() and dtypes.get(name, "").startswith("float8"):
         scale = "_scale_inv" if f"{name}_scale_inv" in dtypes else "_scale"
+        if quantization == "fp8 by block":
+            return Fp8BlockEncoding(scale)
         return Fp8ScaledEncoding(quantization == "fp8 by row", scale)
     if quantization == "mxfp4" and f"{name}_blocks" in dtypes:
         return Mxfp4Encoding()

@@ -3,7 +3,7 @@
 Queries, keys and values may have biases, and queries and keys norms. The first layers are dense.
 Routing is DeepSeek-V3's, and so is the prediction layer (MTP) behind the last layer.
 
-Refused: other activations than SiLU, other scalings of RoPE than Llama 3's and YaRN, other routing
+Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`), other routing
 than by sigmoid with a correction bias.
 """
 
@@ -29,6 +29,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields = fields.assuming(rms_norm_eps=1e-5)
     fields.require("hidden_act", "silu")
     dim = head_dim(fields)
     attention = GQA(

@@ -4,7 +4,7 @@ Every other layer sees a window. The router and the experts have biases, and the
 clamped. All experts of a layer are two tensors, with the columns of gate and up in turn, as floats
 or in MXFP4.
 
-Refused: other activations than SiLU, other scalings of RoPE than Llama 3's and YaRN.
+Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -39,9 +39,11 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    fields = fields.renamed(num_local_experts="num_experts")
+    fields.require_rope()
+    fields = fields.renamed(num_local_experts="num_experts").assuming(
+        attention_bias=True, head_dim=64, rope_theta=150000.0, rms_norm_eps=1e-5
+    )
     fields.require("hidden_act", "silu")
-    biases = fields.flag("attention_bias", True)
     experts = MoE(
         expert_size=fields.integer("intermediate_size"),
         router=Router(
@@ -57,8 +59,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     )
     count = fields.integer("num_hidden_layers")
     windows = read_windows(fields, [_KINDS[layer % 2] for layer in range(count)])
-    plain = read_plain(fields, biases=biases)
-    mixer = dataclasses.replace(plain, out_bias=biases, sinks=True)
+    mixer = dataclasses.replace(read_plain(fields), sinks=True)
     mixers = {each: dataclasses.replace(mixer, window=each) for each in dict.fromkeys(windows)}
     return decoder.read_decoder(fields, tuple(Block(mixers[each], experts) for each in windows))
 

@@ -1,9 +1,7 @@
 """Llama (`model_type` llama): grouped-query attention and dense MLPs, of Llama 2 to 3.3, SmolLM2.
 
-RoPE is plain, or stretched by Llama 3's scaling or YaRN.
-
-Refused: biases in attention or MLP, other activations than SiLU, other scalings of RoPE, heads that
-are rotated in part or in pairs of neighbours.
+Refused: biases in MLPs, other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`),
+heads that are rotated in part or in pairs of neighbours.
 """
 
 from jaxattn.models.blocks import GQA, MLP, Block
@@ -24,7 +22,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    for name in ("attention_bias", "mlp_bias", "rope_interleaved"):
+    for name in ("mlp_bias", "rope_interleaved"):
         fields.require(name, False)
     return read_dense(fields, read_plain(fields))
 

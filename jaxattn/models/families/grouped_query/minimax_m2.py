@@ -3,8 +3,8 @@
 Heads turn in part, by `rotary_dim`. Routing is by sigmoid with a correction bias. The prediction
 layers (MTP) behind the last layer are not read.
 
-Refused: other activations than SiLU, other scalings of RoPE than Llama 3's and YaRN, other layers
-than full attention, norms of single heads, shared experts, other routing.
+Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`), other layers
+than full attention, biases, norms of single heads, shared experts, other routing.
 """
 
 import dataclasses
@@ -20,8 +20,9 @@ from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("minimax_m2",)
 
-_NAMES = experts.ExpertTensorNames(
-    layer="block_sparse_moe", expert=("w1", "w3", "w2"), bias_of="block_sparse_moe"
+_PUBLISHED, _SAVED = (
+    experts.ExpertTensorNames(layer=layer, expert=("w1", "w3", "w2"), bias_of=layer)
+    for layer in ("block_sparse_moe", "mlp")
 )
 
 
@@ -31,7 +32,9 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    fields = fields.renamed(num_local_experts="num_experts")
+    fields = fields.renamed(num_local_experts="num_experts").assuming(head_dim=128, rope_theta=5e6)
+    fields.require("attention_bias", False)
+    fields.require("use_sliding_window", False)
     fields.require("hidden_act", "silu")
     fields.require("use_qk_norm", True)
     fields.require("qk_norm_type", "per_layer")
@@ -70,11 +73,12 @@ def skipped(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
+    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)
+    spelled = _SAVED if f"model.layers.0.{_SAVED.layer}.gate.weight" in names else _PUBLISHED
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, GQA) and isinstance(block.feed_forward, MoE)
         found += decoder.norms(place, hidden) + attention(place, block.mixer, hidden)
-        found += experts.placed(place, hidden, block.feed_forward, names=_NAMES)
+        found += experts.placed(place, hidden, block.feed_forward, names=spelled, stored=names)
     return found

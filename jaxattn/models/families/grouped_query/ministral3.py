@@ -4,7 +4,7 @@
 Mistral's.
 
 Refused: other activations than SiLU, layers with and without a window (`layer_types`), other
-scalings of RoPE than Llama 3's and YaRN.
+scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -32,6 +32,9 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    if fields.values["model_type"] == "ministral3":
+        fields.require_rope()
+        fields = fields.assuming(head_dim=128, sliding_window=None, rms_norm_eps=1e-5)
     attention = read_plain(fields, window=mistral.read_window(fields))
     return llama.read_dense(fields, dataclasses.replace(attention, query_scaling=_scaling(fields)))
 

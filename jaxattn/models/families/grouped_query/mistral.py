@@ -1,7 +1,7 @@
 """Mistral (`model_type` mistral): Llama's layers, with a window where the configuration says one.
 
 Refused: other activations than SiLU, layers with and without a window (`layer_types`), other
-scalings of RoPE than Llama 3's and YaRN.
+scalings of RoPE (`ConfigFields.rope`).
 """
 
 from jaxattn.models.families.components.config_fields import ConfigFields

@@ -2,8 +2,7 @@
 
 Three layers of four see a window. Only those without one have RoPE stretched by YaRN.
 
-Refused: biases in attention, other activations than SiLU, other scalings of RoPE than Llama 3's and
-YaRN.
+Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -29,8 +28,8 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields = fields.assuming(rope_theta=5e5, rms_norm_eps=1e-5)
     fields.require("hidden_act", "silu")
-    fields.require("attention_bias", False)
     count = fields.integer("num_hidden_layers")
     kinds = [_KINDS[(layer + 1) % 4 != 0] for layer in range(count)]
     feed_forward = MLP(intermediate_size=fields.integer("intermediate_size"))
@@ -53,7 +52,7 @@ def _rope(fields: ConfigFields, kind: str) -> RopeConfig:
     nested = values.pop("rope_parameters", None) or {}
     if nested:
         own = fields.of("rope_parameters", nested).object(kind)
-        values = {k: v for k, v in values.items() if k not in ("rope_scaling", "rope_theta")}
+        values.pop("rope_scaling", None)
         values |= {"rope_parameters": own}
     elif kind == "sliding_attention":
         values.pop("rope_scaling", None)

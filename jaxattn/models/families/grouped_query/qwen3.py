@@ -1,15 +1,15 @@
 """Qwen3 (`model_type` qwen3): grouped-query attention with normed heads, and dense MLPs.
 
-Refused: biases in attention, windows, other activations than SiLU, other scalings of RoPE than
-YaRN.
+Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
+import dataclasses
 from collections.abc import Collection
 
 from jaxattn.models.blocks import GQA, MLP, Block
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.families.components.decoder import mlp, norms, read_decoder
-from jaxattn.models.families.components.gqa import attention, read_attention
+from jaxattn.models.families.components.gqa import attention, read_attention, read_used_windows
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_places
 
@@ -23,13 +23,11 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     fields.require("hidden_act", "silu")
-    layers = fields.integer("num_hidden_layers")
-    if fields.values.get("layer_types") is not None:
-        fields.words("layer_types", layers, "full_attention")
-    block = Block(
-        read_attention(fields), MLP(intermediate_size=fields.integer("intermediate_size"))
-    )
-    return read_decoder(fields, (block,) * layers)
+    mixer = read_attention(fields.assuming(head_dim=128))
+    mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
+    windows = read_used_windows(fields)
+    blocks = (Block(dataclasses.replace(mixer, window=each), mlp) for each in windows)
+    return read_decoder(fields, tuple(blocks))
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:

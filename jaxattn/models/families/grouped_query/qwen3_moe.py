@@ -1,12 +1,13 @@
 """Qwen3 with experts (`model_type` qwen3_moe): Qwen3-30B-A3B, 235B-A22B, Qwen3-Coder.
 
-Qwen3's attention. Experts are in every layer, in every nth one, or in all but those that the
-configuration names; the others are dense. Routing is by softmax, without shared experts.
+Qwen3's attention, with a window in all layers or none. Experts are in every layer, in every nth
+one, or in all but those that the configuration names; the others are dense. Routing is by softmax,
+without shared experts.
 
-Refused: biases in attention, windows, other activations than SiLU, other scalings of RoPE than
-Llama 3's and YaRN.
+Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
+import dataclasses
 from collections.abc import Collection
 
 from jaxattn.models.blocks import GQA, MLP, Block, FeedForward, MoE
@@ -30,6 +31,8 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     fields = fields.renamed(num_experts="num_local_experts")
     fields.require("hidden_act", "silu")
     mixer, sparse = read_attention(fields), _sparse(fields)
+    if fields.flag("use_sliding_window", False):
+        mixer = dataclasses.replace(mixer, window=fields.maybe_integer("sliding_window"))
     kinds: dict[bool, FeedForward] = {}
     if any(sparse):
         router = Router(
@@ -59,12 +62,11 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
     """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)
-    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, GQA)
         found += decoder.norms(place, hidden) + attention(place, block.mixer, hidden)
         if isinstance(block.feed_forward, MLP):
             found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
-            found += experts.placed(place, hidden, block.feed_forward, fused=fused)
+            found += experts.placed(place, hidden, block.feed_forward, stored=names)
     return found

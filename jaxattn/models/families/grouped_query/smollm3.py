@@ -3,8 +3,7 @@
 `no_rope_layers` has a 1 for each layer that rotates queries and keys, or
 `no_rope_layer_interval` says which one does not.
 
-Refused: biases in attention or MLP, other activations than SiLU, other scalings of RoPE than Llama
-3's and YaRN.
+Refused: biases in MLPs, other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 from jaxattn.core.numerics.rope import RopeConfig
@@ -25,17 +24,12 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    for name in ("attention_bias", "mlp_bias"):
-        fields.require(name, False)
+    fields = fields.assuming(rope_theta=2e6, tie_word_embeddings=True, sliding_window=None)
+    fields.require("mlp_bias", False)
     rotates = _rotates(fields, fields.integer("num_hidden_layers"))
-    kinds = ["full_attention"] * len(rotates)
-    if fields.flag("use_sliding_window", False) and fields.maybe_integer("sliding_window"):
-        kinds = ["full_attention" if each else "sliding_attention" for each in rotates]
-        windows = read_windows(fields, kinds)
-    else:
-        if fields.values.get("layer_types") is not None:
-            fields.words("layer_types", len(kinds), "full_attention")
-        windows = (None,) * len(kinds)
+    used = fields.flag("use_sliding_window", False) and fields.maybe_integer("sliding_window")
+    kinds = ["sliding_attention" if used and not each else "full_attention" for each in rotates]
+    windows = read_windows(fields, kinds)
     none = RopeConfig(head_dim(fields), None, False)
     return llama.read_dense(
         fields,

@@ -28,6 +28,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields = fields.assuming(n_group=8, topk_group=4, routed_scaling_factor=2.5)
     layers = fields.integer("num_hidden_layers")
     fields.require("moe_layer_freq", 1)
     return decoder.read_decoder(fields, read_blocks(fields, [True] * layers, interleaved=False))

@@ -27,6 +27,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
+    fields = fields.assuming(routed_scaling_factor=2.5, rms_norm_eps=1e-5)
     blocks = deepseek_v32.read_blocks(fields, indexed_layers(fields), interleaved=True)
     return read_decoder(fields, blocks)
 
