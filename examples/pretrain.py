@@ -221,6 +221,7 @@ class Trainer:
         self.new_state = jax.jit(new_state, out_shardings=self.shardings)
         self.state = self.new_state()
         self.step = jax.jit(self._step, donate_argnums=0)
+        self.evaluated = jax.jit(self.loss)
 
     def spec_of(self, x: Any) -> P:
         """Parameters are divided along their last axis, where the devices divide it."""
@@ -321,6 +322,20 @@ def named(tree: Any) -> dict[str, Any]:
     return {f"{i:04}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
 
 
+def held_out(trainer: Trainer, text: jax.Array) -> list[jax.Array]:
+    """Batches of a text, the same in every run: its pieces one behind another."""
+    count = len(text) // (trainer.tokens + 1) // trainer.rows
+    pieces = text[: count * trainer.rows * (trainer.tokens + 1)].astype(jnp.int32)
+    return list(pieces.reshape(count, trainer.rows, trainer.tokens + 1))
+
+
+def evaluate(trainer: Trainer, batches: list[jax.Array], step: int) -> None:
+    """Prints the loss of text that no step trains on."""
+    params = trainer.state[0]
+    mean = sum(float(trainer.evaluated(params, each)) for each in batches) / len(batches)
+    print(f"step {step:5}: held-out text {mean:.4f} nats per byte", flush=True)
+
+
 def losses(trainer: Trainer, data: jax.Array, steps: range) -> Iterator[tuple[int, float, float]]:
     """(step, loss, seconds) of each, whose state is then in the trainer."""
     for step in steps:
@@ -359,6 +374,10 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path, help="a text; default: Python's own reference")
     parser.add_argument("--every", type=int, default=10, help="steps between printed lines")
+    parser.add_argument(
+        "--eval-every", type=int, default=0, metavar="STEPS",
+        help="hold a twentieth of the text out, and print its loss; default: train on all of it",
+    )  # fmt: skip
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, and resume")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument(
@@ -385,6 +404,15 @@ def main(argv: list[str] | None = None, trainer: Trainer | None = None) -> Train
     if done:
         print(f"resumed after step {done}")
     data, best = jnp.frombuffer(text, jnp.uint8), float("inf")
+    kept: list[jax.Array] = []
+    if args.eval_every:
+        data, rest = jnp.split(data, [len(data) - len(data) // 20])
+        kept = held_out(trainer, rest)
+        if not kept or len(data) <= trainer.tokens + 1:
+            raise SystemExit(
+                f"--eval-every holds {len(rest)} bytes out, and a batch has "
+                f"{trainer.rows} x {trainer.tokens + 1}; give a longer --data"
+            )
     for step, loss, seconds in losses(trainer, data, range(done, args.steps)):
         last = step + 1 == args.steps
         best = min(best, seconds)
@@ -393,6 +421,8 @@ def main(argv: list[str] | None = None, trainer: Trainer | None = None) -> Train
         if args.log is not None:
             with args.log.open("a") as file:
                 print(json.dumps({"step": step, "loss": loss, "seconds": seconds}), file=file)
+        if kept and (last or (step + 1) % args.eval_every == 0):
+            evaluate(trainer, kept, step)
         if last or (step + 1) % args.save_every == 0:
             checkpoints.save(trainer.state, step + 1)
     if done < args.steps:

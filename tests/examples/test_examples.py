@@ -87,6 +87,13 @@ def test_pretraining_resumes_to_the_same_losses(tmp_path, capsys):
     trainer = main([*common, "--steps", "6"])
     whole = losses_of(capsys)
     trainer.state = trainer.new_state()
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 8)
+    common_text = ["--data", str(text), "--eval-every", "1"]
+    main([*common, *common_text, "--steps", "2"], trainer)
+    held_out = re.findall(r"held-out text (\S+) nats per byte", capsys.readouterr().out)
+    assert len(held_out) == 2 and held_out[0] != held_out[1]
+    trainer.state = trainer.new_state()
     main([*common, *checkpoint, "--steps", "3"], trainer)
     trainer.state = trainer.new_state()
     main([*common, *checkpoint, "--steps", "6", "--log", str(tmp_path / "log")], trainer)
