@@ -147,16 +147,6 @@ def followed(
     return np.array(tokens), last
 
 
-def decoded(steps: "Stepped", count: int = 10) -> np.ndarray:
-    """Greedy tokens [count, rows] behind one token of each row, by decode steps alone: half of what
-    `followed` compiles. Every third row has begun in each of the first three steps."""
-    tokens = [np.array([text[0] for text in prompts(steps.model, steps.sizes)])]
-    late = np.arange(steps.rows) % 3
-    for length in range(1, count + 1):
-        tokens.append(steps.decode(tokens[-1], np.maximum(length - late, 0)))
-    return np.array(tokens[1:])
-
-
 class Stepped:
     """A model's compiled steps over a group, with the state between them."""
 
