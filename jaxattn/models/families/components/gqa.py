@@ -8,7 +8,8 @@ from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
 from jaxattn.models.weight_map.transforms import WeightTransform
 
-_KINDS = ("full_attention", "sliding_attention")
+# Words of `layer_types`.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_plain(
@@ -51,19 +52,19 @@ def read_used_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     full = fields.integer("max_window_layers", 28, least=0) if used else count
     if fields.values.get("sliding_window") is None:
         full = count
-    return read_windows(fields, [_KINDS[layer >= full] for layer in range(count)])
+    return read_windows(fields, [FULL if layer < full else SLIDING for layer in range(count)])
 
 
 def read_windows(fields: ConfigFields, kinds: Sequence[str]) -> tuple[int | None, ...]:
     """The window of each layer, by `layer_types`; None where a token sees all keys.
 
     Args:
-        kinds: of the layers where the field is missing, "full_attention" or "sliding_attention".
+        kinds: of the layers where the field is missing, `FULL` or `SLIDING`.
     """
     if fields.values.get("layer_types") is not None:
-        kinds = fields.words("layer_types", len(kinds), *_KINDS)
-    window = fields.integer("sliding_window") if "sliding_attention" in kinds else None
-    return tuple(None if kind == "full_attention" else window for kind in kinds)
+        kinds = fields.words("layer_types", len(kinds), FULL, SLIDING)
+    window = fields.integer("sliding_window") if SLIDING in kinds else None
+    return tuple(None if kind == FULL else window for kind in kinds)
 
 
 def head_dim(fields: ConfigFields) -> int:

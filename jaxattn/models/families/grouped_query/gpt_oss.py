@@ -14,7 +14,13 @@ from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.models.blocks import GQA, Block, MoE
 from jaxattn.models.families.components import decoder
 from jaxattn.models.families.components.config_fields import ConfigFields
-from jaxattn.models.families.components.gqa import attention, read_plain, read_windows
+from jaxattn.models.families.components.gqa import (
+    FULL,
+    SLIDING,
+    attention,
+    read_plain,
+    read_windows,
+)
 from jaxattn.models.families.grouped_query.qwen3 import skipped as skipped
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.encodings import FourBitEncoding, Mxfp4Encoding
@@ -29,8 +35,6 @@ from jaxattn.models.weight_map.transforms import SplitInterleaved, TransposeExpe
 from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("gpt_oss",)
-
-_KINDS = ("sliding_attention", "full_attention")
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
@@ -58,7 +62,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ),
     )
     count = fields.integer("num_hidden_layers")
-    windows = read_windows(fields, [_KINDS[layer % 2] for layer in range(count)])
+    windows = read_windows(fields, [(SLIDING, FULL)[layer % 2] for layer in range(count)])
     mixer = dataclasses.replace(read_plain(fields), sinks=True)
     mixers = {each: dataclasses.replace(mixer, window=each) for each in dict.fromkeys(windows)}
     return decoder.read_decoder(fields, tuple(Block(mixers[each], experts) for each in windows))

@@ -5,7 +5,7 @@ scalings of RoPE (`ConfigFields.rope`).
 """
 
 from jaxattn.models.families.components.config_fields import ConfigFields
-from jaxattn.models.families.components.gqa import read_plain
+from jaxattn.models.families.components.gqa import FULL, SLIDING, read_plain
 from jaxattn.models.families.grouped_query import llama, qwen3
 from jaxattn.models.network.decoder_model import DecoderModel
 
@@ -27,6 +27,6 @@ def read_window(fields: ConfigFields) -> int | None:
     """The window of every layer."""
     window = fields.maybe_integer("sliding_window")
     if fields.values.get("layer_types") is not None:
-        kind = "full_attention" if window is None else "sliding_attention"
+        kind = FULL if window is None else SLIDING
         fields.words("layer_types", fields.integer("num_hidden_layers"), kind)
     return window

@@ -11,15 +11,19 @@ from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import GQA, MLP, Block
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.families.components.decoder import read_decoder
-from jaxattn.models.families.components.gqa import head_dim, read_plain, read_windows
+from jaxattn.models.families.components.gqa import (
+    FULL,
+    SLIDING,
+    head_dim,
+    read_plain,
+    read_windows,
+)
 from jaxattn.models.families.grouped_query import qwen3
 from jaxattn.models.network.decoder_model import DecoderModel
 
 MODEL_TYPES = ("olmo3",)
 
 placed, skipped = qwen3.placed, qwen3.skipped
-
-_KINDS = ("full_attention", "sliding_attention")
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
@@ -31,11 +35,11 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     fields = fields.assuming(rope_theta=5e5, rms_norm_eps=1e-5)
     fields.require("hidden_act", "silu")
     count = fields.integer("num_hidden_layers")
-    kinds = [_KINDS[(layer + 1) % 4 != 0] for layer in range(count)]
+    kinds = [SLIDING if (layer + 1) % 4 else FULL for layer in range(count)]
     feed_forward = MLP(intermediate_size=fields.integer("intermediate_size"))
 
     def attention(window: int | None) -> GQA:
-        rope = _rope(fields, _KINDS[window is not None])
+        rope = _rope(fields, FULL if window is None else SLIDING)
         plain = read_plain(fields, window=window, rope=rope)
         return dataclasses.replace(plain, heads_norm=True)
 
@@ -54,6 +58,6 @@ def _rope(fields: ConfigFields, kind: str) -> RopeConfig:
         own = fields.of("rope_parameters", nested).object(kind)
         values.pop("rope_scaling", None)
         values |= {"rope_parameters": own}
-    elif kind == "sliding_attention":
+    elif kind == SLIDING:
         values.pop("rope_scaling", None)
     return ConfigFields(values, fields.where).rope(head_dim(fields), interleaved=False)

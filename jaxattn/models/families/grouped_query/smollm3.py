@@ -9,7 +9,13 @@ Refused: biases in MLPs, other activations than SiLU, other scalings of RoPE (`C
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.core.validation.config_fields import Integer, ListOf
 from jaxattn.models.families.components.config_fields import ConfigFields
-from jaxattn.models.families.components.gqa import head_dim, read_plain, read_windows
+from jaxattn.models.families.components.gqa import (
+    FULL,
+    SLIDING,
+    head_dim,
+    read_plain,
+    read_windows,
+)
 from jaxattn.models.families.grouped_query import llama, qwen3
 from jaxattn.models.network.decoder_model import DecoderModel
 
@@ -28,7 +34,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     fields.require("mlp_bias", False)
     rotates = _rotates(fields, fields.integer("num_hidden_layers"))
     used = fields.flag("use_sliding_window", False) and fields.maybe_integer("sliding_window")
-    kinds = ["sliding_attention" if used and not each else "full_attention" for each in rotates]
+    kinds = [SLIDING if used and not each else FULL for each in rotates]
     windows = read_windows(fields, kinds)
     none = RopeConfig(head_dim(fields), None, False)
     return llama.read_dense(
