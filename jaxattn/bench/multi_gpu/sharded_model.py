@@ -25,6 +25,7 @@ from jaxattn.bench.model.roofline import moved, rate
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.engine.startup.limits_search import UTILIZATION
 from jaxattn.kernels.hopper.build.trace_cache import share_launches
 from jaxattn.memory.device_memory import device_memory
 from jaxattn.memory.plan import nbytes
@@ -36,7 +37,6 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.parallel import DeviceGroup, Parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
 
-UTILIZATION = 0.9  # of a card, as a plan takes it unless it is told another
 STEPS = 4  # different batches, taken in turn
 RUN_SECONDS = 0.3  # of a run of steps
 COLLECTIVES = (

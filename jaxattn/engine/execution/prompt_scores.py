@@ -100,6 +100,8 @@ class PromptScores:
     def read(self) -> list[tuple[RunningRequest, Int[np.ndarray, "n 2+2*most"]]]:
         """Waits for what was scored: of each row the lines of its next tokens."""
         found = [(row, PromptLogprobs.NO_LINES) for row in self.alone]
+        if not self.rows:
+            return found
         scored = iter(self.told[: len(self.told) - len(self.ranges)])
         for _, size, rows in self.calls:
             count = sum(len(places) for _, places in rows)
