@@ -13,6 +13,8 @@ from jaxattn import Limits
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.checkpoint.native_format import CheckpointError
+from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
+from jaxattn.models.families.deepseek import prediction_layers
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, scratch_spec
 from jaxattn.models.loading.huggingface_checkpoint import load, read_config
 from tests.helpers.draft_heads import CONFIGS, VOCAB, PredictionLayer, write_folder
@@ -108,6 +110,16 @@ def test_the_head_is_left_out_unless_it_is_asked_for(folder_of):
     folder, _ = folder_of("glm4_moe_lite")
     assert not read_config(folder).model.has_draft_head
     assert read_config(folder, draft_head=True).model.caches[0].layers == 3
+
+
+def test_a_number_of_prediction_layers_is_null_or_a_number():
+    def layers(value):
+        return prediction_layers(ConfigFields({"num_nextn_predict_layers": value}, "config.json"))
+
+    assert [layers(value) for value in (None, 0, 2)] == [0, 0, 2]
+    for wrong in (False, "", []):
+        with pytest.raises(ConfigError, match="num_nextn_predict_layers must be an integer"):
+            layers(wrong)
 
 
 def test_a_model_without_a_head_is_refused_by_name(tmp_path):

@@ -46,7 +46,8 @@ def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
 def prediction_layers(fields: ConfigFields) -> int:
     """How many there are: transformers 5 writes the second name, publishers the first."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
-    return max(fields.integer(n, least=0) if fields.values.get(n) else 0 for n in names)
+    given = [name for name in names if fields.values.get(name) is not None]
+    return max((fields.integer(name, least=0) for name in given), default=0)
 
 
 def draft_layers(spec: DecoderSpec) -> list[WeightMapping]:
