@@ -277,6 +277,8 @@ def measure(
             row[f"{who} {unit}"] = time / roofline_plot.TIMES[unit] if time else ""
         if args.what in COMPARED and not args.no_peers and not args.small:
             row |= baselines()[1].times(module.__name__.rpartition(".")[2], shape)
+            if hasattr(module, "measure_peers"):
+                row |= module.measure_peers(shape)
         print(f"{args.what} {row}", file=sys.stderr, flush=True)
         yield row
 

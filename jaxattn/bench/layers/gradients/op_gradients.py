@@ -230,9 +230,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 def check(op: TrainedOp, tokens: int, implementation: Implementation | None) -> float:
     """The largest relative L2 error of the gradients of some tokens, beside float32."""
-    floats, fixed = op.floats(1, tokens), op.fixed(1, tokens)
-    out = jax.eval_shape(lambda: op.call(floats, fixed, "xla"))
-    cotangent = draw(9, *out.shape, dtype=out.dtype)
+    floats, fixed, cotangent = operands_of(op, 1, tokens)
 
     def gradients(floats: Any, implementation: Implementation | None) -> Any:
         call = lambda floats, fixed: op.call(floats, fixed, implementation)  # noqa: E731
@@ -244,31 +242,46 @@ def check(op: TrainedOp, tokens: int, implementation: Implementation | None) -> 
     return relative_l2(gradients(floats, implementation), wanted)
 
 
+def operands_of(op: TrainedOp, rows: int, tokens: int) -> tuple[Any, Any, jax.Array]:
+    """Floats, what is not differentiated, and a cotangent."""
+    floats, fixed = op.floats(rows, tokens), op.fixed(rows, tokens)
+    out = jax.eval_shape(lambda: op.call(floats, fixed, "xla"))
+    return floats, fixed, draw(9, *out.shape, dtype=out.dtype)
+
+
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also what XLA and other libraries in JAX take."""
+    """A row of the table; with `xla` also what XLA takes."""
     name, rows, tokens = shape
     op = OPS[name]()
     error = check(op, min(CHECKED, tokens), implementation)
     if not error < MOST_ERROR:
         raise AssertionError(f"train {shape}: gradients differ by {error} in relative L2")
-    floats, fixed = op.floats(rows, tokens), op.fixed(rows, tokens)
-    out = jax.eval_shape(lambda: op.call(floats, fixed, "xla"))
-    cotangent = draw(9, *out.shape, dtype=out.dtype)
+    floats, fixed, cotangent = operands_of(op, rows, tokens)
     ours = lambda floats, fixed: op.call(floats, fixed, implementation)  # noqa: E731
     row: dict[str, Any] = {**label(shape), "sizes": op.sizes}
     row |= gradient_columns(ours, floats, fixed, cotangent)
     time = row["ms"] * 1e-3
     row["TFLOP/s"] = 3 * op.flop(rows, tokens) / time / 1e12
-    moved = sum(2 * x.nbytes for x in jax.tree.leaves(floats)) + 2 * out.size * out.dtype.itemsize
+    moved = 2 * sum(x.nbytes for x in (*jax.tree.leaves(floats), cotangent))
     row["GB/s"] = moved / time / 1e9
     row["relative L2"] = error
     if xla:
         by_xla = lambda floats, fixed: op.call(floats, fixed, "xla")  # noqa: E731
-        for who, function in (("xla", by_xla), *op.peers.items()):
-            row |= dict(peer_columns(who, function, (floats, fixed, cotangent)))
+        row |= dict(peer_columns("xla", by_xla, (floats, fixed, cotangent)))
     return row
+
+
+def measure_peers(shape: Shape) -> dict[str, float]:
+    """The columns of other libraries in JAX, which run in this process."""
+    name, rows, tokens = shape
+    op = OPS[name]()
+    operands = operands_of(op, rows, tokens)
+    found: dict[str, float] = {}
+    for who, function in op.peers.items():
+        found |= dict(peer_columns(who, function, operands))
+    return found
 
 
 def peer_columns(
