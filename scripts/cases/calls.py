@@ -17,6 +17,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
 from jaxattn.mla import LatentFormat
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
 from jaxattn.ops.linear import linear
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts
@@ -67,6 +68,16 @@ def delta_rule_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
         return jax.grad(total, argnums=range(6))(q, k, v, g, beta, initial_state)
 
     return call
+
+
+def convolution_gradient(x: Any, weight: Any, first: Any) -> Any:
+    """Gradients of a convolution of sequences with SiLU, as a delta layer trains it."""
+
+    def total(x: Any, weight: Any) -> Any:
+        y = causal_conv1d_of_segments(x, weight, first)
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    return jax.grad(total, argnums=(0, 1))(x, weight)
 
 
 def attention_gradient(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,6 +167,9 @@ OPS: dict[str, Op] = {
     ),
     "chunk_gated_delta_rule": Op(gdn.chunk_gated_delta_rule, CHUNKS),
     "chunk_gated_delta_rule_gradient": Op(delta_rule_gradient(gdn.chunk_gated_delta_rule), CHUNKS),
+    "causal_conv1d_gradient": Op(
+        calls.convolution_gradient, "x[B,T,F] weight[F,taps] first:i32[B,T]", kernel=True
+    ),
     "gated_delta_rule_prefill": Op(
         delta_rule_prefill(gdn.gated_delta_rule_prefill), f"{OF_RULE} {POOL} {OF_NORM}"
     ),

@@ -110,18 +110,18 @@ def append() -> KernelCase:
     return KernelCase("mla_append", sizes, options={"config": config}, values=values)
 
 
-def prefill() -> KernelCase:
-    sizes = {"B": 2, "T": 300, "H": 4, "D": 192, "Dk": 128, "Dv": 128, "shared": 64}
-    values = {"lengths": [300, 77]}
-    return KernelCase(
-        "causal_attention", sizes | {"lengths": True}, options={"scale": 0.07}, values=values
-    )
+def prefill(tokens: int = 300, heads: int = 4, *, gradient: bool = False) -> KernelCase:
+    sizes = {"B": 2, "T": tokens, "H": heads, "D": 192, "Dk": 128, "Dv": 128, "shared": 64}
+    values = {"lengths": [tokens, 77]}
+    op = "causal_attention_gradient" if gradient else "causal_attention"
+    return KernelCase(op, sizes | {"lengths": True}, options={"scale": 0.07}, values=values)
 
 
-def gradient_of_groups(dim: int, **options: Any) -> KernelCase:
-    """Both passes of attention whose key-value heads have two query heads; a row is padding."""
-    sizes = {"B": 3, "T": 300, "H": 4, "Hk": 2, "D": dim, "lengths": True}
-    values = {"lengths": [300, 0, 77]}
+def gradient_of_groups(dim: int, tokens: int = 150, **options: Any) -> KernelCase:
+    """Both passes of attention, in two tiles of keys or more, whose key-value head has two query
+    heads; a row is padding. Small, as racecheck takes minutes for what a GPU does in 50 us."""
+    sizes = {"B": 3, "T": tokens, "H": 2, "Hk": 1, "D": dim, "lengths": True}
+    values = {"lengths": [tokens, 0, 77]}
     return KernelCase("gqa_attention_gradient", sizes, options=options, values=values)
 
 
@@ -170,11 +170,13 @@ def delta_rule(
     norm: bool = False,
     channels: bool = False,
     gradient: bool = False,
+    heads: int = 2,
 ) -> KernelCase:
     """In a pool, `checkpoint_tokens` keeps the states after every so many tokens, and `norm` norms
     the output. With `channels` every channel of a key decays by itself."""
     count = len(lens)
-    sizes = {"B": 1, "T": sum(lens), "Hk": 2, "Hv": 4, "channels": channels, "S": count}
+    sizes = {"B": 1, "T": sum(lens), "Hk": heads, "Hv": 2 * heads, "S": count}
+    sizes |= {"channels": channels}
     values: dict[str, Any] = {"cu_seqlens": np.cumsum([0, *lens])}
     options: dict[str, Any] = {"split_tokens": split}
     if not pool:
@@ -189,6 +191,13 @@ def delta_rule(
     values |= {"checkpoints": count + np.arange(count * kept).reshape(count, kept)}
     op = "kda_prefill" if channels else "gated_delta_rule_prefill"
     return KernelCase(op, sizes, options=options | {"tokens": checkpoint_tokens}, values=values)
+
+
+def convolution(lens: list[int], channels: int, dtype: str = "bfloat16") -> KernelCase:
+    """Gradients of a delta layer's convolution, of sequences in one row."""
+    first = np.repeat(np.cumsum([0, *lens[:-1]]), lens)[None]
+    sizes = {"B": 1, "T": sum(lens), "F": channels}
+    return KernelCase("causal_conv1d_gradient", sizes, dtype, values={"first": first})
 
 
 def slots_of(rows: int, q_len: int, each: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -279,9 +288,9 @@ SMALL: dict[str, KernelCase] = {
     "mla_append": append(),
     "mla_prefill": prefill(),
     "mla_prefill_prefix": prefill_with_a_prefix(),
-    "mla_gradient": dataclasses.replace(prefill(), op="causal_attention_gradient"),
+    "mla_gradient": prefill(150, 1, gradient=True),
     "gqa_gradient": gradient_of_groups(128),
-    "gqa_gradient_window": gradient_of_groups(64, window=100, soft_cap=9.0),
+    "gqa_gradient_window": gradient_of_groups(64, 300, window=100, soft_cap=9.0),
     "gqa_gradient_256": gradient_of_groups(256),
     "gqa_append_decode": append_and_decode(128),
     "gqa_append_decode_window": append_and_decode(64, window=100),
@@ -305,9 +314,11 @@ SMALL: dict[str, KernelCase] = {
     "kda_prefill_pool": delta_rule([63, 130], pool=True, checkpoint_tokens=64, channels=True),
     "kda_prefill_split": delta_rule([700], split=128, channels=True),
     "gdn_gradient": delta_rule([63, 0, 1, 200], gradient=True),
-    "gdn_gradient_whole": delta_rule([192, 128], gradient=True),
+    "gdn_gradient_whole": delta_rule([128, 64], heads=1, gradient=True),
     "gdn_gradient_many": delta_rule([70] * 40, gradient=True),
     "kda_gradient": delta_rule([63, 0, 1, 200], channels=True, gradient=True),
+    "conv_gradient": convolution([1, 90, 3, 40], 256),
+    "conv_gradient_float16": convolution([70], 128, "float16"),
     "gdn_prefill_norm": delta_rule([63, 0, 1, 130] * 9, pool=True, norm=True),
     "gdn_decode_few_states": delta_net("bfloat16"),
     "gdn_decode_few_states_float32": delta_net("float32"),
@@ -327,7 +338,7 @@ SMALL: dict[str, KernelCase] = {
     "moe_biases": biased_mixture(1, 6, 4, 2880, 192),
     "moe_biases_sorted": biased_mixture(33, 4, 2, 192, 64),
     "moe_gradient": gradient_of(mixture(70, 5, 3, width=192)),
-    "moe_gradient_biases": gradient_of(biased_mixture(33, 4, 2, 192, 64)),
+    "moe_gradient_biases": gradient_of(biased_mixture(33, 4, 2, 192, 128)),
     "moe_e4m3": mixture(2, 6, 2, fp8=True),
     "moe_e4m3_sorted": mixture(40, 4, 2, fp8=True),
     "out_of_bounds": KernelCase("out_of_bounds", {}, values={"at": [2**31 - 1024]}, bare=True),
