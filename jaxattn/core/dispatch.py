@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.core import package_path
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
@@ -123,48 +124,24 @@ def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callabl
     return dispatch(op, implementation, {**named, "xla": xla})
 
 
-def in_reverse_mode_only[**P, T](op: str, function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, a `jax.custom_vjp`, whose error in forward mode says what to use.
-
-    Raises:
-        TypeError: `jax.jvp` differentiates it. Inside `jax.jit` the error is JAX's own, as it comes
-            when JAX lowers the program.
-    """
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(
-                f"{op}: its kernel has no forward-mode gradient; use jax.grad or jax.vjp, or pass "
-                "implementation='xla' for jax.jvp"
-            ) from error
-
-    return run
-
-
 def with_gradient_of(
-    reference: Callable[..., Any], function: Callable[..., Any], *, because: str | None = None
+    reference: Callable[..., Any], function: Callable[..., Any], *, because: str
 ) -> Any:
     """`function`, differentiated as `reference` of the same arguments, in reverse mode only.
 
     Args:
-        because: the reason why an op whose gradient has a kernel is differentiated so; a warning
-            names it where a GPU is differentiated on.
+        because: the op, and the reason why an op whose gradient has a kernel is differentiated so;
+            a warning names it where a GPU is differentiated on.
     """
     differentiable = jax.custom_vjp(function)
 
     def backward(arguments, cotangents):
-        if because is not None:
-            warn_of_gradient(because)
+        warn_of_gradient(because)
         return jax.vjp(reference, *arguments)[1](cotangents)
 
     differentiable.defvjp(lambda *arguments: (function(*arguments), arguments), backward)
-    if because is None:
-        return differentiable
-    return in_reverse_mode_only(because.partition(":")[0], differentiable)
+    op = because.partition(":")[0]
+    return in_reverse_mode_only(op, differentiable, instead="pass implementation='xla'")
 
 
 def without_gradient[T](

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features, check_sizes
 from jaxattn.core.validation.varying_axes import match_varying_axes
@@ -48,7 +49,7 @@ def matmul(
     # for every layout that several axes can lead to ("Unsupported element type for DotThunk").
     tokens, weight = match_varying_axes((x.reshape(-1, x.shape[-1]), weight))
     dtypes = tuple(jnp.dtype(d) for d in (dtype, out_dtype, x.dtype, weight.dtype))
-    out = _matmul(tokens, weight, dtypes)
+    out = _differentiable(tokens, weight, dtypes)
     return out.reshape(*x.shape[:-1], weight.shape[-1])
 
 
@@ -83,6 +84,7 @@ def _matmul_bwd(dtypes, residuals, gradient):
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
+_differentiable = in_reverse_mode_only("matmul", _matmul)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

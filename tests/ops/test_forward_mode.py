@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn import gdn, mla
-from jaxattn.core.dispatch import with_gradient_of
+from jaxattn.core.dispatch import kernels_untraced
 from jaxattn.nn import (
     GatedDeltaNet,
     GatedMLP,
@@ -16,7 +15,10 @@ from jaxattn.nn import (
     MultiHeadLatentAttention,
     RMSNorm,
 )
+from tests.helpers import every_kernel
+from tests.helpers.every_kernel import on_hopper
 from tests.helpers.every_op import OPS, arguments
+from tests.ops.test_transforms import REFUSED, ROWS
 
 MODULES = {
     module.__name__: module
@@ -38,6 +40,7 @@ NOT_OF_FLOATS = (
     "gqa.scratch",
     "gdn.scratch",
 )
+KERNELS = [name for name, (gradient, _) in ROWS.items() if gradient != REFUSED]
 IN_BOTH = [name for name in OPS if name not in NOT_OF_FLOATS]
 
 
@@ -60,17 +63,28 @@ def test_the_docstring_says_which_op_has_reverse_mode_only(name):
 
     described = MODULES.get(name.partition(".")[0], OPS[name]).__doc__
     if "in reverse mode only" in described and "only where the kernel runs" not in described:
-        with pytest.raises(TypeError, match="forward-mode"):  # JAX says so when it lowers
+        said = r"^\w+: it has no forward-mode gradient of \w+ .*; use jax.grad or jax.vjp"
+        with pytest.raises(TypeError, match=said):
             jax.jit(forward).lower(floats)
     else:
         jax.jit(forward).lower(floats)
     jax.eval_shape(jax.grad(lambda floats: sum(x.sum() for x in op(floats))), floats)
 
 
-def test_kernels_with_the_gradient_of_a_reference_have_reverse_mode_only():
-    op = with_gradient_of(jnp.sin, lambda x: jnp.sin(x))
-    assert jax.grad(op)(1.0) == jnp.cos(1.0)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(op, (1.0,), (1.0,))
-    for op in (mla.mla_prefill, mla.causal_attention, gdn.chunk_gated_delta_rule):
-        assert "in reverse mode only" in op.__doc__
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_in_forward_mode_names_its_argument_and_what_to_use(name):
+    """Of all floats; the first that the op meets is named."""
+    arrays, rest = every_kernel.arguments(name)
+
+    def is_float(x):
+        return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(x))
+
+    floats = {key: x for key, x in arrays.items() if is_float(x)}
+
+    def op(floats):
+        return every_kernel.OPS[name](**(arrays | floats), **rest)
+
+    own = {"gated_layer": "linear_layer", "gated_fp8_layer": "linear_fp8_layer"}.get(name, name)
+    said = rf"^{own}: it has no forward-mode gradient of [\w.]+ .*; use jax.grad or jax.vjp, or "
+    with on_hopper(), kernels_untraced(True), pytest.raises(TypeError, match=said):
+        jax.jvp(op, (floats,), (floats,))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gdn, gqa, kda, mla, moe
-from jaxattn.core.dispatch import kernels_untraced, traced_for_hopper, with_gradient_of
+from jaxattn.core.dispatch import kernels_untraced, traced_for_hopper
 from jaxattn.core.numerics.fp8_block_scaling import quantize
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
 from tests.helpers import every_kernel
@@ -183,13 +183,6 @@ def test_sinks_of_attention_to_lists_are_refused_by_name():
     said = "^mla_sparse_decode: its kernel has no gradient of sinks"
     with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
         jax.eval_shape(jax.grad(loss), jnp.zeros(8))
-
-
-def test_forward_mode_says_what_to_use():
-    double = with_gradient_of(jnp.sin, lambda x: jnp.sin(x), because="op: it is a test")
-    said = "^op: its kernel has no forward-mode gradient; use jax.grad or jax.vjp, or pass"
-    with pytest.raises(TypeError, match=said):
-        jax.jvp(double, (1.0,), (1.0,))
 
 
 def test_ids_of_another_length_or_order_are_named():

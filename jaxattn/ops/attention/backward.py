@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxattn.core.dispatch import in_reverse_mode_only, without_gradient
+from jaxattn.core.dispatch import without_gradient
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.kernels.attention.backward.launch import attention_backward
 
 RESIDUALS = ("attention_out", "attention_lse")
@@ -80,7 +81,7 @@ def with_backward_kernel(
         return (_backward(scores, interpret, *given),)
 
     differentiable.defvjp(keep, backward)
-    return in_reverse_mode_only(op, differentiable)
+    return in_reverse_mode_only(op, differentiable, instead="pass implementation='xla'")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

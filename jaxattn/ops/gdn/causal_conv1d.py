@@ -26,6 +26,7 @@ from jaxattn.core.cache.state_pool import (
 )
 from jaxattn.core.dispatch import Refusal, warn_of_gradient
 from jaxattn.core.numerics.rounding_barrier import rounded
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gdn.conv_gradient import conv_gradient
@@ -115,7 +116,7 @@ def causal_conv1d_of_segments(
         position = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         if first is not None:
             position = position - first
-        return _convolved(*match_varying_axes((x, weight), position), position)
+        return _differentiable(*match_varying_axes((x, weight), position), position)
 
 
 @jax.custom_vjp
@@ -161,6 +162,9 @@ def _gradient_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> 
 
 
 _convolved.defvjp(_convolved_fwd, _convolved_bwd)
+_differentiable = in_reverse_mode_only(
+    "causal_conv1d_of_segments", _convolved, instead="causal_conv1d"
+)
 
 
 def causal_conv1d_update(

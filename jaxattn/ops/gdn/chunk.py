@@ -10,6 +10,7 @@ from jaxattn.core.cache.state_pool import (
     as_offsets,
 )
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.array_checks import (
     check_integer,
     floats,
@@ -22,7 +23,6 @@ from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefil
 from jaxattn.ops.gdn.chunk_gradient import (
     chunk_gradient,
     matrices_of_both_passes,
-    reverse_mode_only,
     with_chunk_gradient,
 )
 from jaxattn.ops.gdn.chunk_xla import GATED, DeltaRule, gated_delta_rule_chunks
@@ -189,8 +189,11 @@ def chunk_rule(
         return run(with_chunk_gradient(kernel, matrices, backward))
 
     def run(function):
-        with jax.named_scope(op), reverse_mode_only(op):
-            o, final = function(q, k, v, g, beta, initial_state, cu_seqlens)
+        differentiable = in_reverse_mode_only(
+            op, function, instead=op.replace("chunk", "recurrent")
+        )
+        with jax.named_scope(op):
+            o, final = differentiable(q, k, v, g, beta, initial_state, cu_seqlens)
         return o, final if output_final_state else None
 
     return dispatch_kernel(op, implementation, mosaic, lambda: run(reference))

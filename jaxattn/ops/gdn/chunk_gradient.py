@@ -1,8 +1,7 @@
 """The gradient of the chunked delta rules where a kernel ran forward, by kernels."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -136,17 +135,3 @@ def with_chunk_gradient(
 
     differentiable.defvjp(forward, backward)
     return differentiable
-
-
-@contextlib.contextmanager
-def reverse_mode_only(op: str) -> Iterator[None]:
-    """JAX's error in forward mode says what to use instead; inside of `jax.jit` it is JAX's own."""
-    try:
-        yield
-    except TypeError as error:
-        if "forward-mode" not in str(error):
-            raise
-        recurrent = op.replace("chunk_", "recurrent_")
-        raise TypeError(
-            f"{op}: it has no forward-mode gradient; use jax.grad or jax.vjp, or {recurrent}"
-        ) from error

@@ -22,6 +22,7 @@ from jaxattn.core.cache.state_pool import (
 from jaxattn.core.deprecation import KeywordGroup, with_older_keywords
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.array_checks import (
     check_dtype,
     floats,
@@ -223,7 +224,9 @@ def prefill_rule(
         with jax.named_scope(op):
             start = state_read(state, reads, layer=layer).astype(jnp.float32)
             stored = None if kept is None else PoolCheckpoints(state, layer, kept, every)
-            o, final, pool = gated_delta_rule_chunks(
+            recurrent = "recurrent_kda" if rule.channels else "recurrent_gated_delta_rule"
+            chunks = in_reverse_mode_only(op, gated_delta_rule_chunks, instead=recurrent)
+            o, final, pool = chunks(
                 q,
                 k,
                 v,

@@ -19,13 +19,13 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import (
     Implementation,
     dispatch_kernel,
-    in_reverse_mode_only,
     with_gradient_of,
 )
 from jaxattn.core.numerics import four_bit_tiles
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, dequantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
@@ -165,7 +165,8 @@ def mixture_of_experts(
 
         differentiable = jax.custom_vjp(kernels)
         differentiable.defvjp(forward, backward)
-        return in_reverse_mode_only(op, differentiable)(*operands)
+        instead = "pass implementation='xla'"
+        return in_reverse_mode_only(op, differentiable, instead=instead)(*operands)
 
     def xla() -> Any:
         out = reference(*operands)

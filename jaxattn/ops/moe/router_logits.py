@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.numerics.rounding_barrier import rounded
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.kernels.moe.routing.router import RoutedToken, route_mosaic
@@ -94,7 +95,7 @@ def router_products(
 
 
 @jax.custom_vjp
-def training_logits(x: Float[Array, "T F"], router: Float[Array, "F E"]) -> Float[Array, "T E"]:
+def _training_logits(x: Float[Array, "T F"], router: Float[Array, "F E"]) -> Float[Array, "T E"]:
     """`x @ router` of float32 within about 2**-16, by three products of bfloat16.
 
     Differentiable in reverse mode only. Gradients are products of bfloat16 as well, as those of
@@ -111,7 +112,7 @@ def training_logits(x: Float[Array, "T F"], router: Float[Array, "F E"]) -> Floa
 
 def _training_logits_fwd(x: Array, router: Array) -> tuple[Array, tuple[Array, Array]]:
     kept = x.astype(jnp.bfloat16), router.astype(jnp.bfloat16)
-    return training_logits(x, router), kept
+    return _training_logits(x, router), kept
 
 
 def _training_logits_bwd(kept: tuple[Array, Array], of_logits: Array) -> tuple[Array, Array]:
@@ -121,7 +122,8 @@ def _training_logits_bwd(kept: tuple[Array, Array], of_logits: Array) -> tuple[A
     return _product(of_logits, router, (1, 1)), _product(x, of_logits, (0, 0))[:, :count]
 
 
-training_logits.defvjp(_training_logits_fwd, _training_logits_bwd)
+_training_logits.defvjp(_training_logits_fwd, _training_logits_bwd)
+training_logits = in_reverse_mode_only("training_logits", _training_logits)
 
 
 def _in_halves(x: Float[Array, "T N"]) -> Float[Array, "T M"]:

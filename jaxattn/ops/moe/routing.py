@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.array_checks import check_array, check_sizes, finite
 from jaxattn.kernels.moe.routing.router import LEAST, MOST_EXPERTS, route_mosaic
 
@@ -167,7 +168,7 @@ def with_gradient_of_weights(
         return jax.vjp(partial(weights_of, ids), *operands)[1](cotangents[1])
 
     differentiable.defvjp(forward, backward)
-    return differentiable
+    return in_reverse_mode_only("route", differentiable, instead="pass implementation='xla'")
 
 
 def _scores(logits: Array, router: Router) -> Array:

@@ -1,0 +1,83 @@
+"""Functions whose gradient exists in reverse mode only, with an error that says so.
+
+JAX's error for a `jax.custom_vjp` in forward mode names nothing. Here each operand passes through
+an identity. Reverse mode transposes the identity's tangent, and never computes it: what computes it
+is forward mode, and is told the op, the argument and what to use.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def _refuse(*given: Any, said: str) -> NoReturn:
+    raise TypeError(said)
+
+
+tangent_p = Primitive("reverse_mode_tangent")
+tangent_p.def_impl(_refuse)
+tangent_p.def_abstract_eval(lambda tangent, *, said: tangent)
+mlir.register_lowering(tangent_p, _refuse)
+batching.defvectorized(tangent_p)
+ad.deflinear2(tangent_p, lambda cotangent, tangent, *, said: [cotangent])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _operand(said: str, x: jax.Array) -> jax.Array:
+    return x
+
+
+@_operand.defjvp
+def _operand_jvp(said: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # The identity again: of a gradient's forward-mode gradient the error is the same.
+    return _operand(said, primals[0]), tangent_p.bind(tangents[0], said=said)
+
+
+def in_reverse_mode_only[**P, T](
+    op: str, function: Callable[P, T], *, instead: str = ""
+) -> Callable[P, T]:
+    """`function`, of which forward mode gets an error that says what to use.
+
+    Args:
+        op: its public name, for the message, as the names of the function's parameters are.
+        function: with a `jax.custom_vjp`, or one inside.
+        instead: what has a gradient in forward mode: "pass implementation='xla'".
+
+    Raises:
+        TypeError: `jax.jvp`, `jax.jacfwd` or `jax.linearize` computes the tangent of an operand; in
+            `jax.jit` when JAX lowers the program.
+    """
+    instead = f", or {instead}" if instead else ""
+
+    def said(of: str = "") -> str:
+        return (
+            f"{op}: it has no forward-mode gradient{of} (jax.jvp, jax.jacfwd, jax.linearize); use "
+            f"jax.grad or jax.vjp{instead}"
+        )
+
+    names = list(inspect.signature(function).parameters)
+
+    def held(path: Any, x: Any) -> Any:
+        if not (isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)):
+            return x
+        name = names[min(path[0].idx, len(names) - 1)]
+        field = jax.tree_util.keystr(path[1:])
+        return _operand(said(f" of {field.removeprefix('.') or name}"), x)
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        operands: Any = jax.tree_util.tree_map_with_path(held, args)
+        try:
+            return function(*operands, **kwargs)
+        except TypeError as error:  # JAX's own, under `jax.vmap` before the operand's
+            if "forward-mode autodiff" not in str(error):
+                raise
+            raise TypeError(said()) from error
+
+    return run
