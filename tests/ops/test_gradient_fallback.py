@@ -129,6 +129,26 @@ def test_what_kernels_differentiate_says_nothing(op, operands):
     assert not warnings_of(op, operands)
 
 
+@pytest.mark.parametrize(
+    ("op", "operands"),
+    [
+        (causal, attention(192, 128)),
+        (gqa.gqa_attention, attention(64)),
+        (gdn.chunk_gated_delta_rule, delta(128)),
+        (kda.chunk_kda, delta(128, channels=True)),
+        (moe.mixture_of_experts, experts(64)),
+    ],
+)
+def test_a_second_gradient_is_refused_by_name(op, operands):
+    def loss(x):
+        return jnp.square(jax.tree.leaves(op(x, *operands[1:]))[0].astype(jnp.float32)).sum()
+
+    name = "causal_attention" if op is causal else op.__name__
+    said = f"{name}: its kernel has no gradient; pass implementation='xla' to differentiate"
+    with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
+        jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x).astype(jnp.float32).sum()), operands[0])
+
+
 # An argument of each op without a gradient, and the op that has one.
 DECODE = {
     "mla_decode": ("q", "causal_attention"),

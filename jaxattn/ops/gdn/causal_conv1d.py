@@ -24,7 +24,7 @@ from jaxattn.core.cache.state_pool import (
     state_write,
     write_slots,
 )
-from jaxattn.core.dispatch import Refusal, warn_of_gradient
+from jaxattn.core.dispatch import Refusal, warn_of_gradient, with_gradient_of
 from jaxattn.core.numerics.rounding_barrier import rounded
 from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
@@ -133,10 +133,7 @@ def _convolved_bwd(kept: tuple[Array, ...], of_y: Array) -> tuple[Array, Array, 
     x, weight, position = kept
     width = weight.shape[1]
     try:
-        places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
-        flat, of_flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
-        of_total, of_taps = conv_gradient(flat, of_flat, weight.T, places)
-        of_total = of_total.reshape(x.shape)
+        of_total, of_taps = _gradient_by_kernel(x, weight, position, of_y)
     except Refusal as refusal:
         if x.size:
             warn_of_gradient(str(refusal))
@@ -150,6 +147,13 @@ def _convolved_bwd(kept: tuple[Array, ...], of_y: Array) -> tuple[Array, Array, 
     return of_x.astype(x.dtype), of_taps.T.astype(weight.dtype), None
 
 
+def _kernel_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> tuple[Array, Array]:
+    places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
+    flat, of_flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
+    of_total, of_taps = conv_gradient(flat, of_flat, weight.T, places)
+    return of_total.reshape(x.shape), of_taps
+
+
 def _gradient_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> tuple[Array, Array]:
     """What `conv_gradient` gives, in XLA: of_total [B, T, Dc] and of_taps [W, Dc]."""
     taps = _taps_of_sequences(x, position, weight.shape[1])
@@ -161,6 +165,11 @@ def _gradient_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> 
     return of_total, jnp.stack([(wide * tap.astype(jnp.float32)).sum((0, 1)) for tap in taps])
 
 
+_gradient_by_kernel = with_gradient_of(
+    _gradient_of_taps,
+    _kernel_of_taps,
+    because="causal_conv1d: the kernel of its gradient has no gradient",
+)
 _convolved.defvjp(_convolved_fwd, _convolved_bwd)
 _differentiable = in_reverse_mode_only(
     "causal_conv1d_of_segments", _convolved, instead="causal_conv1d"

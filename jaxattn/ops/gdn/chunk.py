@@ -186,7 +186,7 @@ def chunk_rule(
                 **options,
             )
 
-        return run(with_chunk_gradient(kernel, matrices, backward))
+        return run(with_chunk_gradient(op, kernel, matrices, backward))
 
     def run(function):
         differentiable = in_reverse_mode_only(

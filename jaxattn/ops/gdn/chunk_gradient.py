@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxattn.core.dispatch import without_gradient
 from jaxattn.kernels.gdn.backward.launch import (
     ChunkedTokens,
     DeltaRuleBackwardCall,
@@ -119,19 +120,21 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
 
 
 def with_chunk_gradient(
-    kernel: Callable[..., Any], matrices: Callable[..., Any], gradient: Callable[..., Any]
+    op: str, kernel: Callable[..., Any], matrices: Callable[..., Any], gradient: Callable[..., Any]
 ) -> Any:
     """`kernel(None, q, k, v, g, beta, initial_state, cu_seqlens)`, differentiated in reverse mode
     by `gradient` of those arguments, what `matrices` makes of them, and the cotangents."""
     differentiable = jax.custom_vjp(functools.partial(kernel, None))
 
     def forward(*arguments: Any) -> Any:
+        arguments = without_gradient(f"the gradient of {op}", arguments)
         made = matrices(*arguments)
         kept = None if made is None else made._replace(x=None)
         return kernel(made, *arguments), (arguments, kept)
 
     def backward(kept: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
-        return *gradient(*kept, cotangents), None
+        given = without_gradient(f"the gradient of {op}", (*kept, cotangents))
+        return *gradient(*given), None
 
     differentiable.defvjp(forward, backward)
     return differentiable

@@ -123,7 +123,7 @@ def _training_logits_bwd(kept: tuple[Array, Array], of_logits: Array) -> tuple[A
 
 
 _training_logits.defvjp(_training_logits_fwd, _training_logits_bwd)
-training_logits = in_reverse_mode_only("training_logits", _training_logits)
+training_logits = in_reverse_mode_only("MixtureOfExperts", _training_logits)
 
 
 def _in_halves(x: Float[Array, "T N"]) -> Float[Array, "T M"]:
