@@ -1,5 +1,9 @@
 """`bench train` counts both passes apart and checks gradients; no times."""
 
+import argparse
+import types
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -61,6 +65,24 @@ def test_a_peer_that_fails_is_a_line_and_no_column(capsys):
     columns = op_gradients.peer_columns("cudnn", refuse, ({}, {}, jnp.zeros(())))
     assert not dict(columns)
     assert capsys.readouterr().err == "cudnn: ValueError: heads of 192\n"
+
+
+def test_without_xla_the_peers_in_jax_are_there():
+    ops = types.SimpleNamespace(
+        SHAPES=(("gqa", 1, 8),),
+        measure=lambda shape, implementation, *, xla: {
+            "ms": 1.0,
+            **({"xla ms": 9.0} if xla else {}),
+        },
+        measure_peers=lambda shape: {"cudnn ms": 2.0},
+        __name__="op_gradients",
+    )
+    given: dict[str, Any] = {"what": "train", "only": None, "all": False, "small": False}
+    given |= {"implementation": None, "kv_cache_dtype": "auto", "no_peers": False, "no_xla": True}
+    args = argparse.Namespace(**given)
+    assert list(bench.measure(ops, args, {}, {})) == [{"ms": 1.0, "cudnn ms": 2.0}]
+    args.no_peers = True
+    assert list(bench.measure(ops, args, {}, {})) == [{"ms": 1.0}]
 
 
 def test_an_implementation_is_not_for_layers(capsys):
