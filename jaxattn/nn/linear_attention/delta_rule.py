@@ -132,7 +132,8 @@ class DeltaLayer(nnx.Module):
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
         x, spoiled = bounds.isolated(x)
-        made = self._made(self._projected(x), packed=False)
+        # Rounded once, so that the gradients of its products are added as numbers of this dtype.
+        made = self._made(self._projected(x.astype(self.dtype)), packed=False)
         g, beta = self._gates(made)
         q, k, v, gate = self._convolved(made.mixed, bounds)
         gate = made.gate if gate is None else gate

@@ -183,7 +183,7 @@ class ExpertBackward:
             of_biases = [self.sums(of_gates), self.sums(of_out, shares)]
             of_shares += self.met_bias(of_out, biases[1])
         return ExpertOperands(
-            self.summed_up(of_gates).astype(x.dtype),
+            self.summed_up(of_gates),
             self.of_weights(of_shares).astype(weights.dtype),
             self.stacked(self.weight_gradient(of_gates, self.kept.tokens, "gate_up"), gate_up),
             self.stacked(self.weight_gradient(of_out, hidden, "down"), down),
@@ -218,13 +218,14 @@ class ExpertBackward:
         )  # fmt: skip
 
     def summed_up(self, of_gates: jax.Array) -> jax.Array:
-        """The gradient of x, [T, F] float32: a token's experts are added in the order of ids."""
-        weights, features = self.operands.weights, self.operands.x.shape[1]
+        """The gradient of x [T, F], in its dtype. Experts are added in the order of ids."""
+        x, weights = self.operands.x, self.operands.weights
+        features = x.shape[1]
         at = PanelMatrix(0, self.count, panel(output_columns(features)))
         spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
         return combine(
             spread, self.rows.work.positions, jnp.ones_like(weights), results=at,
-            features=features, columns=512, **self.modes,
+            features=features, columns=512, dtype=x.dtype, **self.modes,
         )  # fmt: skip
 
     def of_weights(self, of_shares: jax.Array) -> jax.Array:

@@ -33,7 +33,10 @@ def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> 
         inputs={"x": x, "pairs": pairs},
         outputs={"rows": jax.ShapeDtypeStruct((rows, features), x.dtype)},
         warpgroups=None,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # no thread reads what another has written
+        ),
         **modes,
     )["rows"]
 
