@@ -3,7 +3,7 @@ needs, and the backward.
 
     forward    gate_up keeps gate x and up x of each (token, expert) pair beside h; down; the sum
     backward   dh = dout down                     the forward's kernel with transposed weights
-               d gate, d up, d weights            XLA, element by element
+               d gate, d up, d weights            activation_gradient.py; XLA where it is clamped
                dx = [d gate, d up] gate_up        the forward's kernel with transposed weights
                d down, d gate_up                  weight_gradient.py
 
@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
+from jaxattn.kernels.moe.backward.activation_gradient import swiglu_gradient, swiglu_serves
 from jaxattn.kernels.moe.backward.row_gather import tokens_in_rows
 from jaxattn.kernels.moe.backward.weight_gradient import DEPTH, weight_gradient
 from jaxattn.kernels.moe.combine import combine
@@ -175,9 +176,11 @@ class ExpertBackward:
         at = PanelMatrix(0, self.count, down.shape[-1])
         inner = self.product(of_out, down, at, "moe_down_gradient")
         shares = jnp.where(self.taken, weights.reshape(-1)[self.rows.pairs], 0).astype(jnp.float32)
-        of_gates, hidden, of_shares = _through_activation(
-            inner, self.kept.saved, shares, self.taken, activation
-        )
+        operands = inner, self.kept.saved, shares, self.taken
+        if activation is swiglu and swiglu_serves(*inner.shape):
+            of_gates, hidden, of_shares = swiglu_gradient(*operands, **self.modes)
+        else:
+            of_gates, hidden, of_shares = through_activation(*operands, activation)
         of_biases: list[jax.Array | None] = [None, None]
         if biases[1] is not None:
             of_biases = [self.sums(of_gates), self.sums(of_out, shares)]
@@ -287,7 +290,7 @@ def product_config(rows: int, depth: int) -> GemmTileConfig:
     return GemmTileConfig(consumers=1, parts=1, depth=BLOCK if depth % BLOCK == 0 else ROWS)
 
 
-def _through_activation(
+def through_activation(
     inner: jax.Array,
     saved: jax.Array,
     shares: jax.Array,
