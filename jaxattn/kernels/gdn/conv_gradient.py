@@ -20,11 +20,11 @@ Reference: `jaxattn.ops.gdn.causal_conv1d`; tests: tests/ops/gdn/test_conv.py.
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -94,7 +94,7 @@ def gradient_of_tokens(
     column, first = lax.axis_index("part") * width, lax.axis_index("block") * TOKENS
     here = pl.ds(pl.multiple_of(column, width), width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
-    ends = np.cumsum([part.shape[1] for part in of_parts]).tolist()
+    ends = list(accumulate(part.shape[1] for part in of_parts))
 
     def read(ref: Any, row: Any, columns: Any = here) -> jax.Array:
         return plgpu.load(ref.at[row, columns], layout=layout, optimized=False)

@@ -36,7 +36,7 @@ class ExpertOutputs:
         panels: PanelMatrix,
         features: int,
         columns: int,
-        modes: dict[str, bool],
+        modes: dict[str, Any],
     ) -> None:
         self.y, self.positions, self.weights = y, positions, weights.astype(jnp.float32)
         self.panels, self.features, self.columns, self.modes = panels, features, columns, modes

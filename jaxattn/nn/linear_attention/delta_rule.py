@@ -43,7 +43,7 @@ SAVED_NAME = "delta_out"
 class DeltaProjections(NamedTuple):
     """What a layer makes of its input. Dc are the channels of its convolution."""
 
-    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution, in the compute dtype
+    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution; `_made` says what may follow
     decays: Float[Array, "B T _"]  # as the layer's gates take them
     beta: Float[Array, "B T Hv"]  # before the sigmoid
     gate: Float[Array, "B T _"]  # of the output, in the last Hv * Dv columns
@@ -58,6 +58,7 @@ class DeltaLayer(nnx.Module):
         chunk_rule: the recurrence over whole sequences, which has a gradient.
         prefill_rule: the recurrence over a chunk, from states in slots to those after it.
         sigmoid_gate: whether the output is gated by sigmoid rather than SiLU.
+        dtype: of the operands of every matrix product.
     """
 
     in_proj: ClassVar[str]
@@ -65,6 +66,7 @@ class DeltaLayer(nnx.Module):
     chunk_rule: ClassVar[Callable[..., tuple[Array, Any]]]
     prefill_rule: ClassVar[Callable[..., tuple[Array, Array]]]
     sigmoid_gate: ClassVar[bool] = False
+    dtype: jnp.dtype
     conv1d: nnx.Param
     norm: RMSNorm
     out_proj: Linear

@@ -8,6 +8,7 @@ layer's index as an operand. Slot -1 marks a padding row: nothing is read or wri
 """
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -135,7 +136,7 @@ def _convolved(
         return _activate(_weigh(taps, own), None, "silu").astype(x.dtype)
 
     return tuple(
-        part(end - width, end) for end, width in zip(np.cumsum(widths), widths, strict=True)
+        part(end - width, end) for end, width in zip(accumulate(widths), widths, strict=True)
     )
 
 

@@ -105,7 +105,7 @@ def forward_with_residuals(
     config = config_of(operands)
     rows = rows_of(ids, gate_up.shape[1], config.columns)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
-    modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
+    modes: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     common: dict[str, Any] = {
         "layer": number, "affine": affine, "columns": config.columns, **modes,
     }  # fmt: skip
