@@ -141,17 +141,14 @@ def _by_sorting(logits: Array, bias: Array | None, router: Router) -> tuple[Arra
     if router.top_groups < router.groups:
         choice = _of_best_groups(choice, router)
     _, ids = lax.top_k(choice, router.top_k)
-    return ids.astype(jnp.int32), _weights(jnp.take_along_axis(scores, ids, axis=-1), router)
+    return ids.astype(jnp.int32), _weights(scores, ids, router)
 
 
 def weights_of_chosen(
     logits: Float[Array, "*T E"], ids: Int[Array, "*T K"], router: Router
 ) -> Float[Array, "*T K"]:
-    """The weights of experts that are chosen already. Its gradient has no choice in it, and no
-    scatter."""
-    scores = _scores(logits, router)[..., None, :]
-    chosen = jnp.where(ids[..., None] == jnp.arange(router.experts), scores, 0).sum(-1)
-    return _weights(chosen, router)
+    """The weights of experts that are chosen already. Its gradient has no choice in it."""
+    return _weights(_scores(logits, router), ids, router)
 
 
 def with_gradient_of_weights(
@@ -177,7 +174,8 @@ def _scores(logits: Array, router: Router) -> Array:
     return jax.nn.softmax(logits) if router.scores == "softmax" else jax.nn.sigmoid(logits)
 
 
-def _weights(weights: Array, router: Router) -> Array:
+def _weights(scores: Array, ids: Array, router: Router) -> Array:
+    weights = jnp.take_along_axis(scores, ids, axis=-1)
     if router.normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return weights * router.scale

@@ -33,10 +33,7 @@ def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> 
         inputs={"x": x, "pairs": pairs},
         outputs={"rows": jax.ShapeDtypeStruct((rows, features), x.dtype)},
         warpgroups=None,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,  # no thread reads what another has written
-        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **modes,
     )["rows"]
 
