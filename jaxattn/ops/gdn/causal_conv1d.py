@@ -151,20 +151,28 @@ def _convolved_bwd(
 ) -> tuple[Array, Array, None]:
     x, weight, position = kept
     try:
-        places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
-        flat, *of_flat = (each.reshape(-1, each.shape[2]) for each in (x, *of_parts))
-        of_x, of_taps = conv_gradient(flat, of_flat, weight.T, places)
-        of_x = of_x.reshape(x.shape)
+        of_x, of_taps = _kernel_of_taps(x, weight, position, of_parts)
     except Refusal as refusal:
         if x.size:
             warn_of_gradient(str(refusal))
-        of_x, of_taps = _gradient_of_taps(x, weight, position, jnp.concatenate(of_parts, axis=-1))
+        of_x, of_taps = _gradient_of_taps(x, weight, position, of_parts)
     return of_x, of_taps.T.astype(weight.dtype), None
 
 
-def _gradient_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> tuple[Array, Array]:
+def _kernel_of_taps(
+    x: Array, weight: Array, position: Array, of_parts: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
+    flat, *of_flat = (each.reshape(-1, each.shape[2]) for each in (x, *of_parts))
+    of_x, of_taps = conv_gradient(flat, of_flat, weight.T, places)
+    return of_x.reshape(x.shape), of_taps
+
+
+def _gradient_of_taps(
+    x: Array, weight: Array, position: Array, of_parts: tuple[Array, ...]
+) -> tuple[Array, Array]:
     """What `conv_gradient` gives, in XLA: of_x [B, T, C] and of_taps [W, Dc]."""
-    channels, width = weight.shape
+    (channels, width), of_y = weight.shape, jnp.concatenate(of_parts, axis=-1)
     taps = _taps_of_sequences(x[..., :channels], position, width)
     _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
     (of_total,) = through_silu(of_y[..., :channels].astype(jnp.float32))

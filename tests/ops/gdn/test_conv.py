@@ -275,7 +275,7 @@ def test_the_kernel_of_the_gradient_computes_what_xla_does(widths, interpret):
     kernel = jax.jit(functools.partial(conv_gradient, interpret=interpret))
     of_x, of_taps = kernel(x, of_parts, taps.T, position)
     wide = (each.astype(jnp.float32) for each in (x[None], taps))
-    wanted = jax.jit(_gradient_of_taps)(*wide, position[None], of_y[None].astype(jnp.float32))
+    wanted = jax.jit(_gradient_of_taps)(*wide, position[None], (of_y[None].astype(jnp.float32),))
     assert relative(of_x, wanted[0][0]) < 2e-3 and relative(of_taps, wanted[1]) < 1e-5
     np.testing.assert_array_equal(of_x[:, channels:], of_parts[-1])
     spoiled, _ = kernel(x.at[61:64].set(jnp.nan), of_parts, taps.T, position)
