@@ -19,6 +19,7 @@ SHARED = {"attention", "hopper"}
 PARTS = {
     "gdn_decode/recent.py",
     "mla/decode/swap_ab/launch.py",
+    "moe/backward/activation_gradient.py",
     "moe/backward/launch.py",
     "moe/backward/weight_gradient.py",
     "moe/combine.py",

@@ -110,7 +110,7 @@ def test_a_forward_kernel_without_a_backward_one_is_said():
 @pytest.mark.parametrize(("channels", "taps", "count"), [(128, 3, 1), (192, 4, 1), (128, 4, 0)])
 def test_a_convolution_without_a_kernel_of_its_gradient_is_said(channels, taps, count):
     operands = [zeros(1, 8, channels), zeros(channels, taps)]
-    convolved = lambda x, weight: causal_conv1d_of_segments(x, weight, None)  # noqa: E731
+    convolved = lambda x, weight: causal_conv1d_of_segments(x, weight, None, (channels,))[0]  # noqa: E731
     said = warnings_of(convolved, operands, calls=2)
     assert len(said) == count
     assert all(each.startswith("XLA computes the gradient: causal_conv1d: ") for each in said)

@@ -1,18 +1,26 @@
-"""The gradient of what the SiLU behind a causal convolution takes, and the sums of its taps.
+"""The gradient of a projection whose columns a causal convolution with SiLU takes, and of its taps.
 
     total = sum_j taps[j] x[t - (W - 1) + j]      of the token's own sequence, W = 4
-    of_total = of_y silu'(total)                  written once, rounded to x's dtype
+    of_total = of_y silu'(total)
+    of_x[t] = sum_j taps[j] of_total[t + (W - 1) - j]
     of_taps[j] = sum_t of_total[t] x[t - (W - 1) + j]
 
-A block has some tokens of some channels, its threads 1 or 2 channels each: what comes before a
-token is in registers. Blocks write their sums of taps, which XLA adds up in a fixed order.
+Columns behind the convolution's take their gradient as it is. So one launch writes all that the
+gradients of the projection read, which XLA would concatenate.
 
-Limits: bfloat16 or float16; 4 taps; channels a multiple of 128; 4,194,240 tokens. XLA computes the
-rest.
+A block has some tokens of some columns, its threads 1 or 2 columns each: what comes before a token
+is in registers, and so are the sums that wait for the tokens behind it. A block computes of_total
+of the next block's first tokens once more. Blocks write their sums of taps, which XLA adds up in a
+fixed order.
+
+Limits: bfloat16 or float16; 4 taps; parts of a multiple of 128 columns; 4,194,240 tokens. XLA
+computes the rest.
 Reference: `jaxattn.ops.gdn.causal_conv1d`; tests: tests/ops/gdn/test_conv.py.
 """
 
 import functools
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -27,84 +35,139 @@ from jaxattn.kernels.hopper.device import require_hopper
 
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
-TOKENS, TOGETHER = 64, 8  # tokens of a block, and those that are read ahead
+TOKENS, TOGETHER = 64, 4  # tokens of a block, and those that are read ahead
 MOST_TOKENS = 65535 * TOKENS  # the most blocks of CUDA's second axis
 
 
 def conv_gradient(
-    x: jax.Array, of_y: jax.Array, taps: jax.Array, position: jax.Array, *, interpret: bool = False
+    x: jax.Array,
+    of_parts: Sequence[jax.Array],
+    taps: jax.Array,
+    position: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(of_total [N, Dc] in x's dtype, of_taps float32 [W, Dc]) of x and of_y [N, Dc].
+    """(of_x [N, C] in x's dtype, of_taps float32 [W, Dc]).
 
     Args:
+        x: [N, C], of which the first Dc columns are convolved.
+        of_parts: gradients of neighbouring columns of the result, C in all; [N, C_i] each. A part
+            is convolved or not.
         taps: [W, Dc], the last of which is the token's own.
         position: int32 [N], of each token in its sequence.
     """
     require_hopper(OP, interpret=interpret)
-    tokens, channels = x.shape
+    (tokens, columns), channels = x.shape, taps.shape[1]
+    widths = [part.shape[1] for part in of_parts]
     served = x.dtype in (jnp.bfloat16, jnp.float16) and len(taps) == TAPS
-    if not served or channels % THREADS or not 0 < tokens <= MOST_TOKENS:
+    if not served or any(n % THREADS for n in widths) or not 0 < tokens <= MOST_TOKENS:
         raise Refusal(f"{OP}: no kernel has the gradient of {x.dtype} {x.shape}, {len(taps)} taps")
+    of_parts = [part.astype(x.dtype) for part in of_parts]
     more = -tokens % TOKENS
     if more:  # of padding nothing is added, as no gradient comes in
-        x, of_y = (jnp.pad(each, ((0, more), (0, 0))) for each in (x, of_y.astype(x.dtype)))
+        x, *of_parts = (jnp.pad(each, ((0, more), (0, 0))) for each in (x, *of_parts))
         position = jnp.pad(position, (0, more))
-    vector = next(n for n in (2, 1) if channels % (n * THREADS) == 0)
+    vector = next(n for n in (2, 1) if all(width % (n * THREADS) == 0 for width in widths))
     blocks = len(x) // TOKENS
     out = launch(
         functools.partial(gradient_of_tokens, vector),
         name="conv_gradient",
-        grid={"block": blocks, "part": channels // (vector * THREADS)},
-        inputs={"x": x, "of_y": of_y.astype(x.dtype), "taps": taps.astype(jnp.float32),
+        grid={"block": blocks, "part": columns // (vector * THREADS)},
+        inputs={"x": x, "of_parts": tuple(of_parts), "taps": taps.astype(jnp.float32),
                 "position": position},
-        outputs={"of_total": jax.ShapeDtypeStruct(x.shape, x.dtype),
+        outputs={"of_x": jax.ShapeDtypeStruct(x.shape, x.dtype),
                  "of_taps": jax.ShapeDtypeStruct((blocks, TAPS, channels), jnp.float32)},
         warpgroups=None,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True,
+            unsafe_no_auto_barriers=True,  # no thread reads what another has written
+        ),
         interpret=interpret,
     )  # fmt: skip
-    return out["of_total"][:tokens], out["of_taps"].sum(axis=0)
+    return out["of_x"][:tokens], out["of_taps"].sum(axis=0)
 
 
 def gradient_of_tokens(
-    vector: int, x: Any, of_y: Any, taps: Any, position: Any, of_total: Any, of_taps: Any
+    vector: int, x: Any, of_parts: Any, taps: Any, position: Any, of_x: Any, of_taps: Any
 ) -> None:
-    width = vector * THREADS
-    here = pl.ds(pl.multiple_of(lax.axis_index("part") * width, width), width)
-    first = lax.axis_index("block") * TOKENS
+    width, (tokens, _) = vector * THREADS, x.shape
+    column, first = lax.axis_index("part") * width, lax.axis_index("block") * TOKENS
+    here = pl.ds(pl.multiple_of(column, width), width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+    ends = list(accumulate(part.shape[1] for part in of_parts))
 
-    def read(ref: Any, row: Any) -> jax.Array:
-        return plgpu.load(ref.at[row, here], layout=layout, optimized=False)
+    def read(ref: Any, row: Any, columns: Any = here) -> jax.Array:
+        return plgpu.load(ref.at[row, columns], layout=layout, optimized=False)
+
+    def read_gradients(rows: list[Any]) -> Any:
+        def read_part(ref: Any, end: int) -> tuple[jax.Array, ...]:
+            own = pl.ds(pl.multiple_of(column - (end - ref.shape[1]), width), width)
+            return tuple(read(ref, row, own) for row in rows)
+
+        number = sum((column >= end).astype(jnp.int32) for end in ends[:-1])
+        branches = [
+            functools.partial(read_part, *pair) for pair in zip(of_parts, ends, strict=True)
+        ]
+        return lax.switch(number, branches) if len(branches) > 1 else branches[0]()
 
     def where(condition: Any, numbers: jax.Array) -> jax.Array:
         given = lax.broadcast_in_dim(condition, (width,), ())
         return lax.select_n(given, jnp.zeros_like(numbers), numbers)
 
-    wide = lambda numbers: numbers.astype(jnp.float32)  # noqa: E731
-    factors = [read(taps, j) for j in range(TAPS)]
-    nothing = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+    def rows_of(turn: Any) -> list[Any]:
+        return [first + turn * TOGETHER + i for i in range(TOGETHER)]
 
-    def one(row: Any, before: Any, sums: Any, inputs: Any, of_output: Any) -> tuple[Any, Any]:
-        inputs, place = [*before, wide(inputs)], position[row]
-        seen = [where(place >= TAPS - 1 - j, inputs[j]) for j in range(TAPS - 1)] + inputs[-1:]
-        total = factors[0] * seen[0]
-        for j in range(1, TAPS):
-            total += factors[j] * seen[j]
-        opened = 1 / (1 + jnp.exp(-total))
-        given = (wide(of_output) * opened * (1 + total * (1 - opened))).astype(of_total.dtype)
-        of_total.at[row, here][...] = given
-        return inputs[1:], [a + wide(given) * b for a, b in zip(sums, seen, strict=True)]
+    @pl.when(column >= taps.shape[1])
+    def _copy() -> None:
+        def some(turn: Any, _: Any) -> None:
+            rows = rows_of(turn)
+            for row, numbers in zip(rows, read_gradients(rows), strict=True):
+                of_x.at[row, here][...] = numbers
 
-    def some(turn: Any, carry: Any) -> Any:
-        before, sums = carry
-        rows = [first + turn * TOGETHER + i for i in range(TOGETHER)]
-        read_now = [(read(x, row), read(of_y, row)) for row in rows]
-        for row, (inputs, of_output) in zip(rows, read_now, strict=True):
-            before, sums = one(row, before, sums, inputs, of_output)
-        return before, sums
+        lax.fori_loop(0, TOKENS // TOGETHER, some, None)
 
-    before = [wide(read(x, jnp.maximum(first - back, 0))) for back in range(TAPS - 1, 0, -1)]
-    _, sums = lax.fori_loop(0, TOKENS // TOGETHER, some, (before, [nothing] * TAPS))
-    for j in range(TAPS):
-        of_taps.at[lax.axis_index("block"), j, here][...] = sums[j]
+    @pl.when(column < taps.shape[1])
+    def _convolve() -> None:
+        wide = lambda numbers: numbers.astype(jnp.float32)  # noqa: E731
+        factors = [read(taps, j) for j in range(TAPS)]
+        nothing = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
+
+        def one(place: Any, inputs: Any, of_y: Any, carry: Any) -> tuple[Any, jax.Array]:
+            """The next carry, and of_x of the token three before."""
+            before, waiting, sums = carry
+            inputs = [*before, wide(inputs)]
+            met = [place >= TAPS - 1 - j for j in range(TAPS - 1)]
+            seen = [where(*pair) for pair in zip(met, inputs[:-1], strict=True)] + inputs[-1:]
+            total = factors[0] * seen[0]
+            for j in range(1, TAPS):
+                total += factors[j] * seen[j]
+            root = lax.rsqrt(1 + jnp.exp(-total))
+            opened = root * root  # a division takes many instructions
+            given = wide(of_y) * (opened * (1 + total * (1 - opened)))
+            back = [where(met[j], factors[j] * given) for j in range(TAPS - 1)]
+            done, *waiting = [a + b for a, b in zip(waiting, back, strict=True)]
+            sums = [a + given * b for a, b in zip(sums, seen, strict=True)]
+            return (inputs[1:], [*waiting, factors[-1] * given], sums), done
+
+        def some(turn: Any, carry: Any, unwritten: int = 0) -> Any:
+            rows = rows_of(turn)
+            read_now = zip([read(x, row) for row in rows], read_gradients(rows), strict=True)
+            for i, (row, (inputs, of_y)) in enumerate(zip(rows, read_now, strict=True)):
+                carry, done = one(position[row], inputs, of_y, carry)
+                if i >= unwritten:
+                    of_x.at[row - (TAPS - 1), here][...] = done.astype(of_x.dtype)
+            return carry
+
+        before = [wide(read(x, jnp.maximum(first - back, 0))) for back in range(TAPS - 1, 0, -1)]
+        carry = before, [nothing] * (TAPS - 1), [nothing] * TAPS
+        # The rows before are another block's.
+        carry = some(0, carry, unwritten=TAPS - 1)
+        carry = lax.fori_loop(1, TOKENS // TOGETHER, some, carry)
+        for j, numbers in enumerate(carry[2]):
+            of_taps.at[lax.axis_index("block"), j, here][...] = numbers
+        for i in range(TAPS - 1):
+            row = jnp.minimum(first + TOKENS + i, tokens - 1)
+            place = jnp.where(first + TOKENS < tokens, position[row], 0)
+            (of_y,) = read_gradients([row])
+            carry, done = one(place, read(x, row), of_y, carry)
+            of_x.at[first + TOKENS + i - (TAPS - 1), here][...] = done.astype(of_x.dtype)

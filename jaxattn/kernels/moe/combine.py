@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import WeightedRows
@@ -35,7 +36,7 @@ class ExpertOutputs:
         panels: PanelMatrix,
         features: int,
         columns: int,
-        modes: dict[str, bool],
+        modes: dict[str, Any],
     ) -> None:
         self.y, self.positions, self.weights = y, positions, weights.astype(jnp.float32)
         self.panels, self.features, self.columns, self.modes = panels, features, columns, modes
@@ -66,15 +67,17 @@ def combine(
     results: PanelMatrix,
     features: int,
     columns: int,
+    dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """float32 [T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
+    """[T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
 
     Args:
         y: a 2-D array of floats, in which `results` says where the rows are.
         features: F. Columns of `results` behind them are nobody's.
         columns: at most so many of the output are a block's.
+        dtype: of the output; sums are float32.
     """
     tokens, top_k = weights.shape
     columns = math.gcd(results.width, columns)
@@ -107,13 +110,15 @@ def combine(
 
         @pl.when(piece < whole)
         def _store():
-            out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total
+            out_ref.at[token, pl.ds(pl.multiple_of(first, columns), columns)][...] = total.astype(
+                dtype
+            )
 
         if rest_smem is not None:
 
             @pl.when(piece == whole)
             def _store_rest():
-                rest_smem[...] = total
+                rest_smem[...] = total.astype(dtype)
                 plgpu.commit_smem()
                 last = out_ref.at[token, pl.ds(whole * columns, rest)]
                 plgpu.copy_smem_to_gmem(rest_smem.at[pl.ds(0, rest)], last)
@@ -126,8 +131,8 @@ def combine(
         # Pallas turns the axes round: CUDA's x, the last, has room for more than 65,535 tokens.
         grid={"piece": whole + (rest > 0), "token": tokens},
         inputs={"y_ref": y, "positions_ref": positions, "weights_ref": weights},
-        outputs={"out_ref": jax.ShapeDtypeStruct((tokens, features), jnp.float32)},
-        scratch={"rest_smem": plgpu.SMEM((columns,), jnp.float32) if rest else None},
+        outputs={"out_ref": jax.ShapeDtypeStruct((tokens, features), dtype)},
+        scratch={"rest_smem": plgpu.SMEM((columns,), dtype) if rest else None},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
         detect_races=detect_races,

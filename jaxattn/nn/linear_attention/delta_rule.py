@@ -43,7 +43,7 @@ SAVED_NAME = "delta_out"
 class DeltaProjections(NamedTuple):
     """What a layer makes of its input. Dc are the channels of its convolution."""
 
-    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution, in the compute dtype
+    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution; `_made` says what may follow
     decays: Float[Array, "B T _"]  # as the layer's gates take them
     beta: Float[Array, "B T Hv"]  # before the sigmoid
     gate: Float[Array, "B T _"]  # of the output, in the last Hv * Dv columns
@@ -58,6 +58,7 @@ class DeltaLayer(nnx.Module):
         chunk_rule: the recurrence over whole sequences, which has a gradient.
         prefill_rule: the recurrence over a chunk, from states in slots to those after it.
         sigmoid_gate: whether the output is gated by sigmoid rather than SiLU.
+        dtype: of the operands of every matrix product.
     """
 
     in_proj: ClassVar[str]
@@ -65,6 +66,7 @@ class DeltaLayer(nnx.Module):
     chunk_rule: ClassVar[Callable[..., tuple[Array, Any]]]
     prefill_rule: ClassVar[Callable[..., tuple[Array, Array]]]
     sigmoid_gate: ClassVar[bool] = False
+    dtype: jnp.dtype
     conv1d: nnx.Param
     norm: RMSNorm
     out_proj: Linear
@@ -80,8 +82,8 @@ class DeltaLayer(nnx.Module):
 
     @abc.abstractmethod
     def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
-        """Args: packed: whether the gate may be all of a projection, where a kernel reads it. The
-        gradient of what is split instead is written once, and not as a sum of padded arrays."""
+        """Args: packed: whether the gate may be all of a projection, where a kernel reads it. If
+        not, `mixed` has the gate's columns behind its own, where a projection has both."""
 
     @abc.abstractmethod
     def _advance(
@@ -132,9 +134,11 @@ class DeltaLayer(nnx.Module):
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
         x, spoiled = bounds.isolated(x)
-        made = self._made(self._projected(x), packed=False)
+        # Rounded once, so that the gradients of its products are added as numbers of this dtype.
+        made = self._made(self._projected(x.astype(self.dtype)), packed=False)
         g, beta = self._gates(made)
-        q, k, v = self._convolved(made.mixed, bounds)
+        q, k, v, gate = self._convolved(made.mixed, bounds)
+        gate = made.gate if gate is None else gate
         if segment_ids is not None:
             assert bounds.first is not None  # of ids it is known
             begins = jnp.equal(bounds.first, jnp.arange(x.shape[1]))
@@ -143,22 +147,22 @@ class DeltaLayer(nnx.Module):
         o, _ = type(self).chunk_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=ends)
         o = checkpoint_name(o, SAVED_NAME)
         weight, eps = self.norm.weight[...], self.norm.eps
-        normed = gated_rms_norm(o, made.gate, weight, eps, sigmoid=self.sigmoid_gate)
+        normed = gated_rms_norm(o, gate, weight, eps, sigmoid=self.sigmoid_gate)
         y = self._project_out(normed)
         return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
 
-    def _convolved(self, mixed: Array, bounds: SegmentBounds) -> tuple[Array, ...]:
-        """q, k and v of heads, each convolved by itself: the gradient of a part is an array of its
-        own, where XLA would compute that of all in a slow concatenation."""
-        parts = self._split_heads(mixed)
-        widths = [math.prod(each.shape[2:]) for each in parts]
-        taps = jnp.split(self.conv1d[...], np.cumsum(widths)[:-1])
-        return tuple(
-            causal_conv1d_of_segments(
-                each.reshape(*each.shape[:2], width), of_each, bounds.first
-            ).reshape(each.shape)
-            for each, width, of_each in zip(parts, widths, taps, strict=True)
-        )
+    def _convolved(self, mixed: Array, bounds: SegmentBounds) -> tuple[Array | None, ...]:
+        """q, k and v of heads, and the columns behind theirs, or None. Each is an array of its own,
+        as its gradient is: XLA is slow where it concatenates these."""
+        taps = self.conv1d[...]
+        convolved = jax.ShapeDtypeStruct((*mixed.shape[:2], len(taps)), mixed.dtype)
+        heads = [each.shape for each in jax.eval_shape(self._split_heads, convolved)]
+        widths = [math.prod(shape[2:]) for shape in heads]
+        if more := mixed.shape[2] - len(taps):
+            widths.append(more)
+        parts = causal_conv1d_of_segments(mixed, taps, bounds.first, tuple(widths))
+        q, k, v = (part.reshape(shape) for part, shape in zip(parts, heads, strict=False))
+        return q, k, v, parts[3] if more else None
 
     def prefill(
         self,

@@ -189,8 +189,8 @@ class GatedDeltaNet(DeltaLayer):
     def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
         qkvz, ba = projected
         b, a = jnp.split(ba[..., : 2 * self.num_v_heads], 2, axis=-1)
-        mixed, gate = jnp.split(qkvz, [self.conv_dim], axis=-1)
-        return DeltaProjections(mixed, a, b, qkvz if packed else gate)
+        mixed = qkvz[..., : self.conv_dim] if packed else qkvz
+        return DeltaProjections(mixed, a, b, qkvz)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
         return gdn.gdn_gates(made.decays, made.beta, self.A_log[...], self.dt_bias[...])

@@ -7,6 +7,8 @@ A state pool is `[Z, ...]`, one slot a running sequence, or a stack of them `[L,
 layer's index as an operand. Slot -1 marks a padding row: nothing is read or written for it.
 """
 
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -100,69 +102,92 @@ def causal_conv1d(
 
 
 def causal_conv1d_of_segments(
-    x: Float[Array, "B T Dc"],
+    x: Float[Array, "B T C"],
     weight: Float[Array, "Dc W"],
     first: Int[Array, "#B T"] | None,
-) -> Float[Array, "B T Dc"]:
+    widths: tuple[int, ...],
+) -> tuple[Float[Array, "B T _"], ...]:
     """`causal_conv1d` with SiLU of rows that hold one sequence or several, each from zeros.
 
     Differentiable in reverse mode only. The backward pass reads x once, and writes the gradient of
-    the SiLU's argument once, rounded to x's dtype.
+    all its columns at once.
 
     Args:
+        x: its first Dc columns are convolved; the others are returned as they are.
         first: the first token of each token's sequence, as `SegmentBounds` has it; None: token 0.
+        widths: columns of each array that is returned, C in all. One of them begins at Dc if there
+            are more columns.
     """
     with jax.named_scope("causal_conv1d"):
         position = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         if first is not None:
             position = position - first
-        return _differentiable(*match_varying_axes((x, weight), position), position)
+        return _differentiable(*match_varying_axes((x, weight), position), position, widths)
 
 
-@jax.custom_vjp
-def _convolved(x: Array, weight: Array, position: Array) -> Array:
-    taps = _taps_of_sequences(x, position, weight.shape[1])
-    return _activate(_weigh(taps, weight), None, "silu").astype(x.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _convolved(
+    x: Array, weight: Array, position: Array, widths: tuple[int, ...]
+) -> tuple[Array, ...]:
+    def part(begin: int, end: int) -> Array:
+        columns, own = x[..., begin:end], weight[begin:end]
+        if not len(own):
+            return columns
+        taps = _taps_of_sequences(columns, position, weight.shape[1])
+        return _activate(_weigh(taps, own), None, "silu").astype(x.dtype)
+
+    return tuple(
+        part(end - width, end) for end, width in zip(accumulate(widths), widths, strict=True)
+    )
 
 
-def _convolved_fwd(x: Array, weight: Array, position: Array) -> tuple[Array, Any]:
-    return _convolved(x, weight, position), (x, weight, position)
+def _convolved_fwd(
+    x: Array, weight: Array, position: Array, widths: tuple[int, ...]
+) -> tuple[tuple[Array, ...], Any]:
+    return _convolved(x, weight, position, widths), (x, weight, position)
 
 
-def _convolved_bwd(kept: tuple[Array, ...], of_y: Array) -> tuple[Array, Array, None]:
+def _convolved_bwd(
+    widths: tuple[int, ...], kept: tuple[Array, ...], of_parts: tuple[Array, ...]
+) -> tuple[Array, Array, None]:
     x, weight, position = kept
-    width = weight.shape[1]
     try:
-        of_total, of_taps = _gradient_by_kernel(x, weight, position, of_y)
+        of_x, of_taps = _gradient_by_kernel(x, weight, position, of_parts)
     except Refusal as refusal:
         if x.size:
             warn_of_gradient(str(refusal))
-        of_total, of_taps = _gradient_of_taps(x, weight, position, of_y)
+        of_x, of_taps = _gradient_of_taps(x, weight, position, of_parts)
+    return of_x, of_taps.T.astype(weight.dtype), None
+
+
+def _kernel_of_taps(
+    x: Array, weight: Array, position: Array, of_parts: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
+    flat, *of_flat = (each.reshape(-1, each.shape[2]) for each in (x, *of_parts))
+    of_x, of_taps = conv_gradient(flat, of_flat, weight.T, places)
+    return of_x.reshape(x.shape), of_taps
+
+
+def _gradient_of_taps(
+    x: Array, weight: Array, position: Array, of_parts: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    """What `conv_gradient` gives, in XLA: of_x [B, T, C] and of_taps [W, Dc]."""
+    (channels, width), of_y = weight.shape, jnp.concatenate(of_parts, axis=-1)
+    taps = _taps_of_sequences(x[..., :channels], position, width)
+    _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
+    (of_total,) = through_silu(of_y[..., :channels].astype(jnp.float32))
+    # In memory once: XLA would compute it in each kernel that reads it, or write float32.
+    of_total = rounded(of_total, x.dtype)
+    wide = of_total.astype(jnp.float32)
+    of_taps = jnp.stack([(wide * tap.astype(jnp.float32)).sum((0, 1)) for tap in taps])
 
     def of_token_before(back: int) -> Array:
         met = jnp.where((position >= back)[..., None], of_total, 0)
         return jnp.pad(met, ((0, 0), (0, back), (0, 0)))[:, back:]
 
     of_x = _weigh([of_token_before(back) for back in reversed(range(width))], weight)
-    return of_x.astype(x.dtype), of_taps.T.astype(weight.dtype), None
-
-
-def _kernel_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> tuple[Array, Array]:
-    places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
-    flat, of_flat = (each.reshape(-1, x.shape[2]) for each in (x, of_y))
-    of_total, of_taps = conv_gradient(flat, of_flat, weight.T, places)
-    return of_total.reshape(x.shape), of_taps
-
-
-def _gradient_of_taps(x: Array, weight: Array, position: Array, of_y: Array) -> tuple[Array, Array]:
-    """What `conv_gradient` gives, in XLA: of_total [B, T, Dc] and of_taps [W, Dc]."""
-    taps = _taps_of_sequences(x, position, weight.shape[1])
-    _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
-    (of_total,) = through_silu(of_y.astype(jnp.float32))
-    # In memory once: XLA would compute it in each kernel that reads it, or write float32.
-    of_total = rounded(of_total, x.dtype)
-    wide = of_total.astype(jnp.float32)
-    return of_total, jnp.stack([(wide * tap.astype(jnp.float32)).sum((0, 1)) for tap in taps])
+    return jnp.concatenate([of_x.astype(x.dtype), of_y[..., channels:]], axis=-1), of_taps
 
 
 _gradient_by_kernel = with_gradient_of(

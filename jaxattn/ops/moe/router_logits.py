@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
@@ -119,7 +120,8 @@ def _training_logits_bwd(kept: tuple[Array, Array], of_logits: Array) -> tuple[A
     x, router = kept
     count = router.shape[1]
     of_logits, router = (_in_halves(each) for each in (of_logits.astype(jnp.bfloat16), router))
-    return _product(of_logits, router, (1, 1)), _product(x, of_logits, (0, 0))[:, :count]
+    of_x = _product(of_logits, router, (1, 1), x.dtype).astype(jnp.float32)
+    return of_x, _product(x, of_logits, (0, 0))[:, :count]
 
 
 _training_logits.defvjp(_training_logits_fwd, _training_logits_bwd)
@@ -131,9 +133,11 @@ def _in_halves(x: Float[Array, "T N"]) -> Float[Array, "T M"]:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % HALF)))
 
 
-def _product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+def _product(
+    a: Array, b: Array, contract: tuple[int, int], dtype: DTypeLike = jnp.float32
+) -> Array:
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
 
 
 def sum_split_logits(products: Float[Array, "T 2N"]) -> Float[Array, "T N"]:

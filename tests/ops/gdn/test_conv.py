@@ -248,25 +248,36 @@ def test_the_gradient_written_by_hand_is_that_of_the_op(ends, dtype, most):
         y, pull = jax.vjp(op, *operands)
         return y, *pull(of_y.astype(y.dtype))
 
-    by_hand = lambda x, w: causal_conv1d_of_segments(x, w, None if first is None else first[None])  # noqa: E731
-    op = lambda x, w: gdn.causal_conv1d(x, w, cu_seqlens=offsets)[0]  # noqa: E731
+    def by_hand(x, w):
+        starts = None if first is None else first[None]
+        return jnp.concatenate(causal_conv1d_of_segments(x, w[:4], starts, (3, 1, 2)), axis=-1)
+
+    def op(x, w):
+        y, _ = gdn.causal_conv1d(x[..., :4], w[:4], cu_seqlens=offsets)
+        return jnp.concatenate([y, x[..., 4:]], axis=-1)
+
     wide = tuple(each.astype(jnp.float32) for each in given)
     for got, wanted in zip(gradients(by_hand, given), gradients(op, wide), strict=True):
         assert got.dtype == dtype and relative(got, wanted) < most
 
 
 @pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
-def test_the_kernel_of_the_gradient_computes_what_xla_does(interpret):
+@pytest.mark.parametrize("widths", [(128, 256, 128), (256, 256)])
+def test_the_kernel_of_the_gradient_computes_what_xla_does(widths, interpret):
     """Sequences that end within a block, with it and behind it; one begins behind NaN."""
     rng = np.random.default_rng(0)
-    lens, channels = (2, 60, 2, 66, 20), 512
-    x, of_y = (rng.standard_normal((sum(lens), channels)) for _ in range(2))
+    lens, columns, channels = (2, 60, 2, 66, 20), sum(widths), sum(widths[:-1])
+    x, of_y = (rng.standard_normal((sum(lens), columns)) for _ in range(2))
     taps = jnp.asarray(rng.standard_normal((channels, 4)), jnp.bfloat16)
     position = jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens])
     x, of_y = (jnp.asarray(each, jnp.bfloat16) for each in (x, of_y))
+    of_parts = jnp.split(of_y, np.cumsum(widths)[:-1], axis=1)
     kernel = jax.jit(functools.partial(conv_gradient, interpret=interpret))
-    found = kernel(x, of_y, taps.T, position)
-    wanted = jax.jit(_gradient_of_taps)(x[None], taps, position[None], of_y[None])
-    assert relative(found[0], wanted[0][0]) < 2e-3 and relative(found[1], wanted[1]) < 1e-3
-    of_total, _ = kernel(x.at[61:64].set(jnp.nan), of_y, taps.T, position)
-    np.testing.assert_array_equal(of_total[64:], found[0][64:])
+    of_x, of_taps = kernel(x, of_parts, taps.T, position)
+    wide = (each.astype(jnp.float32) for each in (x[None], taps))
+    wanted = jax.jit(_gradient_of_taps)(*wide, position[None], (of_y[None].astype(jnp.float32),))
+    assert relative(of_x, wanted[0][0]) < 2e-3 and relative(of_taps, wanted[1]) < 1e-5
+    np.testing.assert_array_equal(of_x[:, channels:], of_parts[-1])
+    spoiled, _ = kernel(x.at[61:64].set(jnp.nan), of_parts, taps.T, position)
+    np.testing.assert_array_equal(spoiled[64:], of_x[64:])
+    np.testing.assert_array_equal(spoiled[:58], of_x[:58])

@@ -3,7 +3,7 @@ needs, and the backward.
 
     forward    gate_up keeps gate x and up x of each (token, expert) pair beside h; down; the sum
     backward   dh = dout down                     the forward's kernel with transposed weights
-               d gate, d up, d weights            XLA, element by element
+               d gate, d up, d weights            activation_gradient.py; XLA where it is clamped
                dx = [d gate, d up] gate_up        the forward's kernel with transposed weights
                d down, d gate_up                  weight_gradient.py
 
@@ -27,6 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
+from jaxattn.kernels.moe.backward.activation_gradient import swiglu_gradient, swiglu_serves
 from jaxattn.kernels.moe.backward.row_gather import tokens_in_rows
 from jaxattn.kernels.moe.backward.weight_gradient import DEPTH, weight_gradient
 from jaxattn.kernels.moe.combine import combine
@@ -104,7 +105,7 @@ def forward_with_residuals(
     config = config_of(operands)
     rows = rows_of(ids, gate_up.shape[1], config.columns)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
-    modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
+    modes: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     common: dict[str, Any] = {
         "layer": number, "affine": affine, "columns": config.columns, **modes,
     }  # fmt: skip
@@ -175,15 +176,17 @@ class ExpertBackward:
         at = PanelMatrix(0, self.count, down.shape[-1])
         inner = self.product(of_out, down, at, "moe_down_gradient")
         shares = jnp.where(self.taken, weights.reshape(-1)[self.rows.pairs], 0).astype(jnp.float32)
-        of_gates, hidden, of_shares = _through_activation(
-            inner, self.kept.saved, shares, self.taken, activation
-        )
+        operands = inner, self.kept.saved, shares, self.taken
+        if activation is swiglu and swiglu_serves(*inner.shape):
+            of_gates, hidden, of_shares = swiglu_gradient(*operands, **self.modes)
+        else:
+            of_gates, hidden, of_shares = through_activation(*operands, activation)
         of_biases: list[jax.Array | None] = [None, None]
         if biases[1] is not None:
             of_biases = [self.sums(of_gates), self.sums(of_out, shares)]
             of_shares += self.met_bias(of_out, biases[1])
         return ExpertOperands(
-            self.summed_up(of_gates).astype(x.dtype),
+            self.summed_up(of_gates),
             self.of_weights(of_shares).astype(weights.dtype),
             self.stacked(self.weight_gradient(of_gates, self.kept.tokens, "gate_up"), gate_up),
             self.stacked(self.weight_gradient(of_out, hidden, "down"), down),
@@ -218,13 +221,14 @@ class ExpertBackward:
         )  # fmt: skip
 
     def summed_up(self, of_gates: jax.Array) -> jax.Array:
-        """The gradient of x, [T, F] float32: a token's experts are added in the order of ids."""
-        weights, features = self.operands.weights, self.operands.x.shape[1]
+        """The gradient of x [T, F], in its dtype. Experts are added in the order of ids."""
+        x, weights = self.operands.x, self.operands.weights
+        features = x.shape[1]
         at = PanelMatrix(0, self.count, panel(output_columns(features)))
         spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
         return combine(
             spread, self.rows.work.positions, jnp.ones_like(weights), results=at,
-            features=features, columns=512, **self.modes,
+            features=features, columns=512, dtype=x.dtype, **self.modes,
         )  # fmt: skip
 
     def of_weights(self, of_shares: jax.Array) -> jax.Array:
@@ -286,7 +290,7 @@ def product_config(rows: int, depth: int) -> GemmTileConfig:
     return GemmTileConfig(consumers=1, parts=1, depth=BLOCK if depth % BLOCK == 0 else ROWS)
 
 
-def _through_activation(
+def through_activation(
     inner: jax.Array,
     saved: jax.Array,
     shares: jax.Array,

@@ -1,0 +1,96 @@
+"""The gradient of the experts' SwiGLU, of rows that each have a token's weight.
+
+    h = silu(gate) up
+    hidden = share h                    what down's gradient reads
+    of_gate, of_up = share of_h d h     of_h is the gradient of h where all weights are 1
+    of_share = sum of_h h               of a row
+
+A block has a few rows, and reads all of them before it writes. XLA has two kernels, which both read
+everything.
+
+Limits: I a multiple of 128, rows a multiple of 4. Reference: `through_activation` of launch.py;
+tests: tests/kernels/moe/test_gradient.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxattn.kernels.hopper.build.launch import launch
+
+TOGETHER, THREADS = 4, 128  # rows and threads of a block
+
+
+def swiglu_serves(rows: int, width: int) -> bool:
+    return width % THREADS == 0 and rows % TOGETHER == 0
+
+
+def swiglu_gradient(
+    of_h: jax.Array, saved: jax.Array, shares: jax.Array, taken: jax.Array, **modes: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(of gate and up [R, 2 I], hidden [R, I], both in saved's dtype, of_share float32 [R]).
+
+    Args:
+        of_h: [R, I].
+        saved: gate and up, [R, 2 I].
+        shares: float32 [R].
+        taken: whether a row is a token's; the others get zeros, whatever they have.
+    """
+    rows, width = of_h.shape
+    out = launch(
+        gradient_of_rows,
+        name="moe_swiglu_gradient",
+        grid={"block": rows // TOGETHER},
+        inputs={"of_h": of_h, "saved": saved, "shares": shares, "taken": taken.astype(jnp.int32)},
+        outputs={
+            "of_gates": jax.ShapeDtypeStruct(saved.shape, saved.dtype),
+            "hidden": jax.ShapeDtypeStruct((rows, width), saved.dtype),
+            "of_shares": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        },
+        warpgroups=None,
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True,
+            unsafe_no_auto_barriers=True,  # no thread reads what another has written
+        ),
+        **modes,
+    )  # fmt: skip
+    return out["of_gates"], out["hidden"], out["of_shares"]
+
+
+def gradient_of_rows(
+    of_h: Any, saved: Any, shares: Any, taken: Any, of_gates: Any, hidden: Any, of_shares: Any
+) -> None:
+    first, width = lax.axis_index("block") * TOGETHER, of_h.shape[1]
+    vector = next(n for n in (4, 2, 1) if width % (n * THREADS) == 0)
+    layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+    halves = pl.ds(0, width), pl.ds(width, width)
+
+    def read(ref: Any, row: Any, columns: Any) -> jax.Array:
+        return plgpu.load(ref.at[row, columns], layout=layout, optimized=False)
+
+    rows = [first + i for i in range(TOGETHER)]
+    read_now = [
+        [read(of_h, row, halves[0]), *(read(saved, row, half) for half in halves)] for row in rows
+    ]
+    for row, numbers in zip(rows, read_now, strict=True):
+        share, is_taken = shares[row], taken[row] != 0
+        there = lax.broadcast_in_dim(is_taken, (width,), ())
+        # A select: a row of padding may meet NaN.
+        given, gate, up = (
+            lax.select_n(there, jnp.zeros_like(each), each).astype(jnp.float32) for each in numbers
+        )
+        root = lax.rsqrt(1 + jnp.exp(-gate))
+        opened = root * root  # a division takes many instructions
+        silu = gate * opened
+        h, scaled = silu * up, given * share
+        of_gate = scaled * up * (opened * (1 + gate * (1 - opened)))
+        for target, half, value in (
+            (of_gates, halves[0], of_gate), (of_gates, halves[1], scaled * silu),
+            (hidden, halves[0], h * share),
+        ):  # fmt: skip
+            target.at[row, half][...] = value.astype(target.dtype)
+        of_shares[row] = jnp.sum(given * h)
