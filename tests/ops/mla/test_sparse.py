@@ -290,6 +290,8 @@ SCALES = np.zeros((5, 16), np.float32)
     (dict(index_cache=FP8, k_scale=SCALES[:4]), ValueError, "k_scale .*N = 4.*N = 5"),
     (dict(index_cache=FP8, k_scale=SCALES.astype("float16")), TypeError, "k_scale must be float32"),
     (dict(seq_lens=np.int32([65, 0])), ValueError, "seq_lens .* holds 65.* reach 64"),
+    (dict(seq_lens=np.int32([9, 0]), block_tables=np.full((2, 4), 5, np.int32)), ValueError,
+     "block_tables .* holds page 5 .* index_cache has pages 0 to 4"),
     (dict(query_lens=np.int32([2, 0])), ValueError, "query_lens .* holds 2, but q .* has 1 tokens"),
 ])  # fmt: skip
 def test_the_index_names_the_argument_that_does_not_fit(changed, error, words):
