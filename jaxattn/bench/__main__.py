@@ -92,7 +92,7 @@ MODULES: dict[str, list[Any]] = {
     "train": [op_gradients, layer_gradients],
 }
 # What has baselines: times of other libraries.
-COMPARED = ("mla", "mla-prefill", "gqa", "gqa-prefill", "gdn", "kda", "train")
+COMPARED = ("mla", "mla-prefill", "mla-sparse", "gqa", "gqa-prefill", "gdn", "kda", "train")
 BASELINES = Path(__file__).with_name("baselines")  # of a checkout alone
 Times = dict[str, dict[str, float]]  # seconds of baselines, by column and shape
 # What has options of its own: (argv after its name, the program's name) -> exit code.

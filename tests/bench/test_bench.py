@@ -455,6 +455,15 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
     ]
 
 
+@pytest.mark.parametrize(
+    "q_len, cache, batch", [(2, "bfloat16", 1), (9, "uint8", 1), (9, "bfloat16", 2)]
+)
+def test_flashmlas_lists_are_of_the_shapes_that_it_has(q_len, cache, batch):
+    build = torch_runner.PEERS["vllm-flashmla-sparse"].build
+    with pytest.raises(ValueError, match="decodes block-scaled caches, and prefills one row"):
+        build(batch, q_len, 64, 32768, 2048, cache)
+
+
 def test_a_peer_that_crashes_does_not_stop_the_run(monkeypatch):
     first = json.dumps({"peer": "fla-decode", "shape": [1], "seconds": 2.0, "how": "so",
                         "burst": 1.0, "version": "1"})  # fmt: skip

@@ -55,7 +55,7 @@ def sparse_case(
     seed: int = 0,
 ) -> SparseCase:
     """Random lists of each token's positions with holes and positions beyond its own, of a cache
-    that is NaN where no list has a token.
+    that is NaN where no list has a token, as padding's queries are.
 
     Args:
         holes: the share of entries that are negative or too far.
@@ -77,6 +77,7 @@ def sparse_case(
     empty = SparseCase(q, None, tables, np.array(lens, np.int32), None, [])
     given = None if query_lens is None else jnp.asarray(query_lens, jnp.int32)
     visible = dataclasses.replace(empty, query_lens=given).visible()
+    q = jnp.where(visible[..., None, None] > 0, q, jnp.nan)
     indices = np.full((batch, q_len, top_k), -1, np.int32)
     listed = [np.zeros(max(n, 1), bool) for n in lens]
     for b, s in np.ndindex(batch, q_len):

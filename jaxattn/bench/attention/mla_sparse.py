@@ -22,6 +22,7 @@ from jaxattn.core.dispatch import Implementation
 
 PAGE, DIM, RANK = 64, 576, 512
 SCALE = 192**-0.5
+MOST_DECODED = 8  # tokens of a row in a decode step
 # B, S, H, T with the S new tokens, K and the cache.
 Shape = tuple[int, int, int, int, int, str]
 BF16, SCALED = "bfloat16", "uint8"
@@ -45,14 +46,19 @@ def label(shape: Shape) -> dict[str, str]:
     return {"B,S,H,T,K": ",".join(map(str, shape[:5])), "cache": shape[5]}
 
 
+def layers_of(batch: int, q_len: int, tokens: int, top_k: int, cache: str) -> int:
+    """As many as keep what is listed out of L2."""
+    listed = min(q_len * top_k, tokens)
+    return rotation(batch * listed * LatentFormat(cache).nbytes, most=16)
+
+
 @functools.partial(jax.jit, static_argnums=range(6))
 def inputs(
     batch: int, q_len: int, heads: int, tokens: int, top_k: int, cache: str
 ) -> tuple[jax.Array, ...]:
-    """Normal data on shuffled pages, in as many layers as keep what is listed out of L2."""
+    """Normal data on shuffled pages."""
     latents, pages = LatentFormat(cache), -(-tokens // PAGE)
-    listed = min(q_len * top_k, tokens)
-    layers = rotation(batch * listed * latents.nbytes, most=16)
+    layers = layers_of(batch, q_len, tokens, top_k, cache)
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
     drawn = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
@@ -69,7 +75,8 @@ def inputs(
 
 
 def attend(arrays: tuple[jax.Array, ...], implementation: Implementation | None) -> TimedOp:
-    run = mla.mla_sparse_decode if arrays[0].shape[1] <= 8 else mla.mla_sparse_prefill
+    few = arrays[0].shape[1] <= MOST_DECODED
+    run = mla.mla_sparse_decode if few else mla.mla_sparse_prefill
 
     def call(operands: Any, state: Any, layer: Any) -> Any:
         return run(*operands, scale=SCALE, layer=layer, implementation=implementation), state

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxattn.bench.attention import gqa, gqa_prefill, mla, mla_prefill
+from jaxattn.bench.attention import gqa, gqa_prefill, mla, mla_prefill, mla_sparse
 from jaxattn.bench.harness.timing import rotation
 
 DEVICE = "cuda"
@@ -45,7 +45,7 @@ def _normal(*shape: int, dtype: Any = None) -> Any:
 
 def _ints(values: Any) -> Any:
     torch = importlib.import_module("torch")
-    return torch.tensor(np.asarray(values).tolist(), dtype=torch.int32, device=DEVICE)
+    return torch.as_tensor(np.asarray(values, np.int32), device=DEVICE)
 
 
 def _tables(batch: int, pages: int) -> Any:
@@ -64,6 +64,43 @@ def flashmla(batch: int, heads: int, tokens: int | str, q_len: int) -> Call:
     fixed = (mla.RANK, _ints([tokens] * batch), _tables(batch, pages), mla.SCALE, q_len > 1)
     plan = op(q, caches[0], *fixed, None, None, None)[2:]
     return lambda i: op(q, caches[i % layers], *fixed, *plan, None)
+
+
+def flashmla_sparse(
+    batch: int, q_len: int, heads: int, tokens: int, top_k: int, cache: str
+) -> Call:
+    """FlashMLA's attention to lists of positions: its decode, or its prefill of one row.
+
+    Rows are whole pages in a row: the lists name tokens of a flat cache, without a block table.
+    """
+    decodes = q_len <= mla_sparse.MOST_DECODED
+    if decodes != (cache == mla_sparse.SCALED) or not (decodes or batch == 1):
+        raise ValueError("it decodes block-scaled caches, and prefills one row of a bfloat16 one")
+    ops, width = operators(FLASHMLA), -(-tokens // mla.PAGE) * mla.PAGE
+    layers = mla_sparse.layers_of(batch, q_len, tokens, top_k, cache)
+    drawn = np.random.default_rng(0)
+    lists = np.empty((batch, q_len, top_k), np.int32)
+    for row, token in np.ndindex(batch, q_len):
+        seen = drawn.permutation(tokens - q_len + 1 + token)
+        lists[row, token] = row * width + np.sort(seen[:top_k])
+    q, listed = _normal(batch, q_len, heads, mla.DIM), _ints(lists)
+    latents = [_normal(batch * width, 1, mla.DIM) for _ in range(layers)]
+    if not decodes:
+        fixed = (listed.view(q_len, 1, top_k), mla.SCALE, mla.RANK, None, None, None)
+        return lambda i: ops.sparse_prefill_fwd(q[0], latents[i % layers], *fixed)
+    caches = [_block_scaled(each).view(-1, mla.PAGE, 1, 656) for each in latents]
+    rest = (None, None, None, mla.RANK, mla.SCALE)
+    plan = ops.sparse_decode_fwd(q, caches[0], listed, None, None, None, None, *rest)[2:]
+    return lambda i: ops.sparse_decode_fwd(q, caches[i % layers], listed, None, None, *plan, *rest)
+
+
+def _block_scaled(latents: Any) -> Any:
+    """FlashMLA's 656 bytes of latents [N, 1, 576]: e4m3 numbers, four scales, the rope dims."""
+    torch = importlib.import_module("torch")
+    numbers = latents[..., : mla.RANK].reshape(-1, 4, 128).float()
+    scale = (numbers.abs().amax(-1, keepdim=True) / 448).log2().ceil().exp2()
+    parts = (numbers / scale).to(torch.float8_e4m3fn), scale, latents[..., mla.RANK :].contiguous()
+    return torch.cat([x.view(torch.uint8).reshape(len(latents), -1) for x in parts], -1)
 
 
 class FlashAttention3:

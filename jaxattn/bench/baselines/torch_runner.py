@@ -296,6 +296,9 @@ PEERS = {
         gradient=True,
     ),
     "vllm-flashmla": TorchBaseline("flashmla (vllm)", "mla", "vllm", "vllm", flashmla_fa3.flashmla),
+    "vllm-flashmla-sparse": TorchBaseline(
+        "flashmla (vllm)", "mla_sparse", "vllm", "vllm", flashmla_fa3.flashmla_sparse
+    ),
     "fa3-decode": TorchBaseline("fa3", "gqa", "vllm", "vllm", flashmla_fa3.flash_attention_decode),
     "xqa-decode": TorchBaseline(
         "xqa", "gqa", "flashinfer", "flashinfer-python", flashinfer_xqa.decode

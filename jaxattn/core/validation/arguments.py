@@ -104,12 +104,13 @@ class OpArguments:
         axes = f"N C {stored}" if layer is None else f"L N C {stored}"
         cache = self.check(name, kv_cache, axes, dtypes)
         num_pages, page = cache.shape[-3:-1]
-        return cache, *self.check_tables(block_tables, seq_lens, num_pages, page)
+        return cache, *self.check_tables(block_tables, seq_lens, num_pages, page, name)
 
     def check_tables(
-        self, block_tables: Any, seq_lens: Any, num_pages: int, page: int
+        self, block_tables: Any, seq_lens: Any, num_pages: int, page: int, name: str = "kv_cache"
     ) -> tuple[jax.Array, jax.Array]:
-        """The addressing of a cache of so many pages of `page` tokens, checked where it is known.
+        """The addressing of a cache `name` of so many pages of `page` tokens, checked where it is
+        known.
 
         A traced row of more tokens than its table has places comes back as one of 0, padding.
         """
@@ -122,7 +123,7 @@ class OpArguments:
             f"block_tables {tables.shape} with pages of {page} tokens reach {width * page}; "
             "give wider block_tables",
         )
-        check_pages(self.op, known_tables, known_lengths, num_pages, page)
+        check_pages(self.op, known_tables, known_lengths, num_pages, page, name)
         return tables, lengths
 
     def check_scheduled(self, seq_lens: Any, max_pages: int, page_size: int) -> jax.Array:

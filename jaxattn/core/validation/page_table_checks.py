@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 
-def check_pages(op: str, tables: Any, lengths: Any, num_pages: int, page: int) -> None:
+def check_pages(
+    op: str, tables: Any, lengths: Any, num_pages: int, page: int, cache: str = "kv_cache"
+) -> None:
     """Raises ValueError where a row has a page, within its length, that there is not.
 
     Like slots of a state pool: what is traced is not looked at.
@@ -17,6 +19,7 @@ def check_pages(op: str, tables: Any, lengths: Any, num_pages: int, page: int) -
     Args:
         tables: int32 [B, M], or a tracer.
         lengths: int32 [B] from 0 to M * page, or a tracer.
+        cache: the argument that has the pages.
     """
     if isinstance(tables, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
         return
@@ -28,7 +31,7 @@ def check_pages(op: str, tables: Any, lengths: Any, num_pages: int, page: int) -
         raise ValueError(
             f"{op}: block_tables {tables.shape} holds page {tables[row, column]} at "
             f"[{row}, {column}], within row {row}'s {lengths[row]} tokens in pages of {page}; "
-            f"kv_cache has pages 0 to {num_pages - 1}"
+            f"{cache} has pages 0 to {num_pages - 1}"
         )
 
 

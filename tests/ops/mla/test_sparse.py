@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
+from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.ops.mla.sparse import attend, index
 from tests.helpers.mla_cases import attend as attend_numpy
@@ -226,6 +227,22 @@ def test_attention_is_numpys(latents, monkeypatch, op, with_sinks):
     attend.attend_xla.clear_cache()
 
 
+def test_the_output_lies_in_the_arena(latents):
+    q, picked = normal(len(LENS), TOKENS, HEADS, DIM), chosen()
+    sizes = dict(q_len=TOKENS, num_heads=HEADS, top_k=12, kv_lora_rank=RANK, dtype="float32")
+    rows = latents.tables, latents.lens, picked
+    given = dict(scale=0.3, query_lens=np.int32(NEW), kv_lora_rank=RANK)
+    plain = mla.mla_sparse_decode(q, latents.cache, *rows, **given)
+    arena = Arena.allocate(mla.sparse_scratch(batch=len(LENS), **sizes))
+    arena = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), arena)
+    out, lse, arena = mla.mla_sparse_decode(q, latents.cache, *rows, arena=arena, **given)
+    np.testing.assert_array_equal(out, plain[0])
+    np.testing.assert_array_equal(lse, plain[1])
+    del sizes["top_k"]
+    region = arena.read(mla.scratch(batch=len(LENS), max_pages=1, **sizes), "out")
+    np.testing.assert_array_equal(region[:, : TOKENS * HEADS].reshape(out.shape), out)
+
+
 def test_all_positions_are_dense_attention(latents):
     """Also of queries in a pair, of a layer in a stack, and of the block-scaled format."""
     format = LatentFormat("uint8", 128, ROPE)
@@ -290,12 +307,22 @@ SCALES = np.zeros((5, 16), np.float32)
     (dict(index_cache=FP8, k_scale=SCALES[:4]), ValueError, "k_scale .*N = 4.*N = 5"),
     (dict(index_cache=FP8, k_scale=SCALES.astype("float16")), TypeError, "k_scale must be float32"),
     (dict(seq_lens=np.int32([65, 0])), ValueError, "seq_lens .* holds 65.* reach 64"),
+    (dict(seq_lens=np.int32([9, 0]), block_tables=np.full((2, 4), 5, np.int32)), ValueError,
+     "block_tables .* holds page 5 .* index_cache has pages 0 to 4"),
     (dict(query_lens=np.int32([2, 0])), ValueError, "query_lens .* holds 2, but q .* has 1 tokens"),
 ])  # fmt: skip
 def test_the_index_names_the_argument_that_does_not_fit(changed, error, words):
     for implementation in (None, "mosaic_gpu", "xla"):
         with pytest.raises(error, match=f"mla_index: .*{words}"):
             mla.mla_index(**(INDEX | changed), implementation=implementation)
+
+
+@pytest.mark.parametrize("name", ["batch", "q_len", "num_heads", "top_k", "kv_lora_rank"])
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_the_arenas_spec_names_a_size_that_is_none(name, size):
+    sizes = dict(batch=2, q_len=1, num_heads=3, top_k=12) | {name: size}
+    with pytest.raises(ValueError, match=rf"mla.sparse_scratch: .*{name}.*{size}"):
+        mla.sparse_scratch(**sizes)
 
 
 SPARSE = dict(

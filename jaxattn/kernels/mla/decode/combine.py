@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
@@ -27,7 +28,9 @@ AHEAD = 8  # partial results that are read at a time, of a row
 FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
 # Blocks without work cost more the more there are, and those with work more the longer they are.
 BLOCKS, LONGEST = 512, 16
-SHARED_ROWS, SHARERS = 256, 4  # so few rows have many partial results, and this many warpgroups
+# So few rows have many partial results, and several warpgroups each. A multiprocessor's registers
+# have room for one block of SHARERS; where that would take turns, a row has FEWER_SHARERS.
+SHARED_ROWS, SHARERS, FEWER_SHARERS = 256, 4, 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,14 +74,13 @@ def combine(
 
     Args:
         sinks: float32 [rows], a logit of each packed row that has no value.
-        sharers: warpgroups that share the partial results of a row; None: four where rows are few
-            and cut in more than one warpgroup reads at a time, but in the interpreter one.
+        sharers: warpgroups that share the partial results of a row; None: four or two where rows
+            are few and cut in more than one warpgroup reads at a time, but in the interpreter one.
     """
     batch, rows = split.lse.shape
     used = -(-call.q_len * call.num_heads // 8) * 8
     if sharers is None:
-        cut = len(split.partial_lse) // 2 > AHEAD * batch  # on average
-        sharers = SHARERS if cut and batch * used <= SHARED_ROWS and not interpret else 1
+        sharers = 1 if interpret else _sharers(batch, used, len(split.partial_lse) // 2)
     chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
     out_ref, partial_ref = split.refs
     first_rows = split.first_rows  # the body holds no array, so that launches share its trace
@@ -107,6 +109,12 @@ def combine(
         detect_races=detect_races,
     )
     return jax.freeze(lse_ref)
+
+
+def _sharers(batch: int, used: int, parts: int) -> int:
+    if parts <= AHEAD * batch or batch * used > SHARED_ROWS:  # pieces of a row, on average
+        return 1
+    return SHARERS if batch * used <= NUM_SMS else FEWER_SHARERS
 
 
 def _rows_of_a_block(batch: int, used: int) -> int:

@@ -20,6 +20,7 @@ from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradi
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 from jaxattn.core.validation.arguments import INT32, OpArguments
+from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
@@ -142,8 +143,13 @@ def sparse_scratch(
         batch, q_len, num_heads, top_k: B, S, H and K.
         kv_lora_rank, dtype: of the output.
         batch_invariant: as the op is called.
+
+    Raises:
+        ValueError: a size is not a positive integer; it is named.
     """
-    size: Any = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "dtype": jnp.dtype(dtype)}
+    size: Any = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
+    check_sizes("mla.sparse_scratch", **size, top_k=top_k, kv_lora_rank=kv_lora_rank)
+    size["dtype"] = jnp.dtype(dtype)
     of_kernel = scratch(**size, top_k=top_k, batch_invariant=batch_invariant)
     of_xla = dense_scratch(**size, max_pages=1, kv_lora_rank=kv_lora_rank)
     return max(of_kernel, of_xla, key=lambda spec: spec.nbytes)

@@ -99,3 +99,10 @@ def test_parts_that_see_nothing_much_and_nan(
             np.testing.assert_array_equal(out[here : here + rows], before[here : here + rows])
         assert np.isneginf(found[row, 1]) == merges[row]
         assert np.isnan(found[row, 2]) == (4 in some)
+
+
+def test_a_rows_warpgroups_are_as_many_as_leave_no_block_without_a_place():
+    """A token of 128 heads; two, and two rows, whose blocks of four warpgroups would take turns;
+    few pieces a row; many rows."""
+    shapes = [(1, 128, 66), (2, 128, 37), (2, 128, 16), (3, 128, 66)]
+    assert [mla_combine._sharers(*shape) for shape in shapes] == [4, 2, 1, 1]
