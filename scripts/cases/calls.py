@@ -74,7 +74,7 @@ def convolution_gradient(x: Any, weight: Any, first: Any) -> Any:
     """Gradients of a convolution of sequences with SiLU, as a delta layer trains it."""
 
     def total(x: Any, weight: Any) -> Any:
-        y = causal_conv1d_of_segments(x, weight, first)
+        (y,) = causal_conv1d_of_segments(x, weight, first, x.shape[-1:])
         return jnp.square(y.astype(jnp.float32)).sum()
 
     return jax.grad(total, argnums=(0, 1))(x, weight)

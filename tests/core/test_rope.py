@@ -128,10 +128,14 @@ def test_llama3_refuses_what_it_cannot_mean():
     llama3 = Llama3RopeScaling(8, 1, 4, 8192)
     with pytest.raises(ValueError, match="yarn and llama3 both stretch the context"):
         RopeConfig(yarn=YarnConfig(40, 4096), llama3=llama3)
+    with pytest.raises(ValueError, match="llama3 and linear both stretch the context"):
+        RopeConfig(llama3=llama3, linear=2.0)
     with pytest.raises(
         ValueError, match="theta must be a number, which llama3 stretches; got None"
     ):
         RopeConfig(theta=None, llama3=llama3)
+    with pytest.raises(ValueError, match="which linear stretches; got None"):
+        RopeConfig(theta=None, linear=2.0)
 
 
 def test_a_ramp_without_width_is_a_step():

@@ -297,7 +297,7 @@ def scaled(**change: Any) -> dict[str, Any]:
         (int4() | {"config_groups": {"g": {}}}, "config_groups.g.weights must be an object"),
         (int4(num_bits=8), "config_groups.group_0.weights: num_bits is implemented as 4 only"),
         (int4(group_size=64), "group_size is implemented as 32 or 128 only; got 64"),
-        (int4(symmetric=False), "symmetric is implemented as True only"),
+        (int4(symmetric="no"), "symmetric must be true or false"),
         (int4(type="float"), "type is implemented as 'int' only; got 'float'"),
         (int4(actorder="group"), "actorder is implemented as None or .* only; got 'group'"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.blocks import MoE
-from jaxattn.models.loading import huggingface_checkpoint
+from jaxattn.models.loading import huggingface_checkpoint, read_plan
 from jaxattn.models.sharding.axis_sharding import ShardingError, divided_layer, own
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.nn.four_bit_linear import FourBitLinears
@@ -47,9 +47,17 @@ def config_of(group: int, **changes) -> dict:
     }  # fmt: skip
 
 
-def folder_of(path, group: int = 128, dtype: str = "bfloat16", floats: str = "") -> dict:
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Eight numbers of the last axis in a word."""
+    words = (codes.reshape(*codes.shape[:-1], -1, 8) << np.arange(0, 32, 4)).sum(-1)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def folder_of(
+    path, group: int = 128, dtype: str = "bfloat16", floats: str = "", zeros: bool = False
+) -> dict:
     """Writes a folder, and returns what its matrices mean, in float32. Those of the name `floats`
-    are floats in the last layer."""
+    are floats in the last layer; with `zeros` each group has a zero point."""
     rng, tensors, meant = np.random.default_rng(0), {}, {}
     dtype = jnp.dtype(dtype)
     for layer in range(LAYERS):
@@ -64,25 +72,28 @@ def folder_of(path, group: int = 128, dtype: str = "bfloat16", floats: str = "")
                 continue
             codes = rng.integers(0, 16, (out, inner))
             scales = (rng.uniform(0.5, 1, (out, inner // group)) / 50).astype(dtype)
-            words = (codes.reshape(out, -1, 8) << np.arange(0, 32, 4)).sum(-1)
-            tensors[f"{name}_packed"] = words.astype(np.uint32).view(np.int32)
+            zero = rng.integers(0, 16, scales.shape) if zeros else np.full(scales.shape, 8)
+            tensors[f"{name}_packed"] = packed(codes)
+            if zeros:
+                tensors[f"{name}_zero_point"] = np.ascontiguousarray(packed(zero.T).T)
             tensors[f"{name}_scale"] = scales
             tensors[f"{name}_shape"] = np.array([out, inner], np.int64)
-            meant[name] = (codes - 8) * np.repeat(scales.astype(np.float32), group, 1)
+            wide = np.repeat(zero, group, 1), np.repeat(scales.astype(np.float32), group, 1)
+            meant[name] = (codes - wide[0]) * wide[1]
     tensors["model.embed_tokens.weight"] = rng.normal(size=(VOCAB, HIDDEN)).astype(dtype)
     tensors["lm_head.weight"] = (rng.normal(size=(VOCAB, HIDDEN)) / 10).astype(dtype)
     tensors["model.norm.weight"] = np.ones(HIDDEN, dtype)
     path.mkdir(exist_ok=True)
     write_file(path / "model.safetensors", tensors)
-    (path / "config.json").write_text(json.dumps(config_of(group)))
+    (path / "config.json").write_text(json.dumps(config_of(group, symmetric=not zeros)))
     return meant
 
 
 @cache
-def small(root, group: int):
+def small(root, group: int, zeros: bool = False):
     """(folder, what it means, the model and its parameters in float32)."""
-    folder = root / f"int4_{group}"
-    meant = folder_of(folder, group)
+    folder = root / f"int4_{group}_{zeros}"
+    meant = folder_of(folder, group, zeros=zeros)
     return folder, meant, huggingface_checkpoint.load(folder, dtype="float32")
 
 
@@ -91,11 +102,12 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("four_bit")
 
 
-@pytest.mark.parametrize("group", [32, 128])
-def test_matrices_stay_4_bits_and_mean_the_same(root, group):
-    _, meant, (model, params) = small(root, group)
+@pytest.mark.parametrize("group, zeros", [(32, False), (128, False), (32, True)])
+def test_matrices_stay_4_bits_and_mean_the_same(root, group, zeros):
+    _, meant, (model, params) = small(root, group, zeros)
     block = model.spec.blocks[0]
-    assert isinstance(block.mixer.fp8, FourBitLinears) and block.mixer.fp8.form.group == group
+    assert isinstance(block.mixer.fp8, FourBitLinears)
+    assert block.mixer.fp8.form == FourBitFormat("int4", group, zeros=zeros)
     layer = params["segments"][0]["layers"][0]
     for part, module in (("self_attn.k_proj", "mixer"), ("mlp.down_proj", "mlp")):
         tiles = layer[module][part.split(".")[1]]["weight"][...]
@@ -114,6 +126,17 @@ def test_logits_are_those_of_the_floats(root):
     made = model.init_params(jax.random.key(0))
     sizes = [[(x.shape, x.dtype) for x in jax.tree.leaves(each)] for each in (params, made)]
     assert sizes[0] == sizes[1]
+
+
+def test_blocks_of_rows_have_the_zero_points_of_their_rows(root, monkeypatch):
+    folder, meant, _ = small(root, 32, True)
+    monkeypatch.setattr(read_plan, "BLOCK_BYTES", 1000)
+    _, params = huggingface_checkpoint.load(folder, dtype="float32", dense="bfloat16")
+    up = params["segments"][0]["layers"][0]["mlp"]["up_proj"]["weight"][...]
+    for layer in range(LAYERS):
+        np.testing.assert_array_equal(
+            up[layer], meant[f"model.layers.{layer}.mlp.up_proj.weight"].T
+        )
 
 
 def test_a_matrix_that_is_floats_in_a_layer_is_so_in_all(tmp_path):

@@ -170,8 +170,9 @@ def test_scalings_of_rope_mean_what_transformers_computes():
     def of(**scaling):
         return mixer_of(LLAMA | {"max_position_embeddings": 64, "rope_scaling": scaling}).rope
 
-    linear = inv_freq(of(type="linear", factor=3.0))
-    np.testing.assert_allclose(linear, inv_freq(mixer_of(LLAMA).rope) / 3, rtol=2e-7)
+    linear = of(type="linear", factor=3.0)
+    assert linear.linear == 3 and linear.llama3 is None
+    np.testing.assert_allclose(inv_freq(linear), inv_freq(mixer_of(LLAMA).rope) / 3, rtol=2e-7)
     # Up to max_position_embeddings tokens, which no row exceeds.
     assert of(rope_type="dynamic", factor=3.0) == mixer_of(LLAMA).rope
     yarn = of(rope_type="yarn", type="linear", factor=4.0, beta_fast=None, beta_slow=0).yarn

@@ -30,7 +30,10 @@ FIELDS = [(kind, field.name) for kind in PLACES for field in dataclasses.fields(
 NEVER = (math.nan, math.inf, -math.inf, -1, -0.5, 10**400, "", "1", "true", [], [4], {"a": 1}, b"1")
 TEXTS = ("dtype", "cache_dtype", "param_dtype")
 FLAGS = ("tie_embeddings", "interleaved", "truncate")
-FLOATS = ("rms_norm_eps", "theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+FLOATS = (
+    "rms_norm_eps", "theta", "factor", "linear", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
 MAY_BE_NONE = ("q_lora_rank", "cache_dtype", "yarn", "llama3", "theta")
 MAY_BE_ZERO = ("gdn_per_repeat", "mscale", "mscale_all_dim")
 each_field = pytest.mark.parametrize("kind, field", FIELDS, ids=lambda x: getattr(x, "__name__", x))

@@ -215,11 +215,14 @@ def quantize(weights: Float[Array, "*n R K"], form: FourBitFormat) -> UInt8[Arra
         codes = jnp.sum(jnp.abs(numbers)[..., None] > jnp.asarray(BETWEEN), axis=-1)
         codes = codes | jnp.where(numbers < 0, 8, 0)
         return pack(codes.reshape(weights.shape), (exponent + 127).astype(jnp.uint8), None, form)
-    scales = (most / 7).astype(form.scale)
-    numbers = jnp.round(groups / scales.astype(jnp.float32)[..., None])
-    codes = (jnp.clip(numbers, -8, 7) + 8).astype(jnp.uint8)
-    zeros = jnp.full(scales.shape, 8, jnp.uint8) if form.zeros else None
-    return pack(codes.reshape(weights.shape), scales, zeros, form)
+    low, high = jnp.minimum(groups.min(-1), 0), jnp.maximum(groups.max(-1), 0)
+    step = jnp.maximum(high - low, 2.0**-60) / 15 if form.zeros else most / 7
+    scales = step.astype(form.scale)
+    wide = scales.astype(jnp.float32)
+    zeros = jnp.clip(jnp.round(-low / wide), 0, 15) if form.zeros else jnp.full(wide.shape, 8.0)
+    numbers = jnp.round(groups / wide[..., None]) + zeros[..., None]
+    codes = jnp.clip(numbers, 0, 15).astype(jnp.uint8)
+    return pack(codes.reshape(weights.shape), scales, zeros.astype(jnp.uint8), form)
 
 
 BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # neighbours of E2M1

@@ -133,7 +133,9 @@ class RopeConfig:
             (i, i + P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the
             same layout.
         yarn: stretches the context; None leaves the frequencies as they are.
-        llama3: stretches it in another way; one of the two at most.
+        llama3: stretches it in another way.
+        linear: stretches it by dividing all frequencies by this factor, from 1 to a million; 1
+            leaves them. One of the three at most.
 
     Raises:
         ValueError: a field does not fit, YaRN's ramp would run backwards, or what stretches has no
@@ -145,19 +147,22 @@ class RopeConfig:
     interleaved: Annotated[bool, Flag()] = True
     yarn: Annotated[YarnConfig | None, Nullable(NestedConfig(YarnConfig))] = None
     llama3: Annotated[Llama3RopeScaling | None, Nullable(NestedConfig(Llama3RopeScaling))] = None
+    linear: Annotated[float, Number(1, MOST_FACTOR)] = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.yarn is None and self.llama3 is None:
-            return
-        if self.theta is None:
-            kind = "llama3" if self.yarn is None else "yarn"
-            raise ValueError(f"RopeConfig.theta must be a number, which {kind} stretches; got None")
-        if self.yarn is None:
-            return
-        if self.llama3 is not None:
-            raise ValueError("RopeConfig: yarn and llama3 both stretch the context; give one")
-        _ramp(self.dim, self.theta, self.yarn)
+        given = {"yarn": self.yarn, "llama3": self.llama3, "linear": self.linear != 1}
+        kinds = [name for name, is_so in given.items() if is_so]
+        if kinds and self.theta is None:
+            raise ValueError(
+                f"RopeConfig.theta must be a number, which {kinds[0]} stretches; got None"
+            )
+        if len(kinds) > 1:
+            raise ValueError(
+                f"RopeConfig: {kinds[0]} and {kinds[1]} both stretch the context; give one"
+            )
+        if self.yarn is not None and self.theta is not None:
+            _ramp(self.dim, self.theta, self.yarn)
 
 
 def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[float, float]:
@@ -195,7 +200,7 @@ def inv_freq(config: RopeConfig) -> np.ndarray:
     if config.llama3 is not None:
         return _llama3(freq, config.llama3).astype(np.float32)
     if config.yarn is None:
-        return freq.astype(np.float32)
+        return (freq / config.linear).astype(np.float32)
     yarn = config.yarn
     low, high = _ramp(config.dim, config.theta, yarn)
     width = high - low if high != low else 0.001

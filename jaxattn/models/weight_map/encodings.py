@@ -5,7 +5,7 @@
     Fp8ScaledEncoding  F8_E4M3 numbers, and a scale for each row or for all
     Mxfp4Encoding      two numbers of 4 bits in a byte of `_blocks`, a power of two for 32 of them
     Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 or 128
-                       columns
+                       columns, and with `weight_zero_point` a zero point
     ZeroPointEncoding  as AWQ and GPTQ store them (`zero_point_encodings.py`)
     FourBitEncoding    one of the three before that stays 4 bits, in tiles with its scales
     Fp8NumberEncoding  FP8 numbers that stay FP8
@@ -173,39 +173,62 @@ class CodeEncoding(WeightEncoding):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int4GroupEncoding(CodeEncoding):
-    """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3, less 8.
+class Int4Encoding(CodeEncoding):
+    """Integers of 4 bits: a weight is (code - zero point) * scale in float32.
 
     Attributes:
-        group: so many columns share a scale.
+        group: so many columns share a scale and a zero point.
     """
 
     group: int = 32
 
-    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
-        if len(shape) != 2 or shape[1] % self.group:
-            raise ValueError(
-                f"{name!r} is stored in INT4, and {list(shape)} is no matrix of whole groups of "
-                f"{self.group} columns"
-            )
-        rows, columns = shape
-        return (
-            EncodedTensor(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
-            EncodedTensor(f"{name}_scale", (rows, columns // self.group), FLOATS),
-            EncodedTensor(f"{name}_shape", (2,), SHAPES, rows=0, numbers=shape),
-        )
-
     def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
-        codes, scales, _ = self.codes(parts)
-        numbers = (codes - 8).reshape(*scales.shape, self.group)
+        codes, scales, zeros = self.codes(parts)
+        numbers = codes.reshape(*scales.shape, self.group)
+        numbers = numbers - (8 if zeros is None else zeros[..., None])
         weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
         return weights.reshape(codes.shape)
 
-    def codes(self, parts: Sequence[Array]) -> tuple[Int[Array, "n rows columns"], Array, None]:
-        """The numbers plus 8, and the scales."""
-        words, scales = parts
-        nibbles = (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.int32)) & 15
-        return nibbles.reshape(*words.shape[:2], -1), scales, None
+
+@dataclasses.dataclass(frozen=True)
+class Int4GroupEncoding(Int4Encoding):
+    """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3. The zero point is 8, or of
+    each group its own, of which a word has eight rows.
+
+    Attributes:
+        zeros: whether groups have zero points of their own ("symmetric": false).
+    """
+
+    zeros: bool = False
+
+    @property
+    def rows_together(self) -> int:
+        return INT4_PER_WORD if self.zeros else 1
+
+    def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
+        if len(shape) != 2 or shape[1] % self.group or shape[0] % self.rows_together:
+            of_zeros = f" and whole words of {INT4_PER_WORD} rows" if self.zeros else ""
+            raise ValueError(
+                f"{name!r} is stored in INT4, and {list(shape)} is no matrix of whole groups of "
+                f"{self.group} columns{of_zeros}"
+            )
+        rows, columns = shape
+        groups, words = columns // self.group, (rows // INT4_PER_WORD,)
+        zeros = EncodedTensor(
+            f"{name}_zero_point", (*words, groups), ("int32",), rows=INT4_PER_WORD
+        )
+        return (
+            EncodedTensor(f"{name}_packed", (rows, columns // INT4_PER_WORD), ("int32",)),
+            EncodedTensor(f"{name}_scale", (rows, groups), FLOATS),
+            *((zeros,) if self.zeros else ()),
+            EncodedTensor(f"{name}_shape", (2,), SHAPES, rows=0, numbers=shape),
+        )
+
+    def codes(
+        self, parts: Sequence[Array]
+    ) -> tuple[Int[Array, "n rows columns"], Array, Array | None]:
+        words, scales, *zeros = parts
+        return _nibbles(words, 2), scales, _nibbles(zeros[0], 1) if zeros else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +306,13 @@ class FourBitEncoding(WeightEncoding):
                 for x in (codes, scales)
             )
         return four_bit_tiles.pack(codes, scales, zeros, self.form)
+
+
+def _nibbles(words: Int[Array, "n a b"], axis: int) -> Int[Array, "n c d"]:
+    """The eight numbers of each word, one after another along an axis."""
+    places = jnp.arange(0, 32, 4, dtype=jnp.int32)
+    numbers = jnp.expand_dims(words, axis + 1) >> places.reshape(-1, *(1,) * (2 - axis)) & 15
+    return numbers.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
 
 
 def _scales(stored: Float[Array, "..."] | Int[Array, "..."]) -> Float[Array, "..."]:

@@ -18,13 +18,13 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxattn.models.weight_map.encodings import (
     FLOATS,
     INT4_PER_WORD,
-    CodeEncoding,
     EncodedTensor,
+    Int4Encoding,
     Shape,
 )
 
@@ -35,14 +35,8 @@ SYMMETRIC = (0x77777777, 0x88888888 - 2**32)  # words of zero points of 8, by ve
 
 
 @dataclasses.dataclass(frozen=True)
-class ZeroPointEncoding(CodeEncoding):
-    """Codes and zero points of 4 bits in words.
-
-    Attributes:
-        group: so many columns share a scale and a zero point.
-    """
-
-    group: int = 128
+class ZeroPointEncoding(Int4Encoding):
+    """Codes and zero points of 4 bits in words."""
 
     @property
     def zeros(self) -> bool:
@@ -75,13 +69,6 @@ class ZeroPointEncoding(CodeEncoding):
     @abc.abstractmethod
     def _numbers(self, name: str, out: int, inner: int) -> EncodedTensor:
         """The tensor of codes."""
-
-    def decode(self, parts: Sequence[Array]) -> Float[Array, "n rows columns"]:
-        codes, scales, zeros = self.codes(parts)
-        numbers = codes.reshape(*scales.shape, self.group)
-        numbers = numbers - (8 if zeros is None else zeros[..., None])
-        weights = numbers.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
-        return weights.reshape(codes.shape)
 
 
 @dataclasses.dataclass(frozen=True)

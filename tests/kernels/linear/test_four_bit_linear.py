@@ -18,6 +18,7 @@ from tests.helpers.kernel_cases import no_races, relative
 INT4, INT4_128 = FourBitFormat("int4", 32), FourBitFormat("int4", 128)
 MXFP4 = FourBitFormat("mxfp4", 32, "e8m0")
 HALF_ZEROS = FourBitFormat("int4", 128, "float16", zeros=True)
+ZEROS = FourBitFormat("int4", 32, zeros=True)
 LAYER = 1
 
 
@@ -89,6 +90,8 @@ def test_weights_that_do_not_fit_are_named():
         (INT4, 130, 320, (192, 192), True, jnp.bfloat16),
         (HALF_ZEROS, 24, 1024, (256, 256), True, jnp.bfloat16),
         (HALF_ZEROS, 64, 512, (128,), False, jnp.float16),
+        (ZEROS, 5, 576, (192,), False, jnp.bfloat16),
+        (ZEROS, 100, 512, (128, 128), True, jnp.bfloat16),
         (INT4_128, 16, 14336, (256,), False, jnp.bfloat16),
         (INT4_128, 129, 768, (1408, 1408), True, jnp.bfloat16),
         (INT4, 128, 2880, (2880, 2880), True, jnp.bfloat16),

@@ -26,6 +26,7 @@ LAYER = 1
 MXFP4 = FourBitFormat("mxfp4", 32, "e8m0")
 INT4, INT4_128 = FourBitFormat("int4", 32), FourBitFormat("int4", 128)
 HALF_ZEROS = FourBitFormat("int4", 128, "float16", zeros=True)
+ZEROS = FourBitFormat("int4", 32, zeros=True)
 ACTIVATION = ClampedSwiGLU(alpha=1.702, limit=0.5)
 
 
@@ -197,6 +198,7 @@ GPU_CASES = {
     "zero points, some": (HALF_ZEROS, 31, 6, 4, 768, 1408, {}),
     "int4 of 128": (INT4_128, 40, 6, 4, 512, 256, {}),
     "zero points": (HALF_ZEROS, 9, 6, 4, 512, 256, {}),
+    "zero points beside scales in bfloat16": (ZEROS, 11, 6, 4, 512, 256, {}),
     "mxfp4 in float16": (MXFP4, 3, 4, 2, 256, 128, {"dtype": jnp.float16}),
     "zero points in float16": (HALF_ZEROS, 33, 4, 2, 256, 128, {"dtype": jnp.float16}),
 }

@@ -174,7 +174,7 @@ class ConfigFields(FieldReader):
         )
         if kind == "linear":
             return RopeConfig(
-                dim, theta=base, interleaved=interleaved, llama3=_linear(given.number("factor"))
+                dim, theta=base, interleaved=interleaved, linear=given.number("factor")
             )
         if kind == "yarn":
             yarn = _read_yarn(given)
@@ -189,13 +189,6 @@ class ConfigFields(FieldReader):
             return RopeConfig(dim, theta=base, interleaved=interleaved, llama3=llama3)
         kinds = "'yarn', 'llama3', 'linear' or 'dynamic'"
         raise self.refused("rope_scaling.type", f"is implemented as {kinds} only", kind)
-
-
-def _linear(factor: float) -> Llama3RopeScaling:
-    """All frequencies divided by a factor: every wave is long, because none turns in one token."""
-    return Llama3RopeScaling(
-        factor, low_freq_factor=1, high_freq_factor=2, original_max_position_embeddings=1
-    )
 
 
 def _read_yarn(given: ConfigFields) -> YarnConfig:

@@ -3,7 +3,8 @@
     fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published; without
                         blocks one scale for a matrix, as Ministral 3 is
     compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are, or
-                        of 128; or FP8 with a scale for a row, a matrix or a block
+                        of 128, with zero points or without; or FP8 with a scale for a row, a matrix
+                        or a block
     mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
     awq, gptq           INT4 with zero points in groups of 32 or 128; of AWQ the layout "gemm"
 
@@ -35,9 +36,9 @@ from jaxattn.models.weight_map.zero_point_encodings import (
 )
 
 type Quantization = Literal[
-    "fp8", "fp8 by row", "fp8 by matrix", "fp8 by block", "int4", "int4-128", "mxfp4",
-    "awq-32", "awq-128", "gptq-32", "gptq-128", "gptq_v1-32", "gptq_v1-128", "gptq_v2-32",
-    "gptq_v2-128",
+    "fp8", "fp8 by row", "fp8 by matrix", "fp8 by block", "int4", "int4-128", "int4_asym-32",
+    "int4_asym-128", "mxfp4", "awq-32", "awq-128", "gptq-32", "gptq-128", "gptq_v1-32",
+    "gptq_v1-128", "gptq_v2-32", "gptq_v2-128",
 ]  # fmt: skip
 
 FORMATS = ("pack-quantized", "float-quantized", "naive-quantized")
@@ -49,6 +50,8 @@ STRATEGIES: dict[str, Quantization] = {
 INT4: dict[Quantization, Int4GroupEncoding | ZeroPointEncoding] = {
     "int4": Int4GroupEncoding(32),
     "int4-128": Int4GroupEncoding(128),
+    "int4_asym-32": Int4GroupEncoding(32, zeros=True),
+    "int4_asym-128": Int4GroupEncoding(128, zeros=True),
     "awq-32": AwqEncoding(32),
     "awq-128": AwqEncoding(128),
     "gptq-32": GptqEncoding(32),  # symmetric, in both versions alike
@@ -110,10 +113,11 @@ def four_bit_format(
     stored = INT4.get(quantization) if quantization else None
     if stored is None:
         return None
-    if isinstance(stored, ZeroPointEncoding):
-        return FourBitFormat("int4", stored.group, "float16", zeros=stored.zeros)
     dtype = fields.values.get("dtype", fields.values.get("torch_dtype"))
-    return FourBitFormat("int4", stored.group, "float16" if dtype == "float16" else "bfloat16")
+    half = dtype == "float16" or isinstance(stored, ZeroPointEncoding)
+    return FourBitFormat(
+        "int4", stored.group, "float16" if half else "bfloat16", zeros=stored.zeros
+    )
 
 
 def ignored(fields: ConfigFields, module: str) -> bool:
@@ -158,11 +162,13 @@ def _read_int4(group: ConfigFields, weights: ConfigFields) -> Quantization:
     group.require("input_activations", None)
     weights.require("num_bits", 4, missing=None)
     weights.require("type", "int")
-    weights.require("symmetric", True)
     weights.require("strategy", "group")
     weights.require("group_size", *INT4_GROUPS, missing=None)
     weights.require("actorder", None, "weight", "static")  # whose columns stay in their order
-    return "int4" if weights.values["group_size"] == 32 else "int4-128"
+    narrow = weights.values["group_size"] == 32
+    if weights.flag("symmetric", True):
+        return "int4" if narrow else "int4-128"
+    return "int4_asym-32" if narrow else "int4_asym-128"
 
 
 def _read_awq(given: ConfigFields) -> Quantization:
