@@ -108,6 +108,8 @@ def test_what_cannot_be_replayed_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=said):
             engine.score([text], starts=starts)
+    with pytest.raises(TypeError, match="starts must be integers, one for each text; got 3"):
+        engine.score([text], starts=3)
     with pytest.raises(RuntimeError, match="400 prompt tokens and 200 to replay are more than"):
         engine.score([[1] * 600], starts=[400])
     with pytest.raises(RuntimeError, match="its replay has a token outside of 0 to 63"):
