@@ -248,6 +248,8 @@ class Engine(EngineLifecycle):
                 Request(each, max_tokens=0, prompt_logprobs=top, **options) for each in prompts
             ]
             return [each.prompt_logprobs for each in self._whole("score", requests)]
+        if not isinstance(starts, Iterable):
+            raise TypeError(f"score: starts must be integers, one for each text; got {starts!r}")
         requests = _replays(list(prompts), list(starts), logprobs=top, **options)
         done = self._whole("score", requests)
         return [(*(None,) * len(each.request.prompt), *each.logprobs) for each in done]

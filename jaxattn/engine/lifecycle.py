@@ -215,7 +215,7 @@ class EngineLifecycle:
         """
         with self._alone("expect_updates"):
             weights = self._updated("expect_updates")
-            weights.compile(weights.check(params, strict=False))
+            weights.compile(weights.check(params, shapes=True))
 
     def update(self, params: Any, *, in_flight: InFlight = "finish", share: bool = False) -> int:
         """Puts new weights in the place of the engine's; see docs/rollouts.md.

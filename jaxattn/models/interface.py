@@ -449,7 +449,7 @@ def param_differences(
 def _described(leaf: Any) -> str:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return type(leaf).__name__
-    return f"{jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def compiler_options(backend: str) -> dict[str, bool | int | str] | None:

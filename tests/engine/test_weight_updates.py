@@ -208,6 +208,7 @@ def test_all_differences_are_named_and_nothing_changes(engine, params):
     gone = wrong["segments"][0]["layers"][0]["norm"]["weight"].copy()
     wrong["segments"][0]["layers"][0]["norm"]["weight"] = gone
     gone.delete()
+    wrong["segments"][0]["layers"][1]["norm"]["weight"] = jax.ShapeDtypeStruct((16,), "float32")
     with pytest.raises(ValueError) as error:
         engine.update(wrong)
     for text in (
@@ -216,6 +217,7 @@ def test_all_differences_are_named_and_nothing_changes(engine, params):
         "'lm_head.weight' is missing; expected float32[16, 256]",
         "unexpected parameter 'more.weight'",
         "'segments.0.layers.0.norm.weight' was deleted",
+        "'segments.0.layers.1.norm.weight' is a shape without an array",
     ):
         assert text in str(error.value)
     assert engine.weights_version == version

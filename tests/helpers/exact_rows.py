@@ -15,7 +15,7 @@ import numpy as np
 from jaxattn import Engine, Limits, Request
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.requests.outputs import Completion, FinishEvent, FinishReason, Logprobs
-from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, Stream
+from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, SparseMLA, Stream
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.ops.moe.routing import Router
@@ -25,13 +25,18 @@ FAMILIES = {
     "kda": ("kda", "mla"),
     "mla": ("mla", "mla"),
     "gqa": ("gqa", "gqa"),
+    "sparse": ("sparse", "sparse"),
     "dense": ("gqa", "gqa"),
 }
 # Of tiny layers that XLA runs, and of the least ones that the kernels take.
-TINY: dict[str, Any] = dict(hidden=32, heads=2, head=8, latent=16, inner=24, experts=4, vocab=64)
+TINY: dict[str, Any] = dict(
+    hidden=32, heads=2, head=8, latent=16, inner=24, experts=4, vocab=64, top=128, longest=512,
+    beginnings=(100, 200, 256, 256),
+)  # fmt: skip
 LEAST: dict[str, Any] = dict(
-    hidden=512, heads=8, head=128, latent=512, inner=256, experts=32, vocab=512
-)
+    hidden=512, heads=8, head=128, latent=512, inner=256, experts=32, vocab=512, top=512,
+    longest=1024, beginnings=(100, 256, 600, 700),
+)  # fmt: skip
 
 
 class Company(NamedTuple):
@@ -58,16 +63,18 @@ def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
     """Two layers of a family, the first with experts, in bfloat16."""
     hidden, heads, head = (sizes[name] for name in ("hidden", "heads", "head"))
     rope = RopeConfig(dim=head // 2)
+    latent: dict[str, Any] = dict(
+        num_heads=heads,
+        q_lora_rank=hidden // 2,
+        kv_lora_rank=sizes["latent"],
+        qk_nope_head_dim=head,
+        qk_rope_head_dim=head // 2,
+        v_head_dim=head,
+        rope=rope,
+    )
     mixers = {
-        "mla": MLA(
-            num_heads=heads,
-            q_lora_rank=hidden // 2,
-            kv_lora_rank=sizes["latent"],
-            qk_nope_head_dim=head,
-            qk_rope_head_dim=head // 2,
-            v_head_dim=head,
-            rope=rope,
-        ),
+        "mla": MLA(**latent),
+        "sparse": SparseMLA(**latent, top_k=sizes["top"], index_heads=heads, index_head_dim=head),
         "gqa": GQA(num_heads=heads, num_kv_heads=2, head_dim=head, rope=rope),
         "gdn": GDN(num_k_heads=heads // 2, num_v_heads=heads, head_k_dim=head, head_v_dim=head),
         "kda": KDA(num_heads=heads, head_dim=head),
@@ -81,7 +88,7 @@ def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
             vocab_size=sizes["vocab"],
             stream=Stream(hidden_size=hidden, eps=1e-6, dtype="bfloat16", param_dtype="bfloat16"),
             blocks=(Block(first, dense if family == "dense" else experts), Block(second, dense)),
-            max_position_embeddings=512,
+            max_position_embeddings=sizes["longest"],
         )
     )
 
@@ -90,7 +97,7 @@ def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
     """An engine in exact mode whose pages do not hold all rows at full length."""
     model = exact_model(family, sizes)
     given: dict[str, Any] = dict(
-        max_model_len=512, prefill_chunk=256, prefill_rows=2, checkpoints=2
+        max_model_len=sizes["longest"], prefill_chunk=256, prefill_rows=2, checkpoints=2
     )
     engine = Engine(
         model,
@@ -102,9 +109,10 @@ def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
     return engine
 
 
-def random_rows(draw: random.Random, count: int, vocab: int) -> list[Request]:
+def random_rows(draw: random.Random, count: int, sizes: dict[str, Any]) -> list[Request]:
     """Requests of which some begin alike, with all ways to sample."""
-    beginnings = [[draw.randrange(vocab) for _ in range(length)] for length in (100, 200, 256, 256)]
+    vocab = sizes["vocab"]
+    beginnings = [[draw.randrange(vocab) for _ in range(n)] for n in sizes["beginnings"]]
     found = []
     for number in range(count):
         own = [draw.randrange(vocab) for _ in range(draw.choice([1, 3, 40, 70, 130]))]
@@ -177,7 +185,7 @@ def compare(engine: Engine, requests: list[Request], draw: random.Random) -> Com
 
 def on_gpu(family: str) -> Engine:
     """An engine of the least layers that the kernels take."""
-    engine = exact_engine(family, LEAST, batch=64, num_pages=130, checkpoints=8)
+    engine = exact_engine(family, LEAST, batch=64, num_pages=200, checkpoints=8)
     assert set(engine.implementations.values()) == {"mosaic_gpu"}, engine.implementations
     return engine
 
@@ -188,7 +196,7 @@ def main(family: str, seconds: str, seed: str = "7") -> None:
     engine, draw = on_gpu(family), random.Random(int(seed))
     print(family, f"ready after {time.perf_counter() - begin:.0f} s", flush=True)
     while time.perf_counter() - begin < float(seconds):
-        found = compare(engine, random_rows(draw, 250, LEAST["vocab"]), draw)
+        found = compare(engine, random_rows(draw, 250, LEAST), draw)
         print(family, f"{time.perf_counter() - begin:.0f} s", found, flush=True)
 
 

@@ -281,11 +281,14 @@ class WeightBuffers:
                 raise RuntimeError(f"{what}: {why}; call update with new parameters")
         return tuple(self._leaves)
 
-    def check(self, params: Any, *, strict: bool) -> list[ArrivingParam]:
+    def check(
+        self, params: Any, *, strict: bool = False, shapes: bool = False
+    ) -> list[ArrivingParam]:
         """The parameters in the order of the model's. Nothing is changed.
 
         Args:
             strict: refuse what needs a program that is not compiled.
+            shapes: take shapes in the place of arrays.
 
         Raises:
             ValueError: they are others than the model's; all differences are named.
@@ -297,10 +300,13 @@ class WeightBuffers:
         for name, leaf in found.items():
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 wrong.append(f"parameter {name!r} was deleted or donated")
+            elif isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
+                wrong.append(f"parameter {name!r} is a shape without an array")
             elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
                 wrong.append(f"parameter {name!r} lies on devices of other processes")
         if wrong:
-            raise ValueError(f"update: {'; '.join(wrong)}. The engine's weights are unchanged")
+            what = "expect_updates" if shapes else "update"
+            raise ValueError(f"{what}: {'; '.join(wrong)}. The engine's weights are unchanged")
         arriving = [programs.arriving(each, found[each.name]) for each in programs.places]
         if others := [each for each in arriving if strict and self._uncompiled(each)]:
             names = "; ".join(
