@@ -81,7 +81,7 @@ def _is_interpreted(item: pytest.Item) -> bool:
     return callspec is not None and "mosaic_gpu_interpret" in callspec.params.values()
 
 
-SAMPLE = 20  # of the cases of a test that is `sampled`, one in so many runs without --slow
+SAMPLE = 40  # of the cases of a test that is `sampled`, one in so many runs without --slow
 
 
 def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:

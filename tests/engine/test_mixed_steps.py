@@ -61,8 +61,7 @@ FAMILIES = {
     "kimi": (Block(KIMI, DENSE), Block(LATENT, EXPERTS)),
     "all": (
         Block(DELTA, DENSE),
-        Block(dataclasses.replace(GROUPED, window=100, sinks=True), DENSE),
-        Block(UNROTATED, DENSE),
+        Block(dataclasses.replace(UNROTATED, window=100, sinks=True), DENSE),
         Block(LATENT, EXPERTS),
     ),
     "sparse": (Block(SPARSE, DENSE),),

@@ -72,6 +72,11 @@ def test_drawn_rows_say_the_same(plain, drafts):
     assert drafts.stats.guessed_tokens > 0
 
 
+@pytest.mark.slow(
+    reason="a row whose sampling is another's; found by such rows beside drafts of a head in "
+    "test_draft_head, by biases and penalties there, and by rows that the host looks at in "
+    "test_decode_step_count, too"
+)
 def test_rows_that_want_more_of_sampling_say_the_same_beside_others(plain, drafts):
     options = (
         {"repetition_penalty": 1.3},

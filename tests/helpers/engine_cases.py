@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import random
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -73,8 +75,26 @@ TIGHT = dataclasses.replace(LIMITS, batch=4, num_pages=5, prefill_rows=2)
 WHOLE, TRIAL = (dataclasses.replace(LIMITS, num_pages=pages) for pages in (12, 4))
 
 
+# Parameters in tests/data, which take XLA up to four seconds to draw; see make_tiny_params.py.
+KEPT = [
+    *((config, 0) for config in (SMALLEST, RECURRENT, FLOAT32, EXACT)),
+    *((RECURRENT, seed) for seed in (1, 3)),
+    (EXACT, 1),
+]
+FILE = Path(__file__).parents[1] / "data" / "tiny_params.npz"
+
+
 def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:
-    return Hybrid(config).init_params(jax.random.key(seed))
+    model = Hybrid(config)
+    if (config, seed) not in KEPT:
+        return model.init_params(jax.random.key(seed))
+    shapes, place = model.param_shapes(), KEPT.index((config, seed))
+    with np.load(FILE) as kept:
+        leaves = [
+            jnp.asarray(kept[f"{place}.{number}"].view(leaf.dtype))
+            for number, leaf in enumerate(jax.tree.leaves(shapes))
+        ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def kept_steps(*kinds: Limits, config: HybridConfig = SMALLEST) -> list[CompiledSteps]:

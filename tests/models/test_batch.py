@@ -27,7 +27,7 @@ def loaded(dtype: str):
 
 def prompts(vocab: int) -> list[list[int]]:
     random = np.random.default_rng(5)
-    return [random.integers(0, vocab, size).tolist() for size in random.integers(1, 90, ROWS)]
+    return [random.integers(0, vocab, size).tolist() for size in random.integers(1, 40, ROWS)]
 
 
 @pytest.mark.slow(
@@ -57,7 +57,7 @@ def test_a_row_of_a_bucket_has_the_same_bits_alone_and_among_31_others():
         state = init_state(model, CacheSize(pages=ROWS * PAGES, slots=ROWS), spec)
         lens = np.array([len(t) if row in rows else 0 for row, t in enumerate(texts)], np.int32)
         slots = np.where(lens > 0, np.arange(ROWS), -1).astype(np.int32)
-        tokens = np.zeros((ROWS, 96), np.int32)
+        tokens = np.zeros((ROWS, 40), np.int32)
         for row in rows:
             tokens[row, : lens[row]] = texts[row]
         found, state = prefill(params, state, PrefillBatch(tokens, lens, lens, tables, slots))

@@ -363,7 +363,8 @@ def modules(gated: bool = False, dtype="float32"):
     return biased, plain
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.slow_cases(reason="a bias without a gate; found by the same biases beside gates too")
+@pytest.mark.parametrize("gated", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_bias_is_what_a_number_of_one_adds(gated):
     biased, plain = modules(gated)
     x = jax.random.normal(jax.random.key(7), (2, 9, 32))

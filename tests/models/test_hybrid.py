@@ -21,6 +21,7 @@ from jaxattn.models.interface import (
     jit_step,
     scratch_spec,
 )
+from tests.helpers import engine_cases
 from tests.helpers.model_cases import changed, state_of
 
 SMALL = HybridConfig(
@@ -313,6 +314,25 @@ def test_the_scanned_decoder_trains():
     assert losses[-1] < 0.5 * losses[0]
     for path, grad in nnx.to_flat_state(grads):
         assert np.all(np.isfinite(grad[...])) and np.any(grad[...]), path
+
+
+@pytest.mark.slow_cases(reason="kept parameters of other shapes; found by the first of them too")
+@pytest.mark.parametrize(
+    "config, seed",
+    [
+        engine_cases.KEPT[0],
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in engine_cases.KEPT[1:]),
+    ],
+)
+def test_kept_parameters_are_those_that_are_drawn(config, seed):
+    """`python -m tests.helpers.make_tiny_params` writes them again."""
+    kept = engine_cases.params_of(config, seed)
+    drawn = Hybrid(config).init_params(jax.random.key(seed))
+    assert jax.tree.structure(kept) == jax.tree.structure(drawn)
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(drawn), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        np.testing.assert_allclose(one, other, rtol=2**-7)  # another compiler rounds otherwise
 
 
 def test_initial_parameters_differ_between_repeats_and_between_keys():

@@ -18,7 +18,7 @@ def compiled_decode(parallel: Parallel):
     return Stepped(decoder(*LAYERS), parallel).compiled_decode
 
 
-@pytest.mark.parametrize("layout", [dict(tensor=2), dict(tensor=2, context=2)], ids=str)
+@pytest.mark.parametrize("layout", [dict(tensor=2, expert=2), dict(tensor=2, context=2)], ids=str)
 @on_virtual_devices
 def test_a_layer_has_two_all_reduces_of_one_operand(layout):
     text = compiled_decode(Parallel(**layout)).as_text()
@@ -48,7 +48,7 @@ def test_no_layer_asks_for_the_number_of_its_gpu():
 
 @on_virtual_devices
 def test_the_logits_are_never_gathered():
-    text = compiled_decode(Parallel(tensor=2)).as_text()
+    text = compiled_decode(Parallel(tensor=2, expert=2)).as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]
     # The sampler's: a logit and its token for each row, from each device.
     assert len(gathers) == 1 and f"f32[2,{len(SMALL.lengths)},2]" in gathers[0]

@@ -79,7 +79,7 @@ def load_of(held, row_cost=ROW_COST):
     return [sum(end - start + row_cost for _, start, end in mine) for mine in held]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths,
     st.sampled_from([1, 5]),

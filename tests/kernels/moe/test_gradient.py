@@ -30,7 +30,7 @@ from jaxattn.kernels.moe.grouped_gemm import neighbours
 from jaxattn.kernels.moe.tile_config import choose
 from jaxattn.moe import Router, mixture_of_experts, route
 from jaxattn.ops.moe.router_logits import choose_experts
-from tests.helpers.kernel_cases import both_devices, no_races, relative, x64
+from tests.helpers.kernel_cases import no_races, relative, slow_interpreted, x64
 from tests.helpers.moe_cases import moe_case
 
 CLAMPED = ClampedSwiGLU(alpha=1.702, limit=0.5)
@@ -114,8 +114,10 @@ CASES = {
 }
 
 
-@pytest.mark.sampled
-@both_devices
+@slow_interpreted(
+    "a gradient of another expert; found by race detection of the same kernels, where an expert "
+    "has no token, by the op's gradient in XLA there, and by the same test on a GPU, too"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_match_float64(name, implementation, request):
     if implementation == "mosaic_gpu_interpret":
@@ -142,8 +144,9 @@ def test_xla_matches_float64(name):
 
 
 def test_no_race_and_nothing_of_padding_or_of_other_layers(small_tiles):
-    """Padding tokens, their gradients and the other layer's weights are NaN; and two stages."""
-    operands, ids, cotangent = case(9, 3, 2)
+    """Padding tokens, their gradients and the other layer's weights are NaN; and two stages. An
+    expert has no token."""
+    operands, ids, cotangent = case(9, 3, 2, chosen=[0, 2])
     ids = ids.at[3].set(-1)
     x, weights, *stacks = operands[:4]
     poisoned = [x.at[3].set(jnp.nan), weights, *(jnp.stack([s * jnp.nan, s]) for s in stacks)]
@@ -160,7 +163,8 @@ def test_no_race_and_nothing_of_padding_or_of_other_layers(small_tiles):
     assert not np.any(y[3]) and not np.any(made.x[3]) and not np.any(made.weights[3])
     wanted = expected(operands, ids, cotangent)
     assert_near((made.x, made.weights, made.gate_up[1], made.down[1], None, None), wanted, 1e-2)
-    assert not np.any(made.gate_up[0]) and not np.any(made.down[0])
+    for stack in (made.gate_up, made.down):
+        assert not np.any(stack[0]) and not np.any(stack[1, 1])
 
 
 @pytest.mark.gpu

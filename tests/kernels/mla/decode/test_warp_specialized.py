@@ -88,7 +88,7 @@ def even_cuts(lens, parts):
 
 
 @pytest.mark.slow_cases(
-    reason="a column or a tile of another token; found by 3 heads there, by five tokens and "
+    reason="a column or a tile of another token; found by 26 heads there, by five tokens and "
     "columns in test_swap_ab, and on a GPU, too"
 )
 @both_devices
@@ -96,7 +96,7 @@ def even_cuts(lens, parts):
     "lens, q_len, heads",
     [
         ([140, 0, 128], 1, 26),  # tail page, padding row, whole pages
-        ([1, 63, 64, 65], 1, 3),  # heads as columns
+        slow([1, 63, 64, 65], 1, 3),  # heads as columns
         slow([65], 1, 20),  # 24 of them
         slow([65, 2], 3, 9),  # a row with fewer keys than query tokens; a tile across tokens
         slow([130], 2, 96),  # three tiles, the last one shared by both tokens
@@ -144,14 +144,13 @@ def test_rows_of_which_the_schedule_knows_another_length_are_nan(
         batch_invariant=batch_invariant, interpret=implementation != "mosaic_gpu",
     )  # fmt: skip
     made_of = jnp.asarray([70, 129, 33, 390, 0, 0, 100], jnp.int32)
-    schedule = decode_schedule(made_of, **shape)
     known = np.asarray(made_of == case.seq_lens)
-    found = run(case, implementation, schedule=schedule)
-    usual = run(case, implementation, schedule=decode_schedule(case.seq_lens, **shape))
-    for some, expected in zip(found, usual, strict=True):
-        some, expected = np.asarray(some, np.float32), np.asarray(expected, np.float32)
-        assert np.isnan(some[~known]).all()
-        np.testing.assert_allclose(some[known], expected[known], rtol=1e-2, atol=1e-3)
+    out, lse = map(
+        np.asarray, run(case, implementation, schedule=decode_schedule(made_of, **shape))
+    )
+    assert np.isnan(out[~known]).all() and np.isnan(lse[~known]).all()
+    rows = {name: getattr(case, name)[known] for name in ("q", "block_tables", "seq_lens")}
+    assert_mla_close(dataclasses.replace(case, **rows), out[known], lse[known])
 
 
 @pytest.mark.gpu
@@ -287,7 +286,10 @@ def test_rows_are_merged_side_by_side(implementation, monkeypatch):
     assert_mla_close(case, out, lse)
 
 
-@both_devices
+@slow_interpreted(
+    "a NaN in another row; found by one in test_warp_specialized_fp8, which has the same masks, "
+    "and by the same test on a GPU too"
+)
 def test_a_nan_among_a_rows_own_keys_shows_in_that_row_alone(implementation):
     case = mla_case([70, 70], heads=28)
     case.kv_cache = case.kv_cache.at[1, case.block_tables[0, 1], 3, 5].set(jnp.nan)
@@ -375,10 +377,14 @@ def test_one_real_row_among_padding(q_len, heads, padding, implementation):
     assert (np.asarray(out_beside[1:]) == 0).all() and np.isneginf(lse_beside[1:]).all()
 
 
+@pytest.mark.slow_cases(
+    reason="a race of pieces with a merge; found by the poisoned arena, of the same tiles in "
+    "pieces, which detects races too"
+)
 @pytest.mark.parametrize(
     "lens, q_len, dim, cuts, output_by_tma",
     [
-        ([150, 1], 2, 576, [(0, 0), (0, 1), (1, 0)], False),
+        slow([150, 1], 2, 576, [(0, 0), (0, 1), (1, 0)], False),
         ([150, 1], 2, 576, [(0, 0), (0, 2)], True),
         ([260], 1, 512, [(0, 0)], False),  # P has its slots to itself, and they come round
     ],

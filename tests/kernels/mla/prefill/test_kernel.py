@@ -95,8 +95,10 @@ def run(case: Case, implementation, **kwargs) -> None:
     assert_close(*attend(case, implementation, **kwargs), *oracle(case))
 
 
-@pytest.mark.sampled
-@both_devices
+@slow_interpreted(
+    "a mask of another row; found by causal attention, lines behind prefixes and merged prefixes "
+    "compared with float64 there, and by the same test on a GPU, too"
+)
 @pytest.mark.parametrize(
     "tokens, keys, heads, bounds",
     [

@@ -1,0 +1,24 @@
+"""Writes tests/data/tiny_params.npz: what `init_params` draws for the engine's tests.
+
+JAX_PLATFORMS=cpu python -m tests.helpers.make_tiny_params
+"""
+
+import jax
+import numpy as np
+
+from jaxattn.models.embedded.hybrid_model import Hybrid
+from tests.helpers.engine_cases import FILE, KEPT
+
+
+def main() -> None:
+    found = {}
+    for place, (config, seed) in enumerate(KEPT):
+        drawn = Hybrid(config).init_params(jax.random.key(seed))
+        for number, leaf in enumerate(jax.tree.leaves(drawn)):
+            # NumPy's files know no bfloat16.
+            found[f"{place}.{number}"] = np.asarray(leaf).view(f"u{leaf.dtype.itemsize}")
+    np.savez_compressed(FILE, **found)
+
+
+if __name__ == "__main__":
+    main()
