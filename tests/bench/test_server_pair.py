@@ -65,6 +65,13 @@ def test_rates_that_are_given_are_the_only_ones(pair, tmp_path):
     assert not pair["vLLM"].added and all("vLLM" not in row for row in run["rows"])
 
 
+def test_shares_of_the_top_rate_can_be_chosen(pair, tmp_path):
+    file = tmp_path / "run.json"
+    assert main(["serve", "--small", *SHORT, "--shares", "0.5", "--json", str(file)]) == 0
+    first, second = json.loads(file.read_text())["engines"]["vLLM"]["rows"]
+    assert float(second["load"].split()[0]) == pytest.approx(first["req/s"] / 2, rel=0.01)
+
+
 def options(limit):
     return {
         "peer_options": {"max_num_seqs": 8, "enforce_eager": True},
@@ -128,14 +135,15 @@ def test_a_start_that_fails_makes_the_code_2(monkeypatch, capsys):
 
 def test_a_load_that_failed_has_no_times_to_compare():
     rows = [{"load": "3 req/s", "ok": 0, "failed": 4}]
-    assert server_pair.measures(rows) == [] and server_pair.top_rates(rows[0]) == []
+    assert server_pair.measures(rows) == [] and server_pair.top_rates(rows[0], (1.0,)) == []
 
 
 @pytest.mark.parametrize(
     "given, message",
     [
         (["http://a", "--url", "http://b", "--rates", "1"], "give http://a or --url http://b"),
-        (["http://a", "--rates", "1", "--engine", "vllm"], "--engine and --peer-options go with"),
+        (["http://a", "--rates", "1", "--engine", "vllm"], "--engine, --peer-options and --sh"),
+        (["--small", "--rates", "1", "--shares", "1"], "leave out --rates and --concurrency"),
         (["Qwen3-32B", "--chat"], "--chat goes with a URL, and Qwen3-32B is a model"),
         (["--small", "--model", "x"], "--model goes with a URL, and --small is a model"),
         (["--small", "--engine", "both"], "--engine both: vLLM is not installed"),

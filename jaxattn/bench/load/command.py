@@ -7,11 +7,11 @@ MODEL is a shipped configuration, the beginning of its name, or a folder with a 
 
 With --rates requests come at random at each of the rates, whatever the server does, and times count
 from when a request was due. With --concurrency so many run at a time. For a MODEL without either,
-128 run at a time, and then requests come at a quarter, half, three quarters and all of the rate
-that the first server reached. TTFT is the time to the first token, ITL that between two chunks, E2E
-that of the whole answer. A step may give several tokens, whose chunks come together: TPOT is the
-mean time per token after the first, of a request. `late` is how late this program sent its
-requests: where it is not small, the program is what was measured.
+128 run at a time, and then requests come at --shares of the rate that the first server reached.
+TTFT is the time to the first token, ITL that between two chunks, E2E that of the whole answer. A
+step may give several tokens, whose chunks come together: TPOT is the mean time per token after the
+first, of a request. `late` is how late this program sent its requests: where it is not small, the
+program is what was measured.
 """
 
 import argparse
@@ -62,6 +62,13 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
         help="requests that run at a time, one run for each number",
     )
     load.add_argument(
+        "--shares",
+        nargs="+",
+        type=_above_0(float),
+        metavar="SHARE",
+        help="of the first server's top rate, with a MODEL (default: 0.25 0.5 0.75 1)",
+    )
+    load.add_argument(
         "--requests",
         type=_above_0(int),
         default=200,
@@ -91,8 +98,10 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
         args.url = args.url or URL
         if not args.rates and not args.concurrency:
             parser.error("give --rates, --concurrency, or both")
-        if args.engine or args.peer_options:
-            parser.error("--engine and --peer-options go with a MODEL, whose servers are started")
+        if args.engine or args.peer_options or args.shares:
+            parser.error(
+                "--engine, --peer-options and --shares go with a MODEL, whose servers are started"
+            )
         check_files(parser, args)
     if args.plot is not None:
         try:
@@ -107,6 +116,8 @@ def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     for name in ("url", "model", "chat", "plot"):
         if getattr(args, name) not in (None, False):
             parser.error(f"--{name} goes with a URL, and {args.target or '--small'} is a model")
+    if args.shares and (args.rates or args.concurrency):
+        parser.error("--shares are rates of their own: leave out --rates and --concurrency")
     if args.small:
         args.prompt_tokens, args.answer_tokens = args.prompt_tokens or 20, args.answer_tokens or 8
     args.choice = chosen(parser, args)
@@ -141,6 +152,7 @@ def main(argv: list[str], program: str) -> int:
         warmup=args.warmup,
         seed=args.seed,
         chat=args.chat,
+        **({"shares": tuple(args.shares)} if args.shares else {}),
     )
     facts = {
         "requests": args.requests,

@@ -37,7 +37,7 @@ class LoadTest:
     Attributes:
         loads: one after another.
         top_first: a first load with `TOP_CONCURRENCY` requests at a time, for the top rate. Without
-            `loads` those of `TOP_SHARES` of the top rate follow.
+            `loads` those of `shares` of the top rate follow.
         vocab_size: prompts are token ids below it; None makes them texts, of as many tokens as the
             server's tokenizer finds in them.
     """
@@ -49,6 +49,7 @@ class LoadTest:
     seed: int
     chat: bool = False
     top_first: bool = False
+    shares: tuple[float, ...] = TOP_SHARES
     vocab_size: int | None = None
 
     async def run(
@@ -90,14 +91,14 @@ class LoadTest:
                 rows.append(measured(str(load), outcomes))
                 on_row(rows[-1], [each.error for each in outcomes if each.error])
                 if self.top_first and len(loads) == 1:
-                    loads += top_rates(rows[-1])
+                    loads += top_rates(rows[-1], self.shares)
         return {"model": model, "characters per token": characters, "rows": rows}
 
 
-def top_rates(row: Mapping[str, Any]) -> list[LoadPattern]:
-    """The rates of a server, from a load of many at a time; none if all of them failed."""
+def top_rates(row: Mapping[str, Any], shares: Sequence[float]) -> list[LoadPattern]:
+    """Shares of a server's top rate, from a load of many at a time; none if all of them failed."""
     top = row.get("req/s", 0.0)
-    return [LoadPattern(rate=float(f"{share * top:.3g}")) for share in TOP_SHARES if top]
+    return [LoadPattern(rate=float(f"{share * top:.3g}")) for share in shares if top]
 
 
 async def _model(session: aiohttp.ClientSession, url: str) -> str:

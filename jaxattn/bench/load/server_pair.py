@@ -62,7 +62,7 @@ def run(
         measured[engine] = [{"what": "start", "unit": "s", "value": start}, *measures(ran["rows"])]
         result["rows"] = compared(measured[OURS], measured[THEIRS])
         if test.top_first and not test.loads:
-            test = dataclasses.replace(test, loads=tuple(top_rates(ran["rows"][0])))
+            test = dataclasses.replace(test, loads=tuple(top_rates(ran["rows"][0], test.shares)))
         run_metadata.end(result)
         store(result, args.json)
     title, both = f"{choice.name}, default options", len(choice.engines) > 1
