@@ -21,7 +21,6 @@ MOVED = {
     "jaxattn.ops.norm_linear": "jaxattn.ops.linear.norm_linear",
     "jaxattn.ops.peer_exchange": "jaxattn.ops.collectives.peer_exchange",
     "jaxattn.server.page_files": "jaxattn.server.chat_page",
-    "jaxattn.server.page_files": "jaxattn.server.chat_page",
 }
 
 # Names of those modules that the docs gave -> their names now.
