@@ -1,1 +1,1 @@
-"""Triton kernels of other packages, with arguments in the order in which `jax_triton` gives them."""
+"""Triton kernels of other packages, with arguments in the order of `jax_triton`."""
