@@ -61,8 +61,8 @@ from jaxattn.bench.layers import decode_step, linear, moe, moe_tile_configs
 from jaxattn.bench.layers.gradients import layer_gradients, op_gradients
 from jaxattn.bench.linear_attention import (
     gdn_layer_decode,
-    gdn_output_norm,
     gdn_prefill,
+    gdn_prefill_norm,
     kda_layer_decode,
     kda_prefill,
 )
@@ -70,7 +70,7 @@ from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command, quality
 from jaxattn.bench.multi_gpu import collectives, context_parallel, parallel_decode
 from jaxattn.bench.offline import command as offline_command
-from jaxattn.bench.plots import roofline_plot
+from jaxattn.bench.plots import result_plot
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.cache.formats import CACHE_FORMATS
@@ -85,7 +85,7 @@ MODULES: dict[str, list[Any]] = {
     "mla-sparse": [mla_sparse],
     "gqa": [gqa, turboquant],
     "gqa-prefill": [gqa_prefill, turboquant_prefill],
-    "gdn": [gdn_layer_decode, gdn_prefill, gdn_output_norm],
+    "gdn": [gdn_layer_decode, gdn_prefill, gdn_prefill_norm],
     "kda": [kda_layer_decode, kda_prefill],
     "moe": [moe],
     "moe-cuts": [moe_tile_configs],
@@ -238,9 +238,9 @@ def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
 
 def baselines() -> tuple[ModuleType, ModuleType]:
     """Those in PyTorch, and those by jax-triton. A wheel has neither."""
-    from jaxattn.bench.baselines import torch_runner, triton_baselines
+    from jaxattn.bench.baselines import jax_triton_baselines, torch_runner
 
-    return torch_runner, triton_baselines
+    return torch_runner, jax_triton_baselines
 
 
 def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, Times]:
@@ -248,14 +248,14 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
     if args.what not in COMPARED:
         return {}
     times = {}
-    torch_runner, triton_baselines = baselines()
+    torch_runner, jax_triton_baselines = baselines()
     for module in MODULES[args.what]:
         shapes = shapes_of(module, args)
         if not shapes:
             continue
         name = module.__name__.rpartition(".")[2]
         times[module], said = torch_runner.measure(name, shapes)
-        said += triton_baselines.said(name)
+        said += jax_triton_baselines.said(name)
         facts.setdefault("peers", []).extend(said)
         for line in said:
             print(line, file=sys.stderr, flush=True)
@@ -271,10 +271,10 @@ def measure(
         row = module.measure(shape, args.implementation, xla=xla)
         if "burst" in facts:
             row |= peak_fractions(row, facts)
-        unit = roofline_plot.unit(row)
+        unit = result_plot.unit(row)
         for who, times in others.items():
             time = times.get(json.dumps(shape))
-            row[f"{who} {unit}"] = time / roofline_plot.TIMES[unit] if time else ""
+            row[f"{who} {unit}"] = time / result_plot.TIMES[unit] if time else ""
         if args.what in COMPARED and not args.no_peers and not args.small:
             row |= baselines()[1].times(module.__name__.rpartition(".")[2], shape)
             if hasattr(module, "measure_peers"):
@@ -308,7 +308,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     for note in result["notes"]:
         print(note)
     if args.plot:
-        roofline_plot.save(result, args.plot)
+        result_plot.save(result, args.plot)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -322,12 +322,12 @@ def answer(given: list[str]) -> int:
     args = parse(given)
     try:
         if args.plot:
-            roofline_plot.require_matplotlib()  # before all the measuring
+            result_plot.require_matplotlib()  # before all the measuring
         if args.what == "plot":
-            roofline_plot.save(roofline_plot.load(args.run), args.plot)
+            result_plot.save(result_plot.load(args.run), args.plot)
         else:
             run(args, given)
-    except roofline_plot.BenchPlotError as error:
+    except result_plot.BenchPlotError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     return 0

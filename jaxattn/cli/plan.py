@@ -15,7 +15,7 @@ import jax
 from jaxattn import interrupt
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.contradictions import check_sizes
-from jaxattn.cli.options.parallel_layout import read_layout
+from jaxattn.cli.options.parallel_options import read_layout
 from jaxattn.cli.options.parser import (
     VERSION,
     HelpFormatter,
@@ -39,7 +39,7 @@ from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.alternative_scratch_designs import ScratchComparison, of_model, published
-from jaxattn.plan.layout_plan import best_layout, group_limits
+from jaxattn.plan.layout_search import best_layout, group_limits
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
 
 PROGRAM = interrupt.program("plan")

@@ -20,6 +20,7 @@ MOVED = {
     "jaxattn.ops.all_reduce_norm": "jaxattn.ops.collectives.all_reduce_norm",
     "jaxattn.ops.norm_linear": "jaxattn.ops.linear.norm_linear",
     "jaxattn.ops.peer_exchange": "jaxattn.ops.collectives.peer_exchange",
+    "jaxattn.server.page_files": "jaxattn.server.chat_page",
 }
 
 # Names of those modules that the docs gave -> their names now.

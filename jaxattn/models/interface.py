@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.caches.layer_cache import CacheSize, DecodeState, LayerCache
 from jaxattn.parallel import ALONE, DeviceGroup, Parallel, ShardedVocabulary

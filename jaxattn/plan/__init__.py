@@ -23,7 +23,7 @@ from jaxattn.models.interface import Model
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.parallel import Parallel
 from jaxattn.plan.device_plan import DevicePlan
-from jaxattn.plan.layout_plan import plan_parallel
+from jaxattn.plan.layout_search import plan_parallel
 from jaxattn.plan.placement import ModelPlacement
 from jaxattn.plan.plan_check import plan_model
 

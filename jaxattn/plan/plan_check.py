@@ -9,8 +9,8 @@ from jaxattn.memory.plan import MemoryPlan
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.plan.device_plan import single
-from jaxattn.plan.group_plan import plan_group
-from jaxattn.plan.layout_plan import MOST_GPUS, fewest_gpus, group_limits
+from jaxattn.plan.estimated_plan import plan_group
+from jaxattn.plan.layout_search import MOST_GPUS, fewest_gpus, group_limits
 from jaxattn.plan.placement import ModelPlacement, check_placement, page_bytes
 
 

@@ -17,10 +17,11 @@ from starlette.types import ASGIApp
 
 from jaxattn.server import status
 from jaxattn.server.anthropic.messages import count_tokens, create_message
+from jaxattn.server.chat_page import page_file, page_files
 from jaxattn.server.http.access_log import AccessLog
 from jaxattn.server.http.allowed_origins import AllowedOrigins
 from jaxattn.server.http.api_keys import ApiKeyAuth
-from jaxattn.server.http.error_response import response
+from jaxattn.server.http.error_responses import response
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.request import Endpoint, HttpRequest
 from jaxattn.server.openai.chat_completions import chat_completions
@@ -33,7 +34,6 @@ from jaxattn.server.openai.responses.endpoint import (
     get_response,
 )
 from jaxattn.server.openai.tokenization import detokenize, tokenize, tokenizer_info
-from jaxattn.server.page_files import page_file, page_files
 from jaxattn.server.runtime.service import Service
 
 Call = Callable[[Service, HttpRequest], Awaitable[None]]

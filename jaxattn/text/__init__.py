@@ -12,8 +12,8 @@ No code of a repository is run, and transformers is not used.
 
 from jaxattn.text.gguf_tokenizer import tokenizer_of
 from jaxattn.text.hub_tokenizer import load
+from jaxattn.text.incremental_detokenizer import TokenStream
 from jaxattn.text.json_files import TextError
-from jaxattn.text.token_stream import TokenStream
 from jaxattn.text.tokenizer import ByteTokenizer, Tokenizer
 from jaxattn.text.tokenizer_config import SamplingDefaults
 

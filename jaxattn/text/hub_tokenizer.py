@@ -8,10 +8,10 @@ from typing import Any
 from tokenizers import Tokenizer as Inner
 
 from jaxattn.text.chat_template import ChatTemplate
+from jaxattn.text.incremental_detokenizer import TokenStream
 from jaxattn.text.json_files import MOST_JSON_BYTES, TextError, parse_object, read_text
 from jaxattn.text.tiktoken import load_tiktoken
 from jaxattn.text.token_bytes import BYTE_LEVEL, ByteDecoder, read_spelling
-from jaxattn.text.token_stream import TokenStream
 from jaxattn.text.tokenizer import Message, Tokenizer
 from jaxattn.text.tokenizer_config import TokenizerConfig, read_settings
 

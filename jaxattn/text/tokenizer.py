@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxattn.text.incremental_detokenizer import TokenStream
 from jaxattn.text.json_files import TextError
-from jaxattn.text.token_stream import TokenStream
 from jaxattn.text.tokenizer_config import SamplingDefaults
 
 type Message = Mapping[str, Any]

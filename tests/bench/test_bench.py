@@ -18,11 +18,11 @@ from jaxattn import mla as ops
 from jaxattn.aliasing.checker import AliasingReport, BufferCopy
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench.attention import gqa_prefill, mla, mla_fp8, mla_prefill
-from jaxattn.bench.baselines import torch_runner, triton_baselines
+from jaxattn.bench.baselines import jax_triton_baselines, torch_runner
 from jaxattn.bench.harness import measured_peaks, result_tables, run_metadata, timing
 from jaxattn.bench.layers import decode_step, moe
-from jaxattn.bench.linear_attention import gdn_layer_decode, gdn_output_norm, gdn_prefill
-from jaxattn.bench.plots import roofline_plot
+from jaxattn.bench.linear_attention import gdn_layer_decode, gdn_prefill, gdn_prefill_norm
+from jaxattn.bench.plots import result_plot
 
 STORED = "benchmarks/results/mla.json"
 
@@ -130,7 +130,7 @@ def timed(monkeypatch):
     monkeypatch.setattr(timing.TimedOp, "time", lambda op: times(op)[0])
     monkeypatch.setattr(timing.TimedOp, "__call__", lambda op, i=0: (None, None))
     monkeypatch.setattr(mla, "kernel_seconds", lambda op: 3e-3)
-    for module in (mla, mla_prefill, gdn_layer_decode, gdn_prefill, gdn_output_norm, moe):
+    for module in (mla, mla_prefill, gdn_layer_decode, gdn_prefill, gdn_prefill_norm, moe):
         monkeypatch.setattr(module, "check", lambda *_: 1e-3)
         monkeypatch.setattr(module, "inputs", functools.partial(zeros, inputs=module.inputs))
     monkeypatch.setattr(mla_prefill, "chunk", functools.partial(zeros, inputs=mla_prefill.chunk))
@@ -182,7 +182,7 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
     [
         (gdn_layer_decode, (1, 1, 1, 1, "float32")),
         (gdn_prefill, (1, 1, 2, 3)),
-        (gdn_output_norm, (1, 1, 2, 3)),
+        (gdn_prefill_norm, (1, 1, 2, 3)),
         (mla_prefill, (1, 8, 1, 0)),
         (mla_prefill, (1, 8, 1, 8)),
         (mla_fp8, (1, 2, 70, 1, "e4m3")),
@@ -192,12 +192,12 @@ def test_mla_counts_flops_and_bytes_from_the_lengths(timed):
 )
 def test_other_rows_have_both_times_xla_and_both_rates(module, shape, timed):
     row = module.measure(shape, None, xla=True)
-    unit = roofline_plot.unit(row)
-    assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / roofline_plot.TIMES[unit])
+    unit = result_plot.unit(row)
+    assert row[f"xla {unit}"] == row[unit] == pytest.approx(1e-3 / result_plot.TIMES[unit])
     assert row[f"call {unit}"] == 2 * row[unit]
     ones = {"copy_GB_s": 1.0, "read_GB_s": 1.0, "matmul_TFLOP_s": 1.0}
     assert measured_peaks.peak_fractions(row, {"burst": ones})
-    assert roofline_plot.shape(row) == module.label(shape)
+    assert result_plot.shape(row) == module.label(shape)
 
 
 def bits(tree):
@@ -265,7 +265,7 @@ def test_states_stay_random_and_of_order_1_for_thousands_of_calls(monkeypatch):
         (gqa_prefill, gqa_prefill.SMALL_SHAPES[1]),
         (gdn_layer_decode, (2, 1, 2, 2, "bfloat16")),
         (gdn_prefill, (1, 2, 2, 70)),
-        (gdn_output_norm, (1, 2, 2, 70)),
+        (gdn_prefill_norm, (1, 2, 2, 70)),
     ],
 )
 def test_results_are_checked_against_float64(module, shape, monkeypatch):
@@ -276,7 +276,7 @@ def test_results_are_checked_against_float64(module, shape, monkeypatch):
     else:
         op = (module.decode if module is gdn_layer_decode else module.prefill)(shape, "xla")
     # The norm makes small outputs as large as others, with their errors.
-    assert 1e-4 < module.check(op, shape) < (1e-2 if module is gdn_output_norm else 5e-3)
+    assert 1e-4 < module.check(op, shape) < (1e-2 if module is gdn_prefill_norm else 5e-3)
 
 
 def test_a_wrong_result_is_refused(monkeypatch):
@@ -567,7 +567,9 @@ def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
     }
     assert all(peer.package for peer in torch_runner.PEERS.values())
     of_torch = {peer.bench for peer in torch_runner.PEERS.values()}
-    assert {benches[name] for name in of_torch | set(triton_baselines.PEERS)} == set(bench.COMPARED)
+    assert {benches[name] for name in of_torch | set(jax_triton_baselines.PEERS)} == set(
+        bench.COMPARED
+    )
     with pytest.raises(ValueError, match="float32, not bfloat16"):
         torch_runner.fla_decode(1, 1, 1, 1, "bfloat16")
 
@@ -577,9 +579,9 @@ def test_what_overlaps_counts_once_in_a_burst():
 
 
 def test_labels_are_spread_as_little_as_they_need():
-    assert roofline_plot.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
-    assert roofline_plot.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
-    assert roofline_plot.spread([0.2, 1.0, 1.0], 0.1) == pytest.approx([0.2, 0.9, 1.0])
+    assert result_plot.spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
+    assert result_plot.spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert result_plot.spread([0.2, 1.0, 1.0], 0.1) == pytest.approx([0.2, 0.9, 1.0])
 
 
 def test_a_run_is_stored_with_a_measurement_per_line(tmp_path):
@@ -629,9 +631,9 @@ def test_a_run_of_gdn_has_bars_of_both_units(tmp_path):
         {"B,Hk,Hv,S": "1,1,1,1", "us": 5.0, "TFLOP/s": 0.1, "GB/s": 90.0, "fla us": 6.0},
         {"sequences": "1x9", "ms": 2.0, "TFLOP/s": 3.0, "GB/s": 9.0, "fla ms": "", "xla ms": 9.0},
     ]
-    roofline_plot.save({"what": "gdn", "rows": rows}, tmp_path / "gdn.png")
+    result_plot.save({"what": "gdn", "rows": rows}, tmp_path / "gdn.png")
     assert (tmp_path / "gdn.png").exists()
-    assert [list(roofline_plot.times(row, ["fla", "xla"])) for row in rows] == [
+    assert [list(result_plot.times(row, ["fla", "xla"])) for row in rows] == [
         [("jaxattn", 5.0), ("fla", 6.0)],
         [("jaxattn", 2.0), ("xla", 9.0)],
     ]
@@ -643,12 +645,12 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert bench.main(["plot", str(run), "--plot", "x.png"]) == 2
     assert "--plot needs matplotlib: install jaxattn[plot]" in capsys.readouterr().err
-    with pytest.raises(roofline_plot.BenchPlotError, match="matplotlib"):
-        roofline_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
+    with pytest.raises(result_plot.BenchPlotError, match="matplotlib"):
+        result_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
-    with pytest.raises(roofline_plot.BenchPlotError, match="no rows with TFLOP/s"):
-        roofline_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
+    with pytest.raises(result_plot.BenchPlotError, match="no rows with TFLOP/s"):
+        result_plot.save(json.loads(run.read_text()), tmp_path / "x.png")
     assert bench.main(["plot", str(tmp_path / "none.json"), "--plot", "x.png"]) == 2
     assert "none.json" in capsys.readouterr().err
 

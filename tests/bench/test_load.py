@@ -10,7 +10,7 @@ import pytest
 from jaxattn.bench.__main__ import main
 from jaxattn.bench.load.client import RequestOutcome
 from jaxattn.bench.load.metrics import measured, percentile
-from jaxattn.bench.load.request_lengths import LEAST, MOST, LengthDistribution, texts
+from jaxattn.bench.load.workload import LEAST, MOST, LengthDistribution, texts
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 

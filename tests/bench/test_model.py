@@ -25,7 +25,7 @@ from jaxattn.bench.model import (
     roofline,
 )
 from jaxattn.bench.model import steps as steps_module
-from jaxattn.bench.plots import roofline_plot
+from jaxattn.bench.plots import result_plot
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
 from jaxattn.core.numerics.fp8_block_scaling import interleave_columns, quantize
 from tests.helpers.executables import with_locations
@@ -394,10 +394,10 @@ def test_a_step_that_fails_is_a_row_with_the_reason():
 
 def test_bars_of_a_run_are_drawn(ran, tmp_path):
     pytest.importorskip("matplotlib")
-    roofline_plot.save(ran[0], tmp_path / "model.png")
+    result_plot.save(ran[0], tmp_path / "model.png")
     assert (tmp_path / "model.png").exists()
-    with pytest.raises(roofline_plot.BenchPlotError, match="no decode steps"):
-        roofline_plot.save({"what": "model", "rows": []}, tmp_path / "x.png")
+    with pytest.raises(result_plot.BenchPlotError, match="no decode steps"):
+        result_plot.save({"what": "model", "rows": []}, tmp_path / "x.png")
 
 
 def test_every_way_of_a_product_is_the_same_product():

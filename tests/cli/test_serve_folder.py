@@ -20,7 +20,7 @@ import safetensors.numpy
 from jaxattn import Limits, text
 from jaxattn.cli.serve.chat_session import turns
 from jaxattn.cli.serve.command import main
-from jaxattn.cli.serve.message_text import MessageText
+from jaxattn.cli.serve.styled_message import MessageText
 from jaxattn.cli.startup.model_source import is_name
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.memory.plan import nbytes

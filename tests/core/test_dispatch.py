@@ -7,7 +7,7 @@ import pytest
 
 from jaxattn.core import dispatch as module
 from jaxattn.core.dispatch import Refusal, dispatch, dispatch_kernel, dispatch_xla
-from jaxattn.kernels.hopper import device as hopper
+from jaxattn.kernels.hopper.build import interpreter as hopper
 
 
 def refuse():

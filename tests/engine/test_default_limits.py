@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn import Engine, Limits
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
+from jaxattn.engine.scheduling.chunked_prefill import prompt_pieces
 from jaxattn.engine.startup import engine_build, limits_search
 from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory

@@ -12,7 +12,7 @@ import pytest
 from jaxattn import Engine, Limits, Request, check_aliasing
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
 from jaxattn.engine.requests.outputs import FinishEvent
-from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
+from jaxattn.engine.scheduling.chunked_prefill import prompt_pieces
 from jaxattn.engine.steps.prefill_batch import PromptChunk, PromptLayout, by_lines
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.models.blocks import GDN, GQA, KDA, MLA, MLP, Block, MoE, SparseMLA, Stream

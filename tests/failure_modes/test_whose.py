@@ -122,9 +122,9 @@ def test_models_of_several_shapes_in_one_arena_do_not_read_each_others_rows():
 
 # Of an extra, at the top of the module.
 NEEDS = {
-    "jaxattn.bench.baselines.triton_delta_rule": ("triton", "fla"),
-    "jaxattn.bench.baselines.flaggems_mla": ("triton", "flag_gems"),
-    "jaxattn.bench.baselines.triton_turboquant": ("triton", "vllm"),
+    "jaxattn.bench.baselines.triton_adapters.fla_delta_rule": ("triton", "fla"),
+    "jaxattn.bench.baselines.triton_adapters.flaggems_mla": ("triton", "flag_gems"),
+    "jaxattn.bench.baselines.triton_adapters.vllm_turboquant": ("triton", "vllm"),
     "jaxattn.integrations.tunix": ("tunix",),
 }
 

@@ -9,11 +9,11 @@ import pytest
 
 from jaxattn.bench.multi_gpu import parallel_decode
 from jaxattn.bench.multi_gpu.sharded_model import ShardedModel
-from jaxattn.bench.plots import parallel_plot, roofline_plot
+from jaxattn.bench.plots import parallel_plot, result_plot
 from jaxattn.memory.device_memory import KNOWN
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.catalog import public_models
-from jaxattn.plan.layout_plan import layouts_that_fit
+from jaxattn.plan.layout_search import layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices
 
 YOUTU = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "youtu"
@@ -103,10 +103,10 @@ def test_a_line_of_the_picture_is_beside_one_gpu_of_as_many_rows_or_of_a_groups(
 def test_a_picture_has_lines_bars_or_both(alone, tmp_path):
     pytest.importorskip("matplotlib")
     rows = [(1, "", 32, 10.0)] * alone + [(2, "--tensor 2", 32, 15.0)]
-    roofline_plot.save(run(*rows), tmp_path / "run.png")
+    result_plot.save(run(*rows), tmp_path / "run.png")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(roofline_plot.BenchPlotError, match="no decode steps"):
-        roofline_plot.save(run(), tmp_path / "none.png")
+    with pytest.raises(result_plot.BenchPlotError, match="no decode steps"):
+        result_plot.save(run(), tmp_path / "none.png")
 
 
 def test_a_run_with_nothing_to_compare_is_no_picture(tmp_path):
@@ -114,5 +114,5 @@ def test_a_run_with_nothing_to_compare_is_no_picture(tmp_path):
     of_one_gpu, without_roof = run((1, "", 32, 10.0)), run((2, "--tensor 2", 32, 15.0))
     without_roof["rows"][0]["roof ms"] = None  # of a card whose rate is not known
     for ran in (of_one_gpu, without_roof):
-        with pytest.raises(roofline_plot.BenchPlotError, match="no steps of several GPUs"):
-            roofline_plot.save(ran, tmp_path / "none.png")
+        with pytest.raises(result_plot.BenchPlotError, match="no steps of several GPUs"):
+            result_plot.save(ran, tmp_path / "none.png")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxattn.cli.options.parallel_layout import over_devices, read_layout
+from jaxattn.cli.options.parallel_options import over_devices, read_layout
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.plan import main

@@ -20,7 +20,7 @@ from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.models import CacheSize, DecoderModel, Hybrid, divided
 from jaxattn.models.blocks import GQA
-from jaxattn.models.caches.peer_buffers import EXCHANGE, MEETING, NAME
+from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING, NAME
 from jaxattn.models.network import decoder_network
 from jaxattn.parallel import DeviceGroup, Parallel, context_parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces

@@ -24,7 +24,7 @@ from typing import IO, Any
 import jax
 import pytest
 
-from jaxattn.plan.group_plan import collectives
+from jaxattn.plan.estimated_plan import collectives
 from tests.parallel.gpus_engine import EIGHT, ONE_LAUNCH, PROMPTS, TOKENS
 from tests.parallel.processes import LONG
 from tests.parallel.test_two_processes import FAULTS as SAID

@@ -16,7 +16,7 @@ from jaxattn.models.catalog import public_models
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
-from jaxattn.plan.layout_plan import best_layout, layouts_that_fit
+from jaxattn.plan.layout_search import best_layout, layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices
 
 LIMITS = Limits(batch=32, max_model_len=8192, prefill_chunk=512)

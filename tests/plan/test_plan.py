@@ -31,7 +31,7 @@ from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step, overlaid
 from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, PlanItem, plan, solve
 from jaxattn.plan.alternative_scratch_designs import published, split_kv_workspace
-from jaxattn.plan.group_plan import plan_group
+from jaxattn.plan.estimated_plan import plan_group
 from jaxattn.plan.placement import ModelPlacement
 from jaxattn.plan.plan_display import bar, print_plan
 from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST

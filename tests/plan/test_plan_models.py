@@ -25,7 +25,7 @@ from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.plan import PlanError, plan
 from jaxattn.plan.device_plan import _bound_in, traced_bounds
-from jaxattn.plan.layout_plan import layouts_that_fit
+from jaxattn.plan.layout_search import layouts_that_fit
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, caches, latents_of
 from jaxattn.plan.plan_notes import notes
 from tests.helpers.engine_cases import CONFIG, LIMITS

@@ -18,7 +18,7 @@ from jaxattn.memory.device_memory import known_device
 from jaxattn.memory.plan import nbytes
 from jaxattn.models.catalog import public_models
 from jaxattn.plan.device_plan import traced_bounds
-from jaxattn.plan.group_plan import DRIVER
+from jaxattn.plan.estimated_plan import DRIVER
 
 LIMITS = Limits(
     batch=1024, max_model_len=40_960, prefill_chunk=2048, utilization=0.9, cache_format="k8v4",

@@ -7,8 +7,8 @@ import time
 import pytest
 from starlette.datastructures import Headers
 
+from jaxattn.server.chat_page import page_files
 from jaxattn.server.http.api_keys import ApiKeyAuth, read_keys
-from jaxattn.server.page_files import page_files
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxattn.server.page_files import PAGE, page_files
+from jaxattn.server.chat_page import PAGE, page_files
 from tests.helpers import browser
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from jaxattn.server.page_files import PAGE
+from jaxattn.server.chat_page import PAGE
 
 NODE = shutil.which("node")
 SCRIPT = Path(__file__).parents[1] / "helpers" / "markdown_html.mjs"

@@ -174,7 +174,7 @@ def _check(request: OfflineRequest, got: int) -> None:
 
 
 def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[str]:
-    """The command of vLLM's server for a folder of `model_folder`.
+    """The command of vLLM's server for a folder of `dummy_checkpoint`.
 
     Args:
         options: further options, as arguments of `LLM` are named.

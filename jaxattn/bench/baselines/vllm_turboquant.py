@@ -28,7 +28,7 @@ TOKENS = 4  # that a block reads at a time
 SPLIT_WARPS, SPLIT_STAGES, MERGE_WARPS, MERGE_STAGES = 1, 1, 4, 2
 STORE_WARPS, STORE_STAGES = 4, 1
 CENTROIDS = "vllm.model_executor.layers.quantization.turboquant.centroids"
-KERNELS = "jaxattn.bench.baselines.triton_turboquant"
+KERNELS = "jaxattn.bench.baselines.triton_adapters.vllm_turboquant"
 
 
 def levels(form: TurboFormat) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from jaxattn.bench.load.request_lengths import LoadRequest
+from jaxattn.bench.load.workload import LoadRequest
 
 DATA, DONE = b"data:", b"[DONE]"
 

@@ -25,8 +25,8 @@ from typing import Any
 from jaxattn import __version__
 from jaxattn.bench.harness.engine_options import add_engines, chosen
 from jaxattn.bench.harness.result_tables import check_files, show, store
-from jaxattn.bench.load.request_lengths import LengthDistribution
-from jaxattn.bench.plots.roofline_plot import BenchPlotError, require_matplotlib
+from jaxattn.bench.load.workload import LengthDistribution
+from jaxattn.bench.plots.result_plot import BenchPlotError, require_matplotlib
 from jaxattn.cli.options.parser import ProseHelpFormatter
 
 URL = "http://127.0.0.1:8000"

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.load.metrics import PERCENTILES
-from jaxattn.bench.plots.roofline_plot import COLOURS, require_matplotlib
+from jaxattn.bench.plots.result_plot import COLOURS, require_matplotlib
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:

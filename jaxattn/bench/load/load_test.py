@@ -11,14 +11,14 @@ import aiohttp
 
 from jaxattn.bench.load.client import RequestOutcome, ServerClient
 from jaxattn.bench.load.metrics import measured
-from jaxattn.bench.load.request_lengths import (
+from jaxattn.bench.load.traffic_pattern import LoadPattern
+from jaxattn.bench.load.workload import (
     LengthDistribution,
     LoadRequest,
     texts,
     token_ids,
 )
-from jaxattn.bench.load.request_lengths import text as words_of
-from jaxattn.bench.load.traffic_pattern import LoadPattern
+from jaxattn.bench.load.workload import text as words_of
 
 TEXTS = (40, 180)  # characters of the texts from which the length of a token is found
 TOP_CONCURRENCY = 128  # as many wait in our server before one is refused

@@ -45,7 +45,7 @@ def started(
     """(address, seconds to the start) of a server of random weights, which ends with the context.
 
     Args:
-        folder: of `model_folder`; its name is the model's.
+        folder: of `dummy_checkpoint`; its name is the model's.
         limit: seconds that the start may take.
 
     Raises:

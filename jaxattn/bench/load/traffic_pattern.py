@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from jaxattn.bench.load.client import RequestOutcome, ServerClient
-from jaxattn.bench.load.request_lengths import LoadRequest
+from jaxattn.bench.load.workload import LoadRequest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ from jaxattn.bench.model.model_lookup import UnknownModelError, find
 from jaxattn.bench.model.op_categories import OpCategory
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.bench.model.steps import ModelSteps, OutOfMemoryError, attempt, check_room, peak_bytes
-from jaxattn.bench.plots import roofline_plot
+from jaxattn.bench.plots import result_plot
 from jaxattn.cli.options.parser import ProseHelpFormatter, add_dense
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.device import require_hopper
@@ -86,8 +86,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     try:
         args.name, _, args.model = find(args.name, args.dense)
         if args.plot:
-            roofline_plot.require_matplotlib()  # before all the measuring
-    except (UnknownModelError, roofline_plot.BenchPlotError) as error:
+            result_plot.require_matplotlib()  # before all the measuring
+    except (UnknownModelError, result_plot.BenchPlotError) as error:
         parser.error(str(error))
     longest = max(args.context, args.prompt)
     if longest > args.model.max_position_embeddings:
@@ -124,7 +124,7 @@ def main(argv: Sequence[str], program: str) -> int:
     store(result, args.json)
     report(result)
     if args.plot:
-        roofline_plot.save(result, args.plot)
+        result_plot.save(result, args.plot)
     return 0
 
 

@@ -42,7 +42,7 @@ from jaxattn.bench.multi_gpu.sharded_model import COLLECTIVES
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.models.caches.layer_cache import CacheSize
-from jaxattn.models.caches.peer_buffers import (
+from jaxattn.models.caches.symmetric_memory import (
     MOST_TOKENS,
     SymmetricMemoryCache,
     buffer_arrays,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxattn.bench.load.request_lengths import LengthDistribution
+from jaxattn.bench.load.workload import LengthDistribution
 
 FIXED, SHAREGPT = "fixed", "sharegpt"
 

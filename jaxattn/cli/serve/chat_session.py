@@ -87,7 +87,7 @@ class Conversation:
         tokens = self._fitted(line)
         if tokens is None:
             return
-        from jaxattn.cli.serve.message_text import MessageText  # other commands need no parser
+        from jaxattn.cli.serve.styled_message import MessageText  # other commands need no parser
 
         text, last = MessageText(self.requests.tokenizer, tokens), "\n"
 

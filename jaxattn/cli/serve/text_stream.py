@@ -73,7 +73,7 @@ class TextStream:
     def _begun(self, prompt: Prompt) -> "_BufferedText":
         """A request's text, which its prompt begins."""
         if self._chat:
-            from jaxattn.cli.serve.message_text import MessageText  # other commands need no parser
+            from jaxattn.cli.serve.styled_message import MessageText  # others need no parser
 
             answer = MessageText(self._tokenizer, prompt.tokens)
             text = _BufferedText(answer.push, answer.end)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxattn.cli.options.parallel_layout import over_devices, read_layout
+from jaxattn.cli.options.parallel_options import over_devices, read_layout
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan_report import refused_plan
 from jaxattn.cli.startup.model_source import ModelSource, one_line, refusals

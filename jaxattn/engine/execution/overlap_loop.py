@@ -29,8 +29,8 @@ from jaxattn.engine.execution.prompt_scores import PromptScores
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
 from jaxattn.engine.sampling.sampler import SamplingMode
+from jaxattn.engine.scheduling.chunked_prefill import prompt_pieces
 from jaxattn.engine.scheduling.draft_switch import DraftSwitch
-from jaxattn.engine.scheduling.prompt_pieces import prompt_pieces
 from jaxattn.engine.scheduling.request_state import RunningRequest
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.model_steps import round_of

@@ -1,23 +1,16 @@
-"""Device requirements of the kernels, and the interpreter that runs them elsewhere."""
+"""The GPU that kernels need: its multiprocessors, shared memory, capability and assembler."""
 
 import contextlib
 import functools
 import math
-import os
-import warnings
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
-from jaxattn.core.dispatch import PACKAGE, Refusal, traced_for_hopper
-from jaxattn.kernels.hopper.mlir import utils
-from jaxattn.kernels.hopper.ptx import asm
+from jaxattn.core.dispatch import Refusal, traced_for_hopper
 
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
 # elsewhere, and round its result otherwise.
@@ -33,40 +26,6 @@ SHARED_ALIGNMENT, MBARRIER_BYTES = 1024, 8
 # which has no updates: 12.9.1, the last of CUDA 12, is 12090 there too. jax's own attention_mgpu
 # refuses the same range.
 MISCOMPILING_CUDA = (12080, 12091)
-
-# Threads of XLA's pool from which on the interpreter is safe: the threads of a block, up to 4 here,
-# wait for one another, each in a callback that holds a thread of the pool.
-INTERPRETER_THREADS = 8
-JAX = str(Path(jax.__file__).parent) + os.sep
-
-
-def _host_threads() -> int:
-    """Of XLA's pool, as XLA counts them when JAX's backend starts."""
-    for name in ("PJRT_NPROC", "NPROC"):
-        if (given := os.environ.get(name, "")).isdigit():
-            return int(given)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@functools.cache
-def _warn_of_few_threads() -> None:
-    """Once a process."""
-    if (threads := _host_threads()) < INTERPRETER_THREADS:
-        warnings.warn(
-            "the interpreter of kernels may wait for ever: it needs a host thread for each thread "
-            f"of a kernel, and XLA's pool has {threads}; set the environment variable "
-            "PJRT_NPROC=16 before JAX is imported",
-            skip_file_prefixes=(PACKAGE, JAX),
-        )
-
-
-def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
-    """The `interpret=` of `plgpu.kernel`: the interpreter fills fresh memory with NaN."""
-    if interpret:
-        _warn_of_few_threads()
-    return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else False
 
 
 def require_hopper(op: str, *, interpret: bool) -> None:
@@ -124,12 +83,6 @@ def cache_ptxas_version() -> None:
         _mosaic_gpu_ext._get_ptxas_isa_version = functools.cache(asked)
 
 
-def swizzled(dtype: DTypeLike, width: int = 128) -> Any:
-    """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of `width` bytes."""
-    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
-    return (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
-
-
 def shared_bytes(scratch: Iterable[Any]) -> int:
     """Bytes of shared memory that Mosaic allocates for a block's arrays and barriers.
 
@@ -145,95 +98,3 @@ def shared_bytes(scratch: Iterable[Any]) -> int:
         size = math.prod(each.shape) * jnp.dtype(each.dtype).itemsize
         arrays += -(-size // SHARED_ALIGNMENT) * SHARED_ALIGNMENT
     return arrays + barriers * MBARRIER_BYTES
-
-
-def warpgroup_barrier(*, interpret: bool) -> None:
-    """A warpgroup's warps wait for each other, and see what the others stored in shared memory.
-
-    `plgpu.commit_smem` also makes that visible to TMA and wgmma, by a fence that waits for all of
-    a thread's loads and stores of global memory as well.
-    """
-    if interpret:  # which knows no other way
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(_: Any) -> None:
-        utils.warpgroup_barrier()
-
-    barrier()
-
-
-def fence_proxy_async(*, interpret: bool) -> None:
-    """What a thread stored in shared memory is seen by TMA and wgmma of whoever waits for the
-    barrier that the thread, as all of its warpgroup, arrives at next.
-
-    `plgpu.commit_smem` has the warpgroup's warps wait for each other as well.
-    """
-    if interpret:
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def fence(_: Any) -> None:
-        asm("fence.proxy.async.shared::cta;", [], [], "~{memory}")
-
-    fence()
-
-
-def issue_loads(*, interpret: bool) -> None:
-    """Loads of memory above this line are under way before anything below it waits for one.
-
-    ptxas moves a load down to its use, behind what waits for others, but not past a loop. This one
-    ends at once: it waits for the clock not to be 0.
-    """
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu()
-    def barrier(_: Any) -> None:
-        asm(
-            "{ .reg .pred at; .reg .b32 now; again: mov.u32 now, %clock; setp.eq.u32 at, now, 0; "
-            "@at bra again; }", [], [], "~{memory}", convergent=True,
-        )  # fmt: skip
-
-    barrier()
-
-
-def pin_value(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
-    """x, made before whatever waits for other threads behind this line.
-
-    Left to itself, ptxas makes a number where it is needed, and thus behind a wait in which there
-    would have been the time for it. It does not move the shuffle here, which moves nothing.
-    """
-    if interpret:
-        return x
-
-    def pinned(_: Any, x: Any) -> Any:
-        return x._pointwise(lambda register: utils.shfl_bfly(register, 0))
-
-    out = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=out)(pinned)(x)
-
-
-def wgmma(accumulator: jax.Array | None, a: Any, b: Any, *, shape: Any, interpret: bool) -> Any:
-    """`accumulator + a @ b` in float32 on the tensor cores, finished on return.
-
-    Args:
-        accumulator: a value in the WGMMA layout, or `None` for zero.
-        a: shared memory [M, K].
-        b: shared memory [K, N].
-        shape: (M, N).
-        interpret: JAX 0.11.2's interpreter knows neither `wgmma` under `pl.run_state` nor a store
-            to an accumulator: there the product goes to an accumulator of its own and is added.
-    """
-
-    def product(ref: Any) -> Any:
-        plgpu.wgmma(ref, a, b)
-        return ref[...]
-
-    if accumulator is None:
-        return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-    if interpret:
-        return accumulator + pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(accumulator))

@@ -34,7 +34,7 @@ from jaxattn.core.numerics.four_bit_tiles import (
     FourBitFormat,
     dequantize,
 )
-from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, vector
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

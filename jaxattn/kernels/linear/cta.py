@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
     PAIR,

@@ -38,9 +38,9 @@ from jaxattn.kernels.hopper.device import (
     RESERVED_BYTES,
     SHARED_BYTES,
     require_hopper,
-    swizzled,
 )
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, moved, multiplied, plain_product
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store

@@ -27,9 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, deinterleave_columns
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper, swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 from jaxattn.kernels.hopper.fp8_operands import ROWS as HALF
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
+from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import STEP, RmsNormPrologueParams, smem
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import refusal as refusal_of_norm
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed

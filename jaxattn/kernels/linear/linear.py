@@ -35,7 +35,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper, swizzled
+from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams, smem
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import refusal as refusal_of_norm
 from jaxattn.kernels.linear.cta import ROWS, STEP, LinearConfig, LinearCta, LinearRefs

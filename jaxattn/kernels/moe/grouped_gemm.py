@@ -49,16 +49,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import swizzled
 from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.four_bit_tile_config import lines
+from jaxattn.kernels.moe.fp8_accumulators import PRODUCT, ScaledAccumulators
 from jaxattn.kernels.moe.grouped_tile import GroupedGemmTile, PanelMatrix
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
-from jaxattn.kernels.moe.scaled_accumulators import PRODUCT, ScaledAccumulators
 from jaxattn.kernels.moe.tile_config import (
     GROUP,
     NARROWEST,

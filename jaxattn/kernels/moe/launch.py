@@ -1,6 +1,7 @@
 """`mixture_of_experts` (ops/moe/experts.py) on a Hopper GPU: alignment, two products and the sum.
 
-    small_batch_alignment.py, token_sort.py, token_permutation.py, token_alignment.py
+    small_batch_alignment.py, medium_batch_alignment.py, large_batch_alignment.py,
+    token_alignment.py
                        who has work: of up to some hundred pairs in one launch, of many in three;
                        else XLA
     grouped_gemm.py    gate and up, then down, each expert's tokens times its weights
@@ -28,6 +29,8 @@ from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.kernels.moe.four_bit_tile_config import choose_four_bit
 from jaxattn.kernels.moe.grouped_gemm import grouped_product
 from jaxattn.kernels.moe.grouped_tile import PanelMatrix
+from jaxattn.kernels.moe.routing.large_batch_alignment import permute_tokens, supports_permutation
+from jaxattn.kernels.moe.routing.medium_batch_alignment import align_and_sort_tokens, supports_sort
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.kernels.moe.routing.small_batch_alignment import (
     align_small_batch,
@@ -35,8 +38,6 @@ from jaxattn.kernels.moe.routing.small_batch_alignment import (
     supports_pairs,
 )
 from jaxattn.kernels.moe.routing.token_alignment import align_tokens
-from jaxattn.kernels.moe.routing.token_permutation import permute_tokens, supports_permutation
-from jaxattn.kernels.moe.routing.token_sort import align_and_sort_tokens, supports_sort
 from jaxattn.kernels.moe.tile_config import (
     BLOCK,
     GROUP,

@@ -36,7 +36,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import require_hopper, swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
     MOST_PAIRS,
@@ -46,13 +47,13 @@ from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
 )
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
+from jaxattn.kernels.moe.fp8_accumulators import PRODUCT
 from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, supports_pairs
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.routing.topk_gating import THREADS, TopkGating
-from jaxattn.kernels.moe.scaled_accumulators import PRODUCT
 from jaxattn.kernels.moe.tile_config import GROUP, ROWS, padded_rows, panel
 
 EXPERTS = 64

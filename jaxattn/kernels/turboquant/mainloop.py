@@ -42,7 +42,7 @@ from jaxattn.kernels.gqa.decode.cta import (
 from jaxattn.kernels.gqa.decode.fp8_operands import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa.decode.load.producer import GqaDecodeProducer, LoadPipeline, place_of
 from jaxattn.kernels.gqa.decode.smem import over_out
-from jaxattn.kernels.hopper.device import issue_loads, warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import issue_loads, warpgroup_barrier
 from jaxattn.kernels.hopper.ptx import zeros
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.turboquant.fp8_split import store_terms

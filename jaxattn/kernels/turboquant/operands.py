@@ -30,7 +30,7 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
-from jaxattn.kernels.turboquant.cache.lookup_table import (
+from jaxattn.kernels.turboquant.cache.lut_dequantization import (
     GROUPS,
     key_registers,
     key_table,

@@ -12,8 +12,9 @@ from jaxattn.core.turboquant.slot_layout import GROUP
 from jaxattn.kernels.attention.packed_row_layouts import MARGIN
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.gqa.decode.smem import BARRIER_BYTES, QUERIES
-from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, swizzled
-from jaxattn.kernels.turboquant.cache.lookup_table import GROUPS
+from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES
+from jaxattn.kernels.hopper.instructions import swizzled
+from jaxattn.kernels.turboquant.cache.lut_dequantization import GROUPS
 
 TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's
 ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK

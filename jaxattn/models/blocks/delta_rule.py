@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, interleave_columns, split_fp8
 from jaxattn.core.stacked_layer import StackedLayer

@@ -7,14 +7,14 @@ from typing import Any
 from jax import Array
 
 from jaxattn.arena import Arena
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.models.blocks.block import Mixer
 from jaxattn.models.caches.layer_cache import Arrays
-from jaxattn.models.caches.peer_buffers import (
+from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
     MEETING,
     buffer_arrays,

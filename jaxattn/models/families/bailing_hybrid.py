@@ -9,7 +9,7 @@ Refused: other activations than SiLU, biases in attention, other routing than by
 from collections.abc import Collection
 
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
-from jaxattn.models.families import deepseek, kda_hybrid
+from jaxattn.models.families import deepseek, kda_hybrid_base
 from jaxattn.models.families.components import decoder, experts, mla
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
@@ -27,7 +27,9 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    fields = fields.renamed(**kda_hybrid.SPELLED, linear_conv_kernel_dim="short_conv_kernel_size")
+    fields = fields.renamed(
+        **kda_hybrid_base.SPELLED, linear_conv_kernel_dim="short_conv_kernel_size"
+    )
     fields = fields.assuming(n_group=8, topk_group=4, routed_scaling_factor=2.5)
     heads = fields.integer("num_attention_heads")
     bound = None
@@ -44,7 +46,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     count = fields.integer("num_hidden_layers")
     attends = _attends(fields, count)
     dense = deepseek.dense_layers(fields)
-    return kda_hybrid.read_decoder(
+    return kda_hybrid_base.read_decoder(
         fields, attends, mla.read_attention(fields, gated=True), delta, dense
     )
 
@@ -80,7 +82,7 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
         if isinstance(block.mixer, MLA):
             found += mla.attention(place, block.mixer, hidden, _ATTENTION, _OUT)
         elif isinstance(block.mixer, KDA):
-            found += kda_hybrid.delta(place, block.mixer, hidden, _ATTENTION, _OUT)
+            found += kda_hybrid_base.delta(place, block.mixer, hidden, _ATTENTION, _OUT)
             name, heads = f"{_ATTENTION}.A_log", (block.mixer.num_heads,)
             found.append(place.plain(name, heads, "mixer", "A_log"))
         if isinstance(block.feed_forward, MLP):

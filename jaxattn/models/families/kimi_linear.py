@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from jaxattn.core.validation.config_fields import json_object
 from jaxattn.models.blocks import KDA, MLA, MLP, MoE
-from jaxattn.models.families import deepseek, kda_hybrid
+from jaxattn.models.families import deepseek, kda_hybrid_base
 from jaxattn.models.families.components import decoder, experts, mla
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
@@ -31,7 +31,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    fields = fields.renamed(**kda_hybrid.SPELLED, scoring_func="moe_router_activation_func")
+    fields = fields.renamed(**kda_hybrid_base.SPELLED, scoring_func="moe_router_activation_func")
     fields = fields.assuming(routed_scaling_factor=2.446, rms_norm_eps=1e-5)
     fields.require("mla_use_nope", True)
     fields.require("moe_layer_freq", 1)
@@ -48,7 +48,9 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         attends = [word == "full_attention" for word in words]
     delta = KDA(num_heads=heads, head_dim=dim, conv_width=width, gate_rank=dim)
     attention = mla.read_attention(fields, turns=False)
-    return kda_hybrid.read_decoder(fields, attends, attention, delta, deepseek.dense_layers(fields))
+    return kda_hybrid_base.read_decoder(
+        fields, attends, attention, delta, deepseek.dense_layers(fields)
+    )
 
 
 def _attends(of_delta: ConfigFields, count: int) -> list[bool]:
@@ -77,7 +79,7 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
         if isinstance(block.mixer, MLA):
             found += mla.attention(place, block.mixer, hidden)
         elif isinstance(block.mixer, KDA):
-            found += kda_hybrid.delta(place, block.mixer, hidden, "self_attn", "o_proj")
+            found += kda_hybrid_base.delta(place, block.mixer, hidden, "self_attn", "o_proj")
             shape = (1, 1, block.mixer.num_heads, 1)
             found.append(place.flat("self_attn.A_log", shape, "mixer", "A_log"))
         if isinstance(block.feed_forward, MLP):

@@ -15,7 +15,7 @@ experts that are not normalised.
 from collections.abc import Collection
 
 from jaxattn.models.blocks import GDN, MLP
-from jaxattn.models.families import qwen_hybrid
+from jaxattn.models.families import qwen_hybrid_base
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
@@ -31,26 +31,26 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
     if fields.values["model_type"] in WITH_EXPERTS:
-        return qwen_hybrid.read_model(fields, qwen_hybrid.read_experts(fields))
+        return qwen_hybrid_base.read_model(fields, qwen_hybrid_base.read_experts(fields))
     mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
-    return qwen_hybrid.read_model(fields, mlp)
+    return qwen_hybrid_base.read_model(fields, mlp)
 
 
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
     """The model with its prediction layer."""
     fields.require("mtp_use_dedicated_embeddings", False)
     layers = fields.integer("mtp_num_hidden_layers", 1, least=0)
-    return qwen_hybrid.with_draft_head(model, fields, layers)
+    return qwen_hybrid_base.with_draft_head(model, fields, layers)
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: vision tower and prediction layers."""
-    return (*qwen_hybrid.VISION, *qwen_hybrid.PREDICTION)
+    return (*qwen_hybrid_base.VISION, *qwen_hybrid_base.PREDICTION)
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
-    return qwen_hybrid.placed(model, names, _projections)
+    return qwen_hybrid_base.placed(model, names, _projections)
 
 
 def _projections(place: LayerMapping, mixer: GDN, hidden: int) -> list[WeightMapping]:

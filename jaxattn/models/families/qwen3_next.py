@@ -10,7 +10,7 @@ layer only, weights of chosen experts that are not normalised.
 from collections.abc import Collection
 
 from jaxattn.models.blocks import GDN
-from jaxattn.models.families import qwen_hybrid
+from jaxattn.models.families import qwen_hybrid_base
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
@@ -24,20 +24,20 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     Raises:
         ConfigError: a field is missing, does not fit or is not implemented; it is named.
     """
-    return qwen_hybrid.read_model(fields, qwen_hybrid.read_experts(fields))
+    return qwen_hybrid_base.read_model(fields, qwen_hybrid_base.read_experts(fields))
 
 
-with_draft_head = qwen_hybrid.with_draft_head
+with_draft_head = qwen_hybrid_base.with_draft_head
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Beginnings of tensors that are not read: the prediction layer."""
-    return qwen_hybrid.PREDICTION
+    return qwen_hybrid_base.PREDICTION
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
     """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
-    return qwen_hybrid.placed(model, names, _projections)
+    return qwen_hybrid_base.placed(model, names, _projections)
 
 
 def _projections(place: LayerMapping, mixer: GDN, hidden: int) -> list[WeightMapping]:

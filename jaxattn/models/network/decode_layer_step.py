@@ -17,7 +17,7 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.rms_norm import norms_features
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
-from jaxattn.models.caches.peer_buffers import EXCHANGE, MEETING
+from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.models.network.decoder_layer import DecoderLayer
 from jaxattn.models.network.layer_scan import (

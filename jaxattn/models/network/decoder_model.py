@@ -14,7 +14,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.blocks import GQA, MLA, Block, Mixer
-from jaxattn.models.blocks.cache_format import reformatted
+from jaxattn.models.blocks.cache_format_override import reformatted
 from jaxattn.models.caches.layer_cache import DecodeState, LayerCache
 from jaxattn.models.interface import DecodeBatch, Model, PrefillBatch
 from jaxattn.models.network.decoder_network import DecoderNetwork, abstract

@@ -12,7 +12,7 @@ from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer
 from jaxattn.models.caches.draft_inputs import DraftInputs
 from jaxattn.models.caches.layer_cache import LayerCache, check_caches
-from jaxattn.models.caches.peer_buffers import (
+from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
     MEETING,
     SymmetricMemoryCache,

@@ -18,7 +18,7 @@ from jaxtyping import Array
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
-from jaxattn.models.caches.peer_buffers import (
+from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
     MEETING,
     NAME,

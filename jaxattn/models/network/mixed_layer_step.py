@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import Array
 
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch

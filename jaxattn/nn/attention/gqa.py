@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import Rotation
 from jaxattn.core.stacked_layer import StackedLayer

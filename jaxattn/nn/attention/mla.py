@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn import mla
 from jaxattn.arena import Arena
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import Rotation
 from jaxattn.core.validation.array_checks import FLOATS

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import keep_concrete

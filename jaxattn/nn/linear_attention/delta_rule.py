@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.state_pool import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rms_norm import gated_rms_norm

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.cache.paged_cache import attend_pages, packed_pages
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.cache.paged_cache import packed_pages, page_blocks
-from jaxattn.core.cache.prompt_lines import PromptLines
+from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.kernels.gqa.prefill import launch as grouped

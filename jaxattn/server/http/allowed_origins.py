@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxattn.server.http.error_response import refuse
+from jaxattn.server.http.error_responses import refuse
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.settings import LOOPBACK
 

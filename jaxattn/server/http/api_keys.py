@@ -9,7 +9,7 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxattn.server.http.error_response import refuse
+from jaxattn.server.http.error_responses import refuse
 from jaxattn.server.http.errors import ApiError
 
 VARIABLE = "JAXATTN_API_KEY"

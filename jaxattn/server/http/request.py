@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from jaxattn.server.http.connection import CHUNKS, ChunkWriter
-from jaxattn.server.http.error_forms import error_form
+from jaxattn.server.http.error_responses import error_form
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.settings import ServerSettings

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxattn.kernels.moe.routing import token_alignment as work_module
+from jaxattn.kernels.moe.routing.large_batch_alignment import permute_tokens
+from jaxattn.kernels.moe.routing.medium_batch_alignment import align_and_sort_tokens
 from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, align_tokens
-from jaxattn.kernels.moe.routing.token_permutation import permute_tokens
-from jaxattn.kernels.moe.routing.token_sort import align_and_sort_tokens
 from jaxattn.kernels.moe.tile_config import (
     choose,
     most_tiles,

@@ -16,7 +16,7 @@ from jaxattn.kernels.attention.backward.query_gradient import QueryGradient, Que
 from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
 from jaxattn.kernels.attention.backward.smem import WARPGROUPS, BackwardSmem, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler
-from jaxattn.kernels.attention.backward.wide_mainloop import WideBackwardConsumer
+from jaxattn.kernels.attention.backward.wide_head_mainloop import WideBackwardConsumer
 from jaxattn.kernels.attention.work_queue import WorkQueue
 
 

@@ -23,7 +23,7 @@ from jaxattn.kernels.attention.backward.query_gradient import QueryGradient, aga
 from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
 from jaxattn.kernels.attention.backward.smem import DIMS, ROWS, BackwardSmem, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
-from jaxattn.kernels.hopper.device import fence_proxy_async
+from jaxattn.kernels.hopper.instructions import fence_proxy_async
 
 TILE = plgpu.Layout.WGMMA
 COLUMN = TILE.reduce(0)

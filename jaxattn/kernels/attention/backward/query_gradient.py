@@ -19,7 +19,7 @@ from jaxattn.kernels.attention.backward.smem import (
     BackwardTileConfig,
 )
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
-from jaxattn.kernels.hopper.device import fence_proxy_async
+from jaxattn.kernels.hopper.instructions import fence_proxy_async
 
 
 def again(number: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.work_queue import scratch as queue_scratch
-from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.instructions import swizzled
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 ROWS = 64  # rows of a product of a warpgroup

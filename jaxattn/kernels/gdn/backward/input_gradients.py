@@ -55,7 +55,8 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, swizzled
+from jaxattn.kernels.hopper.device import NUM_SMS
+from jaxattn.kernels.hopper.instructions import swizzled
 
 WARPGROUPS = 2  # that multiply, one for each half of the channels; one more copies
 MULTIPLIES, COPIES = 240, 24  # registers of a thread

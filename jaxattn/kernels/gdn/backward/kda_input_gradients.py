@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
-from jaxattn.kernels.gdn.backward.half_masks import across_halves, up_to_each
+from jaxattn.kernels.gdn.backward.hierarchical_masks import across_halves, up_to_each
 from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
     WgmmaAccumulator,
     with_accumulators,
@@ -46,7 +46,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.ptx import register_constant, without_constants
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 

@@ -60,7 +60,8 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, fence_proxy_async, swizzled
+from jaxattn.kernels.hopper.device import NUM_SMS
+from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 
 STATES, GRADIENTS = 0, 1  # what a block makes
 MULTIPLIES, COPIES = 232, 40  # registers of a thread

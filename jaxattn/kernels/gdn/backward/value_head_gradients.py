@@ -31,7 +31,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     over_columns,
     over_rows,
 )
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

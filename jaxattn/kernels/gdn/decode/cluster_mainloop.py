@@ -31,7 +31,7 @@ from jaxattn.kernels.gdn.decode.prologue import (
     gates,
     products,
 )
-from jaxattn.kernels.hopper.device import issue_loads, pin_value, warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import issue_loads, pin_value, warpgroup_barrier
 from jaxattn.kernels.hopper.reduce.block_reduction import BlockReduction
 from jaxattn.kernels.hopper.reduce.cluster_reduction import ClusterSquareSum, cluster_block_index
 from jaxattn.kernels.hopper.store.row_store import store

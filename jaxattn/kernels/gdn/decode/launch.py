@@ -34,12 +34,7 @@ from jaxattn.kernels.gdn.decode.cluster_mainloop import SPLIT
 from jaxattn.kernels.gdn.decode.mainloop import GdnDecodeTileConfig, shared_bytes
 from jaxattn.kernels.gdn.decode.prologue import DIM, WIDTH
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import (
-    NUM_SMS,
-    RESERVED_BYTES,
-    SHARED_BYTES,
-    require_hopper,
-)
+from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES, require_hopper
 
 MOST_BLOCKS = 8  # of a cluster, on every Hopper GPU
 MAX_TOKENS = 8  # that a row may have: all of them are unrolled

@@ -36,7 +36,7 @@ from jaxattn.kernels.gdn.decode.prologue import (
     gates,
     products,
 )
-from jaxattn.kernels.hopper.device import swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 
 
 @dataclasses.dataclass(frozen=True)

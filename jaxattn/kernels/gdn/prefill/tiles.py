@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.instructions import swizzled
 
 DIM = 128  # Dk and Dv
 CHUNK = 64

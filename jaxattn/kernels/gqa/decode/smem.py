@@ -12,12 +12,8 @@ from jaxattn.core.cache.formats import FP8
 from jaxattn.kernels.attention.packed_row_layouts import MARGIN
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
 from jaxattn.kernels.gqa.decode.fp8_operands import tiles_of
-from jaxattn.kernels.hopper.device import (
-    RESERVED_BYTES,
-    SHARED_BYTES,
-    shared_bytes,
-    swizzled,
-)
+from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, shared_bytes
+from jaxattn.kernels.hopper.instructions import swizzled
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 PAGE_SIZES = (16, 32, 64, 128)

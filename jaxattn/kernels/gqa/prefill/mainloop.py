@@ -33,7 +33,7 @@ from jaxattn.kernels.gqa.prefill.tile_scheduler import (
     GqaPrefillTileScheduler,
     GqaQueryTile,
 )
-from jaxattn.kernels.hopper.device import issue_loads
+from jaxattn.kernels.hopper.instructions import issue_loads
 from jaxattn.kernels.hopper.reduce.online_softmax import reference, rescaled
 
 TILE = plgpu.Layout.WGMMA

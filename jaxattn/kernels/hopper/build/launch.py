@@ -21,13 +21,9 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, kernels_untraced
+from jaxattn.kernels.hopper.build.interpreter import interpret_mode
 from jaxattn.kernels.hopper.build.trace_cache import trace_once
-from jaxattn.kernels.hopper.device import (
-    RESERVED_BYTES,
-    SHARED_BYTES,
-    interpret_mode,
-    shared_bytes,
-)
+from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, shared_bytes
 
 type Named = Mapping[str, Any]
 NOTHING: Named = {}

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 PAIR = 128  # numbers of K that a warpgroup makes at a time: two steps of the product

@@ -24,8 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
+from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.mlir import arith, llvm, utils
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.causal_tile_order import head_group, tile_order
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import require_hopper, swizzled
+from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.mla.prefill.mainloop import (
     KEYS,
     NOPE,

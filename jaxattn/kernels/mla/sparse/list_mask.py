@@ -9,10 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
-from jaxattn.kernels.hopper.device import issue_loads
+from jaxattn.kernels.hopper.instructions import issue_loads
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import tile_iota
 from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT
-from jaxattn.kernels.mla.sparse.token_copies import read_page, seen_words
+from jaxattn.kernels.mla.sparse.token_gather import read_page, seen_words
 
 
 class ListMask:

@@ -1,7 +1,7 @@
 """The loads of a list's tokens, in warpgroups 1 and 2: they stand in for those of pages.
 
 What is called a page is 64 entries of a token's list. Warpgroups 1 and 2 copy the tokens' columns
-to where a page's would be, by `token_copies`. Where a token is takes two reads, one after another:
+to where a page's would be, by `token_gather`. Where a token is takes two reads, one after another:
 of the list, then of the block table. They are a step apart, two and three pages ahead of the
 copies, so that no step waits for them.
 """
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled, warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled, warpgroup_barrier
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_loader import AHEAD, Fp8PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
@@ -29,7 +29,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     SCALE_BYTES,
     SWIZZLED,
 )
-from jaxattn.kernels.mla.sparse.token_copies import (
+from jaxattn.kernels.mla.sparse.token_gather import (
     copy_scales,
     copy_tokens,
     end_group,
@@ -314,4 +314,4 @@ class Fp8TokenLoader(TokenLoader, Fp8PageLoader):
         pl.when(page[1])(load)
 
 
-assert SCALE_BYTES == 16 and ROPE * 2 == 128 and RAW == 5, "token_copies copies such"
+assert SCALE_BYTES == 16 and ROPE * 2 == 128 and RAW == 5, "token_gather copies such"

@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES, swizzled
+from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.tile_config import BARRIER_BYTES, MOST_STAGES, ROWS
 

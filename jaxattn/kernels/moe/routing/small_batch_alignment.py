@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.moe.routing.token_alignment import (
     EXPERT,
     FROM,

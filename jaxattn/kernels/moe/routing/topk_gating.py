@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.moe.routing.warp_topk import warp_topk
 
 THREADS = 128

@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.turboquant.codec import LARGEST_F16, TurboFormat, key_numbers, rotate
 from jaxattn.core.turboquant.slot_layout import GROUP, ungroup, unpack
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import require_hopper, warpgroup_barrier
+from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,
@@ -44,7 +45,7 @@ from jaxattn.kernels.turboquant.cache.dequantization import (
     long,
     wide_row,
 )
-from jaxattn.kernels.turboquant.cache.lookup_table import key_registers
+from jaxattn.kernels.turboquant.cache.lut_dequantization import key_registers
 from jaxattn.kernels.turboquant.query_rotation import lane_butterfly
 
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()

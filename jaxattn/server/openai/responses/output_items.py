@@ -10,7 +10,7 @@ import orjson
 from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
 from jaxattn.server.decoding.message_events import MessageParser, ToolCall
-from jaxattn.server.http.error_forms import OpenAIErrors
+from jaxattn.server.http.error_responses import OpenAIErrors
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.openai.response_interface import Events, PartsForm
 from jaxattn.server.openai.responses.input_items import sealed

@@ -15,7 +15,7 @@ from jaxattn.core.cache.formats import KVFormat
 from jaxattn.kernels.gqa.prefill import launch
 from jaxattn.kernels.gqa.prefill.smem import CONFIGS
 from jaxattn.kernels.hopper.build import launch as hopper_launch
-from jaxattn.kernels.hopper.device import interpret_mode
+from jaxattn.kernels.hopper.build.interpreter import interpret_mode
 from jaxattn.ops.gqa import prefill as prefill_op
 from jaxattn.ops.gqa import prefill_mosaic
 from tests.helpers.gqa_prefill_cases import PrefillCase, assert_prefill_close, prefill_case

@@ -15,7 +15,7 @@ from jax import Array
 from jaxattn import mla
 from jaxattn.kernels.attention.causal_tile_order import head_group, tile_order
 from jaxattn.kernels.hopper.build import launch as hopper_launch
-from jaxattn.kernels.hopper.device import interpret_mode
+from jaxattn.kernels.hopper.build.interpreter import interpret_mode
 from jaxattn.kernels.mla.prefill.launch import MlaPrefillTileConfig, attend_mosaic
 from jaxattn.ops.mla import prefill as prefill_op
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted, x64

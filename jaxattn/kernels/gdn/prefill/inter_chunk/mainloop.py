@@ -56,7 +56,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper.device import fence_proxy_async
+from jaxattn.kernels.hopper.instructions import fence_proxy_async
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 # Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one

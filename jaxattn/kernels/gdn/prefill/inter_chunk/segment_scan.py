@@ -62,7 +62,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     triangles,
 )
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled
+from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 VALUES, IDENTITY = 0, 1  # what a block of the transition pass starts from

@@ -44,7 +44,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

@@ -39,7 +39,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     token_tiles,
     triangles,
 )
-from jaxattn.kernels.hopper.device import fence_proxy_async, swizzled
+from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 
 SCALING = 2  # warpgroups, and halves of the channels
 WARPGROUPS = SCALING + 1

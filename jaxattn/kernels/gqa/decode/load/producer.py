@@ -19,7 +19,7 @@ from jaxattn.kernels.attention.work_partition import SchedulePosition
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryLoaderProtocol
 from jaxattn.kernels.gqa.decode.smem import QUERIES
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 
 
 def place_of(step: jax.Array, consumers: int) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ from jaxattn.kernels.gqa.decode.fp8_operands import half_queries, in_order, orde
 from jaxattn.kernels.gqa.decode.load.packed_rows import PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
-from jaxattn.kernels.hopper.device import issue_loads
+from jaxattn.kernels.hopper.instructions import issue_loads
 
 AT_A_TIME = 2048  # numbers that are gathered at a time, 16 a thread
 

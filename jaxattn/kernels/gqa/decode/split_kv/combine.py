@@ -23,7 +23,7 @@ from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import issue_loads
+from jaxattn.kernels.hopper.instructions import issue_loads
 
 # Partial results that are read at a time, by how many times 64 dims, for each of which a result
 # takes four registers; and where few are left.

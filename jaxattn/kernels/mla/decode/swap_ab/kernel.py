@@ -27,7 +27,7 @@ from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.softmax_constants import EMPTY
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
-from jaxattn.kernels.hopper.device import issue_loads
+from jaxattn.kernels.hopper.instructions import issue_loads
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import merge
 from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import LEAST_UNIT, SwapAbFp8Mainloop

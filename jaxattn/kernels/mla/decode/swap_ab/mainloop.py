@@ -18,7 +18,7 @@ from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN, SCORES
 from jaxattn.kernels.attention.softmax_constants import MASKED
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, over_out

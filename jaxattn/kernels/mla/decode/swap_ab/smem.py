@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.cache.formats import BLOCK, BYTES, LatentFormat
 from jaxattn.kernels.attention.packed_row_layouts import MARGIN, tiled
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
-from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.mla.decode.fp8_operands import ROW_BYTES
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE, SWIZZLED
 

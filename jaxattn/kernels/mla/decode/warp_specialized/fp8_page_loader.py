@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_dequantization import dequantize_tile
 from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (

@@ -16,7 +16,7 @@ from jaxattn.kernels.attention.gate_and_sink import with_sink
 from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
 from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan
-from jaxattn.kernels.hopper.device import fence_proxy_async
+from jaxattn.kernels.hopper.instructions import fence_proxy_async
 from jaxattn.kernels.hopper.reduce.online_softmax import PARTIAL, partial_sums, reference
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.cache.formats import BLOCK, LatentFormat
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE, copies_of
 from jaxattn.kernels.attention.work_partition import WorkPartition
-from jaxattn.kernels.hopper.device import swizzled
+from jaxattn.kernels.hopper.instructions import swizzled
 
 RANK, ROPE = 512, 64
 HALF, QUARTER = RANK // 2, RANK // 4

@@ -1,7 +1,11 @@
-"""Errors in the form of the API that was called: OpenAI's, or Anthropic's."""
+"""Error responses, in the form of the API that was called: OpenAI's, or Anthropic's."""
 
 import abc
 from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import DONE, data_events, named_events
@@ -62,3 +66,14 @@ def error_form(path: str) -> ErrorForm:
     """The form of the API that a path belongs to."""
     anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
     return AnthropicErrors() if anthropic else OpenAIErrors()
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends the error."""
+    await response(error, scope["path"])(scope, receive, send)
+
+
+def response(error: ApiError, path: str) -> Response:
+    """The error's status, headers and body, in the form of the API that the path belongs to."""
+    body = orjson.dumps(error_form(path).body(error))
+    return Response(body, error.status, error.headers, media_type="application/json")

@@ -5,7 +5,11 @@ import numpy as np
 import pytest
 
 from jaxattn.core.turboquant.codec import E4M3, HEAD_DIMS, PRESETS, TurboFormat, levels
-from jaxattn.kernels.turboquant.cache.lookup_table import key_registers, middle, value_registers
+from jaxattn.kernels.turboquant.cache.lut_dequantization import (
+    key_registers,
+    middle,
+    value_registers,
+)
 from tests.helpers.turbo_cases import random_slots
 from tests.helpers.turbo_compiled import slot_pages, unpack
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.backward.mainloop import TILE, BackwardConsumer, KeyTileGrads
 from jaxattn.kernels.attention.backward.query_gradient import again
 from jaxattn.kernels.attention.backward.tile_scheduler import KeyTile
-from jaxattn.kernels.hopper.device import fence_proxy_async, warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import fence_proxy_async, warpgroup_barrier
 
 
 class WideBackwardConsumer(BackwardConsumer):

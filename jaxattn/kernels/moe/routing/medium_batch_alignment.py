@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import NUM_SMS, warpgroup_barrier
+from jaxattn.kernels.hopper.device import NUM_SMS
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.hopper.mlir import ir, llvm
 from jaxattn.kernels.hopper.ptx import asm, element, i32, pointer, times, word
 from jaxattn.kernels.moe.routing.small_batch_alignment import copies, windows

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxattn import gdn
 from jaxattn.bench.attention import mla, turboquant
-from jaxattn.bench.baselines import triton_baselines, vllm_turboquant
+from jaxattn.bench.baselines import jax_triton_baselines, vllm_turboquant
 from jaxattn.bench.harness import timing
 from jaxattn.core.cache.formats import TURBOQUANT
 from jaxattn.core.turboquant.codec import E4M3
@@ -76,22 +76,22 @@ def xla_codes(factor=1.0):
 @pytest.mark.parametrize("preset", TURBOQUANT)
 def test_a_right_decode_of_codes_has_a_time_and_a_wrong_one_is_refused(preset, small, monkeypatch):
     shape = turboquant.TurboquantDecodeShape(2, 4, 2, 64, 70, preset)
-    columns = triton_baselines.PEERS["turboquant"].columns
+    columns = jax_triton_baselines.PEERS["turboquant"].columns
     monkeypatch.setattr(vllm_turboquant, "levels", lambda form: LEVELS[: 2**form.key_bits])
     monkeypatch.setattr(vllm_turboquant, "store", stored)
     monkeypatch.setattr(vllm_turboquant, "attend", xla_codes())
-    found = triton_baselines.times("turboquant", shape)
+    found = jax_triton_baselines.times("turboquant", shape)
     assert list(found) == columns and list(found.values()) == [pytest.approx(3), pytest.approx(4)]
     monkeypatch.setattr(vllm_turboquant, "attend", xla_codes(1.05))
     with pytest.raises(AssertionError, match="relative error 0.0"):
-        triton_baselines.times("turboquant", shape)
+        jax_triton_baselines.times("turboquant", shape)
 
 
 @pytest.fixture
 def small(monkeypatch):
     """As on a GPU with all packages, and with one set of inputs."""
     monkeypatch.setattr(timing, "ROTATE_BYTES", 1)
-    monkeypatch.setattr(triton_baselines.TritonBaseline, "missing", lambda self: [])
+    monkeypatch.setattr(jax_triton_baselines.TritonBaseline, "missing", lambda self: [])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(timing.TimedOp, "time", lambda self: 3e-6)
     monkeypatch.setattr(timing.TimedOp, "times", lambda self: (3e-6, 4e-6))
@@ -107,12 +107,12 @@ def small(monkeypatch):
 def test_a_right_kernel_has_a_time_and_a_wrong_one_is_refused(
     bench, shape, kernel, stand_in, small, monkeypatch
 ):
-    (column,) = triton_baselines.PEERS[bench].columns
-    monkeypatch.setattr(triton_baselines, kernel, stand_in())
-    assert triton_baselines.times(bench, shape) == {column: pytest.approx(3)}
-    monkeypatch.setattr(triton_baselines, kernel, stand_in(1.05))
+    (column,) = jax_triton_baselines.PEERS[bench].columns
+    monkeypatch.setattr(jax_triton_baselines, kernel, stand_in())
+    assert jax_triton_baselines.times(bench, shape) == {column: pytest.approx(3)}
+    monkeypatch.setattr(jax_triton_baselines, kernel, stand_in(1.05))
     with pytest.raises(AssertionError, match="relative error 0.0"):
-        triton_baselines.times(bench, shape)
+        jax_triton_baselines.times(bench, shape)
 
 
 @pytest.mark.parametrize("bench, shape", [("gdn_layer_decode", SHAPE), ("mla", LATENT)])
@@ -129,8 +129,8 @@ def test_scalars_are_float32_and_integers(bench, shape, small, monkeypatch):
             calls.append(args)
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_shape)
 
-    monkeypatch.setattr(triton_baselines.importlib, "import_module", lambda name: Module())
-    triton_baselines.PEERS[bench].op(shape)(0)
+    monkeypatch.setattr(jax_triton_baselines.importlib, "import_module", lambda name: Module())
+    jax_triton_baselines.PEERS[bench].op(shape)(0)
     scalars = [x for args in calls for x in args if not isinstance(x, jax.Array)]
     assert scalars
     assert all(isinstance(x, (np.float32, int)) for x in scalars)
@@ -138,20 +138,20 @@ def test_scalars_are_float32_and_integers(bench, shape, small, monkeypatch):
 
 def test_other_shapes_and_other_benches_have_no_time(small):
     for bench, shape in (("gdn_layer_decode", (*SHAPE[:4], "bfloat16")), ("mla", (2, 3, 70, 2))):
-        assert triton_baselines.times(bench, shape) == dict.fromkeys(
-            triton_baselines.PEERS[bench].columns, ""
+        assert jax_triton_baselines.times(bench, shape) == dict.fromkeys(
+            jax_triton_baselines.PEERS[bench].columns, ""
         )
-    assert triton_baselines.times("mla_fp8", SHAPE) == {}
-    assert triton_baselines.said("mla_fp8") == []
+    assert jax_triton_baselines.times("mla_fp8", SHAPE) == {}
+    assert jax_triton_baselines.said("mla_fp8") == []
 
 
 def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
     packages = {"jax": "jax", "no_such_module": "some-package"}
-    peer = dataclasses.replace(triton_baselines.PEERS["mla"], packages=packages)
-    monkeypatch.setitem(triton_baselines.PEERS, "mla", peer)
-    [line] = triton_baselines.said("mla")
+    peer = dataclasses.replace(jax_triton_baselines.PEERS["mla"], packages=packages)
+    monkeypatch.setitem(jax_triton_baselines.PEERS, "mla", peer)
+    [line] = jax_triton_baselines.said("mla")
     assert line.endswith("not installed (python3 -m pip install some-package)")
-    assert triton_baselines.times("mla", LATENT) == {}
+    assert jax_triton_baselines.times("mla", LATENT) == {}
 
 
 @pytest.mark.gpu
@@ -167,7 +167,7 @@ def test_a_missing_package_is_named_and_nothing_runs(monkeypatch):
     ],
 )
 def test_it_is_right_on_a_gpu(bench, shapes):
-    peer = triton_baselines.PEERS[bench]
+    peer = jax_triton_baselines.PEERS[bench]
     if lacking := peer.missing():
         pytest.skip(f"not installed: {', '.join(lacking)}")
     for shape in shapes:

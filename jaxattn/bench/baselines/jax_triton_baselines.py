@@ -127,7 +127,7 @@ def step_states(
 ) -> tuple[jax.Array, jax.Array]:
     """(o [B, S, Hv, D], states [B, Hv, D, D]) of one launch."""
     jax_triton = importlib.import_module("jax_triton")
-    kernels = importlib.import_module("jaxattn.bench.baselines.triton_delta_rule")
+    kernels = importlib.import_module("jaxattn.bench.baselines.triton_adapters.fla_delta_rule")
     batch, tokens, value_heads, dim = v.shape
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, state))
     return jax_triton.triton_call(
@@ -174,7 +174,7 @@ def attend(arrays: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
     """out [B, H, R] of one launch over (q [B, 1, H, D], cache [L, N, C, D], tables, lengths)."""
     q, cache, tables, lens = arrays
     jax_triton = importlib.import_module("jax_triton")
-    kernels = importlib.import_module("jaxattn.bench.baselines.flaggems_mla")
+    kernels = importlib.import_module("jaxattn.bench.baselines.triton_adapters.flaggems_mla")
     batch, _, heads, dim = q.shape
     pages, page = cache.shape[1:3]
     # A layer's pages lie behind those of the layers before it: nothing is sliced out.

@@ -28,7 +28,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import warpgroup_barrier
+from jaxattn.kernels.hopper.instructions import warpgroup_barrier
+from jaxattn.kernels.moe.routing.medium_batch_alignment import (
+    MOST_PAIRS,
+    THREADS,
+    count_each,
+    full,
+    strided,
+)
 from jaxattn.kernels.moe.routing.small_batch_alignment import windows
 from jaxattn.kernels.moe.routing.token_alignment import (
     EXPERT,
@@ -37,7 +44,6 @@ from jaxattn.kernels.moe.routing.token_alignment import (
     TO,
     TokenAlignment,
 )
-from jaxattn.kernels.moe.routing.token_sort import MOST_PAIRS, THREADS, count_each, full, strided
 from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
 
 FEW_SEGMENTS = 128  # so many or less, where their pairs are not more than WIDEST

@@ -19,7 +19,7 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.sharding import divided, layouts
 from jaxattn.parallel import Parallel
 from jaxattn.plan.device_plan import DevicePlan
-from jaxattn.plan.group_plan import collectives
+from jaxattn.plan.estimated_plan import collectives
 
 MOST_GPUS = 512  # that advice tries
 # Of a group of GPUs, where nothing else is given.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxattn.cli.serve.message_text import THOUGHTS, MessageText
+from jaxattn.cli.serve.styled_message import THOUGHTS, MessageText
 from jaxattn.text import ByteTokenizer
 
 

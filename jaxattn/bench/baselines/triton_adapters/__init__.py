@@ -1,0 +1,1 @@
+"""Triton kernels of other packages, with arguments in the order of `jax_triton`."""
