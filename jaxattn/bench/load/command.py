@@ -152,7 +152,7 @@ def main(argv: list[str], program: str) -> int:
         warmup=args.warmup,
         seed=args.seed,
         chat=args.chat,
-        **({"shares": tuple(args.shares)} if args.shares else {}),
+        shares=tuple(args.shares or load_test.TOP_SHARES),
     )
     facts = {
         "requests": args.requests,
