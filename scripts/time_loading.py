@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.models.catalog.public_models import shipped_config
+from jaxattn.models.catalog.model_resolver import shipped_config
 from jaxattn.models.checkpoint.safetensors_header import DTYPES
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, INDEX
 from jaxattn.models.families.components.config_fields import ConfigFields

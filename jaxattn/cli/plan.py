@@ -15,7 +15,7 @@ import jax
 from jaxattn import interrupt
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.contradictions import check_sizes
-from jaxattn.cli.options.parallel_options import read_layout
+from jaxattn.cli.options.parallel_config import read_layout
 from jaxattn.cli.options.parser import (
     VERSION,
     HelpFormatter,
@@ -33,7 +33,7 @@ from jaxattn.cli.startup.model_source import is_name, located, one_line, read
 from jaxattn.memory.device_memory import KNOWN, DeviceError, DeviceMemory, known_device
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.parallel import Parallel
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument(
         "model",
         nargs="?",
-        help=f"{', '.join(public_models.NAMES)}; or, as for serve, a folder with a config.json, "
+        help=f"{', '.join(model_resolver.NAMES)}; or, as for serve, a folder with a config.json, "
         "a GGUF file, or a name on the hub such as org/name, of which only config.json is "
         "downloaded",
     )
@@ -177,7 +177,7 @@ def run(options: argparse.Namespace) -> int:
     naive: Sequence[ScratchComparison] = published() if options.compare else ()
     if not options.model:
         raise InputError(
-            f"name a model: {', '.join(public_models.NAMES)}, a folder with a config.json, a GGUF "
+            f"name a model: {', '.join(model_resolver.NAMES)}, a folder with a config.json, a GGUF "
             "file, or a name on the hub such as org/name"
         )
     model = read_model(options)
@@ -250,16 +250,16 @@ def read_model(options: argparse.Namespace) -> DecoderSizes:
         InputError: there is none.
     """
     given = options.model
-    shipped = given.lower() in map(str.lower, public_models.NAMES)
+    shipped = given.lower() in map(str.lower, model_resolver.NAMES)
     try:
         if not shipped and (Path(given).expanduser().exists() or is_name(given)):
             path, name = located(given, options.revision)
             folder = read(path, None, None, options.dense, options.speculate_by == "mtp")
-            return public_models.of_folder(name or path.name, folder)
+            return model_resolver.of_folder(name or path.name, folder)
         if options.revision:
             raise InputError(f"--revision is for a name on the hub, and {given} is none")
-        return public_models.load(given, options.dense, options.speculate_by == "mtp")
-    except (public_models.CatalogError, CheckpointError) as error:
+        return model_resolver.load(given, options.dense, options.speculate_by == "mtp")
+    except (model_resolver.CatalogError, CheckpointError) as error:
         raise InputError(one_line(error)) from error
 
 

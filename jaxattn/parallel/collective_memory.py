@@ -20,9 +20,9 @@ from jax import lax
 
 from jaxattn.memory.device_memory import device_memory
 from jaxattn.memory.process_memory import process_bytes
-from jaxattn.parallel.comm_split import OFF, VARIABLE, comm_split_enabled
 from jaxattn.parallel.device_group import DeviceGroup
 from jaxattn.parallel.layout import Dimension
+from jaxattn.parallel.nccl_comm_split_flag import OFF, VARIABLE, comm_split_enabled
 
 # Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
 SMALL, LARGE = 2**12, 2**21

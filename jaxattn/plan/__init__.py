@@ -43,7 +43,7 @@ def plan(
 
     Args:
         model: such as `jaxattn.models.Hybrid(config)`, or
-            `jaxattn.models.catalog.public_models.load(name)`.
+            `jaxattn.models.catalog.model_resolver.load(name)`.
         device: its memory, or its name for `known_device` (memory/device_memory.py). What its
             `free` says is in use is left alone.
         limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)

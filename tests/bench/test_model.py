@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench.harness import timing
-from jaxattn.bench.harness.hlo_writes import hlo_writes
+from jaxattn.bench.harness.materialized_arrays import materialized_arrays
 from jaxattn.bench.harness.timing import KernelLaunch, KernelTimes
 from jaxattn.bench.layers import linear
 from jaxattn.bench.model import (
@@ -440,7 +440,7 @@ def test_what_a_loop_writes_is_found_and_what_it_updates_in_place_is_not():
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (5, 64, 32))]
     text = jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
-    (found,) = hlo_writes(text, least=4096)
+    (found,) = materialized_arrays(text, least=4096)
     assert (found.array, found.nbytes, found.loop) == ("f32[32,64]", 8192, True)
     assert str(found).startswith("f32[32,64], 0.0 MiB each time round (")
 

@@ -18,7 +18,7 @@ from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.memory.device_memory import GIB, DeviceMemory, known_device
 from jaxattn.memory.plan import PlanError, nbytes
 from jaxattn.models import Hybrid
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.plan import plan
 from tests.helpers.engine_cases import (
     CONFIG,
@@ -31,8 +31,8 @@ from tests.helpers.engine_cases import (
 
 pytestmark = pytest.mark.lazy_steps
 
-LITE = public_models.load("DeepSeek-V2-Lite").model
-QWEN = public_models.load("Qwen3.5-35B-A3B").model
+LITE = model_resolver.load("DeepSeek-V2-Lite").model
+QWEN = model_resolver.load("Qwen3.5-35B-A3B").model
 H200 = known_device("h200")
 
 

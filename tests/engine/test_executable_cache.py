@@ -22,15 +22,15 @@ from jaxattn.engine.compilation.executable_cache import (
     stable_repr,
 )
 from jaxattn.models import Hybrid
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.registry import FAMILIES, read_model
 from tests.helpers.engine_cases import SMALLEST, params_of
 
 BUILT = [
     name
-    for name in public_models.NAMES
-    if public_models.shipped_config(name)["model_type"] in FAMILIES
+    for name in model_resolver.NAMES
+    if model_resolver.shipped_config(name)["model_type"] in FAMILIES
 ]
 LIMITS = Limits(batch=2, max_model_len=64, prefill_chunk=16)
 
@@ -232,7 +232,7 @@ def test_what_a_killed_process_left_is_deleted_when_it_is_old(folder, executable
 def test_every_published_model_can_be_kept():
     """Models that are equal share executables, as those of two releases of one shape do."""
     models = [
-        read_model(ConfigFields(public_models.shipped_config(each), each)).model for each in BUILT
+        read_model(ConfigFields(model_resolver.shipped_config(each), each)).model for each in BUILT
     ]
     texts = [stable_repr(model) for model in models]
     for one, text in zip(models, texts, strict=True):

@@ -25,7 +25,7 @@ from jaxattn.engine.steps.prefill_batch import PromptLayout
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.engine_limits import Limits
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import jit_step, scratch_spec
@@ -99,7 +99,7 @@ def test_scratch_does_not_grow_with_layers_in_what_is_compiled():
 
 
 def test_scratch_is_not_left_out_when_the_cache_is_sized():
-    model = public_models.load("DeepSeek-R1")
+    model = model_resolver.load("DeepSeek-R1")
     made = plan(model, "h200", SERVING, placement=PLACE)
     page = page_bytes(model, PLACE)
     allowed = made.budget.arrays(made.outside)
@@ -317,7 +317,7 @@ def test_units_and_defaults_do_not_drift(capsys):
     gib = [f"{each.nbytes / GIB:.3f}" for each in published()]
     assert gib == ["15.250", "62.358", "39.494", "16.250"]
     made = plan(
-        public_models.load("DeepSeek-V2-Lite"), "h200", dataclasses.replace(SERVING, num_pages=512)
+        model_resolver.load("DeepSeek-V2-Lite"), "h200", dataclasses.replace(SERVING, num_pages=512)
     )
     console = Console(width=160)
     print_plan(console, made)

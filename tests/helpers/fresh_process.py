@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jaxattn.parallel.comm_split import NAME, VARIABLE
+from jaxattn.parallel.nccl_comm_split_flag import NAME, VARIABLE
 
 ROOT = Path(__file__).parents[2]
 OF_EXTRA = ("starlette", "uvicorn", "prometheus_client", "orjson", "llguidance")
@@ -41,7 +41,7 @@ print(jax._src.xla_bridge.backends_are_initialized())
     "flags of XLA": f"""
 import glob, os
 import jax, jaxattn.cli.startup.multihost
-from jaxattn.parallel.comm_split import disable_comm_split
+from jaxattn.parallel.nccl_comm_split_flag import disable_comm_split
 os.environ["{VARIABLE}"] = "{NAME}=true --xla_dump_to=dumped"
 disable_comm_split(os.environ)
 jax.jit(lambda x: x + 1)(1.0)

@@ -16,7 +16,7 @@ from jaxattn.cli.serve.command import main as serve_main
 from jaxattn.core.cache.formats import CACHE_FORMATS, TURBOQUANT, KVFormat
 from jaxattn.models.blocks import GQA, Block
 from jaxattn.models.caches.layer_cache import CacheSize
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
@@ -146,7 +146,7 @@ def test_commands_refuse_a_format_in_one_line(main, capsys):
 def test_a_plan_counts_the_pages_of_each_format():
     limits = Limits(batch=2, max_model_len=640, num_pages=20)
     bf16, fp8, mixed = (
-        plan(public_models.load("Qwen3-32B"), "h200", dataclasses.replace(limits, **more))
+        plan(model_resolver.load("Qwen3-32B"), "h200", dataclasses.replace(limits, **more))
         for more in ({}, {"cache_format": "fp8"}, {"cache_format": "fp8", "native_layers": 2})
     )
     token = 8 * KVFormat("fp8", 128).nbytes * 20 * 64

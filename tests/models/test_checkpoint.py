@@ -20,7 +20,7 @@ import safetensors.numpy
 from flax import nnx
 
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint import CheckpointError, native_format
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid, stored_shapes
@@ -351,7 +351,7 @@ def test_what_is_no_regular_file_is_not_read(folder, name):
 @pytest.mark.parametrize(
     "values",
     [
-        public_models.shipped_config("DeepSeek-V2-Lite"),
+        model_resolver.shipped_config("DeepSeek-V2-Lite"),
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096},
         {"architectures": ["LlamaForCausalLM"]},
         {"model_type": ["llama"], "text_config": None},

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns, dequantize
 from jaxattn.models import CacheSize, DecodeBatch, registry
 from jaxattn.models.blocks import MLA
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.interface import init_state, scratch_spec
@@ -175,7 +175,7 @@ def test_transformers_computes_the_same_in_float64(classes, tmp_path):
 
 def model_of(name: str, dense: str | None = "fp8", **more):
     return read_model(
-        ConfigFields(public_models.shipped_config(name) | more, name), dense=dense
+        ConfigFields(model_resolver.shipped_config(name) | more, name), dense=dense
     ).model
 
 
@@ -194,7 +194,7 @@ def test_a_shape_that_no_kernel_reads_becomes_bfloat16():
 @pytest.mark.usefixtures("untraced_bounds")
 @pytest.mark.parametrize("name", ["DeepSeek-R1", "Qwen3-Next-80B-A3B-FP8"])
 def test_a_plan_counts_numbers_and_scales(name):
-    wide, kept = (public_models.load(name, dense) for dense in ("bfloat16", "fp8"))
+    wide, kept = (model_resolver.load(name, dense) for dense in ("bfloat16", "fp8"))
     assert kept.total_parameters() == wide.total_parameters()
     assert kept.whole_fp8_bytes == wide.whole_fp8_bytes <= kept.total_bytes() < wide.total_bytes()
     params = kept.model.param_shapes()
@@ -260,7 +260,7 @@ def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
 def test_before_there_are_weights_the_list_of_config_json_counts(modules, floats, monkeypatch):
     monkeypatch.setattr(registry, "DENSE", "fp8")
     name = "Qwen3-Next-80B-A3B-FP8"
-    given = public_models.shipped_config(name)["quantization_config"]
+    given = model_resolver.shipped_config(name)["quantization_config"]
     more = {"quantization_config": given | {"modules_to_not_convert": modules}}
 
     def names(model):

@@ -11,7 +11,7 @@ import pytest
 from jaxattn.cli import plan
 from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, inv_freq
 from jaxattn.models import load
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
 from jaxattn.models.loading.gguf.gguf_header import TYPES, read_gguf
@@ -73,7 +73,7 @@ def test_pairs_that_turn_slower_are_llama_3s_scaling_and_a_plan_takes_the_file(t
     folder.open()
     assert plan.main([str(file)]) == 0
     assert "GQA weights" in capsys.readouterr().out
-    assert public_models.load(str(file)).model == folder.model
+    assert model_resolver.load(str(file)).model == folder.model
 
 
 def test_quantised_rows_of_a_head_are_put_back(tmp_path):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxattn.core.numerics.rope import Llama3RopeScaling, RopeConfig, inv_freq
 from jaxattn.models.blocks import GQA, MLP, MoE
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.registry import read_model
 from jaxattn.models.sharding.axis_sharding import own
@@ -280,7 +280,7 @@ def test_queries_of_ministral_grow_behind_its_trained_context():
     assert mixer_of(inner).query_scaling == grown
     published = read_model(ConfigFields(inner, "config.json"))
     assert "vision_tower." in published.skipped and "multi_modal_projector." in published.skipped
-    assert public_models.from_config("m", inner, "config.json").unread == "the vision tower"
+    assert model_resolver.from_config("m", inner, "config.json").unread == "the vision tower"
 
 
 def test_minimax_skips_its_prediction_layers():

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import MoE
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.embedded.hybrid_model import Hybrid
@@ -33,8 +33,8 @@ FOLDERS = {
 }
 BUILT = [
     name
-    for name in public_models.NAMES
-    if public_models.shipped_config(name)["model_type"] in FAMILIES
+    for name in model_resolver.NAMES
+    if model_resolver.shipped_config(name)["model_type"] in FAMILIES
 ]
 
 
@@ -59,7 +59,7 @@ def indexer(heads=64, dim=128, low=1536, hidden=7168):
 def prediction_layer(name):
     """Parameters of a Qwen checkpoint's mtp.*: a layer with attention, two norms and a linear
     before it, and a norm behind it."""
-    published = read_model(ConfigFields(public_models.shipped_config(name), name))
+    published = read_model(ConfigFields(model_resolver.shipped_config(name), name))
     tensors = {each.name: math.prod(each.shape) for each in published.placed()}
     hidden = published.model.spec.stream.hidden_size
     layer = sum(size for name, size in tensors.items() if name.startswith("model.layers.3."))
@@ -114,27 +114,27 @@ QWEN_27B = "Qwen3.6-27B"
     ],
 )
 def test_models_have_their_published_parameters(name, text, published, beside):
-    model = public_models.load(name.lower())
+    model = model_resolver.load(name.lower())
     assert model.total_parameters() == text
     assert text + (beside() if callable(beside) else beside) == published
 
 
 def test_every_shipped_configuration_names_its_source():
-    for name in public_models.NAMES:
-        assert public_models.shipped_config(name)["source"].startswith("https://huggingface.co/"), (
-            name
-        )
+    for name in model_resolver.NAMES:
+        assert model_resolver.shipped_config(name)["source"].startswith(
+            "https://huggingface.co/"
+        ), name
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", BUILT)
 def test_a_models_parameters_are_those_of_its_checkpoints_tensors(name):
     """The loader's table of tensors and the plan's shapes are two counts of one thing."""
-    config = public_models.shipped_config(name)
+    config = model_resolver.shipped_config(name)
     config.pop("quantization_config", None)
     placed = read_model(ConfigFields(config, name)).placed()
     tensors = {each.name: each.shape for each in placed}  # keys and values share one
-    assert public_models.load(name).total_parameters() == sum(map(math.prod, tensors.values()))
+    assert model_resolver.load(name).total_parameters() == sum(map(math.prod, tensors.values()))
 
 
 # A count by hand of each tensor from config.json, which this package had before it had the models.
@@ -177,9 +177,9 @@ def lines(model: ModelSizes) -> tuple[Counter[str], Counter[str]]:
 @pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_shapes_and_the_count_by_hand_agree(name, quantized):
-    config = public_models.shipped_config(name)
+    config = model_resolver.shipped_config(name)
     config.pop("quantization_config", None)
-    model = public_models.from_config(name, config | (FP8 if quantized else {}), name, "bfloat16")
+    model = model_resolver.from_config(name, config | (FP8 if quantized else {}), name, "bfloat16")
     numbers, sizes = lines(model)
     by_hand = {line: count for line, (count, _) in BY_HAND[name].items()}
     assert numbers == by_hand and model.total_parameters() == sum(by_hand.values())
@@ -197,7 +197,7 @@ def test_shapes_and_the_count_by_hand_agree(name, quantized):
 @pytest.mark.sampled
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
-    model = public_models.load(str(FOLDERS[folder]))
+    model = model_resolver.load(str(FOLDERS[folder]))
     assert isinstance(model, DecoderSizes)
     loaded, params = huggingface_checkpoint.load(FOLDERS[folder])
     assert model.total_bytes() == nbytes(params)
@@ -208,7 +208,7 @@ def test_a_folders_weights_take_the_bytes_that_the_loader_allocates(folder):
 def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
     """Of 64 columns of the gate and 64 beside them, each has a block of its own."""
     config = huggingface_checkpoint.read_json(TINY / "deepseek_v3" / "config.json") | FP8
-    model = public_models.from_config("tiny", config | {"moe_intermediate_size": width}, "tiny")
+    model = model_resolver.from_config("tiny", config | {"moe_intermediate_size": width}, "tiny")
     kinds = [block.feed_forward for block in model.model.spec.blocks]
     layers = sum(isinstance(kind, MoE) for kind in kinds)
     hidden, experts = model.sizes.hidden_size, model.sizes.experts
@@ -226,8 +226,8 @@ def test_each_matrix_of_an_fp8_expert_has_scales_of_its_own(width):
 )
 def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
     plain, model = (
-        public_models.load(name),
-        public_models.from_config(name, public_models.shipped_config(name) | FP8, "x"),
+        model_resolver.load(name),
+        model_resolver.from_config(name, model_resolver.shipped_config(name) | FP8, "x"),
     )
     assert model.total_parameters() == plain.total_parameters()
     assert lines(model)[1]["experts"] == experts
@@ -239,7 +239,7 @@ def test_a_checkpoint_in_fp8_has_a_scale_for_each_block(name, experts):
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["hybrid", *BUILT])
 def test_every_parameter_has_a_part_and_what_has_heads_shrinks_with_them(name):
-    model = Hybrid(CONFIG) if name == "hybrid" else public_models.load(name).model
+    model = Hybrid(CONFIG) if name == "hybrid" else model_resolver.load(name).model
     half = with_local_heads(model, 2) if _heads_are_even(model) else None
     shapes = dict(nnx.to_flat_state(model.param_shapes()))
     halves = dict(nnx.to_flat_state(half.param_shapes())) if half else {}
@@ -274,7 +274,7 @@ def test_a_parameter_without_a_part_is_named():
 
 
 def test_one_gpu_of_a_group_has_its_heads_and_the_whole_latent():
-    model = public_models.load("DeepSeek-R1").model
+    model = model_resolver.load("DeepSeek-R1").model
     eighth = with_local_heads(model, 8)
     assert {mixer.num_heads for mixer in eighth.spec.mixers.values()} == {16}
     assert eighth.caches == model.caches

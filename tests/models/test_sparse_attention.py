@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch
 from jaxattn.models.blocks import SparseMLA
-from jaxattn.models.catalog.public_models import shipped_config
+from jaxattn.models.catalog.model_resolver import shipped_config
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.interface import init_state, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint

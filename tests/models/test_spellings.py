@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 
 from jaxattn.models import load
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading import huggingface_checkpoint, tied_head
 from jaxattn.models.weight_map.name_prefix import TensorPrefix
@@ -128,7 +128,7 @@ def test_of_kimi_k2_5_the_text_model_is_read(tmp_path, prefix, word):
     model, params = load(folder)
     assert model == loaded("kimi_k2_int4")[0]
     same(params, loaded("kimi_k2_int4")[1])
-    assert public_models.load(str(folder)).unread.startswith("the vision tower")
+    assert model_resolver.load(str(folder)).unread.startswith("the vision tower")
 
 
 # --- tied heads
@@ -163,7 +163,7 @@ def test_another_head_is_used_with_a_warning(tmp_path, monkeypatch, dtype):
         model, params = load(folder, dtype=dtype)
     assert not model.spec.tie_embeddings
     with pytest.warns(UserWarning, match="the stored head is used"):
-        planned = public_models.load(str(folder))
+        planned = model_resolver.load(str(folder))
     assert planned.model.with_dtype(dtype or "bfloat16") == model  # a plan counts both
     np.testing.assert_array_equal(params["lm_head"]["weight"][...], head.T)
     np.testing.assert_array_equal(params["embedding"][...], tensors[EMBEDDING])

@@ -12,7 +12,7 @@ from jaxattn.bench.multi_gpu.sharded_model import ShardedModel
 from jaxattn.bench.plots import parallel_plot, result_plot
 from jaxattn.memory.device_memory import KNOWN
 from jaxattn.memory.engine_limits import Limits
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.plan.layout_search import layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices
 
@@ -54,7 +54,7 @@ def test_what_no_layout_is_and_rows_that_groups_do_not_share_are_refused(capsys)
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "Qwen3.5-35B-A3B"])
 @on_virtual_devices
 def test_cache_tokens_are_those_of_the_plan_of_each_layout(name, monkeypatch):
-    whole = public_models.load(name)
+    whole = model_resolver.load(name)
     card, rows = KNOWN["h200"], 128
     limits = Limits(batch=rows, max_model_len=whole.max_position_embeddings, utilization=0.9)
     monkeypatch.setattr("jaxattn.bench.multi_gpu.sharded_model.device_memory", lambda device: card)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxattn.cli.options.parallel_options import over_devices, read_layout
+from jaxattn.cli.options.parallel_config import read_layout, shard_over_devices
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.plan import main
@@ -80,4 +80,4 @@ def test_serve_refuses_more_devices_than_there_are_before_anything_is_loaded():
     parallel = read_layout(options)
     assert parallel == Parallel(tensor=1024)
     with pytest.raises(InputError, match="takes 1024 devices, and JAX sees"):
-        over_devices(decoder(("mla", "mlp")), Limits(), parallel)
+        shard_over_devices(decoder(("mla", "mlp")), Limits(), parallel)

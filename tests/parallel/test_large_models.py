@@ -12,7 +12,7 @@ from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.memory.device_memory import known_device
 from jaxattn.models import divided
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
@@ -24,7 +24,7 @@ LIMITS = Limits(batch=32, max_model_len=8192, prefill_chunk=512)
 
 @functools.cache
 def decoder(name: str):
-    model = public_models.load(name)
+    model = model_resolver.load(name)
     assert isinstance(model, DecoderSizes)
     return model.model
 
@@ -96,10 +96,10 @@ def test_a_step_is_lowered_for_eight_devices(name, layout, which):
 )
 def test_a_layout_is_planned_for_each_gpu(name, gpus, rows, layout):
     limits = dataclasses.replace(LIMITS, batch=rows)
-    found = plan(public_models.load(name), "h200", limits, parallel=layout)
+    found = plan(model_resolver.load(name), "h200", limits, parallel=layout)
     facts = dict(found.facts)
     assert facts["layout"] == layout.flags and found.reserve is not None and found.reserve >= 0
-    whole = plan(public_models.load(name), "2000GiB", limits)
+    whole = plan(model_resolver.load(name), "2000GiB", limits)
     assert found["weights"] < whole["weights"] / (gpus / 2)
     assert found["kv cache"] * gpus >= whole["kv cache"]
 

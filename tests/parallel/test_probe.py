@@ -14,7 +14,7 @@ import pytest
 from jaxattn.engine.startup import engine_build
 from jaxattn.memory.device_memory import GIB, MIB, DeviceMemory
 from jaxattn.parallel import DeviceGroup, Parallel, collective_memory
-from jaxattn.parallel.comm_split import OFF, VARIABLE
+from jaxattn.parallel.nccl_comm_split_flag import OFF, VARIABLE
 from tests.helpers.virtual_devices import on_virtual_devices
 
 TAKEN, OTHERS = 300 * MIB, GIB

@@ -4,7 +4,13 @@ import jax
 import pytest
 
 from jaxattn.cli.startup import multihost
-from jaxattn.parallel.comm_split import NAME, OFF, VARIABLE, comm_split_enabled, disable_comm_split
+from jaxattn.parallel.nccl_comm_split_flag import (
+    NAME,
+    OFF,
+    VARIABLE,
+    comm_split_enabled,
+    disable_comm_split,
+)
 from tests.helpers.fresh_process import said_by_a_fresh_process
 
 

@@ -26,7 +26,7 @@ from jaxattn.engine.steps.step_interface import int32
 from jaxattn.memory.device_memory import DeviceError, DeviceMemory, known_device
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE, temp_bound
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, jit_step, overlaid
 from jaxattn.plan import MemoryBudget, MemoryPlan, PlanError, PlanItem, plan, solve
@@ -67,7 +67,7 @@ def mla_scratch(heads):
 def test_r1_on_8_and_16_gpus_leaves_this_cache():
     plans = {
         gpus: plan(
-            public_models.load("DeepSeek-R1"), "h200", SERVING, placement=ModelPlacement(gpus=gpus)
+            model_resolver.load("DeepSeek-R1"), "h200", SERVING, placement=ModelPlacement(gpus=gpus)
         )
         for gpus in (8, 16)
     }
@@ -78,7 +78,7 @@ def test_r1_on_8_and_16_gpus_leaves_this_cache():
         attention = 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
         assert scratch_of(made, "mla_decode") == attention
         # All GPUs' rows may choose the experts of one of them.
-        spec = public_models.load("DeepSeek-R1").model.spec
+        spec = model_resolver.load("DeepSeek-R1").model.spec
         experts = spec.blocks[-1].feed_forward.scratch(spec.stream, 128 * gpus)
         assert made["arena"] == overlaid((experts, mla_scratch(128))).nbytes
         assert made.reserve >= 0
@@ -90,7 +90,7 @@ def test_r1_on_8_and_16_gpus_leaves_this_cache():
 
 @pytest.mark.usefixtures("untraced_bounds")
 def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
-    r1 = public_models.load("DeepSeek-R1")
+    r1 = model_resolver.load("DeepSeek-R1")
     limits = dataclasses.replace(SERVING, num_pages=100)
     one = plan(r1, "400GiB", limits, placement=ModelPlacement(gpus=8, attention="data"))
     divided = plan(r1, "400GiB", limits, placement=ModelPlacement(gpus=8, attention="tensor"))
@@ -100,7 +100,7 @@ def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
     assert scratch_of(one, "mla_decode") == 128 * 128 * 512 * 2 + 66 * 2 * 128 * 512 * 4
     assert scratch_of(divided, "mla_decode") == 128 * 16 * 512 * 2 + 132 * 2 * 16 * 512 * 4
 
-    qwen = public_models.load("Qwen3-Next-80B-A3B")
+    qwen = model_resolver.load("Qwen3-Next-80B-A3B")
     caches = {
         gpus: plan(qwen, "400GiB", limits, placement=ModelPlacement(gpus=gpus, attention="tensor"))[
             "kv cache"
@@ -112,7 +112,7 @@ def test_an_mla_cache_is_whole_on_every_gpu_and_heads_are_divided():
 
 @pytest.mark.usefixtures("untraced_bounds")
 def test_a_float8_cache_is_half_and_states_are_a_slot_a_row():
-    kimi = public_models.load("Kimi-Linear-48B-A3B")
+    kimi = model_resolver.load("Kimi-Linear-48B-A3B")
     limits = dataclasses.replace(SERVING, num_pages=100)
     wide = plan(kimi, "h200", limits)
     narrow = plan(kimi, "h200", limits, placement=ModelPlacement(cache_dtype="float8"))
@@ -253,7 +253,7 @@ def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
             Limits(batch=2000, max_model_len=256, prefill_chunk=16, utilization=0.9),
         )
         if name == "hybrid"
-        else (public_models.load(name), 60, dataclasses.replace(SERVING, utilization=0.9))
+        else (model_resolver.load(name), 60, dataclasses.replace(SERVING, utilization=0.9))
     )
     total = gib * GIB
     empty = plan(model, DeviceMemory("x", total), limits)
@@ -313,7 +313,7 @@ def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, ro
 )
 def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
     """The experts' weights are most of it: XLA copies a layer's out of the stack."""
-    config = public_models.shipped_config("DeepSeek-V2-Lite") | {
+    config = model_resolver.shipped_config("DeepSeek-V2-Lite") | {
         "vocab_size": 256,
         "hidden_size": 512,
         "intermediate_size": 512,
@@ -321,7 +321,7 @@ def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
         "num_hidden_layers": 2,
         "first_k_dense_replace": 0,
     }
-    model = public_models.from_config("experts", config, "experts").model.with_dtype(dtype)
+    model = model_resolver.from_config("experts", config, "experts").model.with_dtype(dtype)
     limits = Limits(batch=1, max_model_len=64, prefill_chunk=16)
     params = packed_shapes(model)
     [prefill] = [entry for entry in entry_points(limits) if entry.kind == "prefill"]
@@ -381,7 +381,7 @@ def test_a_barrier_costs_nothing_whatever_stands_before_the_donated_buffer_in_it
     ],
 )
 def test_steps_that_read_prompts_beside_rows_hold_no_copy_of_the_cache(name):
-    model = public_models.load(name).model
+    model = model_resolver.load(name).model
     limits = [dataclasses.replace(SERVING, num_pages=pages) for pages in (10_000, 20_000)]
     first, second = (
         bound_of(model, entry_points(each)[0], each, packed_shapes(model), "xla").temp
@@ -454,7 +454,7 @@ def test_what_would_help_the_decoder_helps_with_its_temp_too():
 )
 def test_a_larger_share_of_the_device_is_advised_first(model, limits, device, share, advised):
     limits = dataclasses.replace(limits, utilization=share)
-    model = public_models.load(model) if isinstance(model, str) else model
+    model = model_resolver.load(model) if isinstance(model, str) else model
     with pytest.raises(PlanError) as caught:
         plan(model, device, limits)
     word, larger = caught.value.advice[0].split()
@@ -638,7 +638,7 @@ def test_a_name_on_the_hub_is_planned_from_its_config_alone(tmp_path, monkeypatc
 @pytest.mark.usefixtures("untraced_bounds")
 def test_a_folder_is_a_model_too(tmp_path, capsys):
     (tmp_path / "config.json").write_text(
-        json.dumps(public_models.shipped_config("DeepSeek-V2-Lite") | {"num_hidden_layers": 3})
+        json.dumps(model_resolver.shipped_config("DeepSeek-V2-Lite") | {"num_hidden_layers": 3})
     )
     assert main([str(tmp_path), "--json"]) == 0
     (tmp_path / "config.json").write_text(json.dumps(CONFIG.to_dict()))
@@ -663,7 +663,7 @@ def test_the_bar_is_as_wide_as_it_says_and_in_proportion():
 @pytest.mark.usefixtures("untraced_bounds")
 def test_a_narrow_terminal_keeps_every_byte(capsys):
     console = Console(width=80, force_terminal=False)
-    print_plan(console, plan(public_models.load("DeepSeek-V2-Lite"), "h200", SERVING))
+    print_plan(console, plan(model_resolver.load("DeepSeek-V2-Lite"), "h200", SERVING))
     assert "31,420,537,600" in capsys.readouterr().out
 
 
@@ -672,7 +672,7 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
     out = io.StringIO()
     console = Console(width=columns, file=out, force_terminal=True, color_system=None)
     made = plan_group(
-        public_models.load("DeepSeek-R1"), known_device("h200"), SERVING, ModelPlacement()
+        model_resolver.load("DeepSeek-R1"), known_device("h200"), SERVING, ModelPlacement()
     )
     print_plan(console, made, published())
     lines = out.getvalue().splitlines()

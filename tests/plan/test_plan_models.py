@@ -18,7 +18,7 @@ from jaxattn.memory.device_memory import known_device
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import Model
@@ -35,7 +35,7 @@ SMALL = "Youtu-LLM-2B"
 
 
 def of(name: str):
-    return public_models.load(name).model
+    return model_resolver.load(name).model
 
 
 # One GPU ------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def of(name: str):
 
 def test_one_gpu_is_planned_as_the_engine_plans_it():
     model = of(SMALL)
-    made = plan(public_models.load(SMALL), "h100", ROWS)
+    made = plan(model_resolver.load(SMALL), "h100", ROWS)
     engine = plan_engine(model, ROWS, known_device("h100"), packed_shapes(model), {})
     for line in ("weights", "arena", "kv cache"):
         assert made[line] == engine[line]
@@ -76,7 +76,7 @@ def test_what_xla_would_hold_is_not_counted_where_a_kernel_runs():
 )
 def test_one_gpu_counts_the_cache_that_is_asked_for(cache_dtype, width):
     place = ModelPlacement(cache_dtype=cache_dtype)
-    made = plan(public_models.load(SMALL), "h100", ROWS, placement=place)
+    made = plan(model_resolver.load(SMALL), "h100", ROWS, placement=place)
     assert made["kv cache"] == 32 * 40 * 64 * width
     served = "No model of jaxattn serves a float8 cache yet"
     assert any(served in note for note in made.notes) == (cache_dtype == "float8")
@@ -84,7 +84,7 @@ def test_one_gpu_counts_the_cache_that_is_asked_for(cache_dtype, width):
 
 def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
     monkeypatch.setattr(jax, "make_jaxpr", lambda *_: pytest.fail("traced"))
-    model, limits = public_models.load("DeepSeek-R1"), Limits(batch=8, max_model_len=4096)
+    model, limits = model_resolver.load("DeepSeek-R1"), Limits(batch=8, max_model_len=4096)
     with pytest.raises(PlanError, match="the line that does not fit is the weights") as refused:
         plan(model, "h100", limits)
     [advised] = refused.value.advice
@@ -104,18 +104,18 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
 def test_what_is_advised_for_one_gpu_fits_it():
     limits = Limits(batch=512, max_model_len=8192, prefill_chunk=512)
     with pytest.raises(PlanError) as refused:
-        plan(public_models.load(SMALL), "6GiB", limits)
+        plan(model_resolver.load(SMALL), "6GiB", limits)
     option, value = refused.value.advice[0].split()
     assert option == "--batch"
     fitting = dataclasses.replace(limits, batch=int(value))
-    assert plan(public_models.load(SMALL), "6GiB", fitting).reserve >= 0
+    assert plan(model_resolver.load(SMALL), "6GiB", fitting).reserve >= 0
     with pytest.raises(PlanError):
-        plan(public_models.load(SMALL), "6GiB", dataclasses.replace(limits, batch=2 * int(value)))
+        plan(model_resolver.load(SMALL), "6GiB", dataclasses.replace(limits, batch=2 * int(value)))
 
 
 def test_an_fp8_checkpoint_says_what_stays_in_fp8():
     made = plan(
-        public_models.load("DeepSeek-R1"),
+        model_resolver.load("DeepSeek-R1"),
         "h200",
         Limits(batch=8, max_model_len=4096),
         placement=ModelPlacement(gpus=8),
@@ -129,7 +129,7 @@ def test_an_fp8_checkpoint_says_what_stays_in_fp8():
 
 
 def test_a_plan_says_what_layers_with_a_window_keep():
-    found = notes(public_models.load("gpt-oss-20b"), ROWS, ModelPlacement())
+    found = notes(model_resolver.load("gpt-oss-20b"), ROWS, ModelPlacement())
     assert any("of which they read the last 128." in note for note in found)
 
 
@@ -181,7 +181,7 @@ def test_what_is_no_decoder_cannot_be_placed():
 )
 def test_a_placement_that_cannot_be_is_refused_by_name(name, place, message):
     with pytest.raises(ValueError, match=message):
-        plan(public_models.load(name), "h200", ROWS, placement=place)
+        plan(model_resolver.load(name), "h200", ROWS, placement=place)
 
 
 # Folders ------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def written(folder, values) -> str:
 
 
 def changed(name, **fields):
-    config = public_models.shipped_config(name) | fields
+    config = model_resolver.shipped_config(name) | fields
     return {field: value for field, value in config.items() if value is not ...}
 
 
@@ -277,12 +277,12 @@ def test_what_a_plan_counts_itself_is_refused_as_briefly(values, message, tmp_pa
 
 
 def test_a_nested_text_config_is_the_model(tmp_path):
-    text = public_models.shipped_config("Qwen3.5-35B-A3B")
+    text = model_resolver.shipped_config("Qwen3.5-35B-A3B")
     folder = written(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text})
-    assert public_models.load(folder).weights == public_models.load("Qwen3.5-35B-A3B").weights
+    assert model_resolver.load(folder).weights == model_resolver.load("Qwen3.5-35B-A3B").weights
     (tmp_path / "config.json").unlink()
-    with pytest.raises(public_models.CatalogError, match="neither a folder .* nor a GGUF"):
-        public_models.load(str(tmp_path))
+    with pytest.raises(model_resolver.CatalogError, match="neither a folder .* nor a GGUF"):
+        model_resolver.load(str(tmp_path))
 
 
 # Claims about kernels -----------------------------------------------------------------------------
@@ -293,11 +293,11 @@ def test_a_nested_text_config_is_the_model(tmp_path):
 @pytest.mark.parametrize("ways", [1, 8])
 @pytest.mark.parametrize("cache_dtype", [None, *sorted(CACHE_DTYPES)])
 @pytest.mark.parametrize(
-    "name", [n for n in public_models.NAMES if not n.startswith(("Qwen", "Llama", "gpt-oss"))]
+    "name", [n for n in model_resolver.NAMES if not n.startswith(("Qwen", "Llama", "gpt-oss"))]
 )
 def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
     """The interpreted kernel refuses the shapes that the GPU's refuses."""
-    model = public_models.load(name)
+    model = model_resolver.load(name)
     assert latents_of(model)
     place = ModelPlacement(gpus=ways, attention="tensor", cache_dtype=cache_dtype)
     said = f"reads the {cache_dtype or 'bfloat16'} cache"
@@ -328,7 +328,7 @@ def test_a_plan_says_what_dispatch_does_with_the_cache(name, cache_dtype, ways):
 
 def test_plans_of_one_gpu_and_of_a_group_say_it():
     for place in (ModelPlacement(), ModelPlacement(gpus=8)):
-        made = plan(public_models.load("DeepSeek-V2-Lite"), "h200", ROWS, placement=place)
+        made = plan(model_resolver.load("DeepSeek-V2-Lite"), "h200", ROWS, placement=place)
         assert "MLA's decode kernel reads the bfloat16 cache: 1,152 bytes per token and layer." in (
             made.notes
         )
@@ -339,7 +339,7 @@ def test_plans_of_one_gpu_and_of_a_group_say_it():
 )
 def test_a_token_takes_the_bytes_of_its_format(cache_dtype, nbytes):
     place = ModelPlacement(gpus=8, cache_dtype=cache_dtype)
-    made = plan(public_models.load("DeepSeek-R1"), "h200", ROWS, placement=place)
+    made = plan(model_resolver.load("DeepSeek-R1"), "h200", ROWS, placement=place)
     assert made["kv cache"] == 61 * 40 * 64 * nbytes
 
 
@@ -347,7 +347,7 @@ def test_a_token_takes_the_bytes_of_its_format(cache_dtype, nbytes):
 def test_a_cache_of_keys_and_values_in_a_format_of_latents_is_refused(cache_dtype):
     with pytest.raises(ValueError, match=f"{cache_dtype!r} is a format of MLA's latents, .* out"):
         plan(
-            public_models.load("Qwen3-Next-80B-A3B"),
+            model_resolver.load("Qwen3-Next-80B-A3B"),
             "h200",
             Limits(),
             placement=ModelPlacement(gpus=4, cache_dtype=cache_dtype),

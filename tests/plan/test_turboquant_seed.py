@@ -16,7 +16,7 @@ from jaxattn.engine.startup.memory_plan import fill, packed_shapes, page_bytes, 
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.memory.device_memory import known_device
 from jaxattn.memory.plan import nbytes
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.plan.device_plan import traced_bounds
 from jaxattn.plan.estimated_plan import DRIVER
 
@@ -30,7 +30,7 @@ PAGE, WIDTH, MIB = 64, 40_960 // 64, 2**20
 
 
 def model():
-    return public_models.load("Qwen3-32B").model.with_cache_format("k8v4", 2)
+    return model_resolver.load("Qwen3-32B").model.with_cache_format("k8v4", 2)
 
 
 def test_a_token_takes_110464_bytes():
@@ -117,12 +117,12 @@ def test_decode_keeps_at_most_2_mib_beside_operands_and_results(batch, preset):
     regions = dict(spec.regions)
     partial = nbytes(regions["partial_out"]) if "partial_out" in regions else 0
     operands = [v.aval for v in jaxpr.jaxpr.invars]
-    public_models = {(math.prod(x.shape), str(x.dtype)) for x in operands}
+    model_resolver = {(math.prod(x.shape), str(x.dtype)) for x in operands}
     made = 0
     for eqn in jaxpr.jaxpr.eqns:
         assert eqn.primitive.name not in ("dot_general", "mul", "convert_element_type"), eqn
         for x in (v.aval for v in eqn.outvars):
             shape, dtype = getattr(x, "shape", ()), str(getattr(x, "dtype", ""))
-            if (math.prod(shape), dtype) not in public_models:
+            if (math.prod(shape), dtype) not in model_resolver:
                 made += math.prod(shape) * jnp.dtype(x.dtype).itemsize
     assert made + partial + nbytes(schedule) <= 2 * MIB

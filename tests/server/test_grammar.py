@@ -12,10 +12,10 @@ import pytest
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.engine.requests.request import Request
 from jaxattn.server.decoding import structured_outputs
-from jaxattn.server.decoding.generation import failure
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.message_events import MessageParts
 from jaxattn.server.decoding.message_format import MessageFormat
+from jaxattn.server.decoding.output_collector import failure
 from jaxattn.server.decoding.structured_outputs import GrammarVocabulary, read_grammar
 from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from jaxattn.engine.requests.outputs import TokenEvent
 from jaxattn.engine.requests.request import Request
-from jaxattn.server.decoding.generation import ChoiceDetokenizer
+from jaxattn.server.decoding.output_collector import ChoiceDetokenizer
 from jaxattn.server.decoding.stop_strings import StopStrings, StopText
 from jaxattn.text import ByteTokenizer
 

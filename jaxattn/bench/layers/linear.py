@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.hlo_writes import hlo_writes
+from jaxattn.bench.harness.materialized_arrays import materialized_arrays
 from jaxattn.bench.harness.measured_peaks import copy_bandwidth
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.harness.timing import launches, rotation, seconds
@@ -182,7 +182,7 @@ def measure(product: LinearCase, executable: jax.stages.Compiled) -> dict[str, A
     time = kernels or call
     longest = max(spent, key=lambda launch: spent[launch].seconds) if spent else None
     result = 4 * product.tokens * product.outer
-    wrote = [w for w in hlo_writes(executable.as_text() or "") if w.nbytes > result]
+    wrote = [w for w in materialized_arrays(executable.as_text() or "") if w.nbytes > result]
     return {
         "T": product.tokens,
         "K": product.inner,

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxattn.models.catalog import public_models
+from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG, read_json
@@ -26,15 +26,15 @@ def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, 
     Raises:
         UnknownModelError: there is none, or its family or a field of it is not implemented.
     """
-    shipped = {each.lower(): each for each in public_models.NAMES}
+    shipped = {each.lower(): each for each in model_resolver.NAMES}
     begin = [each for each in shipped if each.startswith(name.lower())]
     if len(begin) == 1 and not Path(name).exists():
         name = begin[0]
     found = shipped.get(name.lower(), Path(name).resolve().name)
-    path = public_models.DATA / f"{found}.json" if name.lower() in shipped else Path(name) / CONFIG
+    path = model_resolver.DATA / f"{found}.json" if name.lower() in shipped else Path(name) / CONFIG
     if not path.is_file():
         raise UnknownModelError(
-            f"unknown model {name!r}: use one of {', '.join(public_models.NAMES)}, or a folder "
+            f"unknown model {name!r}: use one of {', '.join(model_resolver.NAMES)}, or a folder "
             f"with a {CONFIG}"
         )
     try:

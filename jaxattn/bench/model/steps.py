@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.arena import ArenaSpec
-from jaxattn.bench.harness.hlo_writes import hlo_writes
+from jaxattn.bench.harness.materialized_arrays import materialized_arrays
 from jaxattn.bench.harness.timing import PROFILED, launches, seconds
 from jaxattn.bench.model import expert_usage, roofline
 from jaxattn.bench.model.batches import BenchBatches
@@ -225,6 +225,6 @@ def attempt(
 
 def _compiled_facts(compiled: jax.stages.Compiled) -> dict[str, Any]:
     memory = compiled.memory_analysis()
-    found = [f"{each} of {each.op_name}" for each in hlo_writes(compiled.as_text() or "")]
+    found = [f"{each} of {each.op_name}" for each in materialized_arrays(compiled.as_text() or "")]
     temp = memory.temp_size_in_bytes if memory else 0
     return {"temp MiB": temp / 2**20, "writes": found[:WRITES]}

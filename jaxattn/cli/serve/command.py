@@ -21,7 +21,7 @@ from rich.console import Console
 
 from jaxattn.cli.exit_codes import code_of, exit_code, interrupts_raised
 from jaxattn.cli.options import contradictions
-from jaxattn.cli.options.parallel_options import read_layout
+from jaxattn.cli.options.parallel_config import read_layout
 from jaxattn.cli.options.parser import PROGRAM, InputError
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.plan_report import show_plan

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxattn.cli.options.parallel_options import over_devices, read_layout
+from jaxattn.cli.options.parallel_config import read_layout, shard_over_devices
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan_report import refused_plan
 from jaxattn.cli.startup.model_source import ModelSource, one_line, refusals
@@ -148,7 +148,7 @@ def start_engine(
             cannot be fetched; or the named implementation refuses.
     """
     parallel = read_layout(options)
-    own, group = over_devices(model, limits, parallel)
+    own, group = shard_over_devices(model, limits, parallel)
     served = model.with_cache_format(limits.cache_format, limits.native_layers)
     checked = None if chosen.name else chosen.weights()
     compile_seconds: dict[str, float] = {}

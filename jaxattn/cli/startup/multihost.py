@@ -28,7 +28,7 @@ from jaxattn.engine.distributed.transport import HostError, host_and_port
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.checkpoint.fingerprint import fingerprint
 from jaxattn.parallel import Parallel
-from jaxattn.parallel.comm_split import disable_comm_split
+from jaxattn.parallel.nccl_comm_split_flag import disable_comm_split
 
 PORT = 1234
 HEARTBEAT_SECONDS = 100  # of JAX's own watch, which says less: the crew's is first

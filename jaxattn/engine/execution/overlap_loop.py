@@ -24,8 +24,12 @@ import numpy as np
 
 from jaxattn.engine.execution.model_runner import ModelRunner
 from jaxattn.engine.execution.output_processor import OutputProcessor
-from jaxattn.engine.execution.output_reader import DecodeBatchPlan, InFlightStep, OutputReader
 from jaxattn.engine.execution.prompt_scores import PromptScores
+from jaxattn.engine.execution.step_output_reader import (
+    DecodeBatchPlan,
+    InFlightStep,
+    StepOutputReader,
+)
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.sampling.grammar_bitmask import fill_bitmask
 from jaxattn.engine.sampling.sampler import SamplingMode
@@ -65,7 +69,7 @@ class OverlapLoop:
         self._running: DecodeBatchPlan | None = None
         self._steady = 0  # steps that the rows which decode can still go on for as they are
         self.switch = DraftSwitch()
-        self._reader = OutputReader(scheduler, endings, self.switch)
+        self._reader = StepOutputReader(scheduler, endings, self.switch)
 
     @property
     def stats(self) -> GenerationStats:

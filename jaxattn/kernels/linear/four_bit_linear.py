@@ -3,7 +3,7 @@
 Blocks are those of fp8_large_batch_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
 two warpgroups that multiply and one that copies. Those of a cluster share the K numbers. Weights
 lie in tiles with their scales, which a warpgroup widens in registers
-(hopper/four_bit_accumulators.py).
+(hopper/four_bit_mainloop.py).
 
 Limits: 256 tokens; N a multiple of 64 and at least 128, K whole tiles; bfloat16, and float16 where
 scales are not bfloat16.
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
+from jaxattn.kernels.hopper.four_bit_mainloop import FourBitMainloop, lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE, serves
 from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.linear.fp8_large_batch_linear import (
@@ -160,7 +160,7 @@ class FourBitLinearCta(Fp8LargeBatchLinearCta):
             plgpu.barrier_wait(refs.loaded.at[slot])
             return slot
 
-        sums = FourBitAccumulators(
+        sums = FourBitMainloop(
             form=cut.form, dtype=refs.x_smem.dtype, columns=cut.columns, arrived=arrived,
             tiles=lambda slot: [refs.w_smem.at[slot, self.wg]], tokens=refs.x_smem,
             read=refs.read, interpret=cut.interpret,

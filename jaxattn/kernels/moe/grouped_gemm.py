@@ -19,7 +19,7 @@ cut, so a token's result does not depend on the other tokens.
 Products of 16-bit weights may have a bias, and the activation may be another than SwiGLU (gpt-oss).
 
 FP8 weights are widened on their way through registers (hopper/fp8_operands.py), and so are weights
-of 4 bits, whose scales are multiplied in there (hopper/four_bit_accumulators.py). Each step's
+of 4 bits, whose scales are multiplied in there (hopper/four_bit_mainloop.py). Each step's
 FP8 product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in
 float32.
 Where few multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through
@@ -49,7 +49,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.four_bit_accumulators import FourBitAccumulators, lines_of_step
+from jaxattn.kernels.hopper.four_bit_mainloop import FourBitMainloop, lines_of_step
 from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.hopper.fp8_operands import SWIZZLED
 from jaxattn.kernels.hopper.instructions import swizzled
@@ -402,7 +402,7 @@ class GroupedGemmCta:
         mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
         if product.split:
             mine = [(self.wg, 0)]
-        sums = FourBitAccumulators(
+        sums = FourBitMainloop(
             form=form, dtype=refs.tokens.dtype, columns=cut.columns,
             arrived=lambda step: self.arrived(step)[0],
             tiles=lambda slot: [refs.weights_smem.at[slot, *each] for each in mine],

@@ -5,8 +5,8 @@ from typing import Any
 
 import orjson
 
-from jaxattn.server.decoding.generation import Generation
 from jaxattn.server.decoding.message_events import MessageParser, ToolCall
+from jaxattn.server.decoding.output_collector import OutputCollector
 from jaxattn.server.openai.response_interface import Events, PartsForm, TokenUsage
 
 SIGNATURE = "jaxattn"  # clients send it back with the thoughts; nobody reads it
@@ -34,14 +34,14 @@ class MessageForm(PartsForm):
             "usage": _usage(TokenUsage(prompt_tokens, 0, 0)),
         }
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, generation: OutputCollector) -> dict[str, Any]:
         told = {"content": self.parts, **self._stop(), "usage": _usage(self.usage(generation))}
         return self._message | told
 
     def begin(self) -> bytes:
         return self.written([{"type": "message_start", "message": self._message}])
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: OutputCollector) -> bytes:
         usage = _usage(self.usage(generation))
         delta = {"type": "message_delta", "delta": self._stop(), "usage": usage}
         return self.written([delta, {"type": "message_stop"}])

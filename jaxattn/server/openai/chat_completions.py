@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.request import MOST_LOGPROBS, Request
-from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import (
     Chance,
@@ -22,6 +21,7 @@ from jaxattn.server.decoding.message_events import (
     ReasoningDelta,
     ToolCall,
 )
+from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.decoding.tool_choice import read_tools
@@ -60,7 +60,7 @@ class ChatRequest:
         parser: makes what divides the text of one choice into thoughts, content and calls.
     """
 
-    generation: Generation
+    generation: OutputCollector
     parser: Callable[[], MessageParser]
 
     @property
@@ -211,7 +211,7 @@ class ChatResponseBuilder(ResponseBuilder):
         self._parsers: dict[int, MessageParser] = {}
         self._called: set[int] = set()
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, generation: OutputCollector) -> dict[str, Any]:
         """As vLLM has it, what is told of the prompt stands beside the choices."""
         return super().whole(generation) | self.prompt_field(self._texts[0])
 

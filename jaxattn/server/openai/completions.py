@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.requests.request import MOST_LOGPROBS
-from jaxattn.server.decoding.generation import OutputChunk
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import (
     Spell,
@@ -14,6 +13,7 @@ from jaxattn.server.decoding.logprobs import (
     prompt_offsets,
     read_prompt_logprobs,
 )
+from jaxattn.server.decoding.output_collector import OutputChunk
 from jaxattn.server.decoding.sampling_params import MOST_ID, read_sampling
 from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.http.errors import bad

@@ -9,7 +9,7 @@ import orjson
 from jaxtyping import Float
 
 from jaxattn.engine.requests.request import POOLINGS
-from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.decoding.sampling_params import MOST_ID, MOST_SALT
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.request import HttpRequest
@@ -83,7 +83,7 @@ class EmbeddingForm(WholeForm):
         if piece.embedding is not None:
             self._found[piece.choice] = self._written(piece.embedding)
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, generation: OutputCollector) -> dict[str, Any]:
         used = generation.prompt_tokens
         return {
             "object": "list",

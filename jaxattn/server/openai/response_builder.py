@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell, prompt_logprobs
+from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.http.event_stream import DONE, data_events
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.openai.response_interface import AnswerForm, TokenUsage
@@ -144,7 +144,7 @@ class ResponseBuilder(AnswerForm):
     def take(self, piece: OutputChunk) -> None:
         self._texts.setdefault(piece.choice, ChoiceText()).add(piece)
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, generation: OutputCollector) -> dict[str, Any]:
         texts = sorted(self._texts.items())
         choices = [
             self._told(self.whole_choice(n, text), text.ids, generation.requests[n].prompt)
@@ -152,10 +152,10 @@ class ResponseBuilder(AnswerForm):
         ]
         return self._with(self.whole_object, choices) | {"usage": self._usage(generation)}
 
-    def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
+    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
         return b"".join([self._event(piece, generation) for piece in pieces])
 
-    def _event(self, piece: OutputChunk, generation: Generation) -> bytes:
+    def _event(self, piece: OutputChunk, generation: OutputCollector) -> bytes:
         number, more = piece.choice, dict[str, Any]()
         begins = number not in self._begun
         self._begun.add(number)
@@ -186,7 +186,7 @@ class ResponseBuilder(AnswerForm):
             found = self._frames[number] = before, after
         return found
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: OutputCollector) -> bytes:
         if not self._streaming.usage:
             return DONE
         last = self._with(self.chunk_object, []) | {"usage": self._usage(generation)}
@@ -209,7 +209,7 @@ class ResponseBuilder(AnswerForm):
     def _with(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices}
 
-    def _usage(self, generation: Generation) -> dict[str, Any]:
+    def _usage(self, generation: OutputCollector) -> dict[str, Any]:
         usage = TokenUsage.of(self._prompt_tokens, generation)
         return {
             "prompt_tokens": usage.prompt,

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.message_events import MessageParser, ReasoningDelta, ToolCall
+from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.http.event_stream import named_events
 
 type Events = list[dict[str, Any]]
@@ -31,7 +31,7 @@ class TokenUsage:
     generated: int
 
     @classmethod
-    def of(cls, prompt: int, generation: Generation) -> "TokenUsage":
+    def of(cls, prompt: int, generation: OutputCollector) -> "TokenUsage":
         """What a generation has used so far; `cached` is known when a row has ended."""
         cached = generation.cached * prompt // generation.prompt_tokens
         return cls(prompt, cached, generation.tokens)
@@ -45,7 +45,7 @@ class WholeForm(abc.ABC):
         """Keeps a piece of an answer in one piece."""
 
     @abc.abstractmethod
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, generation: OutputCollector) -> dict[str, Any]:
         """The answer in one piece, of what was taken."""
 
 
@@ -58,11 +58,11 @@ class AnswerForm(WholeForm):
         return b""
 
     @abc.abstractmethod
-    def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
+    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
         """The events that pieces become."""
 
     @abc.abstractmethod
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: OutputCollector) -> bytes:
         """The last events of a stream."""
 
 
@@ -115,14 +115,14 @@ class PartsForm(AnswerForm):
         """Whether the answer's length ended it."""
         return self.last is not None and self.last.finish == "length"
 
-    def usage(self, generation: Generation) -> TokenUsage:
+    def usage(self, generation: OutputCollector) -> TokenUsage:
         """The tokens so far."""
         return TokenUsage.of(self._prompt_tokens, generation)
 
     def take(self, piece: OutputChunk) -> None:
         self.added(piece)
 
-    def stream(self, pieces: Sequence[OutputChunk], generation: Generation) -> bytes:
+    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
         return self.written([event for piece in pieces for event in self.added(piece)])
 
     def written(self, events: Events) -> bytes:

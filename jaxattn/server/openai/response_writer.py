@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from jaxattn.server.decoding.generation import Generation, OutputChunk
+from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.http.connection import ChunkWriter
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import PING
@@ -20,9 +20,9 @@ from jaxattn.server.runtime.service import Service
 
 
 class StreamSink:
-    """Writes pieces as they are made; see `Generation.pieces`."""
+    """Writes pieces as they are made; see `OutputCollector.pieces`."""
 
-    def __init__(self, form: AnswerForm, generation: Generation, chunks: ChunkWriter):
+    def __init__(self, form: AnswerForm, generation: OutputCollector, chunks: ChunkWriter):
         self._form, self._generation, self._chunks = form, generation, chunks
 
     @property
@@ -49,7 +49,7 @@ class ResponseWriter:
     service: Service
     exchange: HttpRequest
     ticket: AdmissionToken
-    generation: Generation
+    generation: OutputCollector
     form: WholeForm
     arrived: float
     streamed: bool = False

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason, TokenEvent
-from jaxattn.server.decoding.generation import Generation
+from jaxattn.server.decoding.output_collector import OutputCollector
 from jaxattn.server.runtime.engine_worker import StepReport
 from jaxattn.server.runtime.metrics import ServerMetrics
 
 LOG = logging.getLogger("jaxattn.server")
 BEHIND = 8  # tokens of each row that wait for the event loop; more than these become text together
-type EventsOfRows = dict[Generation, dict[int, list[Event]]]
+type EventsOfRows = dict[OutputCollector, dict[int, list[Event]]]
 
 
 class EventRouter:
@@ -28,7 +28,7 @@ class EventRouter:
     """
 
     def __init__(self, metrics: ServerMetrics, on_loop: Callable[[Callable[[], Any]], None]):
-        self.generations: dict[int, Generation] = {}
+        self.generations: dict[int, OutputCollector] = {}
         self._metrics, self._on_loop = metrics, on_loop
         self._reports, self._called = collections.deque[StepReport](), False
 

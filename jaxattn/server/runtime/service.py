@@ -17,8 +17,8 @@ from jaxattn import __version__
 from jaxattn.engine.requests.request import Grammar, Request
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults
-from jaxattn.server.decoding.generation import Generation
 from jaxattn.server.decoding.message_format import MessageFormat
+from jaxattn.server.decoding.output_collector import OutputCollector
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
 from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
@@ -261,7 +261,7 @@ class Service:
         continues: bool,
         grammar: tuple[str, str] | None = None,
         shown: Sequence[str] = (),
-    ) -> Generation:
+    ) -> OutputCollector:
         """`SamplingParams.choices` rows for each prompt, not queued yet.
 
         Args:
@@ -304,7 +304,7 @@ class Service:
             for prompt, room in zip(prompts, rooms, strict=True)
             for choice in range(sampling.choices)
         ]
-        return Generation.of(
+        return OutputCollector.of(
             requests,
             stream,
             sampling.stops,
@@ -314,7 +314,7 @@ class Service:
 
     def embeddings(
         self, prompts: Sequence[Sequence[int]], pooling: str, *, priority: int, salt: str
-    ) -> Generation:
+    ) -> OutputCollector:
         """A row for each prompt, which gives its embedding, not queued yet.
 
         Those beyond a batch let other requests of the same priority pass.
@@ -331,10 +331,10 @@ class Service:
             )
             for place, prompt in enumerate(prompts)
         ]
-        return Generation.of(requests, self.tokenizer.stream, ())
+        return OutputCollector.of(requests, self.tokenizer.stream, ())
 
     @contextlib.contextmanager
-    def running(self, generation: Generation, arrived: float) -> Iterator[None]:
+    def running(self, generation: OutputCollector, arrived: float) -> Iterator[None]:
         """Queues its rows. Those that have not ended at the end are aborted.
 
         Raises:

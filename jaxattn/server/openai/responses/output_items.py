@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from jaxattn.server.decoding.generation import Generation, OutputChunk
 from jaxattn.server.decoding.logprobs import Chance, Spell, chat_logprobs
 from jaxattn.server.decoding.message_events import MessageParser, ToolCall
+from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.http.error_responses import OpenAIErrors
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.openai.response_interface import Events, PartsForm
@@ -58,7 +58,7 @@ class ResponseForm(PartsForm):
             "usage": None,
         }
 
-    def whole(self, generation: Generation) -> dict[str, Any]:
+    def whole(self, generation: OutputCollector) -> dict[str, Any]:
         cut, usage = self.cut, self.usage(generation)
         response = self._response | {
             "status": "incomplete" if cut else "completed",
@@ -81,7 +81,7 @@ class ResponseForm(PartsForm):
         kinds = ("response.created", "response.in_progress")
         return self.written([{"type": kind, "response": self._response} for kind in kinds])
 
-    def end(self, generation: Generation) -> bytes:
+    def end(self, generation: OutputCollector) -> bytes:
         response = self.whole(generation)
         return self.written([{"type": f"response.{response['status']}", "response": response}])
 

@@ -30,8 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import CausalMask
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_loader import Fp8PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
-from jaxattn.kernels.mla.decode.warp_specialized.pv_gemm import PvWarpgroup
-from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax import QkSoftmaxWarpgroup
+from jaxattn.kernels.mla.decode.warp_specialized.pv_warpgroup import PvWarpgroup
+from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax_warpgroup import QkSoftmaxWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeCta
 
 REGISTERS = 168  # of a thread: three warpgroups share 65,536

@@ -16,7 +16,7 @@ NOTHING = FREE | {"parameter", "tuple", "get-tuple-element", "constant"}
 WORKSPACE = "s8["  # what XLA gives to cuBLAS
 
 
-class HloWrite(NamedTuple):
+class MaterializedArray(NamedTuple):
     """A result.
 
     Attributes:
@@ -35,7 +35,7 @@ class HloWrite(NamedTuple):
         return f"{self.array}, {self.nbytes / 2**20:.1f} MiB {often} ({self.instruction})"
 
 
-def hlo_writes(text: str, *, least: int = LEAST) -> list[HloWrite]:
+def materialized_arrays(text: str, *, least: int = LEAST) -> list[MaterializedArray]:
     """The results of `least` bytes and more that are not updates in place, the largest first.
 
     Args:
@@ -46,7 +46,7 @@ def hlo_writes(text: str, *, least: int = LEAST) -> list[HloWrite]:
     return sorted(found, key=lambda each: (not each.loop, -each.nbytes))
 
 
-def _of(module: HloModule, name: str, *, loop: bool, least: int) -> Iterator[HloWrite]:
+def _of(module: HloModule, name: str, *, loop: bool, least: int) -> Iterator[MaterializedArray]:
     for each in module.computations.get(name, {}).values():
         if each.opcode == "while":
             yield from _of(module, each.body, loop=True, least=least)
@@ -58,7 +58,7 @@ def _of(module: HloModule, name: str, *, loop: bool, least: int) -> Iterator[Hlo
         elif each.opcode not in NOTHING and not _in_place(module, each):
             nbytes = dataclasses.replace(each, type=each.array).nbytes
             if nbytes >= least and not each.array.startswith(WORKSPACE):
-                yield HloWrite(each.array, nbytes, loop, each.name, each.op_name)
+                yield MaterializedArray(each.array, nbytes, loop, each.name, each.op_name)
 
 
 def _in_place(module: HloModule, each: HloInstruction) -> bool:

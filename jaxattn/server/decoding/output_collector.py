@@ -175,7 +175,7 @@ class PieceSink(Protocol):
     def take(self, pieces: Sequence[OutputChunk]) -> None: ...
 
 
-class Generation:
+class OutputCollector:
     """Rows of the engine, and their text.
 
     Args:

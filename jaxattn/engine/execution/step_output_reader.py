@@ -74,7 +74,7 @@ class InFlightStep:
     scores: PromptScores | None = None
 
 
-class OutputReader:
+class StepOutputReader:
     """Waits for steps in the order in which they were sent, and gives rows their tokens.
 
     Args:

@@ -28,7 +28,7 @@ def read_layout(options: argparse.Namespace) -> Parallel:
         raise InputError(str(error)) from error
 
 
-def over_devices(
+def shard_over_devices(
     model: Model, limits: Limits, parallel: Parallel
 ) -> tuple[Model, DeviceGroup | None]:
     """(what one GPU of the layout runs of the model, the devices of its GPUs or None).

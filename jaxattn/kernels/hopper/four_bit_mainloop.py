@@ -28,7 +28,7 @@ def lines_of_step(form: FourBitFormat, depth: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FourBitAccumulators:
+class FourBitMainloop:
     """Sums of a warpgroup.
 
     Attributes:

@@ -1,6 +1,6 @@
-"""Public models for a plan: shipped configurations, folders with a config.json, and GGUF files.
+"""The model that a name stands for: a shipped configuration, a folder, or a GGUF file.
 
-    known.load("DeepSeek-R1")     known.load("path/of/a/folder")
+    model_resolver.load("DeepSeek-R1")     model_resolver.load("path/of/a/folder")
 
 A `model_type` has a family (`models/registry.py`). The model is built, and its parameters, caches
 and scratch are those of the model that is served.
