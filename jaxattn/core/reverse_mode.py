@@ -28,19 +28,23 @@ batching.defvectorized(tangent_p)
 ad.deflinear2(tangent_p, lambda cotangent, tangent, *, said: [cotangent])
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _operand(said: str, x: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _operand(said: str, forward_over_reverse: bool, x: jax.Array) -> jax.Array:
     return x
 
 
 @_operand.defjvp
-def _operand_jvp(said: str, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # The identity again: of a gradient's forward-mode gradient the error is the same.
-    return _operand(said, primals[0]), tangent_p.bind(tangents[0], said=said)
+def _operand_jvp(
+    said: str, forward_over_reverse: bool, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (tangent,) = primals, tangents
+    # The identity again: the error of forward mode of a gradient is the same.
+    again = x if forward_over_reverse else _operand(said, forward_over_reverse, x)
+    return again, tangent_p.bind(tangent, said=said)
 
 
 def in_reverse_mode_only[**P, T](
-    op: str, function: Callable[P, T], *, instead: str = ""
+    op: str, function: Callable[P, T], *, instead: str = "", forward_over_reverse: bool = False
 ) -> Callable[P, T]:
     """`function`, of which forward mode gets an error that says what to use.
 
@@ -48,6 +52,8 @@ def in_reverse_mode_only[**P, T](
         op: its public name, for the message, as the names of the function's parameters are.
         function: with a `jax.custom_vjp`, or one inside.
         instead: what has a gradient in forward mode: "pass implementation='xla'".
+        forward_over_reverse: whether forward mode of the gradient works, as `jax.hessian` uses it:
+            both passes of `function` are operations of JAX.
 
     Raises:
         TypeError: `jax.jvp`, `jax.jacfwd` or `jax.linearize` computes the tangent of an operand; in
@@ -68,7 +74,7 @@ def in_reverse_mode_only[**P, T](
             return x
         name = names[min(path[0].idx, len(names) - 1)]
         field = jax.tree_util.keystr(path[1:])
-        return _operand(said(f" of {field.removeprefix('.') or name}"), x)
+        return _operand(said(f" of {field.removeprefix('.') or name}"), forward_over_reverse, x)
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -40,9 +40,9 @@ def matmul(
 ) -> Float[Array, "*T N"]:
     """`x @ weight`, both rounded to `dtype`, summed in float32 and returned as `out_dtype`.
 
-    Differentiable in reverse mode only. In the backward pass the incoming gradient is rounded to
-    `dtype` as well, so that training runs on the tensor cores throughout; the gradient of a float32
-    weight is accumulated and kept in float32.
+    Differentiable in reverse mode only; the gradient is differentiable in both modes. In the
+    backward pass the incoming gradient is rounded to `dtype` as well, so that training runs on the
+    tensor cores throughout; the gradient of a float32 weight is accumulated and kept in float32.
     """
     check_features("matmul", x, "K", "weight", tuple(weight.shape), 0)
     # One axis of tokens: XLA's CPU backend (jax 0.11.2) has no bfloat16 product summed in float32
@@ -84,7 +84,7 @@ def _matmul_bwd(dtypes, residuals, gradient):
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
-_differentiable = in_reverse_mode_only("matmul", _matmul)
+_differentiable = in_reverse_mode_only("matmul", _matmul, forward_over_reverse=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

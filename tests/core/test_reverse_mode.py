@@ -89,6 +89,23 @@ def test_reverse_mode_goes_through_scan_and_twice():
     assert jnp.allclose(twice, -jnp.diag(jnp.sin(X)))
 
 
+@jax.custom_vjp
+def plain_sine(x):
+    return jnp.sin(x)
+
+
+plain_sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, of_y: (of_y * jnp.cos(x),))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_forward_mode_of_a_gradient_works_where_both_passes_are_operations_of_jax(around):
+    plain = in_reverse_mode_only("op", plain_sine, forward_over_reverse=True)
+    found = jax.jit(jax.hessian(lambda x: around(plain)(x).sum()))(X)
+    assert jnp.allclose(found, -jnp.diag(jnp.sin(X)))
+    with pytest.raises(TypeError, match="^op: it has no forward-mode gradient"):
+        jax.jvp(around(plain), (X,), (X,))
+
+
 def custom_gradients():
     """The names of functions with a `jax.custom_vjp`, by file, and whether they are wrapped."""
     for file in sorted(PACKAGE.rglob("*.py")):

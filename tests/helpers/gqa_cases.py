@@ -152,6 +152,11 @@ def gqa_oracle(case: GQACase) -> tuple[np.ndarray, np.ndarray]:
     return out, lse
 
 
+def with_sinks_at_their_ends(case: GQACase) -> None:
+    """Sinks without which the softmax is, and one that has nearly all of it."""
+    case.options["sinks"] = case.options["sinks"].at[::2].set(-np.inf).at[3].set(30.0)
+
+
 def assert_gqa_close(case: GQACase, out: Array, lse: Array) -> None:
     """Each row of the output within 2/128 of its largest value and 4e-3 in relative L2, since P is
     rounded to the queries' dtype before it meets the values; the LSE within 2e-5."""

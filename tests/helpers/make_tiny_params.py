@@ -1,12 +1,15 @@
 """Writes tests/data/tiny_params.npz: what `init_params` draws for the engine's tests.
 
 JAX_PLATFORMS=cpu python -m tests.helpers.make_tiny_params
+
+It runs with the tests' options of XLA: with others the last bits of some numbers differ.
 """
 
 import jax
 import numpy as np
 
 from jaxattn.models.embedded.hybrid_model import Hybrid
+from tests import conftest as conftest  # sets XLA's options
 from tests.helpers.engine_cases import FILE, KEPT
 
 

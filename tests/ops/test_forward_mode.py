@@ -15,6 +15,7 @@ from jaxattn.nn import (
     MultiHeadLatentAttention,
     RMSNorm,
 )
+from jaxattn.nn.linear import matmul
 from tests.helpers import every_kernel
 from tests.helpers.every_kernel import on_hopper
 from tests.helpers.every_op import OPS, arguments
@@ -69,6 +70,18 @@ def test_the_docstring_says_which_op_has_reverse_mode_only(name):
     else:
         jax.jit(forward).lower(floats)
     jax.eval_shape(jax.grad(lambda floats: sum(x.sum() for x in op(floats))), floats)
+
+
+def test_a_linear_has_hessians():
+    x, weight = (
+        np.random.default_rng(0).normal(size=n).astype("float32") for n in ((2, 3), (3, 2))
+    )
+
+    def loss(weight):
+        return (matmul(x, weight, dtype=jnp.float32, out_dtype=jnp.float32) ** 3).sum()
+
+    found, wanted = jax.jit(lambda w: (jax.hessian(loss)(w), jax.jacrev(jax.grad(loss))(w)))(weight)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -199,8 +199,17 @@ def test_a_kernel_is_exported_for_a_gpu_under_vmap(name):
     assert "mosaic_gpu" in exported.mlir_module()
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", every_kernel.OPS)
+# Kernels whose own tests leave x64 to --slow.
+ALWAYS_WIDE = ("mla_decode", "mla_prefill", "gated_delta_rule_decode")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ALWAYS_WIDE else pytest.param(name, marks=pytest.mark.sampled)
+        for name in every_kernel.OPS
+    ],
+)
 def test_a_kernel_has_the_same_results_with_64_bits(name):
     arrays, op = kernel(name, "mosaic_gpu")
     wide = jax.tree.map(

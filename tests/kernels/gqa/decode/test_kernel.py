@@ -18,7 +18,13 @@ from jaxattn.kernels.gqa.decode.split_kv import oversubscription
 from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch
 from tests.helpers.at_once import at_once
-from tests.helpers.gqa_cases import assert_gqa_close, expected_shape, gqa_case, launch_gqa_decode
+from tests.helpers.gqa_cases import (
+    assert_gqa_close,
+    expected_shape,
+    gqa_case,
+    launch_gqa_decode,
+    with_sinks_at_their_ends,
+)
 from tests.helpers.kernel_cases import both_devices, no_races, slow, slow_interpreted
 
 kernel = jax.jit(
@@ -81,6 +87,7 @@ def test_what_lies_left_of_the_window_is_not_read(window, page, implementation):
         [300, 0, 64], group=8, kv_heads=2, dim=64, q_len=2, page=page, window=window, sinks=True,
         query_lens=[1, 0, 2], table_tail=-1,
     )  # fmt: skip
+    with_sinks_at_their_ends(case)
     schedule = cut_at(case, [(0, 0), (1, 1)] if window == 100 else [(0, 0)])
     assert_gqa_close(case, *decode(case, implementation, schedule=schedule))
 
@@ -95,6 +102,7 @@ def test_pieces_are_merged_by_many_and_then_by_few(pieces, dim, implementation):
     case = gqa_case(
         [64 * pieces + 30], group=5, kv_heads=2, dim=dim, sinks=True, gate=True, soft_cap=5.0
     )
+    with_sinks_at_their_ends(case)
     cuts = [*((0, step) for step in range(pieces)), (1, 0), (1, 4)]
     assert_gqa_close(case, *decode(case, implementation, schedule=cut_at(case, cuts)))
 

@@ -10,7 +10,13 @@ import pytest
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from tests.helpers.gqa_cases import GQACase, assert_gqa_close, expected_shape, gqa_case
+from tests.helpers.gqa_cases import (
+    GQACase,
+    assert_gqa_close,
+    expected_shape,
+    gqa_case,
+    with_sinks_at_their_ends,
+)
 from tests.helpers.gqa_prefill_cases import prefill_case
 from tests.helpers.kernel_cases import relative, slow_interpreted
 
@@ -56,13 +62,13 @@ def test_keys_and_values_that_no_row_owns_are_not_met(poison, implementation):
 
 
 @slow_interpreted(
-    "a sink that is added to no sum or to all of it; found by sinks of pieces that are merged and "
-    "of windows compared with float64, and by the same test on a GPU, too"
+    "a sink of -inf or 30; found by the same sinks of pieces that are merged and of windows in "
+    "test_kernel, and by the same test on a GPU, too"
 )
 def test_a_sink_at_its_ends(implementation):
     """The softmax without it, and one in which it has nearly all."""
     case = gqa_case([70, 200, 0], dim=64, group=4, sinks=True)
-    case.options["sinks"] = case.options["sinks"].at[::2].set(-np.inf).at[3].set(30.0)
+    with_sinks_at_their_ends(case)
     assert_gqa_close(case, *attend(case, implementation))
 
 
