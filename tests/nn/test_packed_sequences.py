@@ -125,6 +125,19 @@ def test_nan_of_a_sequence_or_of_padding_reaches_no_other_sequence(name, value):
     jax.tree.map(np.testing.assert_array_equal, found_gradients, gradients)
 
 
+@pytest.mark.parametrize("name", ["GroupedQueryAttention", "GatedDeltaNet"])
+def test_a_number_that_rounds_to_infinity_reaches_no_other_sequence(name):
+    x = np.random.default_rng(0).normal(size=(1, TOKENS, HIDDEN)).astype(np.float32)
+    x[0, 3, 5] = 1e5
+    layer = nnx.merge(*module(name))
+    for part in [layer, *(each for _, each in nnx.iter_modules(layer))]:
+        if getattr(part, "dtype", None) == jnp.float32:
+            part.dtype = jnp.dtype(jnp.float16)
+    out = layer(x, segment_ids=np.repeat([[1, 2]], (7, 13), axis=1))
+    spoiled = np.isnan(out).any(axis=-1)[0]
+    np.testing.assert_array_equal(np.flatnonzero(spoiled), [3, 4, 5, 6])
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_offsets_are_segments_too(name):
     x = np.random.default_rng(0).normal(size=(1, TOKENS, HIDDEN)).astype(np.float32)

@@ -20,9 +20,11 @@ class PagedAttention(nnx.Module):
 
     Attributes:
         reads: the projection of the hidden numbers into what is cached, and its shape, in words.
+        dtype: of the operands of every matrix product.
     """
 
     reads: ClassVar[tuple[str, str]]
+    dtype: jnp.dtype
     rope: RopeConfig
 
     def __call__(
@@ -73,7 +75,7 @@ class PagedAttention(nnx.Module):
         else:
             first = 0 if bounds.first is None else bounds.first
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]) - first, x.shape[:2])
-        return *bounds.isolated(x), positions, bounds
+        return *bounds.isolated(x, self.dtype), positions, bounds
 
     def _attend_whole(
         self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]

@@ -133,7 +133,7 @@ class DeltaLayer(nnx.Module):
         if segment_ids is not None:
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
-        x, spoiled = bounds.isolated(x)
+        x, spoiled = bounds.isolated(x, self.dtype)
         # Rounded once, so that the gradients of its products are added as numbers of this dtype.
         made = self._made(self._projected(x.astype(self.dtype)), packed=False)
         g, beta = self._gates(made)

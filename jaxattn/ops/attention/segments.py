@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxattn.core.cache.state_pool import as_offsets, check_cu_seqlens
@@ -63,11 +64,12 @@ class SegmentBounds(NamedTuple):
         lengths = jnp.where(sound, ends[-1:], 0)
         return cls(lengths, jnp.minimum(ends[sequence], token)[None], False)
 
-    def isolated(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def isolated(self, x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
         """Tokens of which no NaN and no infinity passes to another sequence, as 0 * NaN would.
 
         Args:
             x: [B, T, D].
+            dtype: that x is rounded to, which may make an infinity of a number.
 
         Returns:
             (x with zeros for padding and for tokens that are not finite, which tokens [B, T] have
@@ -76,7 +78,8 @@ class SegmentBounds(NamedTuple):
         if self.first is None:
             return x, None
         token = jnp.arange(x.shape[1], dtype=jnp.int32)
-        valid, finite = token < self.lengths[:, None], jnp.isfinite(x).all(axis=2)
+        rounded = jnp.asarray(x).astype(dtype)
+        valid, finite = token < self.lengths[:, None], jnp.isfinite(rounded).all(axis=2)
         latest = jax.lax.cummax(jnp.where(valid & ~finite, token, -1), axis=1)
         x = jnp.where((valid & finite)[..., None], x, 0)
         return x, valid & (latest >= self.first)

@@ -14,7 +14,7 @@ import pytest
 
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
-from jaxattn.kernels.moe.backward import launch
+from jaxattn.kernels.moe.backward import activation_gradient, launch
 from jaxattn.kernels.moe.backward.activation_gradient import swiglu_gradient
 from jaxattn.kernels.moe.backward.launch import (
     ExpertOperands,
@@ -283,9 +283,23 @@ def test_what_the_forward_refuses_the_gradient_refuses():
         found(operands, ids, cotangent, implementation="mosaic_gpu_interpret")
 
 
+def test_tokens_in_float64_have_a_gradient_in_float64():
+    operands, ids, cotangent = case(2, 2, 1)
+    with x64():
+        x = jnp.asarray(np.asarray(operands[0], np.float64))
+        given = (x, *operands[1:]), ids, cotangent
+        made = jax.eval_shape(
+            functools.partial(found, implementation="mosaic_gpu_interpret"), *given
+        )
+    assert made[0].dtype == np.float64
+
+
 @both_devices
-def test_the_gradient_of_swiglu_computes_what_xla_does(implementation):
-    """Rows of padding get zeros, whatever they have; strong gates neither overflow nor give NaN."""
+@pytest.mark.parametrize("room", [1024, 512, 256])
+def test_the_gradient_of_swiglu_computes_what_xla_does(room, implementation, monkeypatch):
+    """Rows of padding get zeros, whatever they have; strong gates neither overflow nor give NaN. A
+    block has four rows, two or one."""
+    monkeypatch.setattr(activation_gradient, "MOST_NUMBERS", room)
     rng, rows, width = np.random.default_rng(3), 8, 256
     of_h, saved = (
         jnp.asarray(rng.normal(size=(rows, n)), jnp.bfloat16) for n in (width, 2 * width)

@@ -22,11 +22,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
 
-TOGETHER, THREADS = 4, 128  # rows and threads of a block
+TOGETHER, THREADS = 4, 128  # most rows of a block, and its threads
+MOST_NUMBERS = 12288  # of each array that a block's registers have room for
 
 
 def swiglu_serves(rows: int, width: int) -> bool:
     return width % THREADS == 0 and rows % TOGETHER == 0
+
+
+def rows_of_a_block(width: int) -> int:
+    return next((n for n in (TOGETHER, 2) if n * width <= MOST_NUMBERS), 1)
 
 
 def swiglu_gradient(
@@ -44,7 +49,7 @@ def swiglu_gradient(
     out = launch(
         gradient_of_rows,
         name="moe_swiglu_gradient",
-        grid={"block": rows // TOGETHER},
+        grid={"block": rows // rows_of_a_block(width)},
         inputs={"of_h": of_h, "saved": saved, "shares": shares, "taken": taken.astype(jnp.int32)},
         outputs={
             "of_gates": jax.ShapeDtypeStruct(saved.shape, saved.dtype),
@@ -54,7 +59,7 @@ def swiglu_gradient(
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True,
-            unsafe_no_auto_barriers=True,  # no thread reads what another has written
+            unsafe_no_auto_barriers=True,  # a sum has its own; else no thread reads another's
         ),
         **modes,
     )  # fmt: skip
@@ -64,7 +69,9 @@ def swiglu_gradient(
 def gradient_of_rows(
     of_h: Any, saved: Any, shares: Any, taken: Any, of_gates: Any, hidden: Any, of_shares: Any
 ) -> None:
-    first, width = lax.axis_index("block") * TOGETHER, of_h.shape[1]
+    width = of_h.shape[1]
+    together = rows_of_a_block(width)
+    first = lax.axis_index("block") * together
     vector = next(n for n in (4, 2, 1) if width % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
     halves = pl.ds(0, width), pl.ds(width, width)
@@ -72,7 +79,7 @@ def gradient_of_rows(
     def read(ref: Any, row: Any, columns: Any) -> jax.Array:
         return plgpu.load(ref.at[row, columns], layout=layout, optimized=False)
 
-    rows = [first + i for i in range(TOGETHER)]
+    rows = [first + i for i in range(together)]
     read_now = [
         [read(of_h, row, halves[0]), *(read(saved, row, half) for half in halves)] for row in rows
     ]

@@ -3,7 +3,7 @@ needs, and the backward.
 
     forward    gate_up keeps gate x and up x of each (token, expert) pair beside h; down; the sum
     backward   dh = dout down                     the forward's kernel with transposed weights
-               d gate, d up, d weights            activation_gradient.py; XLA where it is clamped
+               d gate, d up, d weights            activation_gradient.py, or XLA
                dx = [d gate, d up] gate_up        the forward's kernel with transposed weights
                d down, d gate_up                  weight_gradient.py
 
@@ -224,12 +224,13 @@ class ExpertBackward:
         """The gradient of x [T, F], in its dtype. Experts are added in the order of ids."""
         x, weights = self.operands.x, self.operands.weights
         features = x.shape[1]
+        dtype = x.dtype if x.dtype.itemsize <= 4 else jnp.float32  # kernels have no float64
         at = PanelMatrix(0, self.count, panel(output_columns(features)))
         spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
         return combine(
             spread, self.rows.work.positions, jnp.ones_like(weights), results=at,
-            features=features, columns=512, dtype=x.dtype, **self.modes,
-        )  # fmt: skip
+            features=features, columns=512, dtype=dtype, **self.modes,
+        ).astype(x.dtype)  # fmt: skip
 
     def of_weights(self, of_shares: jax.Array) -> jax.Array:
         """[T, K] of each row's; 0 for an id that is no expert's."""
