@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.silu import sigmoid_and_slope
 
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
@@ -141,9 +142,7 @@ def gradient_of_tokens(
             total = factors[0] * seen[0]
             for j in range(1, TAPS):
                 total += factors[j] * seen[j]
-            root = lax.rsqrt(1 + jnp.exp(-total))
-            opened = root * root  # a division takes many instructions
-            given = wide(of_y) * (opened * (1 + total * (1 - opened)))
+            given = wide(of_y) * sigmoid_and_slope(total)[1]
             back = [where(met[j], factors[j] * given) for j in range(TAPS - 1)]
             done, *waiting = [a + b for a, b in zip(waiting, back, strict=True)]
             sums = [a + given * b for a, b in zip(sums, seen, strict=True)]

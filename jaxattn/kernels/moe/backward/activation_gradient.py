@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.silu import sigmoid_and_slope
 
 TOGETHER, THREADS = 4, 128  # most rows of a block, and its threads
 MOST_NUMBERS = 12288  # of each array that a block's registers have room for
@@ -90,11 +91,10 @@ def gradient_of_rows(
         given, gate, up = (
             lax.select_n(there, jnp.zeros_like(each), each).astype(jnp.float32) for each in numbers
         )
-        root = lax.rsqrt(1 + jnp.exp(-gate))
-        opened = root * root  # a division takes many instructions
+        opened, slope = sigmoid_and_slope(gate)
         silu = gate * opened
         h, scaled = silu * up, given * share
-        of_gate = scaled * up * (opened * (1 + gate * (1 - opened)))
+        of_gate = scaled * up * slope
         for target, half, value in (
             (of_gates, halves[0], of_gate), (of_gates, halves[1], scaled * silu),
             (hidden, halves[0], h * share),
