@@ -13,6 +13,7 @@ MOVED = {
     "jaxattn.engine.crew": "jaxattn.engine.distributed.process_group",
     "jaxattn.engine.outcome": "jaxattn.engine.requests.outputs",
     "jaxattn.models.base": "jaxattn.models.interface",
+    "jaxattn.models.catalog.public_models": "jaxattn.models.catalog.model_resolver",
     "jaxattn.models.decoder": "jaxattn.models.network.decoder_model",
     "jaxattn.models.decoder_spec": "jaxattn.models.network.decoder_spec",
     "jaxattn.models.hybrid": "jaxattn.models.embedded.hybrid_model",

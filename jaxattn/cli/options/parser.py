@@ -141,6 +141,6 @@ def add_dense(group: argparse._ActionsContainer) -> None:
 
 
 def add_layout(group: argparse._ActionsContainer) -> None:
-    """--data, --tensor, --context and --expert; `parallel_options.read_layout` reads them."""
+    """--data, --tensor, --context and --expert; `parallel_config.read_layout` reads them."""
     for name, what in LAYOUT.items():
         group.add_argument(f"--{name}", metavar="N", type=size, default=1, help=what)

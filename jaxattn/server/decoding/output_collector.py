@@ -203,7 +203,7 @@ class OutputCollector:
         stop_tokens: Sequence[int] = (),
         stop_included: bool = False,
     ) -> Self:
-        """A generation whose choices have streams and stop strings of their own."""
+        """A collector whose choices have streams and stop strings of their own."""
         choices = [
             ChoiceDetokenizer(
                 number,
