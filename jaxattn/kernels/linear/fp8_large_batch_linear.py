@@ -127,7 +127,6 @@ def many_linears_fp8_mosaic(
     gated: bool = False,
     config: LinearTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> list[jax.Array]:
     """`x @ weight[layer].T` of each stack of weights, or silu of the first's times the second's.
 
@@ -150,7 +149,7 @@ def many_linears_fp8_mosaic(
         Fp8LargeBatchLinearCta, cut, "linear_fp8_many", x, weights, scales, layer=layer,
         x_smem=plgpu.SMEM((cut.stages, columns, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
         w_smem=plgpu.SMEM((cut.stages, CONSUMERS, ROWS, BLOCK), FP8, transforms=SWIZZLED),
-        out_dtypes=out_dtypes, detect_races=detect_races,
+        out_dtypes=out_dtypes,
     )  # fmt: skip
 
 
@@ -167,7 +166,6 @@ def launch_blocks(
     w_smem: Any,
     copies: int = 1,
     out_dtypes: Sequence[Any],
-    detect_races: bool,
 ) -> list[jax.Array]:
     """The results of a kernel whose blocks are `cta(cut, refs)`.
 
@@ -218,7 +216,6 @@ def launch_blocks(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )["out_refs"]
     return [each[:tokens] for each in found]
 

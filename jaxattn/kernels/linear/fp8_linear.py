@@ -114,7 +114,6 @@ def linears_fp8_mosaic(
     norm: RmsNormPrologueParams | None = None,
     config: LinearTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> list[jax.Array]:
     """`x @ weight[layer].T` of each stack of weights, or silu of the first's times the second's.
 
@@ -193,7 +192,6 @@ def linears_fp8_mosaic(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return [*out["out_refs"], *(out[each] for each in ("total_ref", "normed_ref") if each in out)]
 

@@ -173,7 +173,6 @@ def linears_mosaic(
     biases: Sequence[jax.Array] | None = None,
     config: LinearTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> list[jax.Array]:
     """`x @ weight[layer]` of each stack of weights, or silu of the first's times the second's.
 
@@ -280,7 +279,6 @@ def linears_mosaic(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
     products = (
         y

@@ -41,7 +41,6 @@ def rms_norm_mosaic(
     eps: float,
     dtype: Any,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array | None, jax.Array]:
     """(x + added, its norm) on a Hopper GPU, as `jaxattn.ops.linear.rms_norm` documents it.
 
@@ -108,7 +107,6 @@ def rms_norm_mosaic(
         outputs={"sum_ref": total, "out_ref": jax.ShapeDtypeStruct(tokens.shape, dtype)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        detect_races=detect_races,
     )
     summed = None if added is None else out["sum_ref"].reshape(x.shape)
     return summed, out["out_ref"].reshape(x.shape)

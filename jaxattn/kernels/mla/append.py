@@ -57,7 +57,6 @@ def mla_append_mosaic(
     query_lens: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array | None, jax.Array]:
     """`jaxattn.mla.mla_append` on a Hopper GPU; arguments are documented there.
 
@@ -167,7 +166,6 @@ def mla_append_mosaic(
         scratch={"smem": plgpu.SMEM((5 * WINDOW,), jnp.float32)},
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        detect_races=detect_races,
     )
     normed = out["out_ref"].reshape(batch, q_len, query_rank) if q is not None else None
     return normed, jax.freeze(cache_ref).reshape(kv_cache.shape)

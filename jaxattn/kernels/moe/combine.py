@@ -25,7 +25,7 @@ THREADS = 128
 class ExpertOutputs:
     """What a token's experts made of it, before they are summed up.
 
-    Args: as of `combine`, and its modes.
+    Args: as of `combine`.
     """
 
     def __init__(
@@ -36,17 +36,18 @@ class ExpertOutputs:
         panels: PanelMatrix,
         features: int,
         columns: int,
-        modes: dict[str, Any],
+        interpret: bool,
     ) -> None:
         self.y, self.positions, self.weights = y, positions, weights.astype(jnp.float32)
-        self.panels, self.features, self.columns, self.modes = panels, features, columns, modes
+        self.panels, self.features = panels, features
+        self.columns, self.interpret = columns, interpret
 
     @functools.cached_property
     def total(self) -> jax.Array:
         """float32 [T, F], by a launch of its own."""
         return combine(
             self.y, self.positions, self.weights, results=self.panels, features=self.features,
-            columns=self.columns, **self.modes,
+            columns=self.columns, interpret=self.interpret,
         )  # fmt: skip
 
     @property
@@ -69,7 +70,6 @@ def combine(
     columns: int,
     dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> jax.Array:
     """[T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
 
@@ -135,5 +135,4 @@ def combine(
         scratch={"rest_smem": plgpu.SMEM((columns,), dtype) if rest else None},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-        detect_races=detect_races,
     )["out_ref"]

@@ -97,7 +97,6 @@ def grouped_product(
     name: str,
     form: FourBitFormat | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> dict[str, jax.Array]:
     """The product of each tile of tokens with its expert's weights, where `target` says.
 
@@ -191,7 +190,6 @@ def grouped_product(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
 
 

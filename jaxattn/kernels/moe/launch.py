@@ -157,7 +157,6 @@ def mixture_of_experts_mosaic(
     apart: bool = False,
     config: MoeTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> Any:
     """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
 
@@ -186,7 +185,6 @@ def mixture_of_experts_mosaic(
     spec = scratch(**sizes, dtype=dtype, config=config)
     columns = config.columns
     rows = padded_rows(tokens, top_k, experts, columns)
-    modes: dict[str, bool] = {"interpret": interpret, "detect_races": detect_races}
     x = x.astype(dtype)
     left = None
     if listed is not None and columns == GROUP:
@@ -196,11 +194,11 @@ def mixture_of_experts_mosaic(
     elif supports_pairs(tokens, top_k) and columns == GROUP:
         if not copies(features):
             x = jnp.pad(x, ((0, GROUP - tokens), (0, 0)))
-        work, x = align_small_batch(ids, x, experts, **modes)
+        work, x = align_small_batch(ids, x, experts, interpret=interpret)
     elif supports_sort(tokens, top_k, features):
-        work, x = align_and_sort_tokens(ids, x, experts, columns, **modes)
+        work, x = align_and_sort_tokens(ids, x, experts, columns, interpret=interpret)
     elif supports_permutation(tokens, top_k, features):
-        work, x = permute_tokens(ids, x, experts, columns, **modes)
+        work, x = permute_tokens(ids, x, experts, columns, interpret=interpret)
     else:
         work = align_tokens(ids, experts, columns)
         if work.tokens is None:
@@ -220,7 +218,8 @@ def mixture_of_experts_mosaic(
 
     number = jnp.asarray(layer, jnp.int32).reshape(1)
     common: dict[str, Any] = {
-        "layer": number, "affine": affine, "columns": columns, "form": form, **modes,
+        "layer": number, "affine": affine, "columns": columns, "form": form,
+        "interpret": interpret,
     }  # fmt: skip
     if gate_up_scale is not None:  # gate's and up's blocks of rows, one after the other
         gate_up_scale = gate_up_scale.reshape(*gate_up_scale.shape[:2], -1, features // BLOCK)
@@ -239,7 +238,7 @@ def mixture_of_experts_mosaic(
     )  # fmt: skip
     y = jax.freeze(y_ref)
     results = ExpertOutputs(
-        y, work.positions, weights, places["y"], features, config.combine, modes
+        y, work.positions, weights, places["y"], features, config.combine, interpret
     )
     exact = features == output_columns(features)  # else what reads the parts has no last ones
     out = results if apart and exact else results.total

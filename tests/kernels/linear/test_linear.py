@@ -65,11 +65,13 @@ def close(found, expected, limit=2e-3):
 )
 def test_the_kernel_in_the_interpreter(tokens, inner, sizes, config):
     x, weights = case(tokens, inner, *sizes)
-    found = at_once(
-        linears_mosaic,
-        x, weights, layer=jnp.int32(0), affine=(1, 1), config=config, interpret=True,
-        out_dtypes=[jnp.float32] * len(sizes), detect_races=all(n % 128 == 0 for n in sizes),
-    )  # fmt: skip
+    with no_races(when=all(n % 128 == 0 for n in sizes)):
+        found = at_once(
+            linears_mosaic,
+            x, weights, layer=jnp.int32(0), affine=(1, 1), config=config, interpret=True,
+            out_dtypes=[jnp.float32] * len(sizes),
+        )  # fmt: skip
+        jax.block_until_ready(found)
     close(found, wanted(x, weights, 1))
 
 
@@ -114,11 +116,13 @@ def split_case(tokens, inner, *sizes):
 )
 def test_matrices_have_numbers_of_x_of_their_own(config):
     x, weights, expected = split_case(3, 128, 256, 128, 384)
-    found = at_once(
-        linears_mosaic,
-        x, weights, layer=jnp.int32(1), split=True, config=config, interpret=True,
-        out_dtypes=[jnp.float32] * 3, detect_races=True,
-    )  # fmt: skip
+    with no_races():
+        found = at_once(
+            linears_mosaic,
+            x, weights, layer=jnp.int32(1), split=True, config=config, interpret=True,
+            out_dtypes=[jnp.float32] * 3,
+        )  # fmt: skip
+        jax.block_until_ready(found)
     close(found, expected)
 
 
@@ -222,7 +226,7 @@ def test_no_race_between_a_product_and_what_is_rotated():
             x.reshape(3, -1), [weights.reshape(-1, 128, 128)], layer=jnp.int32(1), heads=2,
             turned=RopeEpilogueParams(angles.angles, config.interleaved),
             config=LinearTileConfig(parts=2, stages=2),
-            out_dtypes=[jnp.bfloat16], interpret=True, detect_races=True,
+            out_dtypes=[jnp.bfloat16], interpret=True,
         )  # fmt: skip
         jax.block_until_ready(found)
 
@@ -231,9 +235,11 @@ def test_gate_and_up_are_one_launch():
     x, weights = case(5, 256, 256, 256)
     run = partial(
         linears_mosaic, layer=1, gated=True, out_dtypes=[jnp.bfloat16], interpret=True,
-        config=LinearTileConfig(parts=2, stages=2), detect_races=True,
+        config=LinearTileConfig(parts=2, stages=2),
     )  # fmt: skip
-    close(run(x, weights), wanted(x, weights, 1, gated=True), 4e-3)
+    with no_races():
+        found = jax.block_until_ready(run(x, weights))
+    close(found, wanted(x, weights, 1, gated=True), 4e-3)
 
 
 def test_a_nan_in_a_token_or_in_another_layer_stays_there():
@@ -419,12 +425,13 @@ def check_normed(found, x, added, norms, weights, layer, limit=4e-3, gated=False
 def test_a_norm_comes_before_a_product(inner, sizes, gated, config):
     x, added, norms, weights = normed_case(inner, *sizes)
     norm = RmsNormPrologueParams(added=added, weights=norms, affine=(2, 3), eps=1e-5, gives=True)
-    found = at_once(
-        linears_mosaic,
-        x, weights, layer=jnp.int32(0), affine=(1, 1), norm=norm, config=config, gated=gated,
-        out_dtypes=[jnp.float32] * (1 if gated else len(sizes)), interpret=True,
-        detect_races=all(n % 128 == 0 for n in sizes),
-    )  # fmt: skip
+    with no_races(when=all(n % 128 == 0 for n in sizes)):
+        found = at_once(
+            linears_mosaic,
+            x, weights, layer=jnp.int32(0), affine=(1, 1), norm=norm, config=config, gated=gated,
+            out_dtypes=[jnp.float32] * (1 if gated else len(sizes)), interpret=True,
+        )  # fmt: skip
+        jax.block_until_ready(found)
     check_normed(found, x, added, norms, weights, 1, gated=gated)
 
 

@@ -85,9 +85,7 @@ def few(form, **sizes):
 def test_no_race_and_what_float64_gives(form, tokens, features, width, options):
     args, named, wanted = four_bit_case(form, tokens, features=features, width=width, **options)
     config = few(form, tokens=tokens, top_k=2, experts=3, hidden=features, expert_size=width)
-    run = functools.partial(
-        mixture_of_experts_mosaic, **named, config=config, interpret=True, detect_races=True
-    )
+    run = functools.partial(mixture_of_experts_mosaic, **named, config=config, interpret=True)
     with no_races():
         y = jax.block_until_ready(jax.jit(run)(*args))
     assert relative(y, wanted) < 1e-3

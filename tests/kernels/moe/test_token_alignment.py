@@ -99,7 +99,6 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
             x,
             experts,
             interpret=interpret,
-            detect_races=interpret,
         )
         jax.block_until_ready(rows)
     assert rows.shape == (8, 320)
@@ -137,7 +136,6 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
         work, rows = at_once(
             align_and_sort_tokens, jnp.asarray(ids), x, experts, columns,
             blocks=20 if interpret else None, interpret=interpret,
-            detect_races=interpret and tokens == 17,
         )  # fmt: skip
         jax.block_until_ready(rows)
     check_sorted(work, rows, ids, x, experts, columns)
@@ -171,7 +169,6 @@ def test_segments_are_permuted_as_xla_does(tokens, experts, top_k, columns, some
     with no_races() if races else contextlib.nullcontext():
         work, rows = at_once(
             permute_tokens, jnp.asarray(ids), x, experts, columns, interpret=True,
-            detect_races=races,
         )  # fmt: skip
         jax.block_until_ready(rows)
     check_sorted(work, rows, ids, x, experts, columns)

@@ -52,7 +52,7 @@ def append(form, args, config, implementation, query_lens=None):
         return jax.jit(op)(*args)
     op = functools.partial(
         turbo_append_mosaic, angles=turned.angles, interleaved=config.interleaved,
-        dtype=args[0].dtype, interpret=True, detect_races=True, **options,
+        dtype=args[0].dtype, interpret=True, **options,
     )  # fmt: skip
     with no_races():
         return jax.block_until_ready(jax.jit(op)(*args))

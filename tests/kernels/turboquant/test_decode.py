@@ -32,7 +32,6 @@ kernel = jax.jit(
         "window",
         "soft_cap",
         "interpret",
-        "detect_races",
     ),
 )
 # Queries and P as two e4m3 terms.
@@ -46,7 +45,7 @@ def decode(case, implementation, **arguments):
     with no_races() if interpret else contextlib.nullcontext():
         outs = kernel(
             *case.args, form=case.form, scale=case.q.shape[-1] ** -0.5, layer=case.layer,
-            interpret=interpret, detect_races=interpret, **case.options, **arguments,
+            interpret=interpret, **case.options, **arguments,
         )  # fmt: skip
         return jax.block_until_ready(outs)
 

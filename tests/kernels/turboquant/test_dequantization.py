@@ -55,9 +55,7 @@ def expected(form, cache, tables, held, common):
 
 def unpacked(form, *args, interpret):
     *args, common = args
-    op = functools.partial(
-        turbo_unpack_mosaic, form=form, interpret=interpret, detect_races=interpret
-    )
+    op = functools.partial(turbo_unpack_mosaic, form=form, interpret=interpret)
     return jax.block_until_ready(jax.jit(op)(*args, jnp.ones(1, jnp.int32), common))
 
 

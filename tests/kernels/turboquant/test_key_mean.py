@@ -44,7 +44,6 @@ def test_as_plain_jax(preset, dim, page, window, implementation):
     interpret = implementation == "mosaic_gpu_interpret"
     op = functools.partial(
         turbo_common_mosaic, form=case.form, samples=SAMPLES, most=MOST, interpret=interpret,
-        detect_races=interpret,
     )  # fmt: skip
     if interpret:
         with no_races():

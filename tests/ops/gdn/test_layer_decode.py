@@ -414,7 +414,7 @@ def test_no_race_in_the_interpreter(parts, stages, tile, keep):
     with no_races():
         out, conv_state, state = jax.block_until_ready(
             launch_gdn_decode(
-                "test", *case.args, writes, config=config, interpret=True, detect_races=True,
+                "test", *case.args, writes, config=config, interpret=True,
                 **options,
             )
         )  # fmt: skip
@@ -435,7 +435,7 @@ def test_four_blocks_a_state_in_the_interpreter(value_heads, dtype, keep):
         out, conv_state, state = jax.block_until_ready(
             launch_gdn_decode(
                 "test", *case.args, writes, config=GdnDecodeTileConfig(split=True), interpret=True,
-                detect_races=True, **options,
+                **options,
             )
         )  # fmt: skip
     results = out.reshape(3, 1, -1), conv_state, state

@@ -190,7 +190,7 @@ def test_no_races(config):
     with no_races():
         found = launch_gdn_decode(
             "kda", qkv, b, weights, *pools, reads, reads, num_key_heads=1, layer=1, eps=EPS,
-            scale=DIM**-0.5, f=f, z=gate, config=config, interpret=True, detect_races=True,
+            scale=DIM**-0.5, f=f, z=gate, config=config, interpret=True,
         )  # fmt: skip
         jax.block_until_ready(found)
     assert_matches(case, (found[0].reshape(2, 1, -1), *found[1:]))

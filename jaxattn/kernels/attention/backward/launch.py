@@ -66,7 +66,6 @@ def attention_backward(
     soft_cap: float | None = None,
     config: BackwardTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> AttentionGrads:
     """Gradients of attention in which token t sees the keys from first[t] to t.
 
@@ -143,7 +142,6 @@ def attention_backward(
         warpgroups=3,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
-        detect_races=detect_races,
     )
     dk, dv = (results[name][:, :tokens] for name in ("dk", "dv"))
     dk_rest = results.get("dk_rest")

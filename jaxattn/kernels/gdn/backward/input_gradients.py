@@ -77,7 +77,6 @@ def input_gradients(
     scale: float,
     l2norm: bool,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k [N, 64, Hk, 128] and v [N, 64, Hv, 128], and what `gate_gradients` takes.
 
@@ -147,7 +146,6 @@ def input_gradients(
         warpgroups=WARPGROUPS + 1,
         compiler_params=LANE,
         interpret=interpret,
-        detect_races=detect_races,
     )
     return *(jax.freeze(ref) for ref in (of_q, of_k, of_v)), out["parts_ref"]
 

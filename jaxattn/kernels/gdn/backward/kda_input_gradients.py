@@ -85,7 +85,6 @@ def channel_gradients(
     scale: float,
     l2norm: bool,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
 
@@ -154,7 +153,6 @@ def channel_gradients(
         warpgroups=WARPGROUPS,
         compiler_params=LANE,
         interpret=interpret,
-        detect_races=detect_races,
     )
     return out["dq_ref"], out["dk_ref"], jax.freeze(of_v), out["dg_ref"], out["dbeta_ref"]
 

@@ -12,7 +12,7 @@ Limits: those of gdn/prefill/launch.py; float16 is taken as bfloat16. Reference:
 `jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn/backward/test_kernel.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +63,9 @@ class DeltaRuleBackwardCall(NamedTuple):
 
 
 def gdn_backward_mosaic(
-    call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
+    call: DeltaRuleBackwardCall, *, interpret: bool = False
 ) -> tuple[ChunkedTokens, jax.Array]:
     """Gradients of the tokens and, float32 [n, Hv, 128, 128], of the initial states."""
-    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     tokens, do, scale = call.tokens, call.do, call.scale
     dtypes = [x.dtype for x in tokens]
     if scale <= 0:  # of which the kernels have no logarithm
@@ -77,18 +76,20 @@ def gdn_backward_mosaic(
     if matrices is None:
         matrices = whole_chunk_matrices(
             q, k, g, beta, scale=scale, use_qk_l2norm=call.use_qk_l2norm,
-            forward=False, backward=True, **mode,
+            forward=False, backward=True, interpret=interpret,
         )  # fmt: skip
     m, p, vectors = matrices.m, matrices.p, matrices.vectors
     assert m is not None
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
     start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
     states, dstates, y, dstart = state_pass(
-        q, k, v, do, m, p, vectors, jnp.asarray(call.runs), start=start, dend=dend, **mode
-    )
+        q, k, v, do, m, p, vectors, jnp.asarray(call.runs), start=start, dend=dend,
+        interpret=interpret,
+    )  # fmt: skip
     dq, dk, dv, parts = input_gradients(
-        q, k, v, do, m, vectors, states, dstates, y, scale=scale, l2norm=call.use_qk_l2norm, **mode
-    )
+        q, k, v, do, m, vectors, states, dstates, y, scale=scale, l2norm=call.use_qk_l2norm,
+        interpret=interpret,
+    )  # fmt: skip
     of_gates = gate_gradients(parts, vectors, g)
     of_tokens = (*(x.reshape(-1, *x.shape[2:]) for x in (dq, dk, dv)), *of_gates)
     cast = (x.astype(dtype) for x, dtype in zip(of_tokens, dtypes, strict=True))
@@ -96,17 +97,16 @@ def gdn_backward_mosaic(
 
 
 def kda_backward_mosaic(
-    call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
+    call: DeltaRuleBackwardCall, *, interpret: bool = False
 ) -> tuple[ChunkedTokens, jax.Array]:
     """The same where g is [N * 64, Hv, 128], decays per channel."""
-    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     dtypes = [x.dtype for x in call.tokens]
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*call.tokens[:3], call.do))
     g, beta = (x.astype(jnp.float32) for x in call.tokens[3:])
     count, heads = q.shape[0] // CHUNK, v.shape[1]
     of_chunks = channel_chunks(
         q, k, g, beta, whole_chunks(count), count,
-        scale=call.scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, **mode,
+        scale=call.scale, use_qk_l2norm=call.use_qk_l2norm, backward=True, interpret=interpret,
     )  # fmt: skip
     q, k, v, do = (x.reshape(count, CHUNK, *x.shape[1:]) for x in (q, k, v, do))
     by_head = beta.reshape(count, CHUNK, heads).swapaxes(1, 2)[:, :, None]
@@ -114,13 +114,14 @@ def kda_backward_mosaic(
     start, dend = (None if x is None else x[None] for x in (call.initial_state, call.dfinal))
     states, dstates, y, dstart = state_pass(
         of_chunks.q, of_chunks.k, v, do, of_chunks.x, of_chunks.p, vectors,
-        jnp.asarray(call.runs), written=of_chunks.written, start=start, dend=dend, **mode,
+        jnp.asarray(call.runs), written=of_chunks.written, start=start, dend=dend,
+        interpret=interpret,
     )  # fmt: skip
     assert states.others is not None
     rounded, rest = (x.reshape(v.shape) for x in two_terms(g))
     dq, dk, dv, of_g, of_beta = channel_gradients(
         q, k, of_chunks.k, (rounded, rest), v, do, of_chunks.x, vectors,
-        states.others, dstates, y, scale=call.scale, l2norm=call.use_qk_l2norm, **mode,
+        states.others, dstates, y, scale=call.scale, l2norm=call.use_qk_l2norm, interpret=interpret,
     )  # fmt: skip
     of_beta = of_beta.sum(axis=2).swapaxes(1, 2).reshape(beta.shape)
     group = heads // k.shape[2]

@@ -129,7 +129,6 @@ def state_pass(
     start: jax.Array | None,
     dend: jax.Array | None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[ChunkStates, jax.Array, jax.Array, jax.Array]:
     """States, their gradients, Y, and the gradients of the first states.
 
@@ -202,7 +201,6 @@ def state_pass(
         warpgroups=halves + 1,
         compiler_params=LANE,
         interpret=interpret,
-        detect_races=detect_races,
     )
     states = ChunkStates(*(out.get(f"{name}_ref") for name in ("upper", "lower", "states")))
     return states, out["dstates_ref"], out["y_ref"], out["dstart_ref"]

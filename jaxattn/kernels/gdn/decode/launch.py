@@ -103,7 +103,6 @@ def gdn_decode_mosaic(
     *,
     config: GdnDecodeTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """The decode ops of `jaxattn.gdn` and `jaxattn.kda` on a Hopper GPU.
 
@@ -187,7 +186,6 @@ def gdn_decode_mosaic(
             unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
     new_state = jax.freeze(pool_ref).reshape(state.shape)
     new_conv = None

@@ -228,7 +228,6 @@ def gdn_prefill_mosaic(
     norm: NormEpilogueParams | None = None,
     matrices: ChunkMatrices | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`jaxattn.gdn.chunk_gated_delta_rule` on a Hopper GPU: output and final states.
 
@@ -256,7 +255,6 @@ def gdn_prefill_mosaic(
     # A copy takes 64 rows, and no array may be shorter than that.
     short = (0, max(0, CHUNK - tokens))
     q, k, v, g, beta = (jnp.pad(x, (short, *[(0, 0)] * (x.ndim - 1))) for x in (q, k, v, g, beta))
-    mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     g, beta, channels = g.astype(jnp.float32), beta.astype(jnp.float32), g.ndim == 3
     of_chunks: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
     afterwards = 1.0
@@ -271,26 +269,26 @@ def gdn_prefill_mosaic(
         chunks, drawn, written = table.table, jnp.zeros(1, jnp.int32), None
         if channels:
             q, k, written, x, p, vectors = channel_chunks(
-                q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
+                q, k, g, beta, chunks, table.num_chunks, **of_chunks, interpret=interpret
             )
         else:
             if matrices is None:
                 matrices = chunk_matrices(
-                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, **mode
+                    q, k, g, beta, chunks, table.num_chunks, **of_chunks, interpret=interpret
                 )
             assert matrices.x is not None
             x, p, vectors, drawn = matrices.x, matrices.p, matrices.vectors, matrices.zero
     if segment:
         ends, transitions = transition_pass(
-            k, v, x, vectors, table.table, busy=busy - count, written=written, **mode
+            k, v, x, vectors, table.table, busy=busy - count, written=written, interpret=interpret
         )
         starts = segment_starts(
-            ends, transitions, table.sequences, slots.states, slots.layer, **mode
+            ends, transitions, table.sequences, slots.states, slots.layer, interpret=interpret
         )
     o, states = output_pass(
         q, k, v, x, p, vectors, table.table, drawn, written=written, starts=starts,
         layer=slots.layer, finals=count if pool is None else pool.states, kept=table.kept,
-        norm=norm if inside else None, busy=busy, **mode,
+        norm=norm if inside else None, busy=busy, interpret=interpret,
     )  # fmt: skip
     o = o[:tokens]
     if afterwards != 1.0:

@@ -42,9 +42,7 @@ def refuse(q: Any, kv_cache: Any) -> None:
         raise Refusal(f"gqa_decode: the kernel wants {reason}")
 
 
-def gqa_decode_mosaic(
-    call: GqaDecodeCall, *, interpret: bool = False, detect_races: bool = False
-) -> tuple[Any, ...]:
+def gqa_decode_mosaic(call: GqaDecodeCall, *, interpret: bool = False) -> tuple[Any, ...]:
     """`jaxattn.gqa.gqa_decode` on a Hopper GPU; arguments and results are documented there."""
     require_hopper("gqa_decode", interpret=interpret)
     refuse(call.q, call.kv_cache)
@@ -83,6 +81,5 @@ def gqa_decode_mosaic(
         warpgroups=room.consumers + 1,
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
-        detect_races=detect_races,
     )
-    return results.finish(written, detect_races=detect_races)
+    return results.finish(written)

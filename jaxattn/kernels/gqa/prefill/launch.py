@@ -105,7 +105,6 @@ def gqa_prefill_mosaic(
     gate: jax.Array | None = None,
     config: GqaPrefillTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of each row's new tokens to its cached prefix and to new keys, of what `refuse`
     lets pass.
@@ -222,7 +221,6 @@ def gqa_prefill_mosaic(
         warpgroups=config.warpgroups + 1,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return unpack(results["out"]), unpack(results["lse"].swapaxes(1, 2))
 

@@ -39,8 +39,8 @@ def _warn_of_few_threads() -> None:
         )
 
 
-def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
+def interpret_mode(interpret: bool) -> Any:
     """The `interpret=` of `plgpu.kernel`: the interpreter fills fresh memory with NaN."""
     if interpret:
         _warn_of_few_threads()
-    return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else False
+    return plgpu.InterpretGPUParams() if interpret else False

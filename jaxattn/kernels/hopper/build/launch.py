@@ -41,7 +41,6 @@ def launch(
     warpgroups: int | None = 1,
     compiler_params: plgpu.CompilerParams | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> dict[str, Any]:
     """Runs a kernel, and returns its outputs by name.
 
@@ -56,7 +55,6 @@ def launch(
         warpgroups: of a block, the axis "wg". None: one, and no such axis.
         compiler_params: None takes the defaults.
         interpret: under the Mosaic interpreter, on any device; fresh memory is NaN.
-        detect_races: there, whether it looks for races.
 
     Raises:
         ValueError: two of inputs, outputs and scratch have one name.
@@ -94,9 +92,9 @@ def launch(
         thread_name=None if warpgroups is None else "wg",
         kernel_name=name,
         compiler_params=compiler_params,
-        interpret=interpret_mode(interpret, detect_races=detect_races),
+        interpret=interpret_mode(interpret),
     )
-    limits = grid, cluster, warpgroups, compiler_params, interpret, detect_races
+    limits = grid, cluster, warpgroups, compiler_params, interpret
     kernel = trace_once(name, kernel, body, tuple(given), made, used, *limits)
     with jax.enable_x64(False):  # a kernel's integers are int32
         return dict(zip(made, kernel(*given.values()), strict=True))

@@ -68,7 +68,6 @@ def combine(
     sinks: jax.Array | None = None,
     sharers: int | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> jax.Array:
     """Writes the merged rows to the output and returns their LSE.
 
@@ -106,7 +105,6 @@ def combine(
         warpgroups=sharers,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return jax.freeze(lse_ref)
 

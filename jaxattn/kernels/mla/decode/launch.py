@@ -100,7 +100,6 @@ def mla_decode_mosaic(
     columns: bool | None = None,
     output_by_tma: bool | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """`jaxattn.mla.mla_decode` on a Hopper GPU; what comes back: `MlaDecodeOutputs.finish`.
 
@@ -127,7 +126,7 @@ def mla_decode_mosaic(
         )
     call = scheduled(call.stacked(), interpret=interpret)
     if columns:
-        return mla_decode_swap_ab(call, interpret=interpret, detect_races=detect_races)
+        return mla_decode_swap_ab(call, interpret=interpret)
     tiles = num_tiles(call.q_len, call.num_heads)
     q_ref, q_rope_ref = _in_tiles(call, tiles * TILE)
     results = MlaDecodeOutputs(call, tiles * TILE)
@@ -156,9 +155,8 @@ def mla_decode_mosaic(
             unsafe_no_auto_barriers=True,
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
-    return results.finish(written, interpret=interpret, detect_races=detect_races)
+    return results.finish(written, interpret=interpret)
 
 
 def _in_tiles(call: MlaDecodeCall, rows: int) -> tuple[jax.Array, jax.Array | None]:

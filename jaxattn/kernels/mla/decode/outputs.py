@@ -69,9 +69,7 @@ class MlaDecodeOutputs:
         an arena begin at any second one."""
         return self.first_rows[0] % 8 == 0 and self.refs[0].shape[0] % 8 == 0
 
-    def finish(
-        self, written: Mapping[str, jax.Array], *, interpret: bool, detect_races: bool
-    ) -> tuple[Any, ...]:
+    def finish(self, written: Mapping[str, jax.Array], *, interpret: bool) -> tuple[Any, ...]:
         """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one; where outputs met,
         (out [B, 1, H / N, R], the arena or None, the mailbox).
 
@@ -84,9 +82,7 @@ class MlaDecodeOutputs:
             return self._meet(call.merge, lse, partial_lse)
         if partial_lse is not None:
             split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
-            lse = combine(
-                call, split, sinks=self.sinks, interpret=interpret, detect_races=detect_races
-            )
+            lse = combine(call, split, sinks=self.sinks, interpret=interpret)
         lanes, arena = self._lanes()
         # Of one request the used rows lie together: one slice, where XLA would make two of it.
         kept = used if batch == 1 else self.rows

@@ -90,7 +90,6 @@ def mla_index_mosaic(
     layer: jax.Array | int | None = None,
     k_scale: jax.Array | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> jax.Array:
     """`jaxattn.mla.mla_index`, whose arguments these are, as the op has checked them."""
     require_hopper("mla_index", interpret=interpret)
@@ -108,7 +107,6 @@ def mla_index_mosaic(
         tiling=tiling, top_k=top_k, page_size=index_cache.shape[-2], dtype=q.dtype,
         keys=index_cache.dtype, interpret=interpret,
     )  # fmt: skip
-    options: Any = {"interpret": interpret, "detect_races": detect_races}
     rows_of: Any = {"lens_ref": seq_lens, "query_lens_ref": query_lens}
     grouped = [tiling.in_items(x) for x in (q, weights)]
     if tiling.items > FEW_ITEMS:
@@ -131,10 +129,10 @@ def mla_index_mosaic(
             begins_ref=begins,
             first_ref=first,
             **rows_of,
-            **options,
+            interpret=interpret,
         )
         places = top_k_places(
-            tiling, top_k, scores_ref=scores, first_ref=first, **rows_of, **options
+            tiling, top_k, scores_ref=scores, first_ref=first, **rows_of, interpret=interpret
         )
         return places.reshape(tiling.group, tiling.tokens, top_k)
 

@@ -118,9 +118,7 @@ class IndexScoreConfig:
         }
 
 
-def index_scores(
-    config: IndexScoreConfig, *, interpret: bool, detect_races: bool, **inputs: Any
-) -> jax.Array:
+def index_scores(config: IndexScoreConfig, *, interpret: bool, **inputs: Any) -> jax.Array:
     """int32 [items * tokens, width] of a group's items; see `IndexScoreRefs` for the inputs."""
     rows = config.tiling.group * config.tiling.tokens
     return launch(
@@ -140,7 +138,6 @@ def index_scores(
             reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )["out_ref"]
 
 

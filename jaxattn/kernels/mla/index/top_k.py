@@ -33,7 +33,7 @@ def cluster_size(rows: int, width: int) -> int:
 
 
 def top_k_places(
-    tiling: IndexTiling, top_k: int, *, scores_ref: jax.Array, interpret: bool, detect_races: bool,
+    tiling: IndexTiling, top_k: int, *, scores_ref: jax.Array, interpret: bool,
     **rows_of: Any,
 ) -> jax.Array:  # fmt: skip
     """int32 [tokens, top_k]: the visible keys with the highest scores of each token of a group,
@@ -60,7 +60,6 @@ def top_k_places(
             reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )["out_ref"]
 
 

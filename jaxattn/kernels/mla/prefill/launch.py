@@ -57,7 +57,6 @@ def attend_mosaic(
     firsts: jax.Array | None = None,
     config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(scale q [k, k_pe]^T) v, query t of row b seeing a range of keys.
 
@@ -80,7 +79,7 @@ def attend_mosaic(
     """
     out, lse = attend_padded(
         q, k, k_pe, v, bounds, q.dtype,
-        scale=scale, firsts=firsts, config=config, interpret=interpret, detect_races=detect_races,
+        scale=scale, firsts=firsts, config=config, interpret=interpret,
     )  # fmt: skip
     return unpad(out, lse, q.shape[1])
 
@@ -103,7 +102,6 @@ def attend_padded(
     state: tuple[jax.Array, jax.Array] | None = None,
     config: MlaPrefillTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_mosaic` as the kernel writes it, or merged in place into an earlier such result.
 
@@ -162,7 +160,6 @@ def attend_padded(
         warpgroups=3,
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
-        detect_races=detect_races,
     )
     if state is not None:
         out = {name: jax.freeze(ref) for name, ref in written.items()}

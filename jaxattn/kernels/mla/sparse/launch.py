@@ -95,7 +95,6 @@ def mla_sparse_mosaic(
     batch_invariant: bool = False,
     output_by_tma: bool | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[Any, ...]:
     """`call`'s attention, each token to its list alone: (out [B, S, H, R], lse [B, S, H]), and the
     arena if the call has one.
@@ -159,9 +158,8 @@ def mla_sparse_mosaic(
             unsafe_no_auto_barriers=True,  # as in mla_decode
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
-    out, lse, *arena = results.finish(written, interpret=interpret, detect_races=detect_races)
+    out, lse, *arena = results.finish(written, interpret=interpret)
     return out.reshape(*shape, RANK), lse.reshape(shape), *arena
 
 

@@ -36,7 +36,7 @@ def rows_of_a_block(width: int) -> int:
 
 
 def swiglu_gradient(
-    of_h: jax.Array, saved: jax.Array, shares: jax.Array, taken: jax.Array, **modes: Any
+    of_h: jax.Array, saved: jax.Array, shares: jax.Array, taken: jax.Array, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(of gate and up [R, 2 I], hidden [R, I], both in saved's dtype, of_share float32 [R]).
 
@@ -62,7 +62,7 @@ def swiglu_gradient(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True,
             unsafe_no_auto_barriers=True,  # a sum has its own; else no thread reads another's
         ),
-        **modes,
+        interpret=interpret,
     )  # fmt: skip
     return out["of_gates"], out["hidden"], out["of_shares"]
 

@@ -93,7 +93,6 @@ def forward_with_residuals(
     layer: jax.Array | int,
     affine: tuple[int, int] = (1, 0),
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, ExpertResiduals]:
     """`mixture_of_experts_mosaic` of stacks, to the bit, and what its gradient needs."""
     refuse(operands.x, operands.gate_up, interpret=interpret)
@@ -105,11 +104,11 @@ def forward_with_residuals(
     config = config_of(operands)
     rows = rows_of(ids, gate_up.shape[1], config.columns)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
-    modes: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     common: dict[str, Any] = {
-        "layer": number, "affine": affine, "columns": config.columns, **modes,
+        "layer": number, "affine": affine, "columns": config.columns,
+        "interpret": interpret,
     }  # fmt: skip
-    gathered = tokens_in_rows(x.astype(dtype), rows.pairs, ids.shape[1], **modes)
+    gathered = tokens_in_rows(x.astype(dtype), rows.pairs, ids.shape[1], interpret=interpret)
     count, wide = len(rows.pairs), output_columns(features)
     h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
     # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
@@ -129,7 +128,7 @@ def forward_with_residuals(
     )["target"]  # fmt: skip
     out = combine(
         y, rows.work.positions, weights, results=y_at, features=features, columns=config.combine,
-        **modes,
+        interpret=interpret,
     )  # fmt: skip
     rows = jax.tree.map(lambda x: checkpoint_name(x, SAVED_NAME), rows)
     saved = checkpoint_name(both["saved"], SAVED_NAME)
@@ -153,19 +152,17 @@ def gradients(
     activation: ClampedSwiGLU | None = None,
     affine: tuple[int, int] = (1, 0),
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> ExpertOperands:
     """Of a sum whose gradient with respect to the output [T, F] is `cotangent`."""
     kept, cotangent = without_gradient(OP, (kept, cotangent))
-    modes = {"interpret": interpret, "detect_races": detect_races}
-    return ExpertBackward(kept, affine, modes).gradients(cotangent, activation or swiglu)
+    return ExpertBackward(kept, affine, interpret).gradients(cotangent, activation or swiglu)
 
 
 class ExpertBackward:
     """The backward pass, of a forward's residuals."""
 
-    def __init__(self, kept: ExpertResiduals, affine: tuple[int, int], modes: dict[str, Any]):
-        self.kept, self.affine, self.modes = kept, affine, modes
+    def __init__(self, kept: ExpertResiduals, affine: tuple[int, int], interpret: bool):
+        self.kept, self.affine, self.interpret = kept, affine, interpret
         self.operands, self.rows = kept.operands, kept.rows
         self.dtype, self.count = kept.saved.dtype, len(kept.rows.pairs)
         self.taken = kept.rows.pairs >= 0
@@ -178,7 +175,7 @@ class ExpertBackward:
         shares = jnp.where(self.taken, weights.reshape(-1)[self.rows.pairs], 0).astype(jnp.float32)
         operands = inner, self.kept.saved, shares, self.taken
         if activation is swiglu and swiglu_serves(*inner.shape):
-            of_gates, hidden, of_shares = swiglu_gradient(*operands, **self.modes)
+            of_gates, hidden, of_shares = swiglu_gradient(*operands, interpret=self.interpret)
         else:
             of_gates, hidden, of_shares = through_activation(*operands, activation)
         of_biases: list[jax.Array | None] = [None, None]
@@ -197,8 +194,8 @@ class ExpertBackward:
         )
 
     def gathered(self, x: jax.Array) -> jax.Array:
-        top_k = self.operands.weights.shape[1]
-        return tokens_in_rows(x.astype(self.dtype), self.rows.pairs, top_k, **self.modes)
+        x, top_k = x.astype(self.dtype), self.operands.weights.shape[1]
+        return tokens_in_rows(x, self.rows.pairs, top_k, interpret=self.interpret)
 
     def product(
         self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
@@ -211,13 +208,13 @@ class ExpertBackward:
             jax.ShapeDtypeStruct((panels * self.count, at.width), self.dtype),
             source=PanelMatrix(0, self.count, depth), results=at, gated=False, transposed=True,
             product=product_config(height, depth), columns=config_of(self.operands).columns,
-            layer=self.kept.layer, affine=self.affine, name=name, **self.modes,
+            layer=self.kept.layer, affine=self.affine, name=name, interpret=self.interpret,
         )["target"]  # fmt: skip
 
     def weight_gradient(self, left: jax.Array, right: jax.Array, name: str) -> jax.Array:
         return weight_gradient(
             left, right, self.rows.starts, self.rows.steps, name=f"moe_{name}_weights",
-            **self.modes,
+            interpret=self.interpret,
         )  # fmt: skip
 
     def summed_up(self, of_gates: jax.Array) -> jax.Array:
@@ -229,7 +226,7 @@ class ExpertBackward:
         spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
         return combine(
             spread, self.rows.work.positions, jnp.ones_like(weights), results=at,
-            features=features, columns=512, dtype=dtype, **self.modes,
+            features=features, columns=512, dtype=dtype, interpret=self.interpret,
         ).astype(x.dtype)  # fmt: skip
 
     def of_weights(self, of_shares: jax.Array) -> jax.Array:

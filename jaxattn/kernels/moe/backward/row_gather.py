@@ -20,7 +20,7 @@ from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, windows
 TOGETHER = 4  # rows of a block
 
 
-def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> jax.Array:
+def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, *, interpret: bool) -> jax.Array:
     """[R, F]: x [T, F] of each row's pair t * top_k + k, and 0 where the pair is below 0."""
     rows, features = len(pairs), x.shape[1]
     if features % PAIRS or rows % TOGETHER:
@@ -34,7 +34,7 @@ def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> 
         outputs={"rows": jax.ShapeDtypeStruct((rows, features), x.dtype)},
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **modes,
+        interpret=interpret,
     )["rows"]
 
 

@@ -83,7 +83,6 @@ def weight_gradient(
     name: str,
     config: WeightGradientTileConfig | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> jax.Array:
     """[E, M, N] in the operands' dtype.
 
@@ -130,7 +129,6 @@ def weight_gradient(
         warpgroups=multiplying + 1,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-        detect_races=detect_races,
     )["out"]
 
 

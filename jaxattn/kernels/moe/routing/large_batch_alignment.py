@@ -63,7 +63,6 @@ def permute_tokens(
     columns: int,
     *,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[TokenAlignment, jax.Array]:
     """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
 
@@ -84,7 +83,6 @@ def permute_tokens(
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-        detect_races=detect_races,
     )
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
     some = lambda size: plgpu.SMEM((size,), jnp.int32)  # noqa: E731

@@ -57,7 +57,6 @@ def align_and_sort_tokens(
     *,
     blocks: int | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[TokenAlignment, jax.Array]:
     """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
 
@@ -93,7 +92,6 @@ def align_and_sort_tokens(
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return TokenAlignment(out["tiles"], out["total"], out["positions"], None), out["rows"]
 

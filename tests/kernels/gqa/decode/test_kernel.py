@@ -29,7 +29,7 @@ from tests.helpers.kernel_cases import both_devices, no_races, slow, slow_interp
 
 kernel = jax.jit(
     launch_gqa_decode,
-    static_argnames=("scale", "window", "soft_cap", "interpret", "detect_races"),
+    static_argnames=("scale", "window", "soft_cap", "interpret"),
 )
 schedule_of = jax.jit(Schedule.of, static_argnames="batch")
 
@@ -40,7 +40,7 @@ def decode(case, implementation, **arguments):
     with no_races() if interpret else contextlib.nullcontext():
         outs = kernel(
             *case.args, scale=case.q.shape[-1] ** -0.5, layer=case.layer, interpret=interpret,
-            detect_races=interpret, **case.options, **arguments,
+            **case.options, **arguments,
         )  # fmt: skip
         return jax.block_until_ready(outs)
 

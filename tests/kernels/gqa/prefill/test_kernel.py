@@ -14,8 +14,6 @@ from jaxattn import gqa
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.kernels.gqa.prefill import launch
 from jaxattn.kernels.gqa.prefill.smem import CONFIGS
-from jaxattn.kernels.hopper.build import launch as hopper_launch
-from jaxattn.kernels.hopper.build.interpreter import interpret_mode
 from jaxattn.ops.gqa import prefill as prefill_op
 from jaxattn.ops.gqa import prefill_mosaic
 from tests.helpers.gqa_prefill_cases import PrefillCase, assert_prefill_close, prefill_case
@@ -219,8 +217,6 @@ def test_a_cut_prompt_is_the_whole_prompt(implementation):
     "dim, options", [slow(64, {}), (128, dict(window=60)), slow(256, dict(gate=True))]
 )
 def test_no_race_in_the_interpreter(dim, options, traced_anew, monkeypatch):
-    forced = functools.partial(interpret_mode, True, detect_races=True)
-    monkeypatch.setattr(hopper_launch, "interpret_mode", lambda *args, **kwargs: forced())
     monkeypatch.setattr(launch, "FEW_TOKENS", 0)
     monkeypatch.setitem(CONFIGS, dim, dataclasses.replace(CONFIGS[dim], blocks=2))
     case = prefill_case([330, 5], [200, 5], dim=dim, **options)

@@ -77,7 +77,6 @@ def test_parts_that_see_nothing_much_and_nan(
         )  # fmt: skip
         merged = combine(
             call, SplitRows(refs, [3, 0], own_lse, lse), sharers=sharers, interpret=interpret,
-            detect_races=interpret,
         )  # fmt: skip
         return jax.freeze(refs[0]), merged
 

@@ -41,7 +41,6 @@ def run(body, grid, inputs, outputs, scratch, interpret):
                 warpgroups=SHARERS,
                 compiler_params=peers.COMPILER,
                 interpret=interpret,
-                detect_races=interpret,
             )
         )(jax.tree.map(jnp.asarray, inputs))
         return jax.tree.map(np.asarray, jax.block_until_ready(found))

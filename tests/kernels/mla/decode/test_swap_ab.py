@@ -98,7 +98,7 @@ def decode(some: Stored, implementation, *, schedule=None, arena=None):
     with no_races() if interpret else contextlib.nullcontext():
         outs = kernel(
             *case.args, scale=case.scale, columns=True, interpret=interpret,
-            detect_races=interpret, layer=case.layer, kv_scale=kv_scale,
+            layer=case.layer, kv_scale=kv_scale,
             query_lens=case.query_lens, schedule=schedule, arena=arena,
         )  # fmt: skip
         return jax.block_until_ready(outs)

@@ -30,7 +30,7 @@ from tests.helpers.kernel_cases import (
 op = jax.jit(mla.mla_decode, static_argnames=("scale", "implementation"))
 kernel = jax.jit(
     launch_mla_decode,
-    static_argnames=("scale", "columns", "output_by_tma", "interpret", "detect_races"),
+    static_argnames=("scale", "columns", "output_by_tma", "interpret"),
 )
 schedule_of = jax.jit(Schedule.of, static_argnames=("batch", "max_pages"))
 made_schedule = jax.jit(
@@ -55,7 +55,7 @@ def run(case, implementation, **arguments):
         return op(*case.args, scale=case.scale, implementation=implementation, **arguments)
     with no_races():
         return jax.block_until_ready(
-            kernel(*case.args, scale=case.scale, interpret=True, detect_races=True, **arguments)
+            kernel(*case.args, scale=case.scale, interpret=True, **arguments)
         )
 
 

@@ -38,7 +38,7 @@ def decode(some: Stored, implementation, *, q=None, **arguments):
     with no_races() if interpret else contextlib.nullcontext():
         outs = kernel(
             case.q if q is None else q, *case.args[1:], scale=case.scale, interpret=interpret,
-            detect_races=interpret, layer=case.layer, kv_scale=kv_scale,
+            layer=case.layer, kv_scale=kv_scale,
             query_lens=case.query_lens, **arguments,
         )  # fmt: skip
         return jax.block_until_ready(outs)

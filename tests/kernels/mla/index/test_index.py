@@ -59,7 +59,7 @@ class IndexCase:
         def index(q, weights, cache, tables, lens, queries, scale):
             return mla_index_mosaic(
                 q, weights, cache, tables, lens, top_k=count, query_lens=queries, layer=1,
-                k_scale=scale, interpret=interpret, detect_races=interpret,
+                k_scale=scale, interpret=interpret,
             )  # fmt: skip
 
         lens = np.array(self.lens, np.int32)

@@ -14,10 +14,7 @@ from jax import Array
 
 from jaxattn import mla
 from jaxattn.kernels.attention.causal_tile_order import head_group, tile_order
-from jaxattn.kernels.hopper.build import launch as hopper_launch
-from jaxattn.kernels.hopper.build.interpreter import interpret_mode
 from jaxattn.kernels.mla.prefill.launch import MlaPrefillTileConfig, attend_mosaic
-from jaxattn.ops.mla import prefill as prefill_op
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted, x64
 
 SCALE = 192**-0.5
@@ -169,9 +166,7 @@ def test_every_tile_is_taken_once_and_the_shares_are_even(heads, tiles, group, b
 )
 def test_no_race_in_the_interpreter():
     case = make_case(200, 328, 1, [(0, 200, 300, 100), (0, 130, 70, 400)])
-    options = dict(
-        scale=SCALE, config=MlaPrefillTileConfig(blocks=2), interpret=True, detect_races=True
-    )
+    options = dict(scale=SCALE, config=MlaPrefillTileConfig(blocks=2), interpret=True)
     with no_races():
         out, lse = jax.block_until_ready(attend_mosaic(*case.args, **options))
     assert_close(out, lse, *oracle(case))
@@ -310,12 +305,8 @@ def test_real_lines_of_long_prompts_are_what_rows_are(nope, values):
         assert relative(np.where(count, got[:-1], 0), np.where(count, expected[:-1], 0)) < 5e-3
 
 
-def test_no_race_where_a_cached_prefix_is_merged(monkeypatch):
+def test_no_race_where_a_cached_prefix_is_merged():
     """Three blocks of a prefix, one after another into one result, which they update in place."""
-    forced = functools.partial(interpret_mode, True, detect_races=True)
-    monkeypatch.setattr(hopper_launch, "interpret_mode", lambda *args, **kwargs: forced())
-    # Without what other tests have traced of it.
-    monkeypatch.setattr(prefill_op, "prefill_mosaic", prefill_op.prefill_mosaic.__wrapped__)
     case = prefill_case([200, 5, 70], [70, 5, 6])
     with no_races():
         outs = jax.block_until_ready(prefill(case, "mosaic_gpu_interpret", block=64))

@@ -37,7 +37,7 @@ def attend(case, implementation, **options):
     if implementation == "mosaic_gpu":
         return launch_mla_sparse(case, **options)
     with no_races():
-        found = launch_mla_sparse(case, interpret=True, detect_races=True, **options)
+        found = launch_mla_sparse(case, interpret=True, **options)
         return jax.block_until_ready(found)
 
 

@@ -62,7 +62,6 @@ def output_pass(
     norm: NormEpilogueParams | None = None,
     busy: int,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs of every run, and the states after those that ask for it.
 
@@ -139,6 +138,5 @@ def output_pass(
         warpgroups=halves + 1 + normed,
         compiler_params=compiler_params(),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return out["o_ref"], out["pool_ref"] if pool is None else jax.freeze(pool)

@@ -78,7 +78,6 @@ def transition_pass(
     busy: int,
     written: jax.Array | None = None,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run but the last,
     which is the padding.
@@ -125,7 +124,6 @@ def transition_pass(
         warpgroups=halves + 1,
         compiler_params=compiler_params(),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return out["ends_ref"], out["transitions_ref"]
 
@@ -247,7 +245,6 @@ def segment_starts(
     layer: jax.Array,
     *,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> jax.Array:
     """The states before every segment, float32 [1, R, Hv, 128, 128].
 
@@ -281,7 +278,6 @@ def segment_starts(
         warpgroups=2,
         compiler_params=compiler_params(),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return out["starts_ref"]
 

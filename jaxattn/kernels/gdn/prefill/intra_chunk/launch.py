@@ -75,7 +75,6 @@ def chunk_matrices(
     forward: bool = True,
     backward: bool = False,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> ChunkMatrices:
     """X, P and the vectors of every chunk.
 
@@ -132,7 +131,6 @@ def chunk_matrices(
         warpgroups=WARPGROUPS,
         compiler_params=compiler_params(),
         interpret=interpret,
-        detect_races=detect_races,
     )
     x, m, p = out.get("x_ref"), out.get("m_ref"), out["p_ref"]
     return ChunkMatrices(x, m, p, out["vectors_ref"], out["zero_ref"])

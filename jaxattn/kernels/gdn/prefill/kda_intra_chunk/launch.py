@@ -59,7 +59,6 @@ def channel_chunks(
     use_qk_l2norm: bool,
     backward: bool = False,
     interpret: bool = False,
-    detect_races: bool = False,
 ) -> KdaChunkOperands:
     """The operands of the chunks of a plan.
 
@@ -101,7 +100,6 @@ def channel_chunks(
         warpgroups=WARPGROUPS,
         compiler_params=compiler_params(),
         interpret=interpret,
-        detect_races=detect_races,
     )
     return KdaChunkOperands(*(out[name] for name in OUTPUTS))
 

@@ -157,8 +157,6 @@ def combine(
     first_rows: list[int],
     lse: jax.Array,
     partial_lse: jax.Array,
-    *,
-    detect_races: bool = False,
 ) -> jax.Array:
     """In the interpreter, writes the pairs that were cut to the output, and returns the LSE of all.
 
@@ -207,6 +205,5 @@ def combine(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=True,
-        detect_races=detect_races,
     )
     return jax.freeze(lse_ref)

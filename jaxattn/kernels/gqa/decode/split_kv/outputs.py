@@ -81,7 +81,7 @@ class GqaDecodeOutputs:
             "interpret": self.interpret,
         }
 
-    def finish(self, written: Mapping[str, jax.Array], *, detect_races: bool) -> tuple[Any, ...]:
+    def finish(self, written: Mapping[str, jax.Array]) -> tuple[Any, ...]:
         """(out [B, S, H, D], lse [B, S, H]), and the arena if there is one.
 
         `written` is what the launch returned. In the interpreter pairs that were cut are merged
@@ -92,7 +92,6 @@ class GqaDecodeOutputs:
         if self.split and self.interpret:
             lse = combine(
                 call, self.line, self.refs, self.first_rows, lse, written["partial_lse_ref"],
-                detect_races=detect_races,
             )  # fmt: skip
         lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
         lse = lse.reshape(call.q.shape[:3])

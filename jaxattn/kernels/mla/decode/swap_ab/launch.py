@@ -62,9 +62,7 @@ def refuse_swap_ab(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
         )
 
 
-def mla_decode_swap_ab(
-    call: MlaDecodeCall, *, interpret: bool, detect_races: bool
-) -> tuple[Any, ...]:
+def mla_decode_swap_ab(call: MlaDecodeCall, *, interpret: bool) -> tuple[Any, ...]:
     """`mla_decode_mosaic` of a call that `refuse_swap_ab` accepts: its queries are in one array,
     and it has layers and a schedule."""
     assert not isinstance(call.q, tuple)
@@ -102,6 +100,5 @@ def mla_decode_swap_ab(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-        detect_races=detect_races,
     )
-    return results.finish(written, interpret=interpret, detect_races=detect_races)
+    return results.finish(written, interpret=interpret)
