@@ -57,14 +57,14 @@ def choose_limits(
         return _small(model, limits, platform)
     outside = dict(beside or {})
     outside["outside"] = max(outside.get("outside", 0), DRIVER)
-    chooser = LimitsSearch(
+    return LimitsSearch(
+        asked=limits,
         model=model,
         memory=memory,
         params=packed_shapes(model) if params is None else params,
         beside=outside,
         bounds=bounds or (lambda _: {}),
-    )
-    return chooser.choose(limits)
+    ).choose()
 
 
 def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:

@@ -59,47 +59,57 @@ def limit_reason(name: str, value: Any, why: str) -> str:
     return f"{name} {said}: {why}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class LimitsSearch:
-    """Searches for limits that fit a GPU; attributes are the arguments of `choose_limits`."""
+    """Searches for limits that fit a GPU.
 
+    Attributes:
+        asked: the limits with what is left open; the others are the arguments of `choose_limits`.
+        reasons: why each limit that was chosen is what it is, so far, by its name.
+    """
+
+    asked: Limits
     model: Model
     memory: DeviceMemory
     params: Any
     beside: Mapping[str, Any]
     bounds: Bounds
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def choose(self, asked: Limits) -> LimitsChoice:
-        limits, reasons = self._fast(asked)
-        whole, why = limits, dict(reasons)
-        limits = self._few_states(asked, limits, reasons)
-        limits = self._lowered(asked, limits, {}, reasons)
+    def choose(self) -> LimitsChoice:
+        limits = whole = self._fast()
+        why = dict(self.reasons)
+        limits = self._few_states(limits)
+        limits = self._lowered(limits, {})
         known: Mapping[str, ExecutableMemory] = {}
-        fits = self._fits(asked, limits, known)
-        if fits and asked.unset & {"max_model_len", "batch", "prefill_chunk"}:
+        fits = self._fits(limits, known)
+        if fits and self.asked.unset & {"max_model_len", "batch", "prefill_chunk"}:
             # Tracing takes seconds: it comes after what weights and state alone say.
             known = self.bounds(limits)
-            while (lower := self._lowered(asked, limits, known, reasons)) != limits:
+            while (lower := self._lowered(limits, known)) != limits:
                 limits = lower
                 known = self.bounds(limits)
-            fits = self._fits(asked, limits, known)
+            fits = self._fits(limits, known)
         if fits:
-            limits = self._context(asked, limits, known, reasons)
+            limits = self._context(limits, known)
         elif not self._pages(limits, known):  # the plan is of the whole, and says what would help
-            limits, reasons = whole, why
-        limits = self._checkpoints(asked, limits, known, reasons)
-        limits = self._share(asked, limits, known, reasons)
-        limits = self._buckets(asked, limits, reasons)
-        return LimitsChoice(limits, tuple(reasons.values()), known if fits else {})
+            limits, self.reasons = whole, why
+        limits = self._checkpoints(limits, known)
+        limits = self._share(limits, known)
+        self._explain_buckets(limits)
+        return LimitsChoice(limits, tuple(self.reasons.values()), known if fits else {})
 
-    def _fast(self, asked: Limits) -> tuple[Limits, dict[str, str]]:
-        """(what a GPU gets where everything fits, why)."""
-        unset, chosen, reasons = asked.unset, {}, {}
+    def _explain(self, name: str, value: Any, why: str) -> None:
+        self.reasons[name] = limit_reason(name, value, why)
+
+    def _fast(self) -> Limits:
+        """What a GPU gets where everything fits."""
+        asked, unset, chosen = self.asked, self.asked.unset, {}
 
         def choose(name: str, value: Any, why: str) -> None:
             if name in unset:
                 chosen[name] = value
-                reasons[name] = limit_reason(name, value, why)
+                self._explain(name, value, why)
 
         length, why = self.model.max_position_embeddings, "the model's own context"
         if asked.num_pages and asked.num_pages * asked.page_tokens < length:
@@ -120,7 +130,7 @@ class LimitsSearch:
             choose("prefill_rows", rows, "short prompts, whole, that are read together")
             for name in ("decode_buckets", "prefill_buckets"):
                 choose(name, (), "reproducible has one shape")
-            return dataclasses.replace(asked, **chosen), reasons
+            return dataclasses.replace(asked, **chosen)
         choose("prefill_rows", PREFILL_ROWS * asked.groups, "short prompts that are read together")
         tokens = asked.prefill_tokens or PREFILL_TOKENS
         chunk = min(max(tokens, *asked.prefill_buckets, 1), length)
@@ -134,10 +144,10 @@ class LimitsSearch:
             mixed = max(MIXED_TOKENS, dataclasses.replace(asked, **chosen).prefill_sizes[0])
             chosen["mixed_tokens"] = mixed
             why = "prompt tokens of a step in which other rows decode"
-            reasons["mixed_tokens"] = limit_reason("mixed_tokens", mixed, why)
+            self._explain("mixed_tokens", mixed, why)
         rows = chosen.get("batch", asked.batch)
         choose("decode_buckets", _below(DECODE_BUCKETS, rows, asked.groups), "fewer rows")
-        return dataclasses.replace(asked, **chosen), reasons
+        return dataclasses.replace(asked, **chosen)
 
     # --- what fits
 
@@ -176,18 +186,18 @@ class LimitsSearch:
         )
         return two - one
 
-    def _fits(self, asked: Limits, limits: Limits, known: Mapping[str, ExecutableMemory]) -> bool:
+    def _fits(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> bool:
         """Whether the cache holds a row, of the shortest context if nobody fixed it."""
-        return self._pages(limits, known) >= _least_pages(asked, limits)
+        return self._pages(limits, known) >= _least_pages(self.asked, limits)
 
-    def _few_states(self, asked: Limits, limits: Limits, reasons: dict[str, str]) -> Limits:
+    def _few_states(self, limits: Limits) -> Limits:
         """With a batch whose states leave most of the room to pages."""
-        if not self._slot or "batch" not in asked.unset:
+        if not self._slot or "batch" not in self.asked.unset:
             return limits
         most = self._room(limits, {}) * STATES_SHARE
-        while self._slot * limits.rows_per_group > most and _can_halve(asked, limits):
-            limits = _halved(asked, limits)
-            reasons["batch"] = limit_reason(
+        while self._slot * limits.rows_per_group > most and _can_halve(self.asked, limits):
+            limits = _halved(self.asked, limits)
+            self._explain(
                 "batch",
                 limits.batch,
                 f"a row's states take {self._slot / MIB:,.1f} MiB, and those of all rows at most a "
@@ -195,15 +205,10 @@ class LimitsSearch:
             )
         return limits
 
-    def _lowered(
-        self,
-        asked: Limits,
-        limits: Limits,
-        known: Mapping[str, ExecutableMemory],
-        reasons: dict[str, str],
-    ) -> Limits:
+    def _lowered(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
         """With a smaller batch, and then a smaller chunk, where they do not fit beside a context
         that is as short as it may be."""
+        asked = self.asked
         while (pages := self._pages(limits, known)) < _least_pages(asked, limits):
             if _can_halve(asked, limits):
                 limits = _halved(asked, limits)
@@ -214,20 +219,15 @@ class LimitsSearch:
             else:
                 break
             why = f"with more, {pages:,} pages would be left, fewer than a row's"
-            reasons[name] = limit_reason(name, value, why)
+            self._explain(name, value, why)
             if known:
                 break  # whose bounds are others
         return limits
 
-    def _context(
-        self,
-        asked: Limits,
-        limits: Limits,
-        known: Mapping[str, ExecutableMemory],
-        reasons: dict[str, str],
-    ) -> Limits:
+    def _context(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
         """With a context of which the cache holds a row."""
-        if "max_model_len" not in asked.unset or asked.num_pages:
+        unset = self.asked.unset
+        if "max_model_len" not in unset or self.asked.num_pages:
             return limits
         own, pages = limits.max_model_len, self._pages(limits, known)
         if pages >= limits.pages_per_row / CONTEXT_SHARE or not pages:
@@ -238,57 +238,44 @@ class LimitsSearch:
             return limits
         chunk = min(limits.prefill_chunk, length)
         why = f"the model has {own:,}, and the cache about {pages * limits.page_tokens:,} tokens"
-        reasons["max_model_len"] = limit_reason("max_model_len", length, why)
-        changed: dict[str, Any] = {"prefill_chunk": chunk} if "prefill_chunk" in asked.unset else {}
+        self._explain("max_model_len", length, why)
+        changed: dict[str, Any] = {"prefill_chunk": chunk} if "prefill_chunk" in unset else {}
         return dataclasses.replace(limits, max_model_len=length, **changed)
 
     # --- what follows
 
-    def _checkpoints(
-        self,
-        asked: Limits,
-        limits: Limits,
-        known: Mapping[str, ExecutableMemory],
-        reasons: dict[str, str],
-    ) -> Limits:
+    def _checkpoints(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
         """With states of prefixes, where rows have states."""
-        if "checkpoints" not in asked.unset:
+        if "checkpoints" not in self.asked.unset:
             return limits
         kept = 0
         if self._slot and limits.prefix_cache and limits.groups == 1:
             room = self._room(dataclasses.replace(limits, checkpoints=0), known)
             kept = min(limits.batch, max(int(room * CHECKPOINTS_SHARE) // self._slot, 0))
             why = "states of prefixes, at most as many as rows and an eighth of what weights leave"
-            reasons["checkpoints"] = limit_reason("checkpoints", kept, why)
+            self._explain("checkpoints", kept, why)
         return dataclasses.replace(limits, checkpoints=kept)
 
-    def _share(
-        self,
-        asked: Limits,
-        limits: Limits,
-        known: Mapping[str, ExecutableMemory],
-        reasons: dict[str, str],
-    ) -> Limits:
+    def _share(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
         """With the share of the device that the engine takes, unless all rows need little of it."""
-        if "utilization" not in asked.unset:
+        if "utilization" not in self.asked.unset:
             return limits
         whole = limits.wanted_pages * page_bytes(self.model.caches)
         if whole <= self._room(limits, known) * WHOLE_SHARE:
             why = f"all rows at full length take {whole / MIB:,.1f} MiB, and have them"
-            reasons["utilization"] = f"pages {limits.wanted_pages:,}: {why}"
+            self.reasons["utilization"] = f"pages {limits.wanted_pages:,}: {why}"
             return limits
         why = "of the device's memory; the cache gets what the rest of the plan leaves"
-        reasons["utilization"] = limit_reason("utilization", UTILIZATION, why)
+        self._explain("utilization", UTILIZATION, why)
         return dataclasses.replace(limits, utilization=UTILIZATION)
 
-    def _buckets(self, asked: Limits, limits: Limits, reasons: dict[str, str]) -> Limits:
-        """With the reasons of the buckets as they are in the end."""
+    def _explain_buckets(self, limits: Limits) -> None:
+        """The reasons of the buckets as they are in the end."""
         for name in ("decode_buckets", "prefill_buckets"):
-            if name in asked.unset and not limits.reproducible:
+            if name in self.asked.unset and not limits.reproducible:
                 what = "rows" if name == "decode_buckets" else "tokens of a prompt"
                 why = f"fewer {what}; {len(all_steps(limits))} executables in all"
-                reasons[name] = limit_reason(name, getattr(limits, name), why)
-        return limits
+                self._explain(name, getattr(limits, name), why)
 
 
 def _below(buckets: Iterable[int], whole: int, groups: int = 1) -> tuple[int, ...]:
