@@ -15,11 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.state_pool import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import checkable_layer
+from jaxattn.core.stacked_layer import StackedLayer, checkable_layer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     check_array,
@@ -79,6 +80,10 @@ class DeltaLayer(nnx.Module):
     @abc.abstractmethod
     def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
         """What the projections give of tokens [B, T, hidden]."""
+
+    def _projected_rows(self, x: Array | PendingNorm) -> tuple[tuple[Array, ...], dict[str, Any]]:
+        """What the projections give of the tokens of `decode`, and options of `_advance`."""
+        return self._projected(x), {}
 
     @abc.abstractmethod
     def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
@@ -284,6 +289,50 @@ class DeltaLayer(nnx.Module):
         of_rows = jnp.arange(x.shape[1]) >= lines.valid.size
         out = jnp.where((chunk.valid | of_rows)[..., None], self._project_out(y), 0)
         return out, conv_state, ssm_state, rest[0] if rest else None
+
+    def decode(
+        self,
+        x: Float[Array, "B S hidden"] | PendingNorm,
+        conv_state: Float[Array, "..."],
+        ssm_state: Float[Array, "..."],
+        *,
+        state_indices: Int[Array, "B"],
+        write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
+        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        weights: Float[Array, "*L P"] | None = None,
+        arena: Arena | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
+        """The next S tokens of each row; the states in its slot are updated in place.
+
+        Args:
+            conv_state, ssm_state: as in `prefill`.
+            state_indices: -1 is a padding row.
+            write_indices: the slots that are written, if not those that were read, [B] or [B, S];
+                see `jaxattn.gdn.gated_delta_net_decode`.
+            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
+                `layer` indexes. None packs them in this call.
+
+        Returns:
+            (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
+            A padding row's output is exactly 0 and its states are neither read nor written.
+        """
+        op, pools = f"{type(self).__name__}.decode", (conv_state, ssm_state)
+        state_indices = self._check_decode(op, x, pools, state_indices, layer)
+        projected, options = self._projected_rows(x)
+        y, conv_state, ssm_state, *rest = self._advance(
+            projected,
+            conv_state,
+            ssm_state,
+            state_indices=state_indices,
+            write_indices=write_indices,
+            layer=layer,
+            weights=weights,
+            arena=arena,
+            implementation=implementation,
+            **options,
+        )
+        return self._project_out(y), conv_state, ssm_state, rest[0] if rest else None
 
     def _project_out(self, y: Float[Array, "B T *Hv_Dv"]) -> Float[Array, "B T hidden"]:
         with jax.named_scope(f"{self.family}_out_proj"):

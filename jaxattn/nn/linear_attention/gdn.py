@@ -8,12 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxattn import gdn
-from jaxattn.arena import Arena
-from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.fp8_linear import ExtraFp8Weights, linears_with_extra, new_linear
 from jaxattn.nn.linear import linears
@@ -106,53 +103,10 @@ class GatedDeltaNet(DeltaLayer):
         self.norm = RMSNorm(head_v_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear("out_proj", value_dim, hidden_size, init_scale=out_init_scale)
 
-    def decode(
-        self,
-        x: Float[Array, "B S hidden"] | PendingNorm,
-        conv_state: Float[Array, "..."],
-        ssm_state: Float[Array, "..."],
-        *,
-        state_indices: Int[Array, "B"],
-        write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
-        weights: Float[Array, "*L P"] | None = None,
-        arena: Arena | None = None,
-        implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
-        """The next S tokens of each row; the states in its slot are updated in place.
-
-        Args:
-            conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
-            ssm_state: float32 or bfloat16 [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
-            state_indices: -1 is a padding row.
-            write_indices: the slots that are written, if not those that were read, [B] or [B, S];
-                see `gated_delta_net_decode`.
-            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
-                `layer` indexes. None packs them in this call.
-
-        Returns:
-            (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
-            A padding row's output is exactly 0 and its states are neither read nor written.
-        """
-        op = "GatedDeltaNet.decode"
-        pools = conv_state, ssm_state
-        state_indices = self._check_decode(op, x, pools, state_indices, layer)
+    def _projected_rows(self, x: Array | PendingNorm) -> tuple[tuple[Array, ...], dict[str, Any]]:
         with jax.named_scope("gdn_in_proj"):
             both = linears_with_extra(x, self.in_proj_qkvz, self.gates_in_stack)
-        y, conv_state, ssm_state, *rest = self._advance(
-            both or self._projected(x),
-            conv_state,
-            ssm_state,
-            state_indices=state_indices,
-            write_indices=write_indices,
-            layer=layer,
-            weights=weights,
-            halves=both is not None,
-            arena=arena,
-            implementation=implementation,
-        )
-        with jax.named_scope("gdn_out_proj"):
-            return self.out_proj(y), conv_state, ssm_state, rest[0] if rest else None
+        return both or self._projected(x), {"halves": both is not None}
 
     def _advance(
         self,

@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxattn import kda
-from jaxattn.arena import Arena
-from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.linear_attention.delta_rule import (
@@ -98,51 +95,6 @@ class KimiDeltaAttention(DeltaLayer):
         self.dt_bias = nnx.Param(jnp.ones((width,), jnp.float32))
         self.norm = RMSNorm(head_dim, eps=eps, param_dtype=param_dtype)
         self.out_proj = linear(width, hidden_size, init_scale=out_init_scale)
-
-    def decode(
-        self,
-        x: Float[Array, "B S hidden"] | PendingNorm,
-        conv_state: Float[Array, "..."],
-        ssm_state: Float[Array, "..."],
-        *,
-        state_indices: Int[Array, "B"],
-        write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
-        weights: Float[Array, "*L P"] | None = None,
-        arena: Arena | None = None,
-        implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
-        """The next S tokens of each row; the states in its slot are updated in place.
-
-        Args:
-            conv_state: [L, Z, W - 1, 3 H D] with `layer`, or [Z, W - 1, 3 H D].
-            ssm_state: float32 or bfloat16 [L, Z, H, D, D] with `layer`, or [Z, H, D, D].
-            state_indices: -1 is a padding row.
-            write_indices: the slots that are written, if not those that were read, [B] or [B, S];
-                see `jaxattn.kda.kimi_delta_attention_decode`.
-            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
-                `layer` indexes. None packs them in this call.
-
-        Returns:
-            (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
-            A padding row's output is exactly 0 and its states are neither read nor written.
-        """
-        op = "KimiDeltaAttention.decode"
-        pools = conv_state, ssm_state
-        state_indices = self._check_decode(op, x, pools, state_indices, layer)
-        y, conv_state, ssm_state, *rest = self._advance(
-            self._projected(x),
-            conv_state,
-            ssm_state,
-            state_indices=state_indices,
-            write_indices=write_indices,
-            layer=layer,
-            weights=weights,
-            arena=arena,
-            implementation=implementation,
-        )
-        with jax.named_scope("kda_out_proj"):
-            return self.out_proj(y), conv_state, ssm_state, rest[0] if rest else None
 
     def _advance(
         self,
