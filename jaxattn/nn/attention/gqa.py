@@ -109,7 +109,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
                 that is concrete; it is named.
             Refusal: the named implementation refuses, and says why.
         """
-        arguments = self._check_tokens("GroupedQueryAttention.prefill", x, "B T hidden")
+        arguments = self._check_tokens(f"{type(self).__name__}.prefill", x, "B T hidden")
         self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
         block_tables, seq_lens, query_lens = self._as_given(
             arguments, x, block_tables, seq_lens, query_lens
@@ -261,7 +261,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
                 that is concrete; it is named.
             Refusal: the named implementation refuses, and says why.
         """
-        arguments = self._check_tokens("GroupedQueryAttention.decode", x, "B S hidden")
+        arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
         self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
         block_tables, seq_lens, query_lens = self._as_given(
             arguments, x, block_tables, seq_lens, query_lens, optional=True
@@ -377,7 +377,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         self, lines: PromptLines, rows: Mapping[str, Any] | None
     ) -> Int[Array, "1 N"]:
         """The positions of the tokens of `mixed`."""
-        op = "GroupedQueryAttention.mixed"
+        op = f"{type(self).__name__}.mixed"
         own = self.decode_positions(op, lines.seq_lens, lines.tokens, lines.query_lens)
         others = None if rows is None else self.decode_positions(op, rows["seq_lens"], 1, None)
         return lines.join(own, others)

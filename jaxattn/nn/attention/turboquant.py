@@ -3,21 +3,23 @@
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.rope import Rotation
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.nn.attention.gqa import GroupedQueryAttention
-from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.turboquant.cache_write import check_turbo_cache
-from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
+from jaxattn.parallel import ContextParallelPages, Parallel
 
 
 class TurboQuantAttention(GroupedQueryAttention):
     """`GroupedQueryAttention`, with its parameters, over a TurboQuant cache.
+
+    The cache is uint8 [L, N, Hk, bytes], or [N, Hk, bytes]. One GPU has all pages of a row: prefill
+    raises ValueError for a `parallel` with a context, and decode for a `spread`.
 
     New tokens are written first and read back with all others. So a prompt sees the same keys and
     values in one chunk or in several, and decoding the same as both. Training sees exact ones.
@@ -34,100 +36,11 @@ class TurboQuantAttention(GroupedQueryAttention):
         super().__init__(*sizes, rngs=rngs, **options)
         self.form = gqa.TurboFormat(preset=preset, head_dim=self.head_dim)
 
-    def prefill(
-        self,
-        x: Float[Array, "B T hidden"],
-        kv_cache: UInt8[Array, "..."],
-        *,
-        block_tables: Int[Array, "B M"],
-        seq_lens: Int[Array, "B"],
-        query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
-        parallel: Parallel = ALONE,
-        implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """As `GroupedQueryAttention.prefill`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
-
-        Raises:
-            ValueError: `parallel` has GPUs with a part of each row's pages, among others.
-        """
-        if parallel.context > 1:
-            raise ValueError(
-                f"TurboQuantAttention.prefill: context={parallel.context} spreads a row's pages; "
-                "use context=1"
-            )
-        y, kv_cache, _ = self._paged(
-            "TurboQuantAttention.prefill", x, kv_cache, block_tables, seq_lens, query_lens,
-            layer=layer, implementation=implementation,
-        )  # fmt: skip
-        return y, kv_cache
-
-    def decode(
-        self,
-        x: Float[Array, "B S hidden"] | PendingNorm,
-        kv_cache: UInt8[Array, "..."],
-        *,
-        block_tables: Int[Array, "B M"],
-        seq_lens: Int[Array, "B"],
-        query_lens: Int[Array, "B"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
-        schedule: gqa.PairSchedule | None = None,
-        rotation: Rotation | None = None,
-        weights: Float[Array, "*L W"] | None = None,
-        spread: ContextParallelPages | None = None,
-        arena: Arena | None = None,
-        implementation: Implementation | None = None,
-    ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
-        """As `GroupedQueryAttention.decode`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
-
-        Raises:
-            ValueError: there is a `spread`, among others.
-        """
-        if spread is not None:
-            raise ValueError("TurboQuantAttention.decode: a row's pages lie on one GPU; no spread")
-        return self._paged(
-            "TurboQuantAttention.decode", x, kv_cache, block_tables, seq_lens, query_lens,
-            layer=layer, schedule=schedule, rotation=rotation, weights=weights, arena=arena,
-            implementation=implementation,
-        )  # fmt: skip
-
-    def _paged(
-        self,
-        op: str,
-        x: Array | PendingNorm,
-        kv_cache: Array,
-        block_tables: Any,
-        seq_lens: Any,
-        query_lens: Any,
-        *,
-        layer: Any,
-        schedule: gqa.PairSchedule | None = None,
-        rotation: Rotation | None = None,
-        weights: Array | None = None,
-        arena: Arena | None = None,
-        implementation: Implementation | None,
-    ) -> tuple[Array, Array, Arena | None]:
-        """The new tokens' output, the cache with them, and the arena."""
-        arguments = self._check_tokens(op, x, "B S hidden")
+    def _check_cache(
+        self, arguments: OpArguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
+    ) -> None:
         arguments.sizes |= {"Hk": (self.num_kv_heads, "this module")}
         check_turbo_cache(arguments, kv_cache, block_tables, seq_lens, layer, self.form)
-        block_tables, seq_lens, query_lens = self._as_given(
-            arguments, x, block_tables, seq_lens, query_lens, optional=True
-        )
-        out, kv_cache, after = self._attend_rows(
-            self._new_heads(op, x, seq_lens, query_lens),
-            kv_cache,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            query_lens=query_lens,
-            layer=layer,
-            schedule=schedule,
-            rotation=rotation,
-            weights=weights,
-            arena=arena,
-            implementation=implementation,
-        )
-        return self._output(out, kv_cache, block_tables, seq_lens, query_lens), kv_cache, after
 
     def _attend_prompts(
         self,
@@ -138,6 +51,11 @@ class TurboQuantAttention(GroupedQueryAttention):
         parallel: Parallel,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Array]:
+        if parallel.context > 1:
+            raise ValueError(
+                f"TurboQuantAttention.prefill: context={parallel.context} spreads a row's pages; "
+                "use context=1"
+            )
         block_tables, seq_lens, query_lens = rows
         out, kv_cache, _ = self._attend_rows(
             projected,
@@ -166,6 +84,8 @@ class TurboQuantAttention(GroupedQueryAttention):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Arena | None]:
+        if spread is not None:
+            raise ValueError("TurboQuantAttention.decode: a row's pages lie on one GPU; no spread")
         q, k, v = projected
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, q.shape[1], query_lens)
