@@ -13,10 +13,9 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import FP8_BITS, TURBOQUANT, KVFormat
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
 from jaxattn.models.blocks.block import Matrix, Stream
-from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
+from jaxattn.models.blocks.paged_mixer import PagedMixer, attended
 from jaxattn.models.caches.cache_layouts import KeyValuePages, TurboquantPages
 from jaxattn.models.caches.layer_cache import Arrays
-from jaxattn.models.interface import DecodeBatch
 from jaxattn.nn import GroupedQueryAttention, TurboQuantAttention
 
 
@@ -182,30 +181,15 @@ class GQA(PagedMixer):
         kv_cache = arrays[self.array]
         return int(kv_cache.shape[3]) if self.coded is None else self.coded.page_size(kv_cache)
 
-    def shared(
-        self,
-        module: GroupedQueryAttention,
-        arrays: Arrays,
-        batch: DecodeBatch,
-        implementation: Any,
-    ) -> dict[str, Any]:
-        q_len, page_size = batch.tokens.shape[1], self.page_size(arrays)
-        spread = spread_of(self.parallel, batch, page_size)
-        _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
+    def options_of_step(self, **sizes: Any) -> dict[str, Any]:
         schedule = gqa.decode_schedule(
-            batch.seq_lens if spread is None else spread.lens,
-            q_len=together,
-            num_heads=heads,
+            **sizes,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            max_pages=batch.block_tables.shape[1],
-            page_size=page_size,
             window=self.window,
             batch_invariant=True,  # which costs nothing here (benchmarks/results/gqa.json)
-            interpret=implementation == "mosaic_gpu_interpret",
         )
-        rotation = module.decode_rotation(batch.seq_lens, q_len)
-        return {"schedule": schedule, "rotation": rotation, "spread": spread}
+        return {"schedule": schedule}
 
     def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
         if not self.qk_norm:

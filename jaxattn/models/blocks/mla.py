@@ -13,10 +13,9 @@ from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
-from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
+from jaxattn.models.blocks.paged_mixer import PagedMixer, attended
 from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import Arrays
-from jaxattn.models.interface import DecodeBatch
 from jaxattn.nn import MultiHeadLatentAttention
 from jaxattn.ops.mla.context_parallel_merge import max_mailbox_shape
 
@@ -125,27 +124,8 @@ class MLA(PagedMixer):
     def page_size(self, arrays: Arrays) -> int:
         return int(arrays[self.array].shape[2])
 
-    def shared(
-        self,
-        module: MultiHeadLatentAttention,
-        arrays: Arrays,
-        batch: DecodeBatch,
-        implementation: Any,
-    ) -> dict[str, Any]:
-        q_len, page_size = batch.tokens.shape[1], self.page_size(arrays)
-        spread = spread_of(self.parallel, batch, page_size)
-        _, together, heads = attended(self.parallel, 1, q_len, self.num_heads)
-        schedule = mla.decode_schedule(
-            batch.seq_lens if spread is None else spread.lens,
-            q_len=together,
-            num_heads=heads,
-            max_pages=batch.block_tables.shape[1],
-            page_size=page_size,
-            batch_invariant=self.batch_invariant,
-            interpret=implementation == "mosaic_gpu_interpret",
-        )
-        rotation = module.decode_rotation(batch.seq_lens, q_len)
-        return {"schedule": schedule, "rotation": rotation, "spread": spread}
+    def options_of_step(self, **sizes: Any) -> dict[str, Any]:
+        return {"schedule": mla.decode_schedule(**sizes, batch_invariant=self.batch_invariant)}
 
     def pack(self, params: Any) -> Float[Array, "repeats W"]:
         kv_norm = params["kv_a_norm"]["weight"][...]

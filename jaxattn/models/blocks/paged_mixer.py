@@ -81,6 +81,31 @@ class PagedMixer(Mixer):
     def exchanged(self) -> tuple[int, int, int]:
         """(heads of this GPU, numbers of each that it attends with, numbers of its output)."""
 
+    @abc.abstractmethod
+    def options_of_step(self, **sizes: Any) -> dict[str, Any]:
+        """Keywords of the module's `decode` that every layer of a step has alike.
+
+        Args:
+            sizes: the keywords that schedules of all kinds have in common.
+        """
+
+    def shared(
+        self, module: Any, arrays: Arrays, batch: DecodeBatch, implementation: Any
+    ) -> dict[str, Any]:
+        q_len, page_size = batch.tokens.shape[1], self.page_size(arrays)
+        spread = spread_of(self.parallel, batch, page_size)
+        _, together, heads = attended(self.parallel, 1, q_len, self.exchanged[0])
+        options = self.options_of_step(
+            seq_lens=batch.seq_lens if spread is None else spread.lens,
+            q_len=together,
+            num_heads=heads,
+            max_pages=batch.block_tables.shape[1],
+            page_size=page_size,
+            interpret=implementation == "mosaic_gpu_interpret",
+        )
+        rotation = module.decode_rotation(batch.seq_lens, q_len)
+        return {**options, "rotation": rotation, "spread": spread}
+
     def exchanging(
         self, shared: dict[str, Any], arrays: Arrays, implementation: Implementation | None
     ) -> dict[str, Any]:

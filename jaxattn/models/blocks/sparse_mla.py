@@ -13,7 +13,7 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import FP8, IndexKeyFormat
 from jaxattn.models.blocks.block import Matrix, Stream
 from jaxattn.models.blocks.mla import MLA
-from jaxattn.models.blocks.paged_mixer import attended, spread_of
+from jaxattn.models.blocks.paged_mixer import attended
 from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
@@ -141,18 +141,8 @@ class SparseMLA(MLA):
             return None
         return jnp.full((rows, tokens, min(self.top_k, tokens)), -1, jnp.int32)
 
-    def shared(
-        self,
-        module: Any,
-        arrays: Arrays,
-        batch: DecodeBatch,
-        implementation: Any,
-    ) -> dict[str, Any]:
-        return {
-            "rotation": module.decode_rotation(batch.seq_lens, batch.tokens.shape[1]),
-            "spread": spread_of(self.parallel, batch, self.page_size(arrays)),
-            "batch_invariant": self.batch_invariant,
-        }
+    def options_of_step(self, **sizes: Any) -> dict[str, Any]:
+        return {"batch_invariant": self.batch_invariant}
 
     def read_beside(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
         of_prompts, of_rows = arrays.get(OF_PROMPTS), arrays.get(OF_ROWS)
