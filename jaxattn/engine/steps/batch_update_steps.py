@@ -45,7 +45,7 @@ class BatchUpdateStep(EngineStep):
 
 
 @dataclasses.dataclass(frozen=True)
-class HistoryAppendStep(EngineStep):
+class HistoryAppendStep(BatchUpdateStep):
     """The tokens of a prefill step, for the histories of its rows."""
 
     tokens: int
@@ -56,19 +56,11 @@ class HistoryAppendStep(EngineStep):
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         return partial(_remember, PromptLayout.of(limits, self.tokens))
 
-    def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
-        return row_shapes(limits), self.given(model, limits)
-
     def given(self, model: Model, limits: Limits) -> Any:
         return int32(*PromptLayout.of(limits, self.tokens).shape)
 
     def padding(self, model: Model, limits: Limits) -> Any:
         return PromptLayout.of(limits, self.tokens).pack()
-
-    def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
-    ) -> tuple[DecodeState, DeviceBatch, Any]:
-        return state, executable(rows, given), ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,44 +3,19 @@
 2**-8 of x is lost at most, as of a bfloat16.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import E4M3
 from jaxattn.kernels.attention.packed_row_layouts import SCORES
-from jaxattn.kernels.gqa.decode.fp8_operands import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.hopper.mlir import arith, ir, vector
 from jaxattn.kernels.hopper.ptx import asm, element, f32, fragmented, i32, joined, number
 
 SECOND_TERM = 16.0
 TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8
-
-
-def divided_queries(
-    q: jax.Array, wide: Callable[[jax.Array], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Queries [N, D] in the range of e4m3, and float32 [N]: what their scores are to be multiplied
-    by, a power of two.
-
-    Args:
-        q: float32.
-        wide: makes a number of each row a number of each of its dims.
-    """
-    largest = jnp.max(jnp.abs(q), axis=1)
-    exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
-    # NaN, and float32's largest and smallest, are divided by less.
-    exponent = jnp.minimum(jnp.maximum(exponent, TERM_EXPONENT + 1), 2 * FLOAT_BIAS)
-
-    def power(biased: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
-
-    by = wide(power(2 * FLOAT_BIAS + TERM_EXPONENT - exponent))
-    return q * by, power(exponent - TERM_EXPONENT)
 
 
 def store_terms(targets: tuple[Any, Any], x: jax.Array, *, interpret: bool) -> None:

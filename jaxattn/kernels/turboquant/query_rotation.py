@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat, butterfly
 from jaxattn.kernels.attention.packed_row_layouts import SCORES
+from jaxattn.kernels.gqa.decode.fp8_operands import divided_queries
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import (
@@ -26,7 +27,7 @@ from jaxattn.kernels.hopper.ptx import (
     joined,
     word,
 )
-from jaxattn.kernels.turboquant.fp8_split import divided_queries, store_terms
+from jaxattn.kernels.turboquant.fp8_split import TERM_EXPONENT, store_terms
 
 LANES = 16  # that share a row
 OF_THREAD = 4  # neighbouring dims of a thread
@@ -53,7 +54,7 @@ class RotatedQueryGather(QueryGather):
         def wide(vector: jax.Array) -> jax.Array:
             return plgpu.layout_cast(lax.broadcast_in_dim(vector, x.shape, [0]), SCORES)
 
-        divided, factors = divided_queries(x, wide)
+        divided, factors = divided_queries(x, wide, TERM_EXPONENT)
         queries, columns = self.memory.queries.at[at], self.rows.columns
         second = pl.ds(columns + some.start, some.size)
         store_terms((queries.at[some], queries.at[second]), divided, interpret=self.rows.interpret)

@@ -1,6 +1,5 @@
 """Transforms of a published tensor's blocks of rows on their way to the parameters."""
 
-import abc
 import dataclasses
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ from jaxattn.core.numerics.fp8_block_scaling import interleave_columns
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightTransform(abc.ABC):
+class WeightTransform:
     """What is done to a tensor's rows.
 
     Attributes:
@@ -32,24 +31,18 @@ class WeightTransform(abc.ABC):
         """A block has a multiple of so many of the tensor's leading rows."""
         return 1
 
-    @abc.abstractmethod
     def block(self, rows: Array) -> Array:
         """The part of the parameter that a block of rows becomes."""
+        return rows
 
-    @abc.abstractmethod
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         """Where that part begins in the parameter, for a block that begins at `row`."""
+        return (row, *(0,) * (dims - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity(WeightTransform):
     columns_axis: ClassVar[int | None] = -1
-
-    def block(self, rows: Array) -> Array:
-        return rows
-
-    def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return (row, *(0,) * (dims - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +56,6 @@ class WriteRowsAt(WeightTransform):
     @property
     def anywhere(self) -> WeightTransform:
         return Identity()
-
-    def block(self, rows: Array) -> Array:
-        return rows
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
         return (self.first + row, *(0,) * (dims - 1))
@@ -172,9 +162,6 @@ class TransposeExperts(WeightTransform):
         split = jnp.transpose(rows.reshape(experts, inner, -1, self.parts), (0, 3, 2, 1))
         return split.reshape(experts, columns, inner)
 
-    def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return (row, *(0,) * (dims - 1))
-
 
 @dataclasses.dataclass(frozen=True)
 class SplitInterleaved(WeightTransform):
@@ -184,9 +171,6 @@ class SplitInterleaved(WeightTransform):
 
     def block(self, rows: Array) -> Array:
         return rows.reshape(len(rows), -1, self.parts).swapaxes(1, 2).reshape(rows.shape)
-
-    def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return (row, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,9 +260,6 @@ class AddOne(WeightTransform):
 
     def block(self, rows: Array) -> Array:
         return 1 + rows.astype(jnp.float32)
-
-    def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return (row, *(0,) * (dims - 1))
 
 
 @dataclasses.dataclass(frozen=True)

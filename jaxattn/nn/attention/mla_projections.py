@@ -105,17 +105,15 @@ class LatentProjections(PagedAttention):
             q, latents = linears(x, q_proj, self.kv_a_proj)
         return q, latents
 
-    def _queries(
-        self, x: Array, positions: Array | Rotation, given: Array | None = None
-    ) -> tuple[Array, Array]:
-        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
+    def _queries(self, x: Array, positions: Array | Rotation) -> tuple[Array, Array]:
+        """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
+        return self._turned(self._heads(x, None), positions)
+
+    def _heads(self, x: Array | PendingNorm, given: Array | None) -> Array:
+        """The heads' queries before rotation, [B, T, H, nope + P].
 
         `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
         """
-        return self._turned(self._heads(x, given), positions)
-
-    def _heads(self, x: Array | PendingNorm, given: Array | None) -> Array:
-        """The heads' queries before rotation, [B, T, H, nope + P]."""
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
                 q = self.q_proj(x) if given is None else given

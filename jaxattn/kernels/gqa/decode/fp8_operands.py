@@ -67,23 +67,30 @@ def tiles_of(head_dim: int) -> Any:
 def half_queries(
     q: jax.Array, wide: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [N, D] as float16, and float32 [N]: what their scores are to be multiplied by, a
-    power of two.
+    """`divided_queries` as float16."""
+    q, factors = divided_queries(q, wide, QUERY_EXPONENT)
+    return q.astype(jnp.float16), factors
+
+
+def divided_queries(
+    q: jax.Array, wide: Callable[[jax.Array], jax.Array], upper: int
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [N, D], and float32 [N]: what their scores are to be multiplied by, a power of two.
 
     Args:
         q: float32.
         wide: makes a number of each row a number of each of its dims.
+        upper: the largest query of a row becomes 2**upper to 2**(upper + 1).
     """
     largest = jnp.max(jnp.abs(q), axis=1)
     exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
     # Inf and NaN, and float32's largest and smallest, are divided by less.
-    exponent = jnp.minimum(jnp.maximum(exponent, QUERY_EXPONENT + 1), 2 * FLOAT_BIAS)
+    exponent = jnp.minimum(jnp.maximum(exponent, upper + 1), 2 * FLOAT_BIAS)
 
     def power(biased: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
 
-    q = q * wide(power(2 * FLOAT_BIAS + QUERY_EXPONENT - exponent))
-    return q.astype(jnp.float16), power(exponent - QUERY_EXPONENT)
+    return q * wide(power(2 * FLOAT_BIAS + upper - exponent)), power(exponent - upper)
 
 
 def in_order(x: jax.Array) -> jax.Array:
