@@ -25,8 +25,6 @@ from jaxattn.models.caches.cache_layouts import (
 )
 from jaxattn.models.catalog.model_sizes import ModelSizes
 
-GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True)
 class ScratchComparison:

@@ -33,7 +33,7 @@ def test_known_lists(kinds, wanted):
         assert len(found) <= len(wanted)
     assert "".join("".join(s.pattern) * s.repeats for s in found) == kinds
     assert [s.first for s in found] == list(
-        itertools.accumulate((s.num_layers for s in found[:-1]), initial=0)
+        itertools.accumulate((len(s.pattern) * s.repeats for s in found[:-1]), initial=0)
     )
 
 

@@ -62,7 +62,8 @@ def test_a_prompt_reads_its_own_codes(preset):
     made = module(preset)
     y, cache = read(made, [LENGTH])
     positions = jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
-    q = np.asarray(made._heads(tokens(), positions)[0], np.float64)
+    projected = made._projected(tokens(), positions)
+    q = np.asarray(made._turned(*projected, positions)[0], np.float64)
     turn = hadamard(DIM) if made.form.rotated else np.eye(DIM)
     out = np.zeros_like(q)
     for row, head in np.ndindex(2, HEADS):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 import jax.numpy as jnp
 
-from jaxattn.core.cache.formats import BLOCK, LatentFormat
+from jaxattn.core.cache.formats import BLOCK
 from jaxattn.core.numerics.rope import MOST_ROPE_DIMS, RopeConfig
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.core.validation.config_fields import (
@@ -139,20 +139,10 @@ class HybridConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
-    def latent_format(self) -> LatentFormat:
-        """How they are stored."""
-        dtype = self.cache_dtype or self.dtype
-        return LatentFormat(dtype, self.kv_lora_rank, self.qk_rope_head_dim)
-
-    @property
     def conv_dim(self) -> int:
         """Dc: channels of a GDN layer's convolution."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
-
-    @property
-    def compute_dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for config.json."""

@@ -22,10 +22,6 @@ class LayerSegment[Kind]:
     pattern: tuple[Kind, ...]
     repeats: int
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.pattern) * self.repeats
-
 
 def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[LayerSegment[Kind], ...]:
     """The segments of a list of layer kinds, in order.

@@ -72,7 +72,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
     def _attend_whole(
         self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
-        q, k, v, gate = self._heads(x, positions)
+        q, k, v, gate = self._turned(*self._projected(x, positions), positions)
         out, _ = gqa.gqa_attention(q, k, v, gate=gate, **packed, **self._masking)
         return self._project_out(out)
 

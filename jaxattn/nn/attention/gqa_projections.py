@@ -141,15 +141,6 @@ class GroupedQueryProjections(PagedAttention):
     def _masking(self) -> dict[str, Any]:
         return {"window": self.window, "sinks": self.sinks[...] if self.has_sinks else None}
 
-    def _heads(
-        self, x: Array, positions: Array, dtype: DTypeLike | None = None
-    ) -> tuple[Array, Array, Array, Array | None]:
-        """(q [B, T, H, D], k and v [B, T, Hk, D], gate [B, T, H, D] or None).
-
-        `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
-        """
-        return self._turned(*self._projected(x, positions), positions, dtype=dtype)
-
     def _projected(
         self, x: Array | PendingNorm, positions: Int[Array, "B T"] | None = None
     ) -> tuple[Array, Array, Array]:
@@ -200,7 +191,10 @@ class GroupedQueryProjections(PagedAttention):
         positions: Array | Rotation,
         dtype: DTypeLike | None = None,
     ) -> tuple[Array, Array, Array, Array | None]:
-        """As `_heads`, of what `_projected` gave."""
+        """(q [B, T, H, D], k and v [B, T, Hk, D], gate [B, T, H, D] or None), of `_projected`.
+
+        `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
+        """
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         with jax.named_scope("gqa_norm_and_rope"):

@@ -51,7 +51,7 @@ class TaggedMessageParser:
         self._cursor = TextCursor()
         self._reading: Reading | None = None
         self._calls: list[ToolCall] = []
-        self._dropped = self._failures = 0
+        self._failures = 0
         self._marks = self._starts = None
         if tools is not None:
             self._marks = MarkSet(format_.begins(self._tools))

@@ -9,7 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.work_queue import scratch as queue_scratch
 from jaxattn.kernels.hopper.instructions import swizzled
 
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 ROWS = 64  # rows of a product of a warpgroup
 DIMS = 64  # dims of a piece, as wide as wgmma's tiles in shared memory
 WARPGROUPS = 2  # that compute; one more loads and stores

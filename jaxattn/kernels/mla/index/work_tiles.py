@@ -69,11 +69,6 @@ class IndexTiling:
         """Items whose scores are in memory at a time."""
         return -(-self.items // self.groups)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Of the scores that are in memory at a time."""
-        return self.group * self.tokens * self.width * 4
-
     def in_items(self, x: jax.Array) -> jax.Array:
         """[B, S, ...] as [groups, items, tokens, ...]; what is behind the last is 0."""
         more = self.row_items * self.tokens - self.q_len

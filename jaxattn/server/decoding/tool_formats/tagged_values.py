@@ -4,6 +4,8 @@ A value is the text between its tags; only the tool's schema says whether `12345
 end tag within a value ends it only where what follows an argument follows the tag.
 """
 
+from collections.abc import Sequence
+
 from jaxattn.server.decoding.tool_formats import lossless_json, schema_types
 from jaxattn.server.decoding.tool_formats.hermes import BEGIN, END, HermesFormat
 from jaxattn.server.decoding.tool_formats.text_cursor import (
@@ -58,33 +60,19 @@ class QwenCoderFormat(HermesFormat):
             if key in values:
                 raise Unreadable
             others = [each for each in tools.arguments(name) if each not in {*values, key}]
-            values[key], mark = yield from self._value(cursor, others)
+            values[key], mark = yield from _value(
+                cursor,
+                end=PARAMETER_END,
+                following=(PARAMETER, FUNCTION_END),
+                missing=[f"\n{PARAMETER}{each}>" for each in others],
+                closing=(FUNCTION_END, END),
+            )
+            values[key] = values[key].removeprefix("\n").removesuffix("\n")
         if mark is None:
             raise Unreadable
         yield from cursor.space()
         yield from cursor.one_of(END)
         yield _call(name, values, tools)
-
-    def _value(self, cursor: TextCursor, others: list[str]) -> Scan[tuple[str, str]]:
-        """(the value up to its end tag, the tag after that).
-
-        Raises:
-            Unreadable: the call ends, or an argument that has no value yet begins, before the
-                end tag: it is missing.
-        """
-        begun = [f"\n{PARAMETER}{each}>" for each in others]
-        parts: list[str] = []
-        while True:
-            text, mark = yield from cursor.until(PARAMETER_END, FUNCTION_END, *begun)
-            if mark in begun:
-                raise Unreadable
-            space = yield from cursor.space()
-            if mark == FUNCTION_END:
-                if (yield from cursor.one_of(END)) is not None:
-                    raise Unreadable
-            elif (after := (yield from cursor.one_of(PARAMETER, FUNCTION_END))) is not None:
-                return "".join([*parts, text]).removeprefix("\n").removesuffix("\n"), after
-            parts += text, mark, space
 
 
 class GlmFormat(HermesFormat):
@@ -119,29 +107,12 @@ class GlmFormat(HermesFormat):
                 raise Unreadable
             yield from cursor.space()
             yield from cursor.literal(VALUE)
-            values[key], mark = yield from self._value(cursor)
+            values[key], mark = yield from _value(
+                cursor, end=VALUE_END, following=(KEY, END), missing=[VALUE], closing=(END, BEGIN)
+            )
         if mark is None:
             raise Unreadable
         yield _call(name, values, tools)
-
-    def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
-        """(the value up to its end tag, the tag after that).
-
-        Raises:
-            Unreadable: the next value or call begins before the end tag: it is missing.
-        """
-        parts: list[str] = []
-        while True:
-            text, mark = yield from cursor.until(VALUE_END, END, VALUE)
-            if mark == VALUE:
-                raise Unreadable
-            space = yield from cursor.space()
-            if mark == END:
-                if (yield from cursor.one_of(BEGIN)) is not None:
-                    raise Unreadable
-            elif (after := (yield from cursor.one_of(KEY, END))) is not None:
-                return "".join([*parts, text]), after
-            parts += text, mark, space
 
 
 class DsmlFormat(ToolFormat):
@@ -197,28 +168,46 @@ class DsmlFormat(ToolFormat):
             kind = yield from cursor.one_of('true">', 'false">')
             if kind is None or key in found:
                 raise Unreadable
-            text, mark = yield from self._value(cursor)
+            text, mark = yield from _value(
+                cursor, end=GIVEN_END, following=(GIVEN, INVOKE_END), missing=(GIVEN, INVOKE_END)
+            )
             is_text = kind.startswith("true")
             found[key] = lossless_json.quoted(text) if is_text else lossless_json.literal(text)
         if mark is None:
             raise Unreadable
         return _object(found)
 
-    def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
-        """(the value up to its end tag, the tag after that).
 
-        Raises:
-            Unreadable: the next value begins or the call ends before the end tag: it is missing.
-        """
-        parts: list[str] = []
-        while True:
-            text, mark = yield from cursor.until(GIVEN_END, GIVEN, INVOKE_END)
-            if mark != GIVEN_END:
+def _value(
+    cursor: TextCursor,
+    *,
+    end: str,
+    following: Sequence[str],
+    missing: Sequence[str],
+    closing: tuple[str, ...] = (),
+) -> Scan[tuple[str, str]]:
+    """(the value up to its end tag, the tag after that).
+
+    Args:
+        following: tags of which one follows the end tag, or else the value goes on.
+        missing: marks before which the end tag has to stand.
+        closing: (the end tag of a call, a mark that may not follow it before the value's end tag).
+
+    Raises:
+        Unreadable: the end tag is missing.
+    """
+    parts: list[str] = []
+    while True:
+        text, mark = yield from cursor.until(end, *closing[:1], *missing)
+        if mark in missing:
+            raise Unreadable
+        space = yield from cursor.space()
+        if mark in closing:
+            if (yield from cursor.one_of(closing[1])) is not None:
                 raise Unreadable
-            space = yield from cursor.space()
-            if (after := (yield from cursor.one_of(GIVEN, INVOKE_END))) is not None:
-                return "".join([*parts, text]), after
-            parts += text, mark, space
+        elif (after := (yield from cursor.one_of(*following))) is not None:
+            return "".join([*parts, text]), after
+        parts += text, mark, space
 
 
 def _name(cursor: TextCursor, end: str) -> Scan[str]:
