@@ -54,6 +54,7 @@ from jaxattn.bench.attention import (
     turboquant_prefill,
 )
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.command_parser import add_implementation, check_implementation
 from jaxattn.bench.harness.measured_peaks import ceilings, peak_fractions
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.host import host_overhead as host
@@ -74,8 +75,6 @@ from jaxattn.bench.plots import result_plot
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.cache.formats import CACHE_FORMATS
-from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.hopper.device import require_hopper
 
 PROGRAM = interrupt.program("bench")
 MODULES: dict[str, list[Any]] = {
@@ -123,11 +122,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
     parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(WHATS)}")
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
-    parser.add_argument(
-        "--implementation",
-        choices=("mosaic_gpu", "xla"),
-        help="which kernels run (default: the best)",
-    )
+    add_implementation(parser)
     parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
     parser.add_argument("--all", action="store_true", help="every published shape")
     parser.add_argument(
@@ -205,11 +200,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
                 f"the shapes are a GPU's and JAX's backend is {jax.default_backend()!r}: add "
                 "--small"
             )
-    if args.implementation == "mosaic_gpu":
-        try:
-            require_hopper("--implementation mosaic_gpu", interpret=False)
-        except Refusal as error:
-            parser.error(str(error))
+    check_implementation(parser, args)
 
 
 def spelled(label: str) -> str:
@@ -300,8 +291,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
             result["rows"].append(row)
             store(result, args.json)
         result["notes"] += module.notes(tables[-1]) if hasattr(module, "notes") else []
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     print(json.dumps({name: x for name, x in result.items() if name not in ("rows", "notes")}))
     for rows in filter(None, tables):
         show(f"jaxattn {args.what} on {facts['device']}", rows)

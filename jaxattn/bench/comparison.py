@@ -5,7 +5,6 @@ different benches, methods, devices, power limits or seeds are refused, since th
 nothing about each other.
 """
 
-import argparse
 import itertools
 import json
 import sys
@@ -13,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxattn.bench.harness.command_parser import command_parser
 from jaxattn.bench.harness.result_tables import show
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS
-from jaxattn.cli.options.parser import ProseHelpFormatter
 
 UNITS = ("us", "ms", "s", "tokens/s", OURS, THEIRS)  # of whole requests, a column says whose it is
 
@@ -86,11 +85,7 @@ def compared(a: dict[str, Any], b: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} compare",
-        description=__doc__,
-        formatter_class=ProseHelpFormatter,
-    )
+    parser = command_parser(program, "compare", __doc__)
     parser.add_argument("a", type=Path, metavar="A.json")
     parser.add_argument("b", type=Path, metavar="B.json")
     args = parser.parse_args(argv)

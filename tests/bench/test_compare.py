@@ -17,7 +17,7 @@ def run():
         {"B,H,T,S": "1,20,130,2", "us": 5.0, "call us": 6.0, "TFLOP/s": 1.0},
     ]
     made = run_metadata.begin("mla", "jaxattn-bench", ["mla", "--seed", "a b"]) | {"rows": rows}
-    run_metadata.end(made)
+    run_metadata.end(made, None)
     return json.loads(json.dumps(made))
 
 

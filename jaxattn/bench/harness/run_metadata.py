@@ -6,10 +6,12 @@
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness import timing
 from jaxattn.bench.harness.device_info import card, commit
+from jaxattn.bench.harness.result_tables import store
 
 # Of times by `timing`. The number grows where the same code would give other times.
 PROFILE_AND_LOOP: dict[str, Any] = {
@@ -54,6 +56,8 @@ def begin(
     }
 
 
-def end(result: dict[str, Any]) -> None:
-    """Adds the card as it is after the run: its clocks and its power, while it is still warm."""
+def end(result: dict[str, Any], path: Path | None) -> None:
+    """Adds the card as it is after the run, its clocks and its power, while it is still warm; and
+    stores the result, if it is wanted."""
     result["card"] = card()
+    store(result, path)

@@ -39,12 +39,12 @@ from typing import Any
 import jax
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.result_tables import check_files, show, store
+from jaxattn.bench.harness.command_parser import command_parser
+from jaxattn.bench.harness.result_tables import check_files, show
 from jaxattn.bench.host.executable_replay import PROMPT, WARM, generated, queued, requests
 from jaxattn.bench.host.word_grammar import maker
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
 from jaxattn.bench.model.random_weights import random_params
-from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason
@@ -58,11 +58,7 @@ ROUNDS = {"name": "the wall clock of rounds", "version": 2}
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} host",
-        description=__doc__,
-        formatter_class=ProseHelpFormatter,
-    )
+    parser = command_parser(program, "host", __doc__)
     parser.add_argument("name", nargs="?", metavar="MODEL", help="a shipped configuration")
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[4, 64, 256], help="rows that decode"
@@ -275,7 +271,6 @@ def main(argv: Sequence[str], program: str) -> int:
         )
         print(json.dumps(row), file=sys.stderr, flush=True)
         result["rows"].append(row)
-        run_metadata.end(result)
-        store(result, args.json)
+        run_metadata.end(result, args.json)
     show(f"jaxattn host, {name} on {result['device']}", result["rows"])
     return 0

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.command_parser import command_parser
 from jaxattn.bench.harness.materialized_arrays import materialized_arrays
 from jaxattn.bench.harness.measured_peaks import copy_bandwidth
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.harness.timing import launches, rotation, seconds
-from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.dispatch import Implementation, Refusal
 from jaxattn.core.numerics.fp8_block_scaling import block_counts
 from jaxattn.models.interface import compiler_options
@@ -208,11 +208,7 @@ def rows_of(wanted: dict[LinearCase, list[str]]) -> Iterator[dict[str, Any]]:
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} dense",
-        description=__doc__,
-        formatter_class=ProseHelpFormatter,
-    )
+    parser = command_parser(program, "dense", __doc__)
     parser.add_argument(
         "--models",
         nargs="+",
@@ -249,8 +245,7 @@ def main(argv: Sequence[str], program: str) -> int:
         print(row, file=sys.stderr, flush=True)
         result["rows"].append(row)
         store(result, args.json)
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     print(json.dumps({key: value for key, value in result.items() if key != "rows"}))
     columns = [name for name in result["rows"][0] if name != "kernel"]
     show(

@@ -23,22 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn import __version__
+from jaxattn.bench.harness.command_parser import command_parser
 from jaxattn.bench.harness.engine_options import add_engines, chosen
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.load.workload import LengthDistribution
 from jaxattn.bench.plots.result_plot import BenchPlotError, require_matplotlib
-from jaxattn.cli.options.parser import ProseHelpFormatter
 
 URL = "http://127.0.0.1:8000"
 KEYS = ("JAXATTN_API_KEY", "OPENAI_API_KEY")
 
 
 def parse(argv: list[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} serve",
-        description=__doc__,
-        formatter_class=ProseHelpFormatter,
-    )
+    parser = command_parser(program, "serve", __doc__)
     add_engines(parser, model="URL|MODEL")
     parser.add_argument("--url", help=f"the same as URL (default: {URL})")
     parser.add_argument("--model", help="its name; without it the first that the server lists")

@@ -9,7 +9,6 @@ from typing import Any
 
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.engine_options import EngineChoice
-from jaxattn.bench.harness.result_tables import store
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS, compared, report
 from jaxattn.bench.load import server_process
 from jaxattn.bench.load.load_test import LoadTest, OnRow, top_rates
@@ -63,8 +62,7 @@ def run(
         result["rows"] = compared(measured[OURS], measured[THEIRS])
         if test.top_first and not test.loads:
             test = dataclasses.replace(test, loads=tuple(top_rates(ran["rows"][0], test.shares)))
-        run_metadata.end(result)
-        store(result, args.json)
+        run_metadata.end(result, args.json)
     title, both = f"{choice.name}, default options", len(choice.engines) > 1
     report(title, result["rows"], result["errors"], both=both)
     loads = [row for ran in result["engines"].values() for row in ran["rows"]]

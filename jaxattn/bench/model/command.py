@@ -19,6 +19,11 @@ from typing import Any
 import jax
 
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.command_parser import (
+    add_implementation,
+    check_implementation,
+    command_parser,
+)
 from jaxattn.bench.harness.measured_peaks import copy_bandwidth, matmul_rate
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.model import roofline
@@ -29,19 +34,13 @@ from jaxattn.bench.model.op_categories import OpCategory
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.bench.model.steps import ModelSteps, OutOfMemoryError, attempt, check_room, peak_bytes
 from jaxattn.bench.plots import result_plot
-from jaxattn.cli.options.parser import ProseHelpFormatter, add_dense
-from jaxattn.core.dispatch import Refusal
-from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.cli.options.parser import add_dense
 from jaxattn.memory.plan import nbytes
 from jaxattn.models.network.decoder_model import DecoderModel
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} model",
-        description=__doc__,
-        formatter_class=ProseHelpFormatter,
-    )
+    parser = command_parser(program, "model", __doc__)
     parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
@@ -54,11 +53,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         "--chunks", type=int, nargs="+", default=[2048, 8192], help="prompt tokens at a time"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, caches and tokens")
-    parser.add_argument(
-        "--implementation",
-        choices=("mosaic_gpu", "xla"),
-        help="which kernels run (default: the best)",
-    )
+    add_implementation(parser)
     add_dense(parser)
     parser.add_argument("--no-peers", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
@@ -95,11 +90,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
             f"{args.name} takes {args.model.max_position_embeddings:,} tokens; got {longest:,}"
         )
     check_files(parser, args)
-    if args.implementation == "mosaic_gpu":
-        try:
-            require_hopper("--implementation mosaic_gpu", interpret=False)
-        except Refusal as error:
-            parser.error(str(error))
+    check_implementation(parser, args)
     return args
 
 
@@ -120,8 +111,7 @@ def main(argv: Sequence[str], program: str) -> int:
     except OutOfMemoryError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     report(result)
     if args.plot:
         result_plot.save(result, args.plot)

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.command_parser import command_parser
 from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.model.text_scorer import TextScorer, TextScores
-from jaxattn.cli.options.parser import InputError, ProseHelpFormatter
+from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.startup.model_source import ModelSource, read, refusals
 from jaxattn.core.cache.formats import CACHE_FORMATS
 from jaxattn.models.loading.loader import ModelFolder
@@ -36,9 +37,7 @@ METHOD: dict[str, Any] = {"name": "perplexity of rows of one length", "version":
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} quality", description=__doc__, formatter_class=ProseHelpFormatter
-    )
+    parser = command_parser(program, "quality", __doc__)
     parser.add_argument(
         "model",
         type=Path,
@@ -104,8 +103,7 @@ def main(argv: Sequence[str], program: str) -> int:
             result["rows"].append({"cache": name, "by": by, **line(scores, reference)})
         print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
         store(result, args.json)
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     title = f"{args.model.name}: {len(rows)} rows of {rows.shape[1]} tokens of {args.text.name}"
     show(title, result["rows"])
     return 0

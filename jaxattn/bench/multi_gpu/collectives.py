@@ -35,11 +35,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.command_parser import command_parser
 from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import gpu_launches, seconds
 from jaxattn.bench.multi_gpu.sharded_model import COLLECTIVES
-from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.caches.symmetric_memory import (
@@ -65,11 +65,7 @@ NO_ROWS = CacheSize(pages=1, slots=1)
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} collectives",
-        description=__doc__,
-        formatter_class=ProseHelpFormatter,
-    )
+    parser = command_parser(program, "collectives", __doc__)
     parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs that sum")
     parser.add_argument(
         "--kib", type=int, nargs="+", default=list(KIB), help="KiB of each GPU's array"
@@ -311,7 +307,6 @@ def main(argv: Sequence[str], program: str) -> int:
             result["rows"].append(time(loops[each], bases[each.base]))
         print(f"collectives {result['rows'][-1]}", file=sys.stderr, flush=True)
         store(result, args.json)
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     show("Sums over GPUs, each behind a kernel", result["rows"])
     return 0

@@ -331,8 +331,7 @@ def main(argv: Sequence[str], program: str) -> int:
         result["rows"].append(found)
         print(f"long-row {_shown(found)}", file=sys.stderr, flush=True)
         store(result, args.json)
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     show(f"One row of {args.tokens:,} tokens", [_shown(row) for row in result["rows"]])
     return 0
 

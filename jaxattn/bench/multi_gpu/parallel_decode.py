@@ -44,11 +44,12 @@ from typing import Any
 import jax
 
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.command_parser import add_implementation, command_parser
 from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
 from jaxattn.bench.multi_gpu.sharded_model import Options, ShardedModel
-from jaxattn.cli.options.parser import LAYOUT, ProseHelpFormatter
+from jaxattn.cli.options.parser import LAYOUT
 from jaxattn.models import divided
 from jaxattn.parallel import ALONE, Parallel
 
@@ -58,11 +59,7 @@ HIDDEN = ("all-reduce forms", "launches")  # in the JSON alone
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} parallel",
-        description=__doc__,
-        formatter_class=ProseHelpFormatter,
-    )
+    parser = command_parser(program, "parallel", __doc__)
     parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
@@ -93,11 +90,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument("--not-alone", action="store_true", help="leaves out the step on one GPU")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, caches and tokens")
-    parser.add_argument(
-        "--implementation",
-        choices=("mosaic_gpu", "xla"),
-        help="which kernels run (default: the best)",
-    )
+    add_implementation(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     args = parser.parse_args(argv)
     try:
@@ -171,8 +164,7 @@ def main(argv: Sequence[str], program: str) -> int:
     while layouts:
         _measure(args, layouts.pop(0), result)
         gc.collect()  # the next layout needs the room
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     table = [{k: v for k, v in row.items() if k not in HIDDEN} for row in result["rows"]]
     show(f"{args.name}, {args.tokens:,} tokens per row", table)
     return 0

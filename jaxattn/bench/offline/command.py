@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness import run_metadata
+from jaxattn.bench.harness.command_parser import command_parser
 from jaxattn.bench.harness.engine_options import EngineChoice, add_engines, chosen
 from jaxattn.bench.harness.result_tables import store
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS, compared, errors, report
 from jaxattn.bench.harness.subprocess_group import child_process
 from jaxattn.bench.offline.measures import MEASURES
 from jaxattn.bench.offline.workload import FIXED, SHAREGPT, OfflineWorkload
-from jaxattn.cli.options.parser import ProseHelpFormatter
 
 WALL_CLOCK = {"name": "the wall clock of whole requests", "version": 1}
 TINY = OfflineWorkload(
@@ -43,9 +43,7 @@ TINY = OfflineWorkload(
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=f"{program} offline", description=__doc__, formatter_class=ProseHelpFormatter
-    )
+    parser = command_parser(program, "offline", __doc__)
     add_engines(parser)
     real = OfflineWorkload()
     for option, what in (
@@ -123,8 +121,7 @@ def main(argv: Sequence[str], program: str) -> int:
             result["errors"].append(f"{engine}: {ran['failure']}")
         result["rows"] = compared(rows[OURS], rows[THEIRS])
         store(result, args.json)
-    run_metadata.end(result)
-    store(result, args.json)
+    run_metadata.end(result, args.json)
     title = f"{choice.name} on {result['device']}, default options"
     report(title, result["rows"], result["errors"], both=len(choice.engines) > 1)
     return int(failed)
