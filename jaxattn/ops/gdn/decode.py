@@ -92,31 +92,11 @@ def gated_delta_rule_decode(
              ("dt_bias", dt_bias, of_heads)),
     )  # fmt: skip
 
-    def operands() -> tuple[Array, Array, Array]:
-        # One array each, as a layer's projections would write them.
-        return (
-            jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1),
-            jnp.concatenate([b.astype(jnp.float32), a.astype(jnp.float32)], axis=-1),
-            jnp.concatenate([A_log.astype(jnp.float32), dt_bias.astype(jnp.float32)]),
-        )
-
-    def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
-        qkv, ba, weights = operands()
-        call = GdnDecodeCall(
-            op=op,
-            qkvz=qkv,
-            ba=ba,
-            weights=weights,
-            state=state,
-            reads=slots.reads,
-            writes=slots.writes,
-            num_key_heads=k.shape[2],
-            layer=layer,
-            scale=factor,
-            l2norm=use_qk_l2norm,
-            arena=arena,
-        )
-        return gdn_decode_mosaic(call, interpret=interpret)
+    def packed_gates() -> dict[str, Any]:
+        return {
+            "ba": jnp.concatenate([b.astype(jnp.float32), a.astype(jnp.float32)], axis=-1),
+            "weights": jnp.concatenate([A_log.astype(jnp.float32), dt_bias.astype(jnp.float32)]),
+        }
 
     return decode_rule(
         op,
@@ -126,7 +106,7 @@ def gated_delta_rule_decode(
         lambda: gdn_gates(a, b, A_log, dt_bias),
         state,
         state_indices,
-        kernel,
+        packed_gates,
         write_indices=write_indices,
         layer=layer,
         scale=scale,
@@ -151,7 +131,7 @@ def decode_rule(
     gates: Callable[[], tuple[Array, Array]],
     state: Array,
     state_indices: Array,
-    kernel: Callable[[Array, StateSlots, float, bool], tuple[Any, ...]],
+    packed_gates: Callable[[], dict[str, Any]],
     *,
     write_indices: Array | None,
     layer: int | Array | None,
@@ -166,7 +146,7 @@ def decode_rule(
         op: the public name, for messages.
         q, k, v: as they were checked.
         gates: makes (g, beta), of which g is [B, S, Hv] or [B, S, Hv, Dk].
-        kernel: of (state, slots, scale, interpret), returns what `gdn_decode_mosaic` does.
+        packed_gates: makes the fields of `GdnDecodeCall` that say the gates.
     """
     (state,) = floats(op, state=state)
     check_arena(op, arena)
@@ -181,7 +161,21 @@ def decode_rule(
     refuse_explicit_axes(op, q, k, v, state, *slots)
 
     def mosaic(interpret: bool):
-        out, _, *rest = kernel(state, slots, factor, interpret)
+        call = GdnDecodeCall(
+            op=op,
+            # One array, as a layer's projections would write them.
+            qkvz=jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1),
+            **packed_gates(),
+            state=state,
+            reads=slots.reads,
+            writes=slots.writes,
+            num_key_heads=k.shape[2],
+            layer=layer,
+            scale=factor,
+            l2norm=use_qk_l2norm,
+            arena=arena,
+        )
+        out, _, *rest = gdn_decode_mosaic(call, interpret=interpret)
         return out, *rest
 
     def xla():

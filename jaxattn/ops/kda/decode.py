@@ -9,9 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import floats
-from jaxattn.kernels.gdn.decode.arguments import GdnDecodeCall
-from jaxattn.kernels.gdn.decode.launch import gdn_decode_mosaic
-from jaxattn.ops.gdn.decode import StateSlots, check_gate_shapes, decode_rule
+from jaxattn.ops.gdn.decode import check_gate_shapes, decode_rule
 from jaxattn.ops.gdn.recurrent import _check_heads
 from jaxattn.ops.kda.gates import check_lower_bound, kda_gates
 
@@ -68,33 +66,11 @@ def kda_decode(
     def gates() -> tuple[Array, Array]:
         return kda_gates(f, b, A_log, dt_bias, lower_bound=lower_bound)
 
-    def operands() -> tuple[Array, Array, Array]:
-        return (
-            jnp.concatenate([lax.collapse(x, 2) for x in (q, k, v)], axis=-1),
-            b,
-            jnp.concatenate([x.astype(jnp.float32).reshape(-1) for x in (A_log, dt_bias)]),
-        )
+    of_gates: dict[str, Any] = {"ba": b, "f": lax.collapse(f, 2), "lower_bound": lower_bound}
 
-    of_gates: Any = {"f": lax.collapse(f, 2), "lower_bound": lower_bound}
-
-    def kernel(state: Array, slots: StateSlots, factor: float, interpret: bool) -> tuple[Any, ...]:
-        qkv, betas, weights = operands()
-        call = GdnDecodeCall(
-            op=op,
-            qkvz=qkv,
-            ba=betas,
-            weights=weights,
-            state=state,
-            reads=slots.reads,
-            writes=slots.writes,
-            num_key_heads=k.shape[2],
-            layer=layer,
-            scale=factor,
-            l2norm=use_qk_l2norm,
-            **of_gates,
-            arena=arena,
-        )
-        return gdn_decode_mosaic(call, interpret=interpret)
+    def packed_gates() -> dict[str, Any]:
+        weights = [x.astype(jnp.float32).reshape(-1) for x in (A_log, dt_bias)]
+        return of_gates | {"weights": jnp.concatenate(weights)}
 
     return decode_rule(
         op,
@@ -104,7 +80,7 @@ def kda_decode(
         gates,
         state,
         state_indices,
-        kernel,
+        packed_gates,
         write_indices=write_indices,
         layer=layer,
         scale=scale,
