@@ -10,7 +10,6 @@ from jaxattn.engine.requests.request import MOST_LOGPROBS, Request
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import (
     Chance,
-    Spell,
     chat_logprobs,
     read_prompt_logprobs,
 )
@@ -82,10 +81,8 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
             ticket=ticket,
             generation=chat.generation,
             form=ChatResponseBuilder(
-                service.settings.names[0],
-                service.fingerprint,
+                service,
                 len(chat.row.prompt),
-                service.tokenizer.token_bytes,
                 AnswerDetails(
                     streaming=streaming,
                     token_ids=fields.flag("return_token_ids"),
@@ -197,16 +194,14 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def __init__(
         self,
-        model: str,
-        fingerprint: str,
+        service: Service,
         prompt_tokens: int,
-        spell: Spell,
         details: AnswerDetails,
         parser: Callable[[], MessageParser],
         *,
         reasoning: bool,
     ):
-        super().__init__(model, fingerprint, prompt_tokens, spell, details)
+        super().__init__(service, prompt_tokens, details)
         self._parser, self._reasoning = parser, reasoning
         self._parsers: dict[int, MessageParser] = {}
         self._called: set[int] = set()

@@ -8,7 +8,6 @@ from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.requests.request import MOST_LOGPROBS
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
 from jaxattn.server.decoding.logprobs import (
-    Spell,
     completion_logprobs,
     prompt_offsets,
     read_prompt_logprobs,
@@ -84,10 +83,8 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                 prompts, rooms, sampling, continues=True, grammar=grammar
             ),
             form=CompletionResponseBuilder(
-                service.settings.names[0],
-                service.fingerprint,
+                service,
                 sum(map(len, prompts)),
-                service.tokenizer.token_bytes,
                 AnswerDetails(
                     streaming=streaming,
                     token_ids=fields.flag("return_token_ids"),
@@ -174,14 +171,12 @@ class CompletionResponseBuilder(ResponseBuilder):
 
     def __init__(
         self,
-        model: str,
-        fingerprint: str,
+        service: Service,
         prompt_tokens: int,
-        spell: Spell,
         details: AnswerDetails,
         echoes: Sequence[Echo],
     ) -> None:
-        super().__init__(model, fingerprint, prompt_tokens, spell, details)
+        super().__init__(service, prompt_tokens, details)
         self._echoes = echoes
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:

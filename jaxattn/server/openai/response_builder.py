@@ -9,11 +9,12 @@ from typing import Any
 
 import orjson
 
-from jaxattn.server.decoding.logprobs import Chance, Spell, prompt_logprobs
+from jaxattn.server.decoding.logprobs import Chance, prompt_logprobs
 from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.http.event_stream import DONE, data_events
 from jaxattn.server.http.json_fields import JsonFields
 from jaxattn.server.openai.response_interface import AnswerForm, TokenUsage
+from jaxattn.server.runtime.service import Service
 
 
 @dataclasses.dataclass
@@ -85,10 +86,8 @@ class ResponseBuilder(AnswerForm):
     """Writes answers of one kind, with a list of choices.
 
     Args:
-        model: its name.
-        fingerprint: see `Service.fingerprint`.
+        service: that answers.
         prompt_tokens: of all prompts.
-        spell: the bytes of a token.
         details: what is told beside the text.
     """
 
@@ -96,15 +95,8 @@ class ResponseBuilder(AnswerForm):
     whole_object: str
     chunk_object: str
 
-    def __init__(
-        self,
-        model: str,
-        fingerprint: str,
-        prompt_tokens: int,
-        spell: Spell,
-        details: AnswerDetails,
-    ):
-        self._prompt_tokens, self._spell = prompt_tokens, spell
+    def __init__(self, service: Service, prompt_tokens: int, details: AnswerDetails):
+        self._prompt_tokens, self._spell = prompt_tokens, service.tokenizer.token_bytes
         self._most, self._of_prompt = details.logprobs, details.prompt_logprobs
         self._streaming, self._token_ids = details.streaming, details.token_ids
         self._texts: dict[int, ChoiceText] = {}
@@ -113,8 +105,8 @@ class ResponseBuilder(AnswerForm):
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": fingerprint,
+            "model": service.settings.names[0],
+            "system_fingerprint": service.fingerprint,
         }
 
     @abc.abstractmethod
