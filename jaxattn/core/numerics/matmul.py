@@ -8,7 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-# Of float32: the exponent's bias, and the place of its lowest bit.
+# Of float32: the exponent's bias, and the place of its lowest bit, int32 as lax wants it in x64
+# mode too.
 FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
 # Numbers from 2**15 on are divided, before float16 has no room for them.
 FLOAT16_EXPONENT = 15
@@ -84,8 +85,9 @@ def float16_scale(largest: jax.Array, to: int) -> tuple[jax.Array, jax.Array]:
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = lax.shift_right_logical(bits, EXPONENT_AT) - FLOAT_BIAS
     shift = jnp.where(exponent >= FLOAT16_EXPONENT, exponent - to, 0)
-
-    def power(biased: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
-
     return power(FLOAT_BIAS - shift), power(FLOAT_BIAS + shift)
+
+
+def power(biased: jax.Array) -> jax.Array:
+    """float32, 2**(biased - FLOAT_BIAS)."""
+    return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)

@@ -29,6 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.core.numerics.matmul import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN, BY_ROW, SCORES
 from jaxattn.kernels.attention.softmax_constants import LOG2E, MASKED
@@ -39,7 +40,6 @@ from jaxattn.kernels.gqa.decode.cta import (
     GqaDecodeRefs,
     GqaDecodeTile,
 )
-from jaxattn.kernels.gqa.decode.fp8_operands import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa.decode.load.producer import GqaDecodeProducer, LoadPipeline, place_of
 from jaxattn.kernels.gqa.decode.smem import over_out
 from jaxattn.kernels.hopper.instructions import issue_loads, warpgroup_barrier

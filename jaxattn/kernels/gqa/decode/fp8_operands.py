@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import FP8
+from jaxattn.core.numerics.matmul import EXPONENT_AT, FLOAT_BIAS, power
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils, vector
@@ -46,8 +46,6 @@ LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
 TILE_TOKENS = 8
 # A row's largest query is from 2**14 to 2**15: float16 then has its numbers down to 2**-38 of it.
 QUERY_EXPONENT = 14
-# Of float32: the exponent's bias, and its lowest bit, int32 as lax wants it in x64 mode too.
-FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
 # So much larger a float16 P is, in powers of two, with values of e4m3 and of float16: their largest
 # number times this is no infinity in float32, and float16 has what is down to 2**-38 of the largest
 # of a row. What is below is 0: a dim in which the keys of larger weights have values of 0 loses it.
@@ -68,14 +66,14 @@ def half_queries(
     q: jax.Array, wide: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """`divided_queries` as float16."""
-    q, factors = divided_queries(q, wide, QUERY_EXPONENT)
-    return q.astype(jnp.float16), factors
+    return divided_queries(q, wide, QUERY_EXPONENT, jnp.float16)
 
 
 def divided_queries(
-    q: jax.Array, wide: Callable[[jax.Array], jax.Array], upper: int
+    q: jax.Array, wide: Callable[[jax.Array], jax.Array], upper: int, dtype: Any = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [N, D], and float32 [N]: what their scores are to be multiplied by, a power of two.
+    """Queries [N, D] in a dtype, and float32 [N]: what their scores are to be multiplied by, a
+    power of two.
 
     Args:
         q: float32.
@@ -86,11 +84,8 @@ def divided_queries(
     exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
     # Inf and NaN, and float32's largest and smallest, are divided by less.
     exponent = jnp.minimum(jnp.maximum(exponent, upper + 1), 2 * FLOAT_BIAS)
-
-    def power(biased: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(lax.shift_left(biased, EXPONENT_AT), jnp.float32)
-
-    return q * wide(power(2 * FLOAT_BIAS + upper - exponent)), power(exponent - upper)
+    q = q * wide(power(2 * FLOAT_BIAS + upper - exponent))
+    return q.astype(dtype), power(exponent - upper)
 
 
 def in_order(x: jax.Array) -> jax.Array:

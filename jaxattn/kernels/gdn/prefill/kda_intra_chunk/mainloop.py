@@ -36,6 +36,7 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     TILE,
     copy_rows,
     iota,
+    over_columns,
     token_tiles,
     triangles,
 )
@@ -280,7 +281,7 @@ class KdaIntraChunkCta:
         a_by_row = lax.broadcast_in_dim(a_by_row, (CHUNK, 16), [0])
         p, a = [], []
         for n, (query, key) in enumerate(zip(of_queries.columns(), of_keys.columns(), strict=True)):
-            by_column = _across(_load(lengths.at[KEYS, pl.ds(16 * n, 16)], BY_COLUMN))
+            by_column = over_columns(_load(lengths.at[KEYS, pl.ds(16 * n, 16)], BY_COLUMN))
             p.append(query * by_row * by_column)
             a.append(key * a_by_row * by_column)
         self._keep([jnp.concatenate(p[at : at + 2], axis=1) for at in (0, 2)])
@@ -288,7 +289,7 @@ class KdaIntraChunkCta:
         self._copy_out(refs.p_ref.at[chunk, head])
 
         def betas(first: int) -> jax.Array:
-            return _across(_load(beta.at[pl.ds(first, CHUNK // 2)], BY_COLUMN))
+            return over_columns(_load(beta.at[pl.ds(first, CHUNK // 2)], BY_COLUMN))
 
         inverse = unit_lower_inverse(
             jnp.concatenate(a, axis=1), None if cut.backward else betas,
@@ -350,8 +351,3 @@ class KdaIntraChunkCta:
 
 def _load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _across(vector: jax.Array) -> jax.Array:
-    """[n] by column -> [64, n]."""
-    return lax.broadcast_in_dim(vector, (CHUNK, *vector.shape), [1])
