@@ -22,7 +22,9 @@ _ADVICE = "carry it whole, and after a write read only what was written"
 
 
 class AliasingError(ValueError):
-    """A compiled step does not update its donated buffers in place. One line for each finding."""
+    """A compiled step does not update its donated buffers in place. The message has one line per
+    finding.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,30 +93,33 @@ def check_aliasing(
     layers: tuple[int, int] | None = None,
     layer_bytes: int = 0,
 ) -> AliasingReport:
-    """Checks that a step updates its donated buffers in place and that depth costs no scratch.
+    """Checks that a step updates its donated buffers in place, and that depth costs no scratch.
 
-    Fails when a donated leaf is not aliased to an output; when `fraction` of a donated leaf or more
-    is copied, in a loop or once a step, also by a slice, a transpose, a cast or a fusion that does
-    nothing else; and, given `shallower`, when temp or unaliased outputs grow with the layers. Not a
-    copy: a gather, a slice that XLA fused into the op reading it, and a `copy` instruction that has
-    no second buffer to go to (temp is smaller than it, so XLA made it a no-op). Nor is a result as
-    large as the leaf that is computed from it beside its new value: that is temp, so give
-    `shallower`.
+    The check fails if a donated leaf is not aliased to an output. The check also fails if at least
+    `fraction` of a donated leaf is copied, in a loop or once per step. A slice, a transpose, a cast
+    or a fusion that only moves data counts as a copy. With `shallower`, the check fails if temp or
+    unaliased outputs grow with the number of layers.
+
+    The following are not copies: a gather, a slice that XLA fused into the op that reads it, and a
+    `copy` instruction without a second buffer (temp is smaller than the copy, so XLA made the copy
+    a no-op). A result that is as large as the leaf and exists next to the leaf's new value is temp,
+    not a copy: pass `shallower` to find such a result.
 
     Args:
         compiled: `jax.jit(step, donate_argnames=...).lower(...).compile()`, on any backend.
-        fraction: of a leaf's bytes.
-        slack: bytes; copies and growth with depth up to this pass.
-        exclude: parts of leaf names; donated leaves with one of them in their name are not checked.
+        fraction: the smallest copied fraction of a leaf's bytes that fails the check.
+        slack: bytes; smaller copies and smaller growth with depth pass.
+        exclude: parts of leaf names. The check skips donated leaves whose name contains one of
+            them.
         shallower: the same step, compiled for fewer layers.
-        layers: how many layers `compiled` and `shallower` have; needed with `layer_bytes`.
-        layer_bytes: temp or unaliased output bytes that each layer's own inputs explain.
+        layers: the numbers of layers of `compiled` and `shallower`; required with `layer_bytes`.
+        layer_bytes: bytes of temp or unaliased outputs that each layer's own inputs explain.
 
     Raises:
-        TypeError: `compiled` or `shallower` is no compiled step.
-        AliasingError: a line for each finding, with the leaf's name.
-        ValueError: `exclude` is in no donated leaf's name, or one of `shallower`, `layers` and
-            `layer_bytes` lacks another that it needs.
+        TypeError: `compiled` or `shallower` is not a compiled step.
+        AliasingError: the check found a copy; the message has one line per finding, with the leaf.
+        ValueError: no donated leaf's name contains `exclude`, or one of `shallower`, `layers` and
+            `layer_bytes` is given without another that it needs.
     """
     for name, each in (("compiled", compiled), ("shallower", shallower)):
         if not hasattr(each, "as_text") and (each is not None or name == "compiled"):

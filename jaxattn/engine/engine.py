@@ -48,22 +48,24 @@ OnFinish = Callable[[Completion], None]
 
 
 class Engine(EngineLifecycle):
-    """A model compiled for `Limits`. One thread at a time; another gets an `EngineBusyError`.
+    """A model that is compiled for `Limits`, and its scheduler.
+
+    Only one thread may use an engine at a time. Calls from a second thread raise `EngineBusyError`.
 
     Args:
         model: a `jaxattn.models.Model`, such as `jaxattn.models.Hybrid(config)`.
-        params: its parameters; an argument of the steps, never captured.
+        params: the model's parameters. They are arguments of the steps, never constants.
         limits, devices, implementation, on_compile, workers, parallel: see `prepare`.
-        strict: a trace, a compilation or a new buffer after the warm-up raises SealError; otherwise
-            it is counted in `seal`.
-        detokenize: tokens to text, for requests with stop strings.
+        strict: if True, a trace, a compilation or a new buffer after the warm-up raises SealError;
+            otherwise `seal` counts it.
+        detokenize: converts tokens to text, for requests with stop strings.
 
     Attributes:
-        model, limits: as given; with `utilization`, the limits have the pages that fit.
-        plan: what memory the engine takes and why.
+        model, limits: as given; with `utilization`, the limits have the number of pages that fit.
+        plan: the memory that the engine needs, with reasons.
         scheduler: rows, waiting requests and pools.
-        seal: what was compiled or allocated after the warm-up.
-        stats: of the last `generate`, or of what was added since.
+        seal: the traces, compilations and new buffers after the warm-up.
+        stats: statistics of the last `generate`, or of the requests that were added since.
 
     Raises:
         TypeError, ValueError, PlanError, Refusal: see `prepare`.
@@ -100,7 +102,7 @@ class Engine(EngineLifecycle):
     def of(
         cls, prepared: EngineBuild, *, strict: bool = False, detokenize: Detokenize | None = None
     ) -> Self:
-        """An engine of what `prepare` made; `start(params)` gives it its parameters."""
+        """An engine from the result of `prepare`; `start(params)` then sets the parameters."""
         engine = cls.__new__(cls)
         engine._open(prepared, strict, detokenize)
         return engine
@@ -108,13 +110,14 @@ class Engine(EngineLifecycle):
     # --- requests in, events out
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its id. One that can never be served is refused.
+        """Queues a request and returns its id. The engine rejects a request that it can never
+        serve.
 
-        The refusal comes as a `FinishEvent` of the next `step`.
+        The next `step` returns the rejection as a `FinishEvent`.
 
         Raises:
-            TypeError: it is no `Request`.
-            ValueError: a request with its id is running or waiting.
+            TypeError: the argument is not a `Request`.
+            ValueError: a request with this id is running or waiting.
             EngineBusyError: another thread uses the engine.
             RuntimeError: the engine is closed.
         """
@@ -122,9 +125,9 @@ class Engine(EngineLifecycle):
             return self._add(request)
 
     def abort(self, id: int) -> bool:
-        """Ends a request, running or waiting; False if there is none with this id.
+        """Ends a running or waiting request. Returns False if no request has this id.
 
-        What it generated comes as a `FinishEvent` of the next `step`.
+        The next `step` returns the generated tokens in a `FinishEvent`.
 
         Raises:
             EngineBusyError: another thread uses the engine.
@@ -146,18 +149,20 @@ class Engine(EngineLifecycle):
         return self.scheduler.busy or bool(self._endings.events) or flying
 
     def step(self) -> list[Event]:
-        """Sends a round: at most one prefill step, and a call of decode steps: one token for each
-        row that decodes, or up to `Limits.round_steps`.
+        """Sends a round: at most one step that reads prompts, and one call of decode steps.
+
+        A call of decode steps generates one token for each row that decodes, or up to
+        `Limits.round_steps` tokens.
 
         Returns:
-            What an earlier round told, and first tokens of this one. Up to two rounds that are sent
-            are read by later calls.
+            The events of an earlier round, and the first tokens of this round. Later calls return
+            the events of up to two rounds that are in flight.
 
         Raises:
-            EngineBusyError: another thread uses the engine, or a callback called it.
-            SealError: the engine is strict and something was compiled or allocated. After this and
-                any other error, Ctrl-C too, the rows have ended: their states may have gone on
-                without them. Requests that wait are served by the next `step`.
+            EngineBusyError: another thread uses the engine, or a callback called this method.
+            SealError: the engine is strict, and something was compiled or allocated. After this
+                error and any other one, including Ctrl-C, all rows have ended, because their states
+                may be ahead of their tokens. The next `step` serves the waiting requests.
         """
         with self._alone("step"):
             self._start()
@@ -171,24 +176,24 @@ class Engine(EngineLifecycle):
         on_token: OnToken | None = None,
         on_finish: OnFinish | None = None,
     ) -> list[Completion]:
-        """Serves all requests; the completions are in the requests' order.
+        """Serves all requests, and returns their completions in the order of the requests.
 
-        A request that can never be served is refused, and the others are served. A request
-        without an id gets its place in the list.
+        The engine rejects a request that it can never serve, and serves the other ones. The id of a
+        request without one is its index in the list.
 
         Args:
-            on_token: called with each token as soon as it is known, stop tokens aside.
-            on_finish: called when a request is done or refused.
+            on_token: called with each token as soon as it is known, except for stop tokens.
+            on_finish: called when a request has finished or was rejected.
 
         Raises:
-            TypeError: `requests` is one request, something in it is none, or a callback cannot be
-                called.
+            TypeError: `requests` is a single request, an item is not a request, or a callback is
+                not callable.
             ValueError: two requests have the same id.
-            GenerationInterrupted: Ctrl-C, at any time. It holds what was generated, and the engine
-                stays usable.
-            EngineBusyError: another thread uses the engine, a callback called it, or requests that
-                were added are not done.
-            SealError: the engine is strict and something was compiled or allocated.
+            GenerationInterrupted: Ctrl-C, at any time. The exception has the generated tokens, and
+                the engine stays usable.
+            EngineBusyError: another thread uses the engine, a callback called this method, or
+                requests from `add` have not finished.
+            SealError: the engine is strict, and something was compiled or allocated.
         """
         for name, call in (("on_token", on_token), ("on_finish", on_finish)):
             if call is not None and not callable(call):
@@ -218,23 +223,24 @@ class Engine(EngineLifecycle):
             perplexity = math.exp(-sum(each.token for each in found[1:]) / len(found[1:]))
 
         Args:
-            top: how many likely alternatives are told with each token, 0 to 20.
-            temperature, top_k, top_p, min_p: of the distribution, as in `Request`. By default it is
-                the model's own. A token that the others leave out has -inf.
-            starts: of each text, how many tokens its prompt has. The tokens behind it are replayed
-                by decode steps: each has the bits that it had when a row drew it. Engines of
-                `Limits(reproducible=True)` do it.
+            top: the number of likely alternatives that are returned with each token, 0 to 20.
+            temperature, top_k, top_p, min_p: parameters of the distribution, as in `Request`. The
+                default is the model's own distribution. Tokens that `top_k`, `top_p` or `min_p`
+                exclude have -inf.
+            starts: for each text, the number of tokens of its prompt. Decode steps replay the later
+                tokens, so each token has the same bits as when a row drew the token. Only engines
+                with `Limits(reproducible=True)` support `starts`.
 
         Returns:
-            Of each text what each of its tokens had; None of the first, before which nothing
-            stands, and with `starts` of all of the prompt. `jaxattn.logprob_array` makes an array
-            of them.
+            For each text, a sequence with an entry per token. The entry is None for the first
+            token, which has no token before it, and with `starts` for all tokens of the prompt.
+            `jaxattn.logprob_array` converts the sequences to an array.
 
         Raises:
-            TypeError, ValueError: see `Request` and `generate`; `starts` are not one for each text,
-                from 1 to its length.
-            RuntimeError: a text cannot be served, or its logits were not finite; the message says
-                which and why.
+            TypeError, ValueError: see `Request` and `generate`. ValueError also if `starts` does
+                not have one number per text, from 1 to the text's length.
+            RuntimeError: the engine cannot serve a text, or its logits were not finite; the message
+                has the text and the reason.
         """
         options: dict[str, Any] = dict(
             temperature=temperature,
@@ -257,22 +263,22 @@ class Engine(EngineLifecycle):
     def embed(
         self, prompts: Iterable[Sequence[int]], *, pooling: str = "last"
     ) -> Float[np.ndarray, "prompts hidden"]:
-        """Embeddings of texts, of the hidden states behind the model's final norm.
+        """Embeddings of texts: pooled hidden states after the model's final norm.
 
             one, other = engine.embed([tokens, others], pooling="mean")
             similarity = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
 
         Args:
-            pooling: "mean" of all tokens, or the "last" token. Which of them is of use depends on
-                how the model was trained.
+            pooling: "mean" of all tokens, or the "last" token. The training of the model determines
+                which of both is useful.
 
         Returns:
-            float32, a row for each text, not normalized.
+            float32, one row per text, not normalized.
 
         Raises:
             TypeError, ValueError: see `Request` and `generate`.
-            RuntimeError: a text cannot be served, or its hidden states were not finite; the message
-                says which and why.
+            RuntimeError: the engine cannot serve a text, or its hidden states were not finite; the
+                message has the text and the reason.
         """
         requests = [Request(each, max_tokens=0, pooling=pooling) for each in prompts]
         found = np.zeros((len(requests), *self.model.hidden_shape.shape), np.float32)

@@ -39,72 +39,83 @@ _SMALL: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an engine is compiled and allocated for.
+    """The sizes for which an engine compiles its steps and allocates memory.
 
-    `batch`, `max_model_len`, `prefill_chunk`, `prefill_rows`, `checkpoints`, `decode_buckets`,
-    `prefill_buckets` and, without `num_pages`, `utilization` are chosen for the model and its
-    device where they are left out or None (`engine.startup.default_limits.choose_limits`). Until
-    then they read as small values, which `unset` names. What is given is never changed.
+    The engine chooses `batch`, `max_model_len`, `prefill_chunk`, `prefill_rows`, `checkpoints`,
+    `decode_buckets`, `prefill_buckets` and, without `num_pages`, `utilization` for the model and
+    its device, if they are omitted or None (`engine.startup.default_limits.choose_limits`). Before
+    that, these attributes have small values, and `unset` lists their names. The engine never
+    changes a limit that you set.
 
     Attributes:
-        batch: rows that decode together, and state slots.
-        max_model_len: longest row in tokens, prompt and generated together.
-        num_pages: pages of the cache; None is enough for every row at `max_model_len`, or with
-            `utilization` what the device holds of that.
-        prefill_chunk: prompt tokens that a step reads of one request, at most.
-        prefill_rows: prompts that a step may read of. A row's bits may depend on how many it does,
-            as other shapes take other matmuls.
-        prefill_tokens: prompt tokens of a step, of a data group, at most. None is `prefill_chunk`
-            of each of `prefill_rows` (of one if `reproducible`), or what `choose_limits` chooses
-            where one of the two is left out.
-        mixed_tokens: prompt tokens of a step in which other rows decode, at most, and a line at
-            least: their next token waits for these. Where all other steps have more, one of as many
-            is compiled too. 0 decodes and reads prompts in steps of their own. None is as many as
-            without such rows, or what `choose_limits` chooses.
-        prefix_cache: prompts that begin as earlier ones share their pages, which stay in the cache
-            until their room is wanted. A model with recurrent states needs `checkpoints` too.
-        checkpoints: slots for states at the ends of prefixes, beside those of rows. A state is as
-            large as thousands of tokens, so none is kept unless it is asked for.
-        utilization: fraction of the device's total memory, not of what is free, for arrays and
-            XLA's temp. The cache gets what the rest of the plan leaves of it. Where other
-            processes hold more than the rest, it gets what they leave. With `num_pages` and None
-            the pages alone size the cache.
-        decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
-            its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
-        prefill_buckets: fewer prompt tokens of a step that are compiled too, in whole lines of
-            `line_tokens`.
-        cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto"
-            is the model's own. The parameters are then those of `model.with_cache_format(...)`.
-        speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
-            3 (engine/steps/speculation/). What rows say is the same up to rounding; it may come
-            sooner. A row with recurrent states takes as many slots more. On one GPU alone.
-        speculate_by: "lookup" guesses what followed the row's last tokens before; "mtp" asks the
-            model's own draft head (draft_head.py), and `load` must read that: `draft_head=True`.
-            Guesses of a head cost time, so each bucket of rows goes without where that is faster.
-        steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
-            prompt is being read, and no row has a stop string, a grammar or log-probabilities.
-            Tokens come as many at a time, and a request comes in up to two such calls later. None
-            lets `prepare` choose (decode_step_count.py): more than one where a step is shorter than
-            its host takes. On one GPU alone, and not beside `speculate`.
-        reproducible: exact mode. A row's log-probabilities have the same bits whatever rows are
-            beside it and whether it lost its pages, and `Engine.score` finds the same bits again.
-            Prompts are read by whole chunks, in steps in which no row decodes, all of one size. One
-            executable decodes all rows, without buckets, several steps or drafts, and attention
-            cuts rows by their own length. A row that lost its pages decodes again what it had said.
-        reserved_bytes: of each device, that the plan leaves to others in the process, such as a
-            trainer's optimizer. Arrays that are there before the engine count without it.
-        spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
-            `prepare` sets it, as `Parallel.context`.
-        groups: of GPUs that have as many of the rows each, with pages and slots of their own;
-            `prepare` sets it, as `Parallel.data`. `num_pages` are those of a group.
-        native_layers: so many first and so many last layers of attention keep the model's own.
-        q_lens: tokens per row of the decode executables. `Engine.generate` takes one and never the
-            others: they are planned, compiled and warmed for callers of `Engine.executables` who
-            append several tokens in a step, which gives the logits after the last of them.
+        batch: the number of rows that decode together, and of state slots.
+        max_model_len: the longest row in tokens, including prompt and generated tokens.
+        num_pages: pages of the cache. None is enough for every row at `max_model_len`, or with
+            `utilization` as many of these pages as the device has room for.
+        prefill_chunk: the largest number of prompt tokens that a step reads of one request.
+        prefill_rows: the largest number of prompts that a step reads. A row's bits may depend on
+            this number, because other shapes use other matmuls.
+        prefill_tokens: the largest number of prompt tokens of a step, per data group. None is
+            `prefill_chunk` times `prefill_rows` (`prefill_chunk` if `reproducible`), or the choice
+            of `choose_limits` if one of the two limits is unset.
+        mixed_tokens: the largest number of prompt tokens in a step that also decodes rows, at least
+            one line. The next tokens of these rows wait for the prompt tokens. If all other steps
+            are larger, the engine also compiles a step of this size. With 0, prompts and decoded
+            rows have separate steps. None is the limit of steps without such rows, or the choice of
+            `choose_limits`.
+        prefix_cache: whether prompts that begin with the same tokens share pages. The pages stay in
+            the cache until their memory is needed. A model with recurrent states also needs
+            `checkpoints`.
+        checkpoints: slots for states at the ends of prefixes, in addition to the slots of rows. A
+            state is as large as the cache of thousands of tokens, so the engine stores none by
+            default.
+        utilization: the fraction of the device's total memory (not of its free memory) for arrays
+            and XLA's temp. The cache gets the memory that the rest of the plan leaves. If other
+            processes hold more than the remaining fraction, the cache gets what they leave. With
+            `num_pages` and None, only the pages determine the size of the cache.
+        decode_buckets: smaller batch sizes that the engine also compiles. A step uses the smallest
+            bucket that holds its rows. A row's bits may depend on the bucket, because other shapes
+            use other matmuls.
+        prefill_buckets: smaller numbers of prompt tokens that the engine also compiles, in whole
+            lines of `line_tokens`.
+        cache_format: the format of the cache, one of `jaxattn.core.cache.formats.CACHE_FORMATS`;
+            "auto" is the model's own. The parameters must be those of
+            `model.with_cache_format(...)`.
+        speculate: the number of tokens that a decode step drafts in addition to the certain token,
+            0 to 3 (engine/steps/speculation/). The results are the same up to rounding, and may
+            arrive sooner. A row with recurrent states needs this number of additional slots. Only
+            on one GPU.
+        speculate_by: "lookup" drafts the tokens that followed the row's last tokens before. "mtp"
+            uses the model's own draft head (draft_head.py), for which `load` needs
+            `draft_head=True`. Drafts of a head cost time, so each bucket of rows omits them if it
+            is faster without drafts.
+        steps_per_round: the number of decode steps per call, 1 to 8. The engine uses fewer steps
+            while it reads a prompt, or if a row has a stop string, a grammar or log-probabilities.
+            The tokens of a call arrive together, and a new request starts up to two such calls
+            later. With None, `prepare` chooses (decode_step_count.py): more than one if a step is
+            shorter than its host work. Only on one GPU, and not with `speculate`.
+        reproducible: exact mode. A row's log-probabilities have the same bits next to any other
+            rows and after preemption, and `Engine.score` computes the same bits again. Prompts are
+            read in whole chunks of one size, in steps that decode no row. One executable decodes
+            all rows, without buckets, several steps or drafts, and attention splits a row only by
+            the row's own length. A preempted row decodes its tokens again.
+        reserved_bytes: bytes of each device that the plan reserves for others in the process, such
+            as a trainer's optimizer. The plan counts arrays that already exist in any case, so do
+            not include them.
+        spread: the number of GPUs that share the pages of a row, one of each stripe of pages;
+            `prepare` sets this to `Parallel.context`.
+        groups: the number of data groups, each with its own rows, pages and slots; `prepare` sets
+            this to `Parallel.data`. `num_pages` is the number of pages of one group.
+        native_layers: this number of first and of last attention layers keep the model's own cache
+            format.
+        q_lens: tokens per row of the decode executables. `Engine.generate` uses only 1. The engine
+            also plans, compiles and warms up the other lengths, for callers of `Engine.executables`
+            that append several tokens in a step. Such a step returns the logits after the last
+            token.
 
     Raises:
-        ValueError: one of them is not a positive integer, or no fraction, or a bucket is larger
-            than what it is a part of.
+        ValueError: a limit is not a positive integer or not a fraction, or a bucket is larger than
+            the limit that it belongs to.
     """
 
     batch: int = _SMALL["batch"]
@@ -240,7 +251,7 @@ class Limits:
 
     @property
     def unset(self) -> frozenset[str]:
-        """Names of what `choose_limits` chooses: what nobody fixed."""
+        """Names of the limits that are not set, which `choose_limits` chooses."""
         found = {name for name in _SMALL if isinstance(getattr(self, name), UnsetInt | UnsetTuple)}
         if self.utilization is None and self.num_pages is None:
             found.add("utilization")
@@ -248,12 +259,12 @@ class Limits:
 
     @property
     def rows_per_group(self) -> int:
-        """Rows, and state slots, of a data group."""
+        """Rows and state slots of one data group."""
         return self.batch // self.groups
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page, or of a page on each of the GPUs that share a row's."""
+        """Tokens of a page; if several GPUs share a row, tokens of one page on each GPU."""
         return PAGE_SIZE * self.spread
 
     @property
@@ -263,28 +274,31 @@ class Limits:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that a row may write, and give, in a decode step."""
+        """The largest number of tokens that a decode step writes and returns per row."""
         return self.speculate + 1
 
     @property
     def round_steps(self) -> int:
-        """Decode steps of one call, at most."""
+        """The largest number of decode steps per call."""
         return self.steps_per_round or 1
 
     @property
     def pages_per_row(self) -> int:
-        """Of a row at `max_model_len`, and a draft behind it."""
+        """Pages of a row at `max_model_len`, including a draft."""
         return -(-(self.max_model_len + self.speculate) // self.page_tokens)
 
     @property
     def longest_row(self) -> int:
-        """Tokens of a prompt and its answer that fit into the length and into all pages: the last
-        one is never written, a draft behind it is."""
+        """The largest number of tokens of a prompt and its answer that fit into the length and all
+        pages.
+
+        The last token is never written, but a draft after it is.
+        """
         return min(self.max_model_len, self.pages * self.page_tokens - self.speculate + 1)
 
     @property
     def wanted_pages(self) -> int:
-        """Every row at `max_model_len`: more pages would never be used."""
+        """Pages of all rows at `max_model_len`; no engine uses more pages."""
         return self.rows_per_group * self.pages_per_row
 
     @property
@@ -293,7 +307,7 @@ class Limits:
 
     @property
     def table_width(self) -> int:
-        """M: pages of the longest row that the cache can hold, not of the longest imaginable."""
+        """M: pages of the longest row for which the cache has room."""
         return min(self.pages_per_row, self.pages)
 
     @property
@@ -309,17 +323,17 @@ class Limits:
 
     @property
     def line_tokens(self) -> int:
-        """Tokens that a prompt's piece is padded to a multiple of in a step."""
+        """A step pads each piece of a prompt to a multiple of this number of tokens."""
         return min(LINE_TOKENS, self.chunks[-1])
 
     @property
     def prompt_rows(self) -> int:
-        """Prompts of a data group that a step may read of."""
+        """The largest number of prompts per data group that a step reads."""
         return max(min(self.prefill_rows, self.batch) // self.groups, 1)
 
     @property
     def prefill_sizes(self) -> tuple[int, ...]:
-        """Prompt tokens of the prefill executables, of a data group, ascending, in whole lines."""
+        """Prompt tokens of the prefill executables, per data group, ascending, in whole lines."""
         longest, line = self.chunks[-1], self.line_tokens
         whole = self.prompt_rows * longest
         most = self.prefill_tokens or (longest if self.reproducible else whole)
@@ -333,13 +347,15 @@ class Limits:
 
     @property
     def mixes(self) -> bool:
-        """Whether a step may read prompts while other rows decode in it. A reproducible one does
-        not: what a row computes would depend on the prompts."""
+        """Whether a step may read prompts while other rows decode.
+
+        A reproducible engine has no such steps, because a row's bits would depend on the prompts.
+        """
         return self.mixed_tokens != 0 and not self.reproducible
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
-        """Those of `prefill_sizes` that a step with rows that decode may have."""
+        """Those of `prefill_sizes` that a step with decoding rows may have."""
         sizes = self.prefill_sizes
         most = self.mixed_tokens or sizes[-1]
         return tuple(size for size in sizes if size <= most) or sizes[:1]

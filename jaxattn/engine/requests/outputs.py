@@ -35,21 +35,22 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
-        tokens: what was generated, without the stop token.
-        logprobs: of each of the tokens, if the request asked for them.
-        detail: of the finish reason, see `FinishReason`; None if there is nothing to add.
-        seconds_to_first_token: since the request was added; None if there was none.
-        seconds: until it was done.
-        cached_tokens: of the prompt, that were not read again.
-        seconds_queued: until the request had a row; None if it never had one.
-        prompt_logprobs: of each token of the prompt, if the request asked for them. Nothing stands
-            before the first one: its are None. A row that ended before has those it came to.
-        embedding: of the prompt, float32 [hidden], if the request asked for it.
-        weights_version: of the weights that gave its last token; see `Engine.update`.
-        older_tokens: how many of its tokens, the first ones, earlier weights gave.
+        tokens: the generated tokens, without the stop token.
+        logprobs: an entry for each token, if the request asked for log-probabilities.
+        detail: details of the finish reason, see `FinishReason`; None if there are none.
+        seconds_to_first_token: time from `add` to the first token; None if there was no token.
+        seconds: time from `add` until the request finished.
+        cached_tokens: tokens of the prompt that came from the prefix cache.
+        seconds_queued: time until the request got a row; None if it never got one.
+        prompt_logprobs: an entry for each token of the prompt, if the request asked for them. The
+            first entry is None, because no token is before it. If a row ended early, the entries
+            cover the tokens that were read.
+        embedding: float32 [hidden], the embedding of the prompt, if the request asked for it.
+        weights_version: the version of the weights that gave the last token; see `Engine.update`.
+        older_tokens: the number of first tokens that earlier weights gave.
     """
 
     request: Request
@@ -152,13 +153,14 @@ class PromptLogprobs(Sequence[Logprobs | None]):
 def logprob_array(
     rows: Iterable[Sequence[Logprobs | None]], length: int
 ) -> Float[np.ndarray, "rows length"]:
-    """Log-probabilities of texts' tokens as a trainer has them, float32: a row for each text, NaN
-    behind it and where nothing was told.
+    """The log-probabilities of texts as a float32 array with one row per text.
+
+    Entries after the end of a text, and entries without a log-probability, are NaN.
 
         scored = logprob_array(engine.score(texts, starts=starts), tokens.shape[1])
 
     Args:
-        rows: of each text what `Engine.score` told; of a `Completion` that is
+        rows: for each text, the sequence from `Engine.score`. For a `Completion`, the sequence is
             `(*completion.prompt_logprobs, *completion.logprobs)`, or None for each prompt token.
 
     Raises:

@@ -35,54 +35,61 @@ class Grammar(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it.
+    """A prompt, and how to continue it.
 
     Attributes:
-        prompt: token ids; for a model of bytes, `bytes`. A list or array is copied.
-        max_tokens: how many to generate at most; 0 reads the prompt alone.
+        prompt: token ids; for a model of bytes, `bytes`. The request copies a list or an array.
+        max_tokens: the largest number of generated tokens; 0 only reads the prompt.
         temperature: 0 takes the most likely token.
-        top_p: in (0, 1]; samples from the fewest most likely tokens that together reach it.
+        top_p: in (0, 1]; samples from the smallest set of most likely tokens whose probabilities
+            sum to this value.
         top_k: samples from the k most likely tokens; 0 from all.
-        min_p: in [0, 1]; samples from tokens at least this likely beside the most likely one.
-        repetition_penalty: 1e-30 to 1e30. The logit of a token that the prompt or the text has is
-            divided by it where positive, and multiplied where negative.
-        presence_penalty: taken from the logit of a token that the text has; at most 1e30 in size.
-        frequency_penalty: taken from a token's logit once per time that the text has it; likewise.
-        logit_bias: token -> number in [-100, 100] that is added to its logit; at most 300 tokens.
-            It is kept as pairs in the order of tokens.
-        logprobs: how many likely alternatives are told with each token, 0 to 20; None tells no
-            log-probabilities. They are the model's own, before biases, penalties and temperature.
-        prompt_logprobs: how many likely alternatives are told with each token of the prompt, 0 to
-            20; None tells nothing of the prompt. All of the prompt is then read, whatever the
-            prefix cache holds of it.
-        processed_logprobs: `logprobs` and `prompt_logprobs` are not the model's own but those of
-            the distribution that `temperature`, `top_k`, `top_p` and `min_p` make, with -inf for a
-            token that it leaves out. Biases, penalties and a grammar count for `logprobs` alone. It
-            needs a temperature above 0.
-        pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens'
-            hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a
-            mean all of the prompt is read, whatever the prefix cache holds of it.
-        priority: a lower one is served first; of equals the one that came first.
-        seed: with the token's position it decides every draw. None: the `id` serves as one.
-        stop_tokens: any of them ends the row and is no part of the completion. One may be given
-            as an integer.
-        stop_strings: the row ends with the token that completes one of them. The engine needs a
-            `detokenize` for them.
-        ends_at: called with each of its tokens, in the thread that runs the engine. The row ends
-            with the token for which it returns true. One more step may be under way by then, and
-            is wasted. What it raises ends all rows. It belongs to this request alone.
-        grammar: says which tokens may come. It belongs to this request alone and goes on with its
-            tokens; a round of the engine with such a row waits for it.
-        replay: tokens that its answer begins with. Decode steps read them one by one, as if the row
-            had drawn them, and it goes on behind them. It is for engines of
-            `Limits(reproducible=True)`, whose log-probabilities then are those of such a draw.
-        cache_salt: prompts share what is cached of them only with those of the same salt, so that
-            nobody can tell by the time what others asked.
-        id: names the request in events and callbacks; None lets the engine number it.
+        min_p: in [0, 1]; samples from tokens with at least this probability, relative to the most
+            likely token.
+        repetition_penalty: 1e-30 to 1e30. The logit of a token in the prompt or in the generated
+            text is divided by this value if positive, and multiplied by it if negative.
+        presence_penalty: subtracted from the logit of each token in the generated text; its
+            magnitude is at most 1e30.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the generated
+            text; its magnitude is at most 1e30.
+        logit_bias: token -> number in [-100, 100] that is added to the token's logit; at most 300
+            tokens. The request stores pairs, sorted by token.
+        logprobs: the number of likely alternatives that are returned with each token, 0 to 20; None
+            returns no log-probabilities. The log-probabilities are the model's own, before biases,
+            penalties and temperature.
+        prompt_logprobs: the number of likely alternatives that are returned with each token of the
+            prompt, 0 to 20; None returns none. The engine then reads the whole prompt, even if the
+            prefix cache holds a part of it.
+        processed_logprobs: `logprobs` and `prompt_logprobs` are those of the distribution that
+            `temperature`, `top_k`, `top_p` and `min_p` define, instead of the model's own. Excluded
+            tokens have -inf. Biases, penalties and a grammar count only for `logprobs`. Needs a
+            temperature above 0.
+        pooling: "mean" or "last" requests an embedding of the prompt: the mean of its tokens'
+            hidden states after the final norm, or the last hidden state. Needs `max_tokens` 0. For
+            a mean, the engine reads the whole prompt, even if the prefix cache holds a part of it.
+        priority: requests with a lower number run first; among equal numbers, the earlier request.
+        seed: together with a token's position, the seed determines every draw. None uses the `id`
+            as the seed.
+        stop_tokens: each of these tokens ends the row, and is not part of the completion. A single
+            token may be an integer.
+        stop_strings: the row ends with the token that completes one of these strings. The engine
+            needs a `detokenize` for them.
+        ends_at: called with each token of the row, in the thread that runs the engine. The row ends
+            with the token for which the callback returns true. The engine may have sent one more
+            step by then, and discards its token. An exception of the callback ends all rows. A
+            callback must not be shared between requests.
+        grammar: determines which tokens may follow. A grammar must not be shared between requests,
+            because it advances with the tokens. A round with such a row waits for the grammar.
+        replay: tokens with which the answer begins. Decode steps read these tokens one by one, as
+            if the row had drawn them, and the row then continues. Needs an engine with
+            `Limits(reproducible=True)`, whose log-probabilities are then those of such a draw.
+        cache_salt: prompts share cached pages only with prompts of the same salt. A client can then
+            not infer from response times what other clients asked.
+        id: names the request in events and callbacks; None lets the engine assign a number.
 
     Raises:
-        TypeError: an attribute is of another type; the message names it.
-        ValueError: an attribute does not fit; the message names it.
+        TypeError: an attribute has a wrong type; the message names the attribute.
+        ValueError: an attribute has a wrong value; the message names the attribute.
     """
 
     prompt: Sequence[int]
@@ -212,49 +219,52 @@ class Request:
 
     @property
     def processed(self) -> bool:
-        """Whether log-probabilities are told of another distribution than the model's own. Where
-        both are one, those of the model are told, so that exact mode has the same bits."""
+        """Whether log-probabilities belong to another distribution than the model's own.
+
+        If both distributions are equal, the log-probabilities are those of the model, so that exact
+        mode has the same bits.
+        """
         filters = self.top_k or self.min_p or self.top_p < 1 or self.grammar is not None
         changes = self.temperature != 1 or filters or self.biases or self.penalized
         return bool(self.processed_logprobs and changes)
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Its stop tokens, as they are kept."""
+        """The stop tokens, as the request stores them."""
         stops: Any = self.stop_tokens
         return stops
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Its biases, as they are kept: pairs of a token and a number."""
+        """The logit biases, as the request stores them: pairs of a token and a number."""
         biases: Any = self.logit_bias
         return biases
 
     @property
     def watched(self) -> bool:
-        """Whether somebody looks at each of its tokens, or is told more than what they are."""
+        """Whether a callback sees each token, or the request asks for more than tokens."""
         looks = self.ends_at, self.grammar, self.logprobs
         return bool(self.stop_strings) or any(each is not None for each in looks)
 
     @property
     def may_stop(self) -> bool:
-        """Whether it may end before it has generated `max_tokens`."""
+        """Whether the row may end before `max_tokens` tokens."""
         ends = self.ends_at is not None or self.grammar is not None
         return self.max_tokens > 0 and (ends or bool(self.stop_tokens or self.stop_strings))
 
     @property
     def reads_all(self) -> bool:
-        """Whether something is told of each token of its prompt, which comes with reading it."""
+        """Whether the request asks for a result per prompt token, which needs the whole prompt."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def penalized(self) -> bool:
-        """Whether its tokens depend on those before them by more than the model."""
+        """Whether the logits depend on earlier tokens in another way than by the model."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def drawn_from(self) -> int:
-        """The seed of its draws: its own, or one that its id makes."""
+        """The seed of the draws: the given seed, or a seed derived from the id."""
         if self.seed is not None:
             return int(self.seed)
         return (int(self.id or 0) * 0x9E3779B1) % 2**32
