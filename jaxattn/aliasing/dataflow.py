@@ -1,8 +1,9 @@
 """Dataflow analysis of an HLO module: the origins of its values, and the instructions that copy.
 
-The origins of a value are the entry parameters of which it is a version: the parameter itself, a
-value moved out of it or written into it, and a value of its type computed from it. The analysis
-follows them through tuples, loops, branches, calls, fusions and kernels that alias an operand.
+The origins of a value are the entry parameters of which the value is a version. Versions are the
+parameter itself, values moved out of it or written into it, and values of its type computed from
+it. The analysis follows them through tuples, loops, branches, calls, fusions and kernels that alias
+an operand.
 """
 
 import dataclasses

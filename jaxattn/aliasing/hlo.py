@@ -1,10 +1,10 @@
-"""A parser of optimized HLO text, limited to what the dataflow analysis needs.
+"""A parser of optimized HLO text, limited to the needs of the dataflow analysis.
 
     module = HloModule(compiled.as_text())
     module.computations[module.entry]   # name -> HloInstruction, operands before users
     module.aliases                      # output -> the parameter that it is written over
 
-It parses the text of XLA's CPU and GPU backends, with command buffers, asynchronous pairs and
+The parser supports XLA's CPU and GPU backends, with command buffers, asynchronous pairs and
 fusions.
 """
 

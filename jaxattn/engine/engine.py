@@ -64,7 +64,7 @@ class Engine(EngineLifecycle):
         model, limits: The arguments; with `utilization`, the limits hold the pages that fit.
         plan: The device memory that the engine takes, with a reason for each item.
         scheduler: The rows, the waiting requests and the pools of pages and slots.
-        seal: The guard that counts what was compiled or allocated after the warm-up.
+        seal: The guard that counts compilations and new buffers after the warm-up.
         stats: Statistics since the last call of `generate` began, or since the engine was created.
 
     Raises:
@@ -190,7 +190,7 @@ class Engine(EngineLifecycle):
             TypeError: `requests` is a single request, an element is not a request, or a callback
                 is not callable.
             ValueError: Two requests have the same id.
-            GenerationInterrupted: The user pressed Ctrl-C. The exception holds what was generated,
+            GenerationInterrupted: The user pressed Ctrl-C. The exception holds the results so far,
                 and the engine stays usable.
             EngineBusyError: Another thread uses the engine, a callback called it, or requests from
                 `add` are not done.

@@ -49,7 +49,7 @@ class EngineLifecycle:
 
     Attributes:
         scheduler: The rows, the waiting requests and the pools.
-        seal: The guard that counts what was compiled or allocated after the warm-up.
+        seal: The guard that counts compilations and new buffers after the warm-up.
     """
 
     scheduler: Scheduler
@@ -171,7 +171,7 @@ class EngineLifecycle:
             finally:
                 PROCESS_STATE.opened(self)
             devices = self._prepared.devices
-            # On virtual CPU devices this compilation would take longer than what they are used for.
+            # On virtual CPU devices, which only tests use, this compilation would take too long.
             if len(devices) == 1 or (self._one_process and devices[0].platform == "gpu"):
                 self._weights.compile_own()
             self._allocate = allocator(self._prepared)

@@ -80,10 +80,10 @@ class Limits:
         speculate: The number of draft tokens that a decode step verifies per row, 0 to 3
             (engine/steps/speculation/). The output is the same up to rounding, and may come
             sooner. A row with recurrent states needs this many more slots. Only on one GPU.
-        speculate_by: The source of the drafts. "lookup" copies what followed the last tokens of the
-            row at an earlier place. "mtp" uses the model's draft head (draft_head.py), for which
-            `load` needs `draft_head=True`. The head costs time, so each bucket of rows stops using
-            it where decoding without it is faster.
+        speculate_by: The source of the drafts. "lookup" copies the tokens that followed an earlier
+            occurrence of the row's last tokens. "mtp" uses the model's draft head (draft_head.py),
+            for which `load` needs `draft_head=True`. The head costs time, so each bucket of rows
+            stops using it where decoding without it is faster.
         steps_per_round: The maximum number of decode steps per call, 1 to 8. The engine runs
             several only while no prompt is being read and no row has a stop string, a grammar or
             log-probabilities. Their tokens arrive together, and a new request waits for up to two

@@ -1,4 +1,4 @@
-"""A memory plan: items with their bytes and their reasons; the cache gets what they leave.
+"""A memory plan: items with their bytes and their reasons; the cache gets the rest.
 
 `nbytes` is the only function that computes the bytes of an array. Both the plan and the check of
 what was allocated use it, so the two cannot drift.
@@ -82,7 +82,7 @@ class MemoryBudget:
         return max(within if self.limit is None else min(within, self.limit), 0)
 
     def reason(self, outside: int = 0) -> str:
-        """Returns what limits `arrays`: the fraction, memory outside of it, or the allocator."""
+        """Returns the limit of `arrays`: the fraction, the memory outside, or the allocator."""
         allowed = self.arrays(outside)
         if self.limit is not None and allowed == self.limit:
             return f"the most that JAX's allocator takes of {self.total:,} ({self.device})"
@@ -97,7 +97,7 @@ class MemoryPlan:
 
     Attributes:
         budget: The memory that the plan may use; None if the device's memory is unknown.
-        title: A line that describes what is planned.
+        title: The title of the plan, a line.
         facts: Results of the plan (tokens that fit, rows at full length) as pairs (name, value).
         notes: The assumptions of the plan.
         choices: Each limit that the user left out, with its value and reason (default_limits.py).

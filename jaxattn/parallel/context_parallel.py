@@ -56,9 +56,11 @@ def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
 
 
 def gathered_in(numbers: int) -> tuple[int, int] | None:
-    """Returns (pieces, numbers per piece) of a row that is only gathered, with no result coming
-    back by the same mailbox. There are as many blocks as pieces of a warpgroup's smallest stores of
-    16 bytes. Returns None if no kernel fits."""
+    """Returns (pieces per row, numbers per piece) if the mailbox carries no results back.
+
+    Each piece has a block, and is as small as a warpgroup's stores of 16 bytes allow. Returns None
+    if no kernel fits.
+    """
     width = next((n for n in (PIECE_MULTIPLE, PIECE_MULTIPLE // 2) if numbers % n == 0), 0)
     return (numbers // width, width) if width and supports_exchange(width, 2) else None
 
@@ -274,7 +276,7 @@ def prefix_of(
     batch, width = block_tables.shape
     index = (block_tables,) if layer is None else (split_layer_index(layer)[2], block_tables)
     with jax.named_scope("context_prefix"):
-        # Entries after a row's last page may be invalid; no op looks at what they read.
+        # Entries after a row's last page may be invalid; no op uses the pages that they read.
         own = kv_cache.at[index].get(mode="clip")
         met = jnp.moveaxis(lax.all_gather(own, axes), 0, 2)
         pages = met.reshape(batch * width * ways, *own.shape[2:])

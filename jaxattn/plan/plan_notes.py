@@ -22,7 +22,7 @@ from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, caches
 
 
 def title(model: ModelSizes, limits: Limits, place: ModelPlacement, memory: DeviceMemory) -> str:
-    """Returns a line that describes what is planned."""
+    """Returns the title of a plan."""
     each = "per GPU" if place.attention == "data" and place.gpus > 1 else "in all"
     one = f"{place.gpus} x {memory.name}, one of them" if place.gpus > 1 else memory.name
     return (
@@ -109,7 +109,7 @@ def _of_group(place: ModelPlacement, latents: bool) -> list[str]:
 
 
 def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
-    """Returns what decodes from the cache on a Hopper GPU, by asking the kernel's own check."""
+    """Returns a note on the kernel, or XLA, that decodes from the cache on a Hopper GPU."""
     cache = latents.shapes(CacheSize(pages=1, slots=1))[latents.array]
     names = {jnp.dtype(dtype).name: name for name, dtype in CACHE_DTYPES.items()}
     name = names.get(cache.dtype.name, cache.dtype.name)

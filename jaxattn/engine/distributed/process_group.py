@@ -6,14 +6,14 @@
     with crew.together():
         ...                        an error in here ends all processes with its message
 
-The processes depend on each other: no process can finish a step that another one does not run. A
-thread of each process tells the others every second that it is alive. It ends its process
+The processes depend on each other: no process can finish a step that another one does not run. So
+each process has a thread that reports to the others every second. The thread ends its process
 
 - as soon as another is gone or has failed, with the other's message;
 - if another has sent nothing for `SILENT` seconds, because it is stopped or its host is gone;
 - in the leader, if a step has not ended for `stuck` seconds, because JAX would wait forever.
 
-A thread does this, so that a process also ends while it waits in a library.
+Because this is a thread, a process also ends while it waits in a library.
 """
 
 import contextlib

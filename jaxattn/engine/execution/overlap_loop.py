@@ -11,8 +11,8 @@ If rows must not depend on each other (`Limits.mixes` is False), prompts and row
 of the same round.
 
 So the device has its next steps while the host processes tokens. The device itself ends rows at
-stop tokens and at their length limit. It learns of stop strings one step late, and of aborts up to
-two rounds late; the host drops what these steps computed for the row.
+stop tokens and at their length limit. A stop string reaches the device one step late, and an abort
+up to two rounds late; the host drops the row's tokens of these steps.
 """
 
 import functools

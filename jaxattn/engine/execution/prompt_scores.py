@@ -26,8 +26,8 @@ class PromptScores:
         layout: The layout of the step.
         score: The step that computes the scores.
         vocab_size: The vocabulary size of the model.
-        rows: The rows whose tokens are scored, in the order of `wanted`. Each has an array of
-            pairs: the index of the preceding token in the step, and the token itself.
+        rows: The rows whose tokens are scored, in the order of `wanted`, each with pairs: the index
+            of the preceding token in the step, and the token itself.
         alone: The rows whose prompt is a single token. No token precedes it, so they need no call.
         pooled: The rows to pool, each with a range of the step's tokens.
         told: The results of `ScoreStep` and then of `PoolingStep`, once these are sent.

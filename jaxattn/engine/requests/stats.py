@@ -12,8 +12,8 @@ class GenerationStats:
     Attributes:
         prompt_tokens: The prompt tokens that prefill has read. Tokens that it reads again after a
             preemption count again.
-        prefill_seconds: The time of prefill steps, each from the end of the step before it. Of a
-            mixed step, only the share of its prompt tokens counts.
+        prefill_seconds: The time of prefill steps, each from the end of the step before it. A
+            mixed step counts only with the share of its prompt tokens.
         prefill_steps, decode_steps: The numbers of steps; a mixed step counts as both.
         waited_seconds: The time that the host waited for steps; the rest is its own work.
         queued_seconds: The time that finished requests waited for a row, summed over requests.

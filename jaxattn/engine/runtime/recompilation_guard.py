@@ -10,8 +10,7 @@ leave no other buffers behind. In strict mode, a thread inside `watch` can run a
 the device only inside `allowed`, so no buffer can appear. (The error may call such a refusal a
 trace, since JAX looks for the executable again.) Otherwise the guard counts the process's arrays
 before and after, including those of other threads. Counting takes longer than a small model's step,
-so only one `watch` in 256 does it, beginning with the first. It still finds what every step leaves
-behind.
+so only one `watch` in 256 does it, beginning with the first. A leak in every step is still found.
 """
 
 import collections
@@ -42,7 +41,7 @@ class SealError(RuntimeError):
 
 
 class RecompilationGuard:
-    """The record of what was traced, compiled or allocated after the warm-up.
+    """The record of traces, compilations and allocations after the warm-up.
 
     Args:
         strict: Whether to raise SealError at once, instead of counting.

@@ -34,8 +34,10 @@ class AnswerLengths:
     def expected(
         self, generated: Int[np.ndarray, "B"], left: Int[np.ndarray, "B"]
     ) -> Int[np.ndarray, "B"]:
-        """Returns how many more tokens the answers are expected to get, at most `left`: up to the
-        mean of longer recent answers, or as many as they have if none was longer."""
+        """Returns how many more tokens the answers are expected to get, at most `left`.
+
+        An answer grows to the mean of longer recent answers, or doubles if none was longer.
+        """
         sums = np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
         first = np.searchsorted(self._sorted, generated, side="right")
         longer = len(self._sorted) - first

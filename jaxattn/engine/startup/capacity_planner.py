@@ -150,8 +150,9 @@ class CapacityPlanner:
         own: int,
         earlier: CompiledSteps | None = None,
     ) -> tuple[Limits, CompiledSteps, dict[str, ExecutableMemory]]:
-        """Returns limits with the most pages that fit, except for at most `SPARE` of them, with
-        their executables and the memory of these.
+        """Returns limits with the pages that fit, their executables, and the memory of these.
+
+        Up to a fraction `SPARE` of the pages that fit may stay unused.
 
         Args:
             known: The memory of the same steps with another number of pages, or bounds of the

@@ -85,7 +85,7 @@ class LimitsSearch:
             fits = self._fits(asked, limits, known)
         if fits:
             limits = self._context(asked, limits, known, reasons)
-        elif not self._pages(limits, known):  # plan the original limits, with advice on what to do
+        elif not self._pages(limits, known):  # then the plan of the original limits gives advice
             limits, reasons = whole, why
         limits = self._checkpoints(asked, limits, known, reasons)
         limits = self._share(asked, limits, known, reasons)

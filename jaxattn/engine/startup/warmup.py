@@ -53,7 +53,7 @@ def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False
 
 
 def check_room(prepared: EngineBuild, weights: Weights) -> None:
-    """Checks that the plan still fits next to what others hold of the device now.
+    """Checks that the plan still fits next to the memory that others hold on the device now.
 
     Raises:
         PlanError: The plan does not fit.

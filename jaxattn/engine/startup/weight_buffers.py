@@ -237,7 +237,7 @@ class WeightBuffers:
 
     Attributes:
         programs: The programs that write to the leaves.
-        owned: Whether the engine alone has each leaf's buffer, so that an update may write to it.
+        owned: Whether only the engine has each leaf's buffer, so that an update may write to it.
         version: The number of updates so far.
         torn: Whether an update failed midway, so that some leaves are new and others are not.
         watched: Whether leaves may be gone, because an update shared them or they were released.
@@ -329,7 +329,7 @@ class WeightBuffers:
 
     def compile_own(self) -> None:
         """Compiles the programs for parameters with the shardings of the original ones."""
-        places = self.programs.places  # packed parameters have other names and lie as the engine's
+        places = self.programs.places  # packed parameters have other names, and its own sharding
         given = [self._made_of.get(each.name, each.own) for each in places]
         self.compile([self.programs.arriving(*each) for each in zip(places, given, strict=True)])
 

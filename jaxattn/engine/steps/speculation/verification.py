@@ -6,15 +6,15 @@
               accepted as long as they equal the sampled ones
 
 With and without a draft, the seed and the position give the same key to a token. So with equal
-logits every row gets the same tokens as without drafts, and a draft only changes how many come at
-once. (A draft puts all probability on one token. Rejection sampling, which accepts it with the
-model's probability and otherwise draws from the rest, is then equal to drawing and comparing.)
+logits, drafts do not change a row's tokens, only how many come at once. (A draft puts all
+probability on one token. Rejection sampling, which accepts it with the model's probability and
+otherwise draws from the rest, is then equal to drawing and comparing.)
 
 Penalties depend on earlier tokens of the row, so a row with penalties gets no draft.
 
-Later steps overwrite what this step wrote after the accepted tokens, because token caches go by the
-row's length. Recurrent states do not, so the step keeps the states after each of its tokens, each
-in another slot of the row. The row continues from one of them:
+Token caches go by the row's length, so later steps overwrite the entries of rejected tokens.
+Recurrent states do not, so the step keeps the states after each of its tokens, each in another slot
+of the row. The row continues from one of them:
 
     slot of a row            the slot from the scheduler, in which its prompt is read
     batch + checkpoints + i  spare slots: the first of all rows, then the second of all rows
