@@ -323,7 +323,7 @@ class Engine(EngineLifecycle):
         on_token: OnToken | None,
         on_finish: OnFinish | None,
     ) -> None:
-        """Runs one round of `generate`. No event is left in the engine when it returns."""
+        """Runs one round of `generate`, and frees its events before it returns."""
         events = self._step()
         ended = [event for event in events if isinstance(event, FinishEvent)]
         for event in ended:  # before a callback can be interrupted

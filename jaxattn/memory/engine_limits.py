@@ -86,8 +86,8 @@ class Limits:
             stops using it where decoding without it is faster.
         steps_per_round: The maximum number of decode steps per call, 1 to 8. The engine runs
             several only while no prompt is being read and no row has a stop string, a grammar or
-            log-probabilities. Their tokens arrive together, and a new request waits for up to two
-            such calls. None lets `prepare` choose (decode_step_count.py): more than one if a step
+            log-probabilities. The tokens of a call arrive together, and a new request waits for up
+            to two calls. None lets `prepare` choose (decode_step_count.py): more than one if a step
             is shorter than the host's work for it. Only on one GPU, and not with `speculate`.
         reproducible: Exact mode. The bits of a row's log-probabilities do not depend on other rows
             or on preemption, and `Engine.score` returns the same bits. Prefill steps read whole
@@ -99,13 +99,13 @@ class Limits:
             engine.
         spread: The number of GPUs over which the pages of a row are distributed, each with one page
             of every stripe. `prepare` sets it, from `Parallel.context`.
-        groups: The number of data groups. Each has an equal share of the rows, and its own pages
-            and slots; `num_pages` is per group. `prepare` sets it, from `Parallel.data`.
+        groups: The number of data groups. Each group has an equal share of the rows, and its own
+            pages and slots; `num_pages` is per group. `prepare` sets it, from `Parallel.data`.
         native_layers: The number of attention layers, both at the start and at the end of the
             model, that keep the model's own cache format.
         q_lens: The tokens per row for which decode executables are compiled. `Engine.generate` uses
             only 1. Others are planned, compiled and warmed up for callers of `Engine.executables`
-            that append several tokens in a step; it returns the logits after the last one.
+            that append several tokens in a step, and get the logits after the last one.
 
     Raises:
         TypeError: `decode_buckets`, `prefill_buckets` or `q_lens` is not a tuple or list.

@@ -110,8 +110,7 @@ def _cache_items(own: Sequence[LayerCache], limits: Limits, pages: int) -> list[
 
 
 def _temp(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[int, str]:
-    """Returns the activations of the largest layer at once, for the larger of decode and
-    prefill."""
+    """Returns the activations of the largest layer, for the larger of decode and prefill."""
     sizes, chunk = model.sizes, limits.chunks[-1]
     decode = activations(sizes, limits.batch * max(limits.q_lens), limits.batch, place, 1)
     prefill = activations(sizes, chunk, 1, place, min(PREFIX_BLOCK, limits.max_model_len) + chunk)

@@ -153,8 +153,7 @@ def disable_compilation_cache() -> None:
 
 
 def folder_of_cache() -> Path | None:
-    """Returns the folder of stored steps inside JAX's cache folder, or None if that cache is
-    off."""
+    """Returns the folder of stored steps in JAX's cache folder; None if that cache is off."""
     given = jax.config.jax_compilation_cache_dir
     return Path(given) / "steps" if given and jax.config.jax_enable_compilation_cache else None
 

@@ -239,8 +239,7 @@ class ProcessGroup:
             self.end_all(str(error))
 
     def end_all(self, message: str) -> None:
-        """Ends all processes, including this one, with a message; only the first call has
-        effect."""
+        """Ends all processes, including this one, with a message. Later calls have no effect."""
         if not self._closed.is_set():
             self.fail(message)
             self._end(f"the group of processes ends: {message}")

@@ -75,15 +75,16 @@ class Request:
             may be given as an integer.
         stop_strings: The strings that end the row, with the token that completes one of them. They
             need an engine with `detokenize`.
-        ends_at: A function that the engine calls, in its own thread, with each generated token.
-            The row ends with the token for which it returns True; one more step may already be in
-            flight, and is wasted. An exception in it ends all rows. Do not share it between
-            requests.
+        ends_at: A function that is called with each generated token, in the thread that runs the
+            engine. The row ends with the token for which the function returns True; one more step
+            may already be in flight, and is wasted. An exception in it ends all rows. Do not share
+            it between requests.
         grammar: The grammar state that decides which tokens may come, and that advances with them.
             Each round with such a row waits for the grammar. Do not share it between requests.
         replay: Tokens with which the answer begins. Decode steps read them one by one, as if the
-            row had sampled them; then the row continues. In an engine with
-            `Limits(reproducible=True)` their log-probabilities equal those of the original samples.
+            row had sampled them; then the row continues. Only engines with
+            `Limits(reproducible=True)` accept them, and their log-probabilities equal those of the
+            original samples.
         cache_salt: A string that separates prefix caches: only prompts with the same salt share
             cached pages. So nobody can infer the prompts of others from response times.
         id: The id of the request in events and callbacks; None lets the engine choose one.

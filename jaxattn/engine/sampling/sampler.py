@@ -150,8 +150,7 @@ def _categorical(scaled: Array, sampling: SamplingBatch, positions: Array) -> Ar
 def _filters(
     scaled: Float[Array, "B vocab"], sampling: SamplingBatch, filters: Bool[Array, "B"]
 ) -> Float[Array, "B vocab"]:
-    """Returns the logits with -inf for tokens that `top_k` and `top_p` exclude, in `filters`
-    rows."""
+    """Returns the logits with -inf for tokens excluded by `top_k` and `top_p`, where `filters`."""
     keys = _ordered(scaled)
     count = sampling.top_k[:, None].astype(jnp.float32)
     ones = jnp.ones_like(scaled)

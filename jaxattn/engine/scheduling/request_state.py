@@ -110,8 +110,7 @@ class RunningRequest:
         return found
 
     def next_pooled(self, cached: int, end: int) -> range:
-        """Returns the positions of the tokens to pool with the chunk of the prompt from `cached` to
-        `end`."""
+        """Returns the positions of the tokens to pool with the prompt's chunk `cached:end`."""
         match self.request.pooling:
             case "mean":
                 return range(cached, end)

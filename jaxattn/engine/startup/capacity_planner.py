@@ -210,8 +210,7 @@ class CapacityPlanner:
 
 
 def _most(known: Mapping[str, ExecutableMemory]) -> int:
-    """Returns the bytes that a plan counts: the largest temp plus the largest inputs and
-    outputs."""
+    """Returns the bytes that a plan counts: the largest temp plus the largest in- and outputs."""
     return max(each.temp for each in known.values()) + max(each.in_out for each in known.values())
 
 

@@ -366,8 +366,10 @@ class WeightBuffers:
         self.version += 1
 
     def delete(self) -> int:
-        """Frees the engine's own buffers and returns their bytes per device. `update` must supply
-        weights again."""
+        """Frees the engine's own buffers and returns their bytes per device.
+
+        `update` must supply weights again.
+        """
         both = zip(self._leaves, self.owned, strict=True)
         own = [leaf for leaf, owned in both if owned and leaf.size and not leaf.is_deleted()]
         freed = nbytes_each(own)

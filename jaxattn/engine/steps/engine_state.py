@@ -54,8 +54,7 @@ def kept_checkpoints(limits: Limits) -> int:
 
 
 def new_state(model: Model, limits: Limits) -> DecodeState:
-    """Allocates the state of one device of an engine; under `jax.eval_shape`, returns its
-    shapes."""
+    """Allocates the state of one device; under `jax.eval_shape`, returns its shapes."""
     return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
 
 

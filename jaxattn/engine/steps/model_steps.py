@@ -96,8 +96,7 @@ class ModelStep(EngineStep):
         return tuple(jax.tree.leaves(params)), state, self.batch_shapes(limits)
 
     def given_shape(self, limits: Limits) -> Any:
-        """Returns the shape of the host's argument, which comes in addition to the device's
-        rows."""
+        """Returns the shape of the argument from the host, next to the rows on the device."""
         if self.kind == "prefill":
             return int32(*PromptLayout.of(limits, self.tokens).shape)
         return int32(self.rows)

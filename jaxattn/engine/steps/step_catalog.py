@@ -43,8 +43,7 @@ from jaxattn.memory.engine_limits import Limits
 
 
 def prefill_step(limits: Limits, tokens: int) -> ModelStep:
-    """Returns the step that reads `tokens` prompt tokens, with room for all rows if rows may decode
-    in it."""
+    """Returns the step that reads `tokens` prompt tokens; in a mixed step all rows have room."""
     mixes = limits.mixes and tokens in limits.mixed_sizes
     return ModelStep("prefill", limits.batch if mixes else 0, tokens)
 
