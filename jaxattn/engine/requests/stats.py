@@ -12,6 +12,7 @@ class GenerationStats:
     Attributes:
         prompt_tokens: The prompt tokens that prefill has read. Tokens that it reads again after a
             preemption count again.
+        decoded_tokens: The tokens from decode steps and mixed steps, without replayed ones.
         prefill_seconds: The time of prefill steps, each from the end of the step before it. A
             mixed step counts only with the share of its prompt tokens.
         prefill_steps, decode_steps: The numbers of steps; a mixed step counts as both.
@@ -24,6 +25,7 @@ class GenerationStats:
         preemptions: How often a row lost its pages to an older one and was computed again.
         replayed_tokens: The tokens that preempted rows decoded again, in exact mode. Without exact
             mode, rows read them as part of the prompt.
+        seconds: The time of `generate`, without the engine's start.
     """
 
     prompt_tokens: int = 0

@@ -1,9 +1,9 @@
 """The prefix cache: pages of prompts that were read before, and recurrent states at their ends.
 
-A prefix is a chain of blocks of whole pages. With recurrent states or in exact mode, a block is as
-many tokens as prefill reads of a prompt at a time, so a prompt is cut into the same chunks with and
-without a hit. Otherwise a block is a line of a step (`Limits.line_tokens`). The key of a block is a
-hash of the salt and of all tokens up to the end of the block.
+A prefix is a chain of blocks of whole pages. Usually a block is a line of a step
+(`Limits.line_tokens`). With recurrent states or in exact mode, a block is as long as the largest
+piece of a prompt in a step, so that prompts are cut into the same pieces with and without a hit.
+The key of a block is a hash of the salt and of all tokens up to the end of the block.
 
     entry      the pages of one block, and optionally the states after it, in a checkpoint slot
     hit        the longest chain of entries; with recurrent states, up to one that has its states

@@ -60,8 +60,8 @@ class Scheduler:
         shared: int32 [B], the number of each row's pages that other rows share or once shared.
         open: bool [B], whether each row may end before it has generated `most` tokens.
         answers: The lengths of answers that could end before their `most` tokens.
-        changes: How often a row was admitted, finished its prompt, or left. An equal count means an
-            equal set of decoding rows.
+        changes: How often a row finished its prompt or left. While the count is the same, so is the
+            set of rows that have read their prompts.
         preemptions: The number of preemptions so far.
         prefixes: The prefix cache; None if the engine has none.
         prefix_counts: The counts of the prefix cache since the scheduler was created.
