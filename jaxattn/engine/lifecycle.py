@@ -171,7 +171,7 @@ class EngineLifecycle:
             finally:
                 PROCESS_STATE.opened(self)
             devices = self._prepared.devices
-            # On virtual CPU devices, which only tests use, this compilation would take too long.
+            # Not on virtual CPU devices: there it would take longer than the work that they are for.
             if len(devices) == 1 or (self._one_process and devices[0].platform == "gpu"):
                 self._weights.compile_own()
             self._allocate = allocator(self._prepared)
@@ -226,7 +226,7 @@ class EngineLifecycle:
 
         Each parameter is copied on the device, into the engine's own buffer. The caller keeps
         `params`, and may donate or delete them as soon as `update` returns. Until the first update
-        the engine shares parameters with its creator; this update gives it its own buffers. An
+        the engine shares parameters with its creator; that update gives it its own buffers. An
         array that the engine already shares is not copied.
 
         The update drops what the engine cached with the old weights: prefixes, states, and the
@@ -279,8 +279,8 @@ class EngineLifecycle:
     def release(self, *, weights: bool = False) -> int:
         """Frees the device memory of the caches and the arena, until `resume`.
 
-        Requests in flight wait, and continue after `resume`, which reads their prompts and tokens
-        again. Cached prefixes are dropped. An engine that has not started has nothing to free.
+        Requests in flight wait, and after `resume` the engine reads their prompts and tokens again.
+        Cached prefixes are dropped. An engine that has not started has nothing to free.
 
         Args:
             weights: Whether to free the engine's own copies of weights too. Then `update` must

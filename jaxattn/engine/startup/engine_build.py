@@ -45,8 +45,8 @@ class EngineBuild:
     """A compiled and planned engine that holds no device memory yet.
 
     Attributes:
-        limits: The limits, with `utilization` including the pages that fit, and including the
-            steps of a round if `prepare` chose several.
+        limits: The limits. With `utilization` they have the pages that fit, and if `prepare` chose
+            several steps per round, they have these.
         steps: The executables; `step_catalog.all_steps` lists their names.
         known: XLA's figures of each executable's memory.
         plan: The device memory that the engine will take, with a reason for each item.

@@ -25,11 +25,12 @@ REPRODUCIBLE_CHUNK = 1024
 UTILIZATION = 0.9
 # The search does not lower open limits below these as long as it can lower others.
 LEAST_CONTEXT, LEAST_CHUNK = 4096, 256
-# The fraction of the tokens that fit by the plan. The driver takes some when it is measured.
+# The fraction of the tokens that fit before any step has run. The driver takes some later.
 CONTEXT_SHARE = 7 / 8
 # The largest fractions, after weights and steps, for the states of rows and of prefixes.
 STATES_SHARE, CHECKPOINTS_SHARE = 1 / 3, 1 / 8
-# If all rows at full length take at most this fraction, the cache holds them all, unmeasured.
+# If all rows at full length take at most this fraction, the cache holds them all, and the number of
+# pages needs no measurement.
 WHOLE_SHARE = 1 / 4
 DRIVER = 1 * GIB  # an upper bound of what CUDA and its libraries take once steps have run
 

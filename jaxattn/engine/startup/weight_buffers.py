@@ -329,7 +329,8 @@ class WeightBuffers:
 
     def compile_own(self) -> None:
         """Compiles the programs for parameters with the shardings of the original ones."""
-        places = self.programs.places  # packed parameters have other names, and its own sharding
+        # Packed parameters have other names, and already the engine's shardings.
+        places = self.programs.places
         given = [self._made_of.get(each.name, each.own) for each in places]
         self.compile([self.programs.arriving(*each) for each in zip(places, given, strict=True)])
 
