@@ -171,7 +171,7 @@ class EngineLifecycle:
             finally:
                 PROCESS_STATE.opened(self)
             devices = self._prepared.devices
-            # Not on virtual CPU devices: there it would take longer than the work that they are for.
+            # Not on virtual CPU devices: there it would take longer than the work they are for.
             if len(devices) == 1 or (self._one_process and devices[0].platform == "gpu"):
                 self._weights.compile_own()
             self._allocate = allocator(self._prepared)

@@ -59,8 +59,8 @@ def collectives_bytes(group: DeviceGroup) -> int:
 def check_processes(group: DeviceGroup, environment: Mapping[str, str] = os.environ) -> None:
     """Refuses GPUs of several processes if XLA may split their communicators.
 
-    Otherwise two processes of two H200s each waited for each other forever. On a CPU it refuses
-    nothing.
+    With splitting, two processes of two H200s each have waited for each other forever. On a CPU
+    the function refuses nothing.
 
     Raises:
         CollectiveError: XLA may split communicators; the message names the flag to set.

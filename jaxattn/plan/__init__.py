@@ -45,7 +45,7 @@ def plan(
         model: A model such as `jaxattn.models.Hybrid(config)`, or the result of
             `jaxattn.models.catalog.model_resolver.load(name)`.
         device: The device's memory, or its name for `known_device` (memory/device_memory.py). The
-            plan leaves the memory that is in use according to `free`.
+            plan does not touch memory that is in use according to `free`.
         limits: The limits of the engine. Without `num_pages` the cache gets what `utilization`
             leaves of the device; the default is then 0.9.
         placement: The placement of a decoder or a known model on several GPUs.

@@ -1,8 +1,8 @@
 """The plan of one GPU of a group, or of a model that jaxattn cannot run, only from shapes.
 
-Exact are the weights as the loader stores them, cache pages, recurrent states, and the arena (from
-the ops' own `scratch`). Temp is a bound: every activation of a layer at once, with no reuse. The
-memory of the driver and of collectives is assumed. The basis of each item says which it is.
+The weights as the loader stores them, cache pages, recurrent states and the arena (from the ops'
+own `scratch`) are exact. Temp is a bound: every activation of a layer at once, with no reuse. The
+memory of the driver and of collectives is assumed. Each item names its basis.
 """
 
 from collections.abc import Sequence
