@@ -31,7 +31,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def freeze_gc_heap() -> None:
-    """Excludes all current objects from later collections. Those that become garbage are never
-    freed, so use it in a process that keeps its initial objects."""
+    """Excludes all current objects from later collections.
+
+    Reference cycles among them are then never freed, so use it in a process that keeps its initial
+    objects.
+    """
     gc.collect()
     gc.freeze()

@@ -97,7 +97,7 @@ class CapacityPlanner:
         """Returns the plan of these limits.
 
         Args:
-            own: The bytes in the device's pool that the plan counts in other lines.
+            own: The bytes in the device's pool that the plan counts in other items.
             wanted: The limits as the user gave them.
 
         Raises:
@@ -225,8 +225,8 @@ def others(
 
     Args:
         known: The executables whose code is part of the driver's memory.
-        own: The bytes in the device's pool that the plan counts in other lines.
-        collectives: The bytes of the driver's memory that have a line of their own.
+        own: The bytes in the device's pool that the plan counts in other items.
+        collectives: The bytes of the driver's memory that have an item of their own.
         driver: The bytes that the driver has not taken yet.
     """
     if memory is None or memory.outside is None:
