@@ -101,7 +101,7 @@ def cache_format(shape: GqaDecodeShape) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def inputs(shape: GqaDecodeShape) -> dict[str, Any]:
-    """Normal data on shuffled pages, with so many layers that L2 does not hold what a call reads."""
+    """Normal data on shuffled pages, with so many layers that no read of a call hits L2."""
     batch, heads, kv_heads, dim, tokens, _, page, cache = shape
     pages, stored = -(-tokens // page), KVFormat(cache, dim)
     layers = rotation(shape.read, most=32)

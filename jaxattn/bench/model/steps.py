@@ -4,6 +4,7 @@
 `ms` is the time per step in a longer run. Like the engine, the run dispatches each step before the
 previous one has finished, so `ms` is the time per token.
 """
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
